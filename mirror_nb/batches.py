@@ -1,0 +1,137 @@
+"""Batches of any structure: which part is a replica's, cutting it out, counting, moving to a device.
+
+Knows tensors, arrays and the containers that hold them: tuples, lists, mappings, dataclasses. Knows no loader
+and no other replica.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from mirror_nb.errors import UsageError
+
+
+def share_of(total: int, replica_id: int, num_replicas: int) -> slice:
+    """The examples of a global batch of `total` that belong to one replica.
+
+    TensorFlow's rule: with c = ceil(total / num_replicas), replica i gets [i*c : (i+1)*c], so that the last
+    replicas may get fewer examples than the others, or none.
+    """
+    each = -(-total // num_replicas)
+    return slice(min(replica_id * each, total), min((replica_id + 1) * each, total))
+
+
+def cut(batch: Any, share: slice, total: int) -> Any:
+    """The part `share` of a collated batch of `total` examples, in the same structure.
+
+    Tensors and arrays are cut along dimension 0, lists of one item an example are cut as lists; what does not
+    have `total` items stays. A tuple, list or dict whose members are all batches is a structure: so a list
+    of images counts as one item an example unless each image has as many rows as there are examples.
+    """
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return batch[share] if _is_batched(batch, total) else batch
+    if _is_sequence(batch) and not all(_is_batched(item, total) for item in batch) and len(batch) == total:
+        return _like(batch, list(batch)[share])
+    return _map_children(batch, lambda item: cut(item, share, total))
+
+
+def _is_batched(value: Any, total: int) -> bool:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.ndim > 0 and value.shape[0] == total
+    if _is_sequence(value) and len(value) == total:
+        return True
+    children = _children(value) or []
+    return bool(children) and all(_is_batched(child, total) for child in children)
+
+
+def count(batch: Any) -> int:
+    """The number of examples in a batch that nobody counted: the first dimension of all of its tensors.
+
+    Raises UsageError where they differ or there is none.
+    """
+    shapes = [tuple(leaf.shape) for leaf in leaves(batch) if isinstance(leaf, (torch.Tensor, np.ndarray))]
+    lengths = {shape[0] for shape in shapes if shape}
+    if not shapes or not all(shapes) or len(lengths) > 1:
+        raise UsageError(
+            f"cannot count the examples of a {type(batch).__qualname__} with tensors of shapes {shapes}: "
+            "all need them in dimension 0; set batch_size on the DataLoader, or batch in the dataset"
+        )
+    return int(lengths.pop())
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """The batch with its tensors, and whatever else has a `.to(device)`, on `device`."""
+    if isinstance(value, torch.Tensor):
+        # Without pinned memory an asynchronous copy only pretends to be one; is_pinned() asks the driver.
+        pinned = device.type == "cuda" and value.device.type == "cpu" and value.is_pinned()
+        return value.to(device, non_blocking=pinned)
+    if callable(getattr(value, "to", None)) and not isinstance(value, type):
+        return value.to(device)
+    return _map_children(value, lambda item: to_device(item, device))
+
+
+def leaves(value: Any) -> list[Any]:
+    """What a structure holds that is no structure itself, in order."""
+    children = _children(value)
+    if children is None:
+        return [value]
+    return [leaf for child in children for leaf in leaves(child)]
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A structure of the same kind with each leaf changed."""
+    if _children(value) is None:
+        return change(value)
+    return _map_children(value, lambda child: map_leaves(child, change))
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _children(value: Any) -> list[Any] | None:
+    """The members of a structure; None for what is a leaf here."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
+
+
+def _map_children(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A structure of the same kind with each member changed; a leaf is returned as it is."""
+    if isinstance(value, Mapping):
+        changed = {key: change(item) for key, item in value.items()}
+        if not hasattr(value, "update"):
+            return changed
+        # A copy keeps what a dict subclass knows besides its items (a defaultdict's factory).
+        same_kind = copy.copy(value)
+        cast(Any, same_kind).update(changed)
+        return same_kind
+    if isinstance(value, (list, tuple)):
+        return _like(value, [change(item) for item in value])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed_fields = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # Past __setattr__, which a frozen dataclass refuses.
+            object.__setattr__(changed_fields, field.name, change(getattr(value, field.name)))
+        return changed_fields
+    return value
+
+
+def _like(sequence: Any, items: list[Any]) -> Any:
+    """`items` in a sequence of the kind of `sequence`; a namedtuple that lost its length becomes a tuple."""
+    if hasattr(sequence, "_fields"):
+        return type(sequence)(*items) if len(items) == len(sequence) else tuple(items)
+    try:
+        return type(sequence)(items)
+    except TypeError:
+        return tuple(items) if isinstance(sequence, tuple) else items

@@ -1,0 +1,449 @@
+"""Input: the global batches that one device would see, of which each replica loads only its share.
+
+Knows PyTorch's DataLoader, arrays, and the rule by which a global batch is cut. Knows no process and no
+collective: `agree` (every replica gets replica 0's bytes) and `randomness` (the random stream that is equal
+on all replicas) are handed in.
+
+    source ─▶ global batches ─▶ this replica's share ─▶ its device ─▶ the user's loop
+              drawn inside randomness(), from a state agreed at the start of each epoch
+
+The share is cut as early as the source allows: from the indices before anything is loaded (map-style datasets
+and arrays), else from the batch after it was loaded (iterable-style datasets, and loaders that make whole
+batches by themselves).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import pickle
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, final
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+
+from mirror_nb.batches import count, cut, leaves, map_leaves, share_of, to_device
+from mirror_nb.errors import UsageError
+from mirror_nb.sampling import (
+    check_unsharded,
+    describe,
+    draws_only_at_first,
+    index_sampler,
+    iterates_plainly,
+    length_of,
+    name_of,
+    random_streams,
+)
+
+Randomness = Callable[[], AbstractContextManager[None]]
+_END: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one replica gets of one global batch."""
+
+    local_examples: int
+    """Number of examples in `batch`; 0 where there were not enough for every replica."""
+    global_examples: int
+    """Number of examples of the global batch, over all replicas."""
+    batch: Any
+    """The examples, collated; with 0 examples its structure, dtypes and trailing shapes are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a share is cut: which replica of how many, and the random stream that they have in common."""
+
+    replica_id: int
+    num_replicas: int
+    randomness: Randomness
+
+    def share(self, total: int) -> slice:
+        return share_of(total, self.replica_id, self.num_replicas)
+
+
+class _Shares(Protocol):
+    """One replica's share of each global batch of a source, epoch after epoch."""
+
+    def begin(self) -> Iterator[Share]: ...
+
+
+@final
+class Loaders:
+    """The DataLoaders that were derived from a user's, kept as long as the user's own is alive.
+
+    So `for epoch in ...: for batch in strategy.distribute_dataset(loader)` starts the workers of a loader
+    with `persistent_workers=True` once. Whoever makes DistributedDatasets holds one of these, and gives them
+    the same `randomness` (a bound method is): a derived loader keeps drawing from the one it was made with.
+    """
+
+    def __init__(self) -> None:
+        self._derived: weakref.WeakKeyDictionary[DataLoader[Any], tuple[Any, _Shares]] = weakref.WeakKeyDictionary()
+
+    def shares(self, loader: DataLoader[Any], place: _Place) -> _Shares:
+        """This replica's shares of `loader`; the same object until a setting of `loader` is changed."""
+        made_for = (place, *(getattr(loader, name, None) for name in _SETTINGS), loader.collate_fn)
+        if not iterates_plainly(loader):
+            # Nothing is derived from it, and its shares hold on to it: kept here, it would never go.
+            return _BatchShares(loader, place)
+        known = self._derived.get(loader)
+        if known is None or known[0] != made_for:
+            known = self._derived[loader] = (made_for, _shares_of(loader, place))
+        return known[1]
+
+    def close(self) -> None:
+        """Let go of every derived loader, and so of its workers."""
+        self._derived.clear()
+
+
+@final
+class DistributedDataset:
+    """Iterates over one replica's share of every global batch; each `iter()` is a new epoch.
+
+    `source` is a DataLoader, whose batch size is then the global one, or a tensor, an array or a (nested)
+    tuple, list or dict of them, cut along dimension 0 into global batches of `batch_size` examples. The
+    global batches are those that a single process would see with the same seed, shuffled or not. Batches
+    arrive on `device`, arrays as tensors.
+
+    `randomness()` makes the random stream that is equal on all replicas current (Python's, NumPy's and
+    torch's on the CPU); `agree(mine)` returns replica 0's bytes on every replica and is called once an epoch;
+    one replica alone uses neither. `on_batch(local_examples, global_examples)` is called just before each
+    batch is handed out, `on_end()` after the last one, or when the loop is left early. `loaders` keeps
+    derived DataLoaders between epochs.
+
+    Raises UsageError for a source that cannot be cut, that is empty, or that is already sharded.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        replica_id: int,
+        num_replicas: int,
+        device: torch.device,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        randomness: Randomness,
+        agree: Callable[[bytes], bytes],
+        on_batch: Callable[[int, int], None],
+        on_end: Callable[[], None],
+        loaders: Loaders | None = None,
+    ) -> None:
+        if isinstance(source, DataLoader):
+            _check_loader(source, num_replicas, batch_size, shuffle, drop_last)
+            self._loader: DataLoader[Any] = source
+        else:
+            self._loader = _loader_of_arrays(source, batch_size, shuffle, drop_last)
+        # One replica has no one to be equal with: it draws from the process's own stream, as plain PyTorch.
+        self._randomness = randomness if num_replicas > 1 else contextlib.nullcontext
+        self._place = _Place(replica_id, num_replicas, self._randomness)
+        self._device = device
+        self._agree = agree
+        self._on_batch = on_batch
+        self._on_end = on_end
+        self._loaders = Loaders() if loaders is None else loaders
+
+    def __len__(self) -> int:
+        """The number of global batches in an epoch; TypeError where the source does not know."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._place.num_replicas > 1:
+            self._agree_on_order()
+        return self._deliver(self._loaders.shares(self._loader, self._place).begin())
+
+    def _deliver(self, shares: Iterator[Share]) -> Iterator[Any]:
+        try:
+            for share in shares:
+                batch = to_device(share.batch, self._device)
+                self._on_batch(share.local_examples, share.global_examples)
+                yield batch
+        finally:
+            self._on_end()
+
+    def _agree_on_order(self) -> None:
+        """Give everything that the global batches are drawn from the state that it has on replica 0."""
+        with self._randomness():
+            streams = random_streams(self._loader)
+            mine = _Order(describe(self._loader), {name: stream.get() for name, stream in streams.items()})
+            agreed: _Order = pickle.loads(self._agree(pickle.dumps(mine)))
+            if (agreed.source, agreed.states.keys()) != (mine.source, mine.states.keys()):
+                raise UsageError(
+                    f"replica {self._place.replica_id} was given {mine.source} (random streams: "
+                    f"{', '.join(mine.states)}), but replica 0 {agreed.source} "
+                    f"({', '.join(agreed.states)}); all replicas have to be given the same dataset"
+                )
+            for name, stream in streams.items():
+                stream.set(agreed.states[name])
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What has to be equal for all replicas to draw the same global batches."""
+
+    source: str
+    """The loader in words, for comparison and for the error."""
+    states: dict[str, Any]
+    """The state of each random stream, by its name."""
+
+
+# ---- the share is cut from the indices ----------------------------------------------------------------
+
+# Not `in_order`, whose default is True: replicas that take batches as they come would mix global batches.
+_SETTINGS = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+def _shares_of(loader: DataLoader[Any], place: _Place) -> _Shares:
+    indexed = not isinstance(loader.dataset, IterableDataset) and iterates_plainly(loader)
+    # `sampler=BatchSampler(...), batch_size=None` is PyTorch's way to hand whole index lists to a dataset.
+    if indexed and (loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)):
+        return _IndexShares(loader, place)
+    return _BatchShares(loader, place)
+
+
+@final
+class _IndexShares:
+    """Shares cut from the global batches' indices, so that a replica loads nothing but its own."""
+
+    def __init__(self, loader: DataLoader[Any], place: _Place) -> None:
+        settings = _settings(loader)
+        self._order = _IndexOrder(index_sampler(loader), place, loader)
+        if place.num_replicas > 1:
+            settings["generator"] = self._order.worker_seeds
+        if loader.batch_sampler is None:
+            sampling: dict[str, Any] = {"batch_size": None, "sampler": self._order}
+        else:
+            sampling = {"batch_sampler": self._order}
+        self._loader = DataLoader(loader.dataset, collate_fn=loader.collate_fn, **sampling, **settings)
+        self._workers_are_seeded = False
+
+    def begin(self) -> Iterator[Share]:
+        self._order.seed_is_due = not (self._loader.persistent_workers and self._workers_are_seeded)
+        batches = iter(self._loader)
+        self._workers_are_seeded = True
+        return self._shares(batches, self._order.latest)
+
+    @staticmethod
+    def _shares(batches: Iterator[Any], cuts: _IndexCuts) -> Iterator[Share]:
+        for batch in batches:
+            local, total = cuts.counts.popleft()
+            # For an empty share one example was loaded: only it can show how a batch looks here.
+            yield Share(local, total, batch if local else cut(batch, slice(0, 0), 1))
+
+
+@final
+class _IndexOrder:
+    """An index sampler: this replica's part of each index batch that the user's sampler draws."""
+
+    def __init__(self, source: Iterable[Any], place: _Place, loader: DataLoader[Any]) -> None:
+        self._source = source
+        self._place = place
+        self._generator = loader.generator
+        self._num_workers = loader.num_workers
+        self.worker_seeds = torch.Generator()
+        self.seed_is_due = False
+        # With workers a DataLoader calls iter() twice and uses the second, so the latest is the one in use.
+        self.latest = _IndexCuts(iter(()), place, place.randomness)
+
+    def __iter__(self) -> _IndexCuts:
+        with self._place.randomness():
+            batches = iter(self._source)
+            if self.seed_is_due and self._place.num_replicas > 1:
+                self._draw_worker_seeds()
+        # Swapping random streams costs some 100 µs, so where nothing more is drawn it is done once.
+        later = contextlib.nullcontext if draws_only_at_first(self._source) else self._place.randomness
+        self.latest = _IndexCuts(batches, self._place, later)
+        return self.latest
+
+    def __len__(self) -> int:
+        return len(cast(Any, self._source))
+
+    def _draw_worker_seeds(self) -> None:
+        """Draw where a DataLoader draws its workers' seeds, and make of it other seeds on each replica."""
+        self.seed_is_due = False
+        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
+        self.worker_seeds.manual_seed(drawn + self._place.replica_id * max(1, self._num_workers))
+
+
+@final
+class _IndexCuts:
+    """One epoch of an _IndexOrder; `counts` has (local, global) examples of the batches on their way."""
+
+    def __init__(self, batches: Iterator[Any], place: _Place, later_randomness: Randomness) -> None:
+        self._batches = batches
+        self._place = place
+        self._randomness = place.randomness
+        self._later_randomness = later_randomness
+        self.counts: deque[tuple[int, int]] = deque()
+
+    def __iter__(self) -> _IndexCuts:
+        return self
+
+    def __next__(self) -> Any:
+        with self._randomness():
+            drawn = next(self._batches)
+            indices = drawn if hasattr(drawn, "__getitem__") and hasattr(drawn, "__len__") else list(drawn)
+        self._randomness = self._later_randomness
+        total = len(indices)
+        share = self._place.share(total)
+        self.counts.append((share.stop - share.start, total))
+        return indices[share] if share.stop > share.start else indices[:1]
+
+
+# ---- the share is cut from the loaded batch ----------------------------------------------------------
+
+
+@final
+class _BatchShares:
+    """Shares cut from global batches that every replica loads; all of the loading is in the common stream."""
+
+    def __init__(self, loader: DataLoader[Any], place: _Place) -> None:
+        self._place = place
+        self._counted = loader.batch_size is not None and iterates_plainly(loader)
+        if not iterates_plainly(loader):
+            self._loader = loader
+            return
+        sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        if not isinstance(loader.dataset, IterableDataset):
+            sampling["sampler"] = loader.sampler
+        collate = _Counted(loader.collate_fn) if self._counted else loader.collate_fn
+        self._loader = DataLoader(loader.dataset, collate_fn=collate, **sampling, **_settings(loader))
+
+    def begin(self) -> Iterator[Share]:
+        with self._place.randomness():
+            batches = iter(self._loader)
+        return self._shares(batches)
+
+    def _shares(self, batches: Iterator[Any]) -> Iterator[Share]:
+        while True:
+            with self._place.randomness():
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            total, batch = batch if self._counted else (count(batch), batch)
+            share = self._place.share(total)
+            whole = share == slice(0, total)
+            yield Share(share.stop - share.start, total, batch if whole else cut(batch, share, total))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """A collate_fn that hands on how many examples it was given: afterwards it may not be seen any more."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, examples: list[Any]) -> tuple[int, Any]:
+        return len(examples), self.collate(examples)
+
+
+def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {name: getattr(loader, name) for name in _SETTINGS}
+
+
+# ---- arrays -------------------------------------------------------------------------------------------
+
+
+@final
+class _Rows(Dataset[Any]):
+    """Tensors in a structure as a map-style dataset that gives many rows at once."""
+
+    def __init__(self, columns: Any, length: int) -> None:
+        self._columns = columns
+        self.length_of = length
+
+    def __len__(self) -> int:
+        return self.length_of
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        rows = torch.tensor(indices)
+        return map_leaves(self._columns, lambda column: column[rows.to(column.device)])
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _loader_of_arrays(source: Any, batch_size: int | None, shuffle: bool, drop_last: bool) -> DataLoader[Any]:
+    columns = map_leaves(source, _column)
+    shapes = [tuple(column.shape) for column in leaves(columns)]
+    if not shapes:
+        raise UsageError(f"cannot distribute {source!r}: there is no tensor or array in it")
+    if any(not shape for shape in shapes):
+        raise UsageError(f"cannot cut arrays of shapes {shapes} into batches: one has no dimension to cut along")
+    lengths = {shape[0] for shape in shapes}
+    if len(lengths) > 1:
+        raise UsageError(f"arrays of shapes {shapes} have different numbers of examples: {sorted(lengths)}")
+    length = lengths.pop()
+    size = _checked_batch_size(batch_size)
+    if length == 0 or (drop_last and length < size):
+        raise UsageError(f"no batch to distribute: {length} examples, batch_size={size}, drop_last={drop_last}")
+    return DataLoader(
+        _Rows(columns, length), batch_size=size, shuffle=shuffle, drop_last=drop_last, collate_fn=_as_it_is
+    )
+
+
+def _checked_batch_size(batch_size: int | None) -> int:
+    if batch_size is None:
+        raise UsageError("tensors and arrays need `batch_size`, the number of examples of a global batch")
+    try:
+        size = operator.index(batch_size)
+    except TypeError:
+        size = 0
+    if size < 1 or isinstance(batch_size, bool):
+        raise UsageError(f"`batch_size` is the number of examples of a global batch, not {batch_size!r}")
+    return size
+
+
+def _column(leaf: Any) -> torch.Tensor:
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    if not isinstance(leaf, np.ndarray):
+        raise UsageError(
+            f"cannot distribute a {type(leaf).__qualname__}: pass a DataLoader (DataLoader(dataset, "
+            "batch_size=...) for a dataset), or tensors or arrays with `batch_size`"
+        )
+    with warnings.catch_warnings():
+        # torch warns that the array cannot be written to; rows are copied out of it and never written.
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            return torch.from_numpy(np.ascontiguousarray(leaf) if any(s < 0 for s in leaf.strides) else leaf)
+        except TypeError as error:
+            raise UsageError(f"an array of dtype {leaf.dtype} has no torch counterpart: {error}") from error
+
+
+# ---- the checks of a user's loader --------------------------------------------------------------------
+
+
+def _check_loader(
+    loader: DataLoader[Any], num_replicas: int, batch_size: int | None, shuffle: bool, drop_last: bool
+) -> None:
+    given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+    surplus = [f"{name}={value}" for name, value in given.items() if value not in (None, False)]
+    if surplus:
+        raise UsageError(
+            f"{', '.join(surplus)} was given together with a DataLoader (batch_size={loader.batch_size}); "
+            "set it on the DataLoader, whose batch size is the global one"
+        )
+    if not isinstance(loader.dataset, IterableDataset) and length_of(loader.dataset) == 0:
+        raise UsageError(f"the dataset of the DataLoader is empty: len({name_of(loader.dataset)}) is 0")
+    if num_replicas > 1:
+        check_unsharded(loader)

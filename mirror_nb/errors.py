@@ -1,0 +1,55 @@
+"""What can go wrong, as a tree. Knows no other module; every other module may raise from here.
+
+MirrorError
+├── UsageError (ValueError)       the call was wrong; nothing has been done
+│   ├── DeviceError               a device that is not there, twice there, or cannot be used
+│   └── TransferError             a name or a value that cannot travel between processes
+├── ReplicaError (RuntimeError)   something happened in the replicas
+│   ├── ReplicaDied               a process ended; its memory is gone, the others keep theirs
+│   ├── ReplicaTimeout            a request passed its deadline and was ended
+│   ├── PeerFailed                a collective was ended since another replica left it
+│   └── RemoteException           an exception whose own class cannot be rebuilt here
+└── PoolClosed (RuntimeError)     the replicas were stopped; start new ones
+"""
+
+from __future__ import annotations
+
+
+class MirrorError(Exception):
+    """Every error that mirror_nb raises by itself."""
+
+
+class UsageError(MirrorError, ValueError):
+    """The call was wrong: the message says what was given and what would be right."""
+
+
+class DeviceError(UsageError):
+    """A device that is not there, that was named twice, or that cannot be used."""
+
+
+class TransferError(UsageError):
+    """A name or a value that cannot travel between the notebook and its replicas."""
+
+
+class ReplicaError(MirrorError, RuntimeError):
+    """Something happened in the replicas, not in the call."""
+
+
+class ReplicaDied(ReplicaError):
+    """A replica's process ended; what only it held is gone, the other replicas keep theirs."""
+
+
+class ReplicaTimeout(ReplicaError):
+    """A request passed its deadline and was ended."""
+
+
+class PeerFailed(ReplicaError):
+    """A collective was ended since another replica failed, was interrupted or died."""
+
+
+class RemoteException(ReplicaError):
+    """A replica's exception whose own class cannot be rebuilt in this process."""
+
+
+class PoolClosed(MirrorError, RuntimeError):
+    """The replicas were stopped; a new pool has to be started."""

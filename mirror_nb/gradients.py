@@ -1,0 +1,819 @@
+"""Equal gradients on every replica, with no wrapper: they are complete when ``backward()`` returns.
+
+Knows parameters, autograd's hooks and the default process group. Knows nothing of modules, optimizers, cells
+or the notebook.
+
+A *round* is the synchronisation of one backward pass:
+
+    first gradient accumulated   history predicts the plan, the same one on all replicas
+    a bucket has its gradients   copied in, divided by the replicas, summed while the pass goes on, in order
+    end of the backward pass     the buckets that still lack some follow, zeros in the gaps; then the tail
+    tail received                who used what: gradients that the plan lacks go in a second set of buckets
+    all received                 copied out into ``parameter.grad``; history learns what was used
+
+Replicas need not use the same parameters: the plan comes from what all of them know, the tail tells the rest.
+A parameter that is met for the first time is *agreed* on: matched over the replicas by name, values compared.
+Examples weigh in before gradients accumulate. So a plain mean over the replicas is exact whatever accumulated
+locally, and leaves what was reduced before as it is, being the mean of equal values.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.weak import TensorWeakRef
+
+from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
+
+# So many backward passes in a row leave the same parameters out before the plan leaves them out too.
+PATIENCE = 4
+# Plans, and entries of what followed what; when there are more, all are forgotten, alike on all replicas.
+REMEMBERED = 64
+
+
+@final
+class GradientSynchronizer:
+    """Makes the gradients of tracked parameters equal over the replicas during ``backward()``.
+
+    ``reduction="mean"`` gives the gradient of the mean over the global batch: replicas weigh in by their
+    examples (`set_shares`), equally without. ``"sum"`` adds the replicas' gradients up as they are. Buckets
+    of `bytes_per_bucket` bytes are reduced while the backward pass goes on; the first one, of
+    `first_bucket_bytes`, is smaller to start early. All replicas have to use the same arguments. With one
+    replica nothing is hooked.
+
+    Raises from ``backward()``: UsageError for what cannot be reduced, PeerFailed when a replica gave up its
+    pass, and whatever the collectives raise.
+    """
+
+    def __init__(
+        self,
+        replica_id: int,
+        num_replicas: int,
+        *,
+        reduction: str = "mean",
+        bytes_per_bucket: int = 25 * 2**20,
+        first_bucket_bytes: int = 2**20,
+    ) -> None:
+        if not 0 <= replica_id < num_replicas:
+            raise UsageError(f"`replica_id` is {replica_id}, which is not below {num_replicas} replicas")
+        if reduction not in ("mean", "sum"):
+            raise UsageError(f"`reduction` is {reduction!r}; it is 'mean' or 'sum'")
+        if bytes_per_bucket < 1 or first_bucket_bytes < 1:
+            raise UsageError(
+                f"buckets hold at least 1 byte; `bytes_per_bucket` is {bytes_per_bucket}, "
+                f"`first_bucket_bytes` {first_bucket_bytes}"
+            )
+        self.replica_id = replica_id
+        self.num_replicas = num_replicas
+        self.reduction = reduction
+        self.enabled = True
+        # Called at the first gradient of every round, for whoever has to know that training began.
+        self.before_backward: Callable[[], None] = lambda: None
+        self._bytes_per_bucket = bytes_per_bucket
+        self._first_bucket_bytes = first_bucket_bytes
+        self._accumulating = False
+        self._tracked: dict[tuple[str, int], _Tracked] = {}
+        self._by_id: dict[int, _Tracked] = {}
+        self._registered: dict[str, int] = {}
+        self._unreduced: dict[_Tracked, None] = {}
+        self._round: _Round | None = None
+        self._group: Callable[[], object | None] = lambda: None
+        self._forget_agreements()
+        self.clear_shares()
+
+    # What takes part
+
+    def track(self, parameter: nn.Parameter, name: str) -> None:
+        """Synchronise `parameter` from now on; twice is once. Frozen parameters count when they are unfrozen.
+
+        `name` says what it is ("Linear.weight"), alike on every replica; the same name may come many times.
+        """
+        if self.num_replicas == 1 or self._known(parameter) is not None:
+            return
+        ordinal = self._registered.get(name, 0)
+        self._registered[name] = ordinal + 1
+        tracked = _Tracked(self, parameter, name, ordinal)
+        # Lazy parameters refuse hooks through torch's function protocol; they keep them when they get values.
+        with torch._C.DisableTorchFunctionSubclass():
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                return
+            wanted = parameter.requires_grad
+            parameter.requires_grad_(True)
+            parameter.register_hook(tracked.before_accumulation)
+            parameter.register_post_accumulate_grad_hook(tracked.after_accumulation)
+            parameter.requires_grad_(wanted)
+        self._tracked[tracked.key] = tracked
+        self._by_id[id(parameter)] = tracked
+
+    def leave_to(self, owner: object, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave `parameters` alone while `owner`, which synchronises them itself, is alive."""
+        for parameter in parameters:
+            tracked = self._known(parameter)
+            if tracked is not None:
+                tracked.owner = weakref.ref(owner)
+
+    def _known(self, parameter: nn.Parameter) -> _Tracked | None:
+        tracked = self._by_id.get(id(parameter))
+        return tracked if tracked is not None and tracked.parameter() is parameter else None
+
+    # How it takes part
+
+    def set_shares(self, local_examples: int, global_examples: int) -> None:
+        """Weigh the coming gradients by this replica's part of the global batch; a sum has no weights."""
+        if not 0 <= local_examples <= global_examples or global_examples < 1:
+            raise UsageError(f"a share of {local_examples} examples in a global batch of {global_examples} cannot be")
+        if self.reduction == "mean":
+            self._weight = self.num_replicas * local_examples / global_examples
+
+    def clear_shares(self) -> None:
+        """Let every replica weigh in alike."""
+        # A sum is the mean of n times the gradients, which leaves what was summed before as it is.
+        self._weight = 1.0 if self.reduction == "mean" else float(self.num_replicas)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally; the next backward pass outside reduces them with its own."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def reset(self) -> None:
+        """Forget everything in flight, after an abort or an error; gradients set aside are put back."""
+        self._round = None
+        self._buffers.clear()
+        self._unreduced.clear()
+        self._accumulating = False
+        self.clear_shares()
+        for tracked in self._tracked.values():
+            tracked.put_back()
+
+    def regroup(self) -> None:
+        """The process group was formed anew, maybe with a new process in it: what was agreed on is void."""
+        self.reset()
+        self._forget_agreements()
+
+    def _forget_agreements(self) -> None:
+        self._agreed: list[_Agreed] = []
+        self._plans: dict[frozenset[int], _Plan] = {}
+        self._history = _History()
+        self._buffers = _Buffers()
+        for tracked in self._tracked.values():
+            tracked.number = None
+
+    # A round, from its first gradient to its end
+
+    def _accumulated(self, tracked: _Tracked, parameter: nn.Parameter) -> None:
+        """The gradient of `parameter` is in its ``.grad``, weighted."""
+        if self._accumulating:
+            self._unreduced[tracked] = None
+            return
+        round_ = self._round
+        if round_ is None or round_.owner() is None:
+            round_ = self._begin()
+        self._mark(round_, tracked, parameter)
+
+    def _begin(self) -> _Round:
+        self._meet_group()
+        if self._round is not None:
+            self._give_up(self._round)
+        self.before_backward()
+
+        def end() -> None:
+            self._end(round_)
+
+        # Autograd lets go of the callback when its pass ends, by an exception too: then the round is broken.
+        round_ = _Round(self._plan(self._history.predict()), weakref.ref(end))
+        _call_at_end_of_backward(end)
+        self._round = round_
+        return round_
+
+    def _meet_group(self) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ReplicaError(
+                f"replica {self.replica_id} cannot synchronise gradients: the default process group is gone; "
+                "call torch.distributed.init_process_group() again, or train without it (--no-sync)"
+            )
+        group = dist.group.WORLD
+        if group is self._group():
+            return
+        if dist.get_world_size() != self.num_replicas:
+            raise ReplicaError(
+                f"gradients are for {self.num_replicas} replicas, but the default process group has "
+                f"{dist.get_world_size()}; initialise it for all replicas"
+            )
+        # Weakly: the group has to be able to end while nothing trains.
+        self._group = weakref.ref(group)
+        self._round = None
+        self._forget_agreements()
+
+    def _give_up(self, round_: _Round) -> None:
+        """A backward pass ended by an exception that was caught: answer the peers, who wait for the rest."""
+        round_.given_up = True
+        self._end(round_)
+
+    def _mark(self, round_: _Round, tracked: _Tracked, parameter: nn.Parameter) -> None:
+        number = tracked.number
+        if number is not None and not self._agreed[number].fits(parameter):
+            self._agreed[number] = self._agreed[number].without_parameter()
+            number = tracked.number = None
+        if tracked.round is round_:
+            if number is not None and round_.has_launched(number):
+                raise UsageError(
+                    f"parameter {tracked.name} got another gradient in the same backward pass after its bucket "
+                    "was sent; with activation checkpointing of shared modules pass use_reentrant=False"
+                )
+            return
+        tracked.round = round_
+        if number is None:
+            round_.unknown.append(tracked)
+            return
+        round_.touched.append(number)
+        bucket = round_.plan.bucket_of.get(number)
+        if bucket is not None:
+            round_.lacking[bucket] -= 1
+            if bucket == round_.launched and not round_.lacking[bucket]:
+                self._launch_ready(round_)
+
+    def _launch_ready(self, round_: _Round) -> None:
+        while round_.launched < round_.plan.early and not round_.lacking[round_.launched]:
+            with torch.no_grad():
+                self._launch(round_, round_.plan.buckets[round_.launched])
+            round_.launched += 1
+
+    def _launch(self, round_: _Round, bucket: _Bucket, tail: Sequence[float] = ()) -> Tensor:
+        flat = bucket.fill(self._buffers, self._agreed, 1 / self.num_replicas, tail)
+        round_.works.append(dist.all_reduce(flat, async_op=True))
+        return flat
+
+    def _end(self, round_: _Round) -> None:
+        try:
+            with torch.no_grad():
+                self._finish(round_)
+        except BaseException:
+            # A collective that failed may go on writing into the buffers.
+            self._buffers.clear()
+            raise
+        finally:
+            self._round = None
+
+    def _finish(self, round_: _Round) -> None:
+        if not round_.given_up:
+            self._mark_unreduced(round_)
+        received = self._launch_rest(round_)
+        round_.wait()
+        tail = _Tail.read(received.tolist(), len(self._agreed))
+        if any(tail.given_up):
+            self._check_given_up(tail)
+            return
+        self._unreduced.clear()
+        for bucket in round_.plan.buckets:
+            bucket.copy_out(self._agreed, tail.used)
+        late = tail.used - round_.plan.numbers
+        dead: frozenset[int] = frozenset()
+        if tail.unknown:
+            new, dead = self._agree(round_.unknown)
+            late |= new
+        if late:
+            self._reduce_late(late)
+        self._history.learn(tail.used | late)
+        if dead:
+            self._renumber(dead, tail.used | late)
+
+    def _mark_unreduced(self, round_: _Round) -> None:
+        for tracked in list(self._unreduced):
+            parameter = tracked.parameter()
+            if parameter is not None and parameter.grad is not None and tracked.round is not round_:
+                self._mark(round_, tracked, parameter)
+
+    def _launch_rest(self, round_: _Round) -> Tensor:
+        """Send the buckets that are left, with gaps, and the tail; returns where the tail will be."""
+        tail = _Tail(
+            frozenset(round_.touched),
+            len(round_.unknown),
+            [float(round_.given_up and i == self.replica_id) for i in range(self.num_replicas)],
+        ).numbers(len(self._agreed))
+        plan = round_.plan
+        while round_.launched < plan.early:
+            self._launch(round_, plan.buckets[round_.launched])
+            round_.launched += 1
+        if plan.early < len(plan.buckets):
+            return self._launch(round_, plan.buckets[-1], tail)[-len(tail) :]
+        alone = torch.tensor(tail)
+        round_.works.append(dist.all_reduce(alone, async_op=True))
+        return alone
+
+    def _check_given_up(self, tail: _Tail) -> None:
+        stopped = [i for i, flag in enumerate(tail.given_up) if flag]
+        if len(stopped) < self.num_replicas:
+            raise PeerFailed(
+                f"the backward pass of replica {_listed(stopped)} stopped halfway with an exception that was "
+                "caught, so the gradients of this pass are lost and the replicas are out of step; let such an "
+                "exception end the cell, on every replica"
+            )
+
+    def _reduce_late(self, numbers: frozenset[int]) -> None:
+        round_ = _Round(self._cut(numbers), lambda: None)
+        for bucket in round_.plan.buckets:
+            self._launch(round_, bucket)
+        round_.wait()
+        for bucket in round_.plan.buckets:
+            bucket.copy_out(self._agreed, numbers)
+
+    # What the replicas agree on
+
+    def _plan(self, numbers: frozenset[int]) -> _Plan:
+        plan = self._plans.get(numbers)
+        if plan is None:
+            if len(self._plans) >= REMEMBERED:
+                self._plans.clear()
+            plan = self._plans[numbers] = self._cut(numbers)
+        return plan
+
+    def _cut(self, numbers: frozenset[int]) -> _Plan:
+        return _Plan.cut(numbers, self._agreed, self._first_bucket_bytes, self._bytes_per_bucket)
+
+    def _agree(self, unknown: list[_Tracked]) -> tuple[frozenset[int], frozenset[int]]:
+        """Number the parameters that someone used for the first time; returns the new numbers, the dead."""
+        self._drop_dead()
+        dead = [number for number, agreed in enumerate(self._agreed) if agreed.parameter() is None]
+        offer = _Offer(
+            tuple((*tracked.key, tuple(tracked.alive().shape), str(tracked.alive().dtype)) for tracked in unknown),
+            dict(self._registered),
+            frozenset(dead),
+        )
+        offers = _gather(offer, self.num_replicas)
+        mine = [keys[self.replica_id] for keys in _match(offers)]
+        new = self._compare([self._tracked.get(key) for key in mine], [f"{name}" for name, _ in mine])
+        numbers = range(len(self._agreed), len(self._agreed) + len(new))
+        for number, agreed in zip(numbers, new, strict=True):
+            self._agreed.append(agreed)
+            if agreed.tracked is not None:
+                agreed.tracked.number = number
+        return frozenset(numbers), frozenset.intersection(*(other.dead for other in offers))
+
+    def _compare(self, candidates: list[_Tracked | None], names: list[str]) -> list[_Agreed]:
+        """Raise where shapes differ; where values differ, take those of the first replica that has them."""
+        portraits = [None if tracked is None else _Portrait.of(tracked.parameter()) for tracked in candidates]
+        differing: list[str] = []
+        agreed: list[_Agreed] = []
+        for tracked, name, column in zip(
+            candidates, names, zip(*_gather(portraits, self.num_replicas), strict=True), strict=True
+        ):
+            there = [(i, portrait) for i, portrait in enumerate(column) if portrait is not None]
+            source, first = there[0]
+            if any(portrait.form != first.form for _, portrait in there):
+                raise UsageError(
+                    f"replicas disagree about parameter {name}: "
+                    + ", ".join(f"{portrait.form} on replica {i}" for i, portrait in there)
+                    + "; create and convert modules alike on every replica"
+                )
+            entry = _Agreed(tracked, torch.Size(first.shape), first.dtype, first.device_type)
+            if any(portrait.checksum != first.checksum for _, portrait in there):
+                differing.append(name)
+                entry.take_values(source, self.replica_id)
+            agreed.append(entry)
+        if differing:
+            warnings.warn(
+                f"the replicas had different values in {_listed(differing[:5])}"
+                + (f" and {len(differing) - 5} more parameters" if len(differing) > 5 else "")
+                + "; replica 0's were taken. Build modules in the same order on every replica, from random "
+                "numbers of torch, NumPy or Python",
+                stacklevel=2,
+            )
+        return agreed
+
+    def _drop_dead(self) -> None:
+        dead = [tracked for tracked in self._tracked.values() if tracked.parameter() is None]
+        for tracked in dead:
+            del self._tracked[tracked.key]
+        self._by_id = {id(tracked.parameter()): tracked for tracked in self._tracked.values()}
+
+    def _renumber(self, dead: frozenset[int], used: frozenset[int]) -> None:
+        """Let go of numbers whose parameters are gone on every replica: a model was made anew."""
+        kept = [number for number in range(len(self._agreed)) if number not in dead]
+        self._agreed = [self._agreed[number] for number in kept]
+        renamed = {old: new for new, old in enumerate(kept)}
+        for agreed in self._agreed:
+            if agreed.tracked is not None and agreed.tracked.number is not None:
+                agreed.tracked.number = renamed[agreed.tracked.number]
+        self._plans.clear()
+        self._history = _History()
+        self._history.learn(frozenset(renamed[number] for number in used if number in renamed))
+
+
+@final
+class _Tracked:
+    """One parameter's two hooks, and what is known of it on this replica."""
+
+    __slots__ = ("aside", "name", "number", "ordinal", "owner", "parameter", "round", "synchronizer")
+
+    def __init__(self, synchronizer: GradientSynchronizer, parameter: nn.Parameter, name: str, ordinal: int) -> None:
+        self.synchronizer = synchronizer
+        self.parameter: Callable[[], nn.Parameter | None] = TensorWeakRef(parameter)
+        self.name = name
+        self.ordinal = ordinal
+        self.number: int | None = None  # its place among what is agreed, the same on all replicas
+        self.owner: Callable[[], object | None] | None = None
+        self.aside: Tensor | None = None
+        self.round: _Round | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.name, self.ordinal
+
+    def alive(self) -> nn.Parameter:
+        parameter = self.parameter()
+        if parameter is None:
+            raise ReplicaError(f"parameter {self.name} was deleted during its own backward pass")
+        return parameter
+
+    def before_accumulation(self, gradient: Tensor) -> None:
+        # torch.autograd.grad comes here too, and goes away with `gradient`, which therefore stays as it is.
+        synchronizer = self.synchronizer
+        if synchronizer._weight == 1.0 or not synchronizer.enabled or self._is_left():
+            return
+        parameter = self.alive()
+        if parameter.grad is not None:
+            self.aside, parameter.grad = parameter.grad, None
+            _call_at_end_of_backward(self.put_back)
+
+    def after_accumulation(self, parameter: nn.Parameter) -> None:
+        synchronizer = self.synchronizer
+        if not synchronizer.enabled or self._is_left():
+            return
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"parameter {self.name} has a gradient in layout {gradient.layout}, which the replicas cannot "
+                "reduce; build its module with dense gradients (sparse=False)"
+            )
+        if synchronizer._weight != 1.0:
+            self._weigh(parameter, gradient, synchronizer._weight)
+        synchronizer._accumulated(self, parameter)
+
+    def _is_left(self) -> bool:
+        return self.owner is not None and self.owner() is not None
+
+    def _weigh(self, parameter: nn.Parameter, fresh: Tensor, weight: float) -> None:
+        # Without its graph, since a second backward pass through it (create_graph) is weighted by itself.
+        if weight:
+            fresh.detach().mul_(weight)
+        else:
+            fresh.detach().zero_()  # the loss of no examples is NaN, and so is NaN * 0
+        if self.aside is None:
+            return
+        if fresh.requires_grad:
+            parameter.grad = self.aside + fresh
+        else:
+            parameter.grad = self.aside.add_(fresh)
+        self.aside = None
+
+    def put_back(self) -> None:
+        parameter = self.parameter()
+        if self.aside is not None and parameter is not None and parameter.grad is None:
+            parameter.grad = self.aside
+        self.aside = None
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """One backward pass on its way."""
+
+    plan: _Plan
+    owner: Callable[[], object | None]  # gone when autograd has let go of this pass
+    touched: list[int] = field(default_factory=list)
+    unknown: list[_Tracked] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+    launched: int = 0
+    given_up: bool = False
+    lacking: list[int] = field(init=False)  # gradients that each bucket waits for
+
+    def __post_init__(self) -> None:
+        self.lacking = [len(bucket.numbers) for bucket in self.plan.buckets]
+
+    def has_launched(self, number: int) -> bool:
+        bucket = self.plan.bucket_of.get(number)
+        return bucket is not None and bucket < self.launched
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """What each replica tells the others at the end of a round: a float a fact, summed over the replicas."""
+
+    used: frozenset[int]
+    unknown: float
+    given_up: list[float]
+
+    def numbers(self, agreed: int) -> list[float]:
+        flags = [0.0] * agreed
+        for number in self.used:
+            flags[number] = 1.0
+        return [*flags, float(self.unknown), *self.given_up]
+
+    @staticmethod
+    def read(sums: list[float], agreed: int) -> _Tail:
+        used = frozenset(number for number in range(agreed) if sums[number])
+        return _Tail(used, sums[agreed], sums[agreed + 1 :])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """A parameter that all replicas know by the same number."""
+
+    tracked: _Tracked | None  # None: gone on this replica
+    shape: torch.Size
+    dtype: torch.dtype
+    device_type: str
+
+    def parameter(self) -> nn.Parameter | None:
+        return None if self.tracked is None else self.tracked.parameter()
+
+    def fits(self, parameter: nn.Parameter) -> bool:
+        return (
+            parameter.dtype is self.dtype
+            and parameter.shape == self.shape
+            and parameter.device.type == self.device_type
+        )
+
+    def without_parameter(self) -> _Agreed:
+        return _Agreed(None, self.shape, self.dtype, self.device_type)
+
+    def take_values(self, source: int, replica_id: int) -> None:
+        parameter = self.parameter()
+        if parameter is None:
+            values = torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
+        else:
+            values = parameter.detach().contiguous()
+        dist.broadcast(values, source)
+        if parameter is not None and replica_id != source:
+            parameter.copy_(values)
+
+
+@final
+class _Bucket:
+    """Gradients that are reduced in one piece; those of one dtype and kind of device."""
+
+    __slots__ = ("_base", "_views", "device_type", "dtype", "numbers", "numel", "shapes", "slot")
+
+    def __init__(self, numbers: tuple[int, ...], agreed: Sequence[_Agreed], slot: int) -> None:
+        self.numbers = numbers
+        self.shapes = [agreed[number].shape for number in numbers]
+        self.dtype = agreed[numbers[0]].dtype
+        self.device_type = agreed[numbers[0]].device_type
+        self.numel = sum(shape.numel() for shape in self.shapes)
+        self.slot = slot
+        self._base: Tensor | None = None
+        self._views: list[Tensor] = []
+
+    def fill(self, buffers: _Buffers, agreed: Sequence[_Agreed], scale: float, tail: Sequence[float]) -> Tensor:
+        """Copy the gradients in, zeros where there are none, times `scale`; then the `tail` as it is."""
+        base = buffers.get(self, len(tail), agreed)
+        if base is not self._base:
+            self._base = base
+            pieces = base[: self.numel].split([shape.numel() for shape in self.shapes])
+            self._views = [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+        into, source = [], []
+        for number, view in zip(self.numbers, self._views, strict=True):
+            parameter = agreed[number].parameter()
+            if parameter is None or parameter.grad is None:
+                view.zero_()
+            else:
+                into.append(view)
+                source.append(parameter.grad)
+        _copy_all(into, source)
+        base[: self.numel].mul_(scale)
+        if tail:
+            base[self.numel : self.numel + len(tail)] = torch.tensor(tail)
+        return base[: self.numel + len(tail)]
+
+    def copy_out(self, agreed: Sequence[_Agreed], used: frozenset[int]) -> None:
+        """Copy into the gradients' own tensors, which users may hold, and only where some replica had one."""
+        into, source = [], []
+        for number, view in zip(self.numbers, self._views, strict=True):
+            parameter = agreed[number].parameter()
+            if parameter is None or number not in used:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            into.append(parameter.grad)
+            source.append(view)
+        _copy_all(into, source)
+
+
+@final
+class _Buffers:
+    """Flat memory for buckets; plans share it, since one round goes at a time."""
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[torch.dtype, str, int], Tensor] = {}
+
+    def get(self, bucket: _Bucket, extra: int, agreed: Sequence[_Agreed]) -> Tensor:
+        key = (bucket.dtype, bucket.device_type, bucket.slot)
+        flat = self._flat.get(key)
+        if flat is None or flat.numel() < bucket.numel + extra:
+            owners = (agreed[number].parameter() for number in bucket.numbers)
+            device = next((parameter.device for parameter in owners if parameter is not None), bucket.device_type)
+            flat = torch.empty(bucket.numel + extra, dtype=bucket.dtype, device=device)
+            self._flat[key] = flat
+        return flat
+
+    def clear(self) -> None:
+        self._flat.clear()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Which agreed parameters a round reduces, in which buckets, in which order."""
+
+    numbers: frozenset[int]
+    buckets: tuple[_Bucket, ...]
+    bucket_of: dict[int, int]
+    early: int  # buckets that may leave before the backward pass ends; the others wait for the tail
+
+    @staticmethod
+    def cut(numbers: frozenset[int], agreed: Sequence[_Agreed], first_bytes: int, bytes_each: int) -> _Plan:
+        """Cut `numbers` by bytes, in the order in which replica 0 had them when they were agreed on."""
+        open_: dict[tuple[torch.dtype, str], list[int]] = {}
+        closed: list[list[int]] = []
+        for number in sorted(numbers):
+            key = (agreed[number].dtype, agreed[number].device_type)
+            open_.setdefault(key, []).append(number)
+            size = sum(agreed[i].shape.numel() for i in open_[key]) * agreed[number].dtype.itemsize
+            if size >= (bytes_each if closed else first_bytes):
+                closed.append(open_.pop(key))
+        slots: dict[tuple[torch.dtype, str], int] = {}
+        buckets = []
+        for members in [*closed, *open_.values()]:
+            key = (agreed[members[0]].dtype, agreed[members[0]].device_type)
+            slots[key] = slots.get(key, -1) + 1
+            buckets.append(_Bucket(tuple(members), agreed, slots[key]))
+        bucket_of = {number: i for i, bucket in enumerate(buckets) for number in bucket.numbers}
+        # The tail rides with a last bucket of fp32 on the CPU. Reading it from a GPU would stop the host.
+        carries = bool(buckets) and (buckets[-1].dtype, buckets[-1].device_type) == (torch.float32, "cpu")
+        return _Plan(numbers, tuple(buckets), bucket_of, len(buckets) - carries)
+
+
+@final
+class _History:
+    """Predicts what the coming backward pass will use from what was used before: alike on all replicas.
+
+    What followed once is expected again (a GAN's two losses alternate). What was missing is added at once, as
+    it costs a second set of buckets; what was surplus is left out after `PATIENCE` equal passes, as it costs
+    zeros.
+    """
+
+    def __init__(self) -> None:
+        self._previous: frozenset[int] = frozenset()
+        self._latest: frozenset[int] = frozenset()
+        self._following: dict[frozenset[int], frozenset[int]] = {}
+        self._surplus: dict[frozenset[int], tuple[frozenset[int], int]] = {}
+
+    def predict(self) -> frozenset[int]:
+        return self._following.get(self._previous, self._latest)
+
+    def learn(self, used: frozenset[int]) -> None:
+        predicted = self.predict()
+        if not used <= predicted:
+            self._expect(used | predicted)
+        elif used != predicted:
+            last, times = self._surplus.get(self._previous, (used, 0))
+            times = times + 1 if last == used else 1
+            self._surplus[self._previous] = (used, times)
+            if times >= PATIENCE:
+                self._expect(used)
+        else:
+            self._surplus.pop(self._previous, None)
+        self._previous = used
+
+    def _expect(self, numbers: frozenset[int]) -> None:
+        if max(len(self._following), len(self._surplus)) >= REMEMBERED:
+            self._following.clear()
+            self._surplus.clear()
+        self._surplus.pop(self._previous, None)
+        self._following[self._previous] = self._latest = numbers
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What one replica brings when parameters are agreed on."""
+
+    unknown: tuple[tuple[str, int, tuple[int, ...], str], ...]  # name, ordinal, shape, dtype; in the order of use
+    registered: dict[str, int]  # how many parameters of each name it ever tracked
+    dead: frozenset[int]  # agreed numbers whose parameters are gone here
+
+
+def _match(offers: Sequence[_Offer]) -> list[tuple[tuple[str, int], ...]]:
+    """For each parameter that is offered, its key (name, ordinal) on every replica; replica 0's order first.
+
+    The same ordinal is the same parameter where all replicas made equally many of that name. Where one made
+    more (a module for itself) or fewer (a new process), the used ones are matched in order, if all used
+    equally many; else UsageError.
+    """
+    matched: dict[tuple[Any, ...], tuple[tuple[str, int], ...]] = {}
+    for offer in offers:
+        for name, ordinal, shape, dtype in offer.unknown:
+            if len({other.registered.get(name, 0) for other in offers}) == 1:
+                matched.setdefault((name, ordinal), ((name, ordinal),) * len(offers))
+                continue
+            alike = [
+                sorted(entry[1] for entry in other.unknown if (entry[0], *entry[2:]) == (name, shape, dtype))
+                for other in offers
+            ]
+            if len({len(ordinals) for ordinals in alike}) > 1:
+                raise UsageError(_mismatch(name, shape, [other.registered.get(name, 0) for other in offers]))
+            for same in zip(*alike, strict=True):
+                matched.setdefault((name, shape, dtype, same), tuple((name, ordinal) for ordinal in same))
+    return list(matched.values())
+
+
+def _mismatch(name: str, shape: tuple[int, ...], made: list[int]) -> str:
+    counts = ", ".join(f"{count} on replica {i}" for i, count in enumerate(made))
+    return (
+        f"the replicas train different modules: a parameter {name} of shape {shape} got a gradient, and of that "
+        f"name there were made {counts}; create modules on every replica alike (not under `if replica_id == "
+        "...`), or train without synchronisation (--no-sync)"
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Portrait:
+    """A parameter as the other replicas see it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+    checksum: int
+
+    @property
+    def form(self) -> str:
+        return f"{self.dtype} {self.shape} on {self.device_type}"
+
+    @staticmethod
+    def of(parameter: nn.Parameter | None) -> _Portrait | None:
+        if parameter is None:
+            return None
+        values = parameter.detach()
+        if values.is_complex():
+            values = torch.view_as_real(values)
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+        checksum = int(values.view(integers).sum(dtype=torch.int64))
+        return _Portrait(tuple(parameter.shape), parameter.dtype, parameter.device.type, checksum)
+
+
+class _Engine(Protocol):
+    def queue_callback(self, callback: Callable[[], None]) -> None: ...
+
+
+def _call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    engine: _Engine | None = getattr(Variable, "_execution_engine", None)
+    if engine is None or not hasattr(engine, "queue_callback"):
+        raise ReplicaError(
+            f"torch {torch.__version__} does not tell when a backward pass ends, which synchronised gradients "
+            "need; use torch 2.11 to 2.13, or train without synchronisation (--no-sync)"
+        )
+    engine.queue_callback(callback)
+
+
+def _copy_all(into: list[Tensor], source: list[Tensor]) -> None:
+    if not into:
+        return
+    # 0.3 to 0.6 µs a gradient on a CPU, against 0.9 to 1.2 for torch.cat or a loop; one kernel on a GPU.
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(into, source)
+    else:
+        for target, values in zip(into, source, strict=True):
+            target.copy_(values)
+
+
+def _gather(value: Any, num_replicas: int) -> list[Any]:
+    gathered: list[Any] = [None] * num_replicas
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _listed(things: Sequence[object]) -> str:
+    words = [str(thing) for thing in things]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f" and {words[-1]}"

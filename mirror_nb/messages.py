@@ -1,0 +1,382 @@
+"""What travels between the controller and a replica, and the channel it travels on.
+
+Everything is a frozen dataclass, framed by its length on a private Unix socket pair; the descriptor of a
+payload's slab rides beside its frame. Both ends know this module and not each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import struct
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from mirror_nb.payload import Payload
+
+# --------------------------------------------------------------------------- controller to replica
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """All a replica's process needs to begin."""
+
+    replica_id: int
+    num_replicas: int
+    device: str
+    # As torch names it in the replica, e.g. "cuda:0" for the first GPU that it sees.
+    seed: int
+    threads: int
+    # For torch's operators on the CPU.
+    environment: dict[str, str]
+    setup: str
+    # "module:function", called with the replica: gives the names that its cells find bound.
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where and as whom a replica joins the process group."""
+
+    host: str
+    port: int
+    # TCP port of the store, on loopback.
+    generation: int
+    # Counts how often the group was formed; every generation has keys of its own in the store.
+    replica_id: int
+    num_replicas: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Join the process group of this generation and prove it by an all-reduce."""
+
+    rendezvous: Rendezvous
+
+
+@dataclass(frozen=True, slots=True)
+class RunCell:
+    """Run a cell in the replica's shell."""
+
+    source: str
+    names: Payload | None
+    # Names to bind before it runs: a pickled dict.
+    bound: frozenset[str]
+    # Names that the source binds, as far as reading it tells.
+    mentioned: frozenset[str]
+    # Names that occur in it: what they hold may have been changed in place.
+    count: int
+    # The cell's number in the notebook, for tracebacks.
+    working_directory: str
+    synchronize: bool
+    # False: gradients are not synchronised (--no-sync).
+    owner: bool
+    # True on the one replica whose networks and results travel to the controller whole.
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call a function: the payload is (function, args, kwargs)."""
+
+    payload: Payload
+    synchronize: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """Bind names in the replica's namespace: the payload is a dict."""
+
+    names: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class LoadModules:
+    """Copy values into modules that the replica has: the payload is {handle: {name: tensor}}."""
+
+    states: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Send what these names are bound to, whatever its size."""
+
+    names: tuple[str, ...]
+    owner: bool
+    # True on the one replica whose networks travel.
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Send every name that can travel, with handles, for a replica that starts anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Take over another replica's snapshot."""
+
+    names: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Raise KeyboardInterrupt in what runs now; read by the control thread at once."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End every wait in a collective; read by the control thread at once."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommMessage:
+    """A front end's message to a widget that lives in the replica."""
+
+    content: dict[str, Any]
+    buffers: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A message that the replica's main thread answers with `Done` bearing the same number."""
+
+    number: int
+    what: Form | RunCell | Call | Bind | LoadModules | Fetch | Snapshot | Restore
+
+
+# --------------------------------------------------------------------------- replica to controller
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Text written to a standard stream."""
+
+    name: str
+    # "stdout" or "stderr"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """A rich display, as IPython's display publisher got it."""
+
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    transient: dict[str, Any]
+    update: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ClearOutput:
+    """A call of clear_output."""
+
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CommSent:
+    """A widget's message to the front end."""
+
+    kind: str
+    # "comm_open", "comm_msg" or "comm_close"
+    content: dict[str, Any]
+    metadata: dict[str, Any]
+    buffers: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A user's exception in a replica: data, not an error of ours."""
+
+    type_name: str
+    message: str
+    traceback: tuple[str, ...]
+    # Lines as the replica's shell renders them, coloured.
+    pickled: bytes | None
+    # The exception itself; None when its class cannot travel.
+    interrupted: bool = False
+    # It is the KeyboardInterrupt that the controller asked for.
+    secondary: bool = False
+    # It only tells that another replica failed.
+
+
+@dataclass(frozen=True, slots=True)
+class Stayed:
+    """A value that stays in the replica, and what to say of it."""
+
+    type_name: str
+    text: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A value that travels by itself."""
+
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A Python module: the receiver imports it."""
+
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewModule:
+    """A network that the controller has not seen; it lies under its name in the payload's `modules`."""
+
+    handle: str
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModule:
+    """A network that the controller has a copy of; changed values lie in the payload's `states`."""
+
+    handle: str
+
+
+Export = Plain | Imported | NewModule | KnownModule | Stayed
+
+
+@dataclass(frozen=True, slots=True)
+class Exports:
+    """What a replica's names are bound to, as far as it travels; it is the object in `Done.payload`."""
+
+    names: dict[str, Export]
+    modules: dict[str, Any]
+    # New networks by handle, from the module owner only.
+    states: dict[str, dict[str, Any]]
+    # Changed values by handle and tensor name; from the others only statistics that replicas average.
+    result: Export | None = None
+    # The value of the cell's last expression.
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of a request."""
+
+    request: int
+    failure: Failure | None = None
+    payload: Payload | None = None
+    # What was asked for, or what the cell bound; its form depends on the request.
+    seconds: float = 0.0
+    result: dict[str, Any] | None = None
+    # The MIME bundle of the cell's last expression, formatted by the replica.
+    left: tuple[str, ...] = ()
+    # Names that could not be put into a snapshot.
+
+
+# --------------------------------------------------------------------------- the channel
+
+_HEADER = struct.Struct("<QB")
+
+
+class ChannelClosed(Exception):
+    """The other end is gone."""
+
+
+class Channel:
+    """Messages over one end of a Unix socket pair. Any thread may send; one thread receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._ended = False
+        self._lock = threading.Lock()
+        self._bytes = bytearray()
+        self._descriptors: deque[int] = deque()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self._socket.fileno()
+
+    def send(self, message: object, slab: int | None = None) -> None:
+        """Send one message, with the descriptor of its payload's slab; the caller keeps its own copy open.
+
+        Raises ChannelClosed when the other end is gone.
+        """
+        body = pickle.dumps(message, protocol=5)
+        header = _HEADER.pack(len(body), slab is not None)
+        try:
+            with self._lock:
+                if slab is None:
+                    self._socket.sendall(header + body)
+                else:
+                    socket.send_fds(self._socket, [header], [slab])
+                    self._socket.sendall(body)
+        except OSError as reason:
+            raise ChannelClosed(str(reason)) from reason
+
+    def receive(self) -> tuple[Any, int | None]:
+        """Wait for the next message and its slab. Raises ChannelClosed when the other end is gone."""
+        while (message := self._next()) is None:
+            self._read(0)
+        return message
+
+    def drain(self) -> list[tuple[Any, int | None]]:
+        """Return the messages that have arrived, without waiting. Raises ChannelClosed at the end of the last."""
+        try:
+            while self._read(socket.MSG_DONTWAIT) == _CHUNK:
+                pass
+        except BlockingIOError:
+            pass
+        except ChannelClosed:
+            if not self._bytes:
+                raise
+        messages = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        if not messages and self._ended:
+            raise ChannelClosed("the other end is gone")
+        return messages
+
+    def _read(self, flags: int) -> int:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK, 4, flags | _CLOSE_ON_EXEC)
+        except BlockingIOError:
+            raise
+        except OSError as reason:
+            self._ended = True
+            raise ChannelClosed(str(reason)) from reason
+        self._descriptors.extend(descriptors)
+        self._bytes += data
+        if not data:
+            self._ended = True
+            raise ChannelClosed("the other end is gone")
+        return len(data)
+
+    def _next(self) -> tuple[Any, int | None] | None:
+        if len(self._bytes) < _HEADER.size:
+            return None
+        length, with_slab = _HEADER.unpack_from(self._bytes)
+        end = _HEADER.size + length
+        if len(self._bytes) < end:
+            return None
+        with memoryview(self._bytes) as view:
+            message = pickle.loads(view[_HEADER.size : end])
+        del self._bytes[:end]
+        return message, self._descriptors.popleft() if with_slab else None
+
+    def close(self) -> None:
+        """Close this end, and the descriptors of slabs that nobody took."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+
+_CHUNK = 1 << 18
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)

@@ -1,0 +1,179 @@
+"""Networks that exist on both sides of the channel: who is whose copy, and whether one has changed since.
+
+Each side keeps one `Mirrors`. A network that travels gets a handle; from then on a reference travels in its
+place. Knows payloads and torch, no replicas and no channel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirror_nb.errors import TransferError
+from mirror_nb.payload import Arrivals
+
+Fingerprint = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Mirrors:
+    """Handles of the networks that the other side has too."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._count = itertools.count()
+        self._by_handle: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+        self._handles: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._marks: dict[str, Fingerprint] = {}
+        self._roots: set[str] = set()
+
+    def handle(self, module: nn.Module) -> str:
+        """Return the network's handle; a new one if it has none."""
+        known = self._handles.get(module)
+        if known is None:
+            known = f"{self._prefix}{next(self._count)}"
+            self.learn(known, module)
+        return known
+
+    def name(self, module: nn.Module, handle: str) -> str:
+        """Give the network and its parts handles that every replica derives alike; return the network's."""
+        root = self._handles.get(module, handle)
+        for path, part in module.named_modules():
+            if part not in self._handles:
+                self.learn(f"{handle}/{path}" if path else root, part)
+        return root
+
+    def learn(self, handle: str, module: nn.Module) -> None:
+        """Remember which network here a handle means."""
+        self._by_handle[handle] = module
+        self._handles[module] = handle
+
+    def take(self, arrivals: Arrivals) -> None:
+        """Remember every network of a payload that came with a handle."""
+        for handle, module in arrivals.handles.items():
+            self.learn(handle, module)
+        self._mark_all(arrivals.modules)
+
+    def gave(self, modules: Iterable[nn.Module]) -> None:
+        """These networks have just been sent whole; their parts got handles on the way."""
+        self._mark_all([part for module in modules for part in module.modules()])
+
+    def _mark_all(self, modules: list[nn.Module]) -> None:
+        parts = {id(child) for module in modules for child in module.children()}
+        for module in modules:
+            self.mark(module)
+            handle = self._handles.get(module)
+            if handle is not None and id(module) not in parts:
+                self._roots.add(handle)
+
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """Return the networks that travelled as such, not as a part of another, with their handles."""
+        for handle in [h for h in self._roots if h not in self._by_handle]:
+            self._roots.discard(handle)
+            self._marks.pop(handle, None)
+        return [(handle, self._by_handle[handle]) for handle in sorted(self._roots)]
+
+    def known(self, module: nn.Module) -> str | None:
+        """Return the handle of a network that the other side has with the same structure, else None."""
+        handle = self._handles.get(module)
+        if handle is None or handle not in self._marks:
+            return None
+        return handle if self._marks[handle][0] == structure(module) else None
+
+    def all(self) -> dict[str, nn.Module]:
+        """Return every network that has a handle."""
+        return dict(self._by_handle)
+
+    def find(self, handle: str) -> nn.Module | None:
+        """Return the network here that a handle means, if it still lives."""
+        return self._by_handle.get(handle)
+
+    def mark(self, module: nn.Module) -> None:
+        """Both sides hold equal values from now on."""
+        handle = self._handles.get(module)
+        if handle is not None:
+            self._marks[handle] = (structure(module), versions(module))
+
+    def changed(self, module: nn.Module) -> bool:
+        """Whether a tensor of the network was written to, in ways that autograd counts, since `mark`."""
+        handle = self._handles.get(module)
+        return handle is None or self._marks.get(handle, ((), ()))[1] != versions(module)
+
+    def reference(self, obj: object) -> Any:
+        """For `pack`: a token for a network, or a parameter of one, that the other side has; else None."""
+        if isinstance(obj, nn.Module):
+            handle = self.known(obj)
+            return None if handle is None else ("module", handle)
+        if isinstance(obj, nn.Parameter):
+            return self._parameter_token(obj)
+        return None
+
+    def _parameter_token(self, parameter: nn.Parameter) -> Any:
+        for handle, module in list(self._by_handle.items()):
+            if handle in self._marks:
+                for name, own in module._parameters.items():
+                    if own is parameter:
+                        return ("parameter", handle, name)
+        return None
+
+    def resolve(self, token: Any) -> object:
+        """For `unpack`: the object here that the other side's token means. Raises TransferError if it is gone."""
+        module = self.find(token[1]) if isinstance(token, tuple) and len(token) > 1 else None
+        if module is None:
+            raise TransferError(f"the payload refers to {token!r}, which no longer exists here; bind it anew")
+        return module if token[0] == "module" else module._parameters[token[2]]
+
+
+def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and tensors of a network: parameters, then buffers (those not in state_dict too)."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def structure(module: nn.Module) -> tuple[int, ...]:
+    """Return what changes when parts of the network are replaced, but not when values are."""
+    return (*map(id, module.modules()), *(id(tensor) for _, tensor in tensors(module)))
+
+
+def versions(module: nn.Module) -> tuple[int, ...]:
+    """Return autograd's count of writes of each tensor, its address, and the training flag."""
+    counts: list[int] = [module.training]
+    for _, tensor in tensors(module):
+        counts += (tensor._version, tensor.data_ptr())
+    return tuple(counts)
+
+
+def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Copy values into the network's tensors, in place, so that optimizers and views keep theirs."""
+    own = dict(tensors(module))
+    with torch.no_grad():
+        for name, value in state.items():
+            own[name].copy_(value)
+
+
+def averaged_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the running statistics that replicas average when they are read from outside (DESIGN decision 7)."""
+    kept = {}
+    for prefix, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+            for name in ("running_mean", "running_var"):
+                kept[f"{prefix}.{name}" if prefix else name] = part._buffers[name]
+    return {name: value for name, value in kept.items() if value is not None}
+
+
+def bits(values: Iterable[torch.Tensor]) -> int:
+    """Return a checksum of the tensors' bits; equal values give equal sums on every device."""
+    total = 0
+    for value in values:
+        flat = value.detach().contiguous().reshape(-1)
+        if flat.numel():
+            words = flat.view(_WORDS[flat.element_size()])
+            total = (total * 1_000_003 + int(words.sum(dtype=torch.int64))) % (1 << 61)
+    return total
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

@@ -1,0 +1,1 @@
+"""The notebook front: magics that parse, what they show, and nothing else. Imported by `%load_ext` alone."""

@@ -1,0 +1,114 @@
+"""A replica's exception, raised in the notebook: its own type, the user's own lines, and who raised it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mirror_nb.devices import Device
+from mirror_nb.errors import RemoteException, ReplicaDied, ReplicaTimeout
+from mirror_nb.messages import Failure
+from mirror_nb.notebook.output import spans
+from mirror_nb.pool.base import Report
+
+_BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
+
+
+def raise_for(report: Report, devices: Sequence[Device], timeout: float | None = None) -> None:
+    """Raise what the replicas raised, if they did; else what happened to them; else nothing.
+
+    One exception stands for all: the first that does not merely tell of another's. Equal ones are grouped, the
+    others are told in a line each.
+    """
+    failures = report.failures
+    among = len(report.answers)
+    if report.interrupted:
+        stopped = sorted(failures) or sorted(report.answers)
+        notes = [f"interrupted on {_who(stopped, devices, among)}", *_deaths(report)]
+        _raise(KeyboardInterrupt(), _lines(failures), notes)
+    if report.timed_out:
+        late = sorted({*(r for r, f in failures.items() if f.interrupted), *(d.replica_id for d in report.deaths)})
+        slow = ReplicaTimeout(f"{_who(late, devices, among)} did not finish within {timeout:g} s and stopped there")
+        _raise(slow, _lines(failures)[:-1], [_last_line(slow), *_deaths(report)])
+    if report.deaths:
+        died = _died(report)
+        _raise(died, [], [_last_line(died)])
+    if failures:
+        _raise_users(failures, devices, among)
+
+
+def _raise_users(failures: dict[int, Failure], devices: Sequence[Device], among: int) -> NoReturn:
+    primary = {r: f for r, f in failures.items() if not f.secondary and not f.interrupted}
+    groups: dict[tuple[str, str], list[int]] = {}
+    for replica_id, failure in (primary or failures).items():
+        groups.setdefault((failure.type_name, failure.message), []).append(replica_id)
+    first, *others = groups.values()
+    failure = failures[first[0]]
+    notes = [f"raised by {_who(first, devices, among)}"]
+    for ids in others:
+        other = failures[ids[0]]
+        notes.append(f"{_who(ids, devices, among)} raised {other.type_name}: {other.message}")
+    freed = [r for r in failures if primary and r not in primary]
+    if freed:
+        notes.append(f"{_who(freed, devices, among)} waited for it and was freed")
+    _raise(rebuilt(failure), list(failure.traceback), notes)
+
+
+def rebuilt(failure: Failure) -> BaseException:
+    """Return the exception itself, or one of the same name when its class cannot be rebuilt here."""
+    if failure.pickled is not None:
+        try:
+            error = pickle.loads(failure.pickled)
+            # IPython renders a SyntaxError by itself, with the frames of this process.
+            if isinstance(error, BaseException) and not isinstance(error, SyntaxError):
+                return error
+        except Exception:
+            # Its class is not importable here, or takes other arguments: the name and the message still tell.
+            pass
+    kind = type(failure.type_name, (RemoteException,), {"__module__": "replica"})
+    error = kind(failure.message)
+    assert isinstance(error, BaseException)
+    return error
+
+
+def _raise(error: BaseException, lines: list[str], notes: list[str]) -> NoReturn:
+    shown = [*lines, *(f"{_BOLD}{note}{_PLAIN}" for note in notes)]
+    # IPython shows these lines in the place of the frames of this process, which the user did not write.
+    error._render_traceback_ = lambda: shown  # type: ignore[attr-defined]
+    raise error
+
+
+def _lines(failures: dict[int, Failure]) -> list[str]:
+    """Return the traceback of the first replica."""
+    return list(failures[min(failures)].traceback) if failures else []
+
+
+def _last_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _died(report: Report) -> ReplicaDied:
+    dead = [d.replica_id for d in report.deaths]
+    living = sorted(set(report.answers) - set(dead))
+    kept = (
+        f"Replica{_s(living)} {spans(living)} kept {'their' if len(living) > 1 else 'its'} names. " if living else ""
+    )
+    again = "them" if len(dead) > 1 else "it"
+    return ReplicaDied(
+        f"{'; '.join(_deaths(report))}. {kept}The next %%mirrored cell starts {again} anew (%mirror restart: all)."
+    )
+
+
+def _deaths(report: Report) -> list[str]:
+    return [str(death) for death in report.deaths]
+
+
+def _who(ids: list[int], devices: Sequence[Device], among: int) -> str:
+    if len(ids) == among and among > 1:
+        return f"all {among} replicas"
+    return f"replica{_s(ids)} {spans(ids)} ({', '.join(str(devices[i]) for i in ids)})"
+
+
+def _s(ids: list[int]) -> str:
+    return "s" if len(ids) > 1 else ""

@@ -1,0 +1,324 @@
+"""Which of the notebook's names each replica has, what a cell needs sent, and what it brought back.
+
+Knows payloads, networks and the replicas' ids; sends nothing itself and shows nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirror_nb.errors import TransferError
+from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed
+from mirror_nb.mirrors import Mirrors, load, tensors
+from mirror_nb.payload import Packed, Payload, global_names, pack, unpack
+from mirror_nb.values import Remote, merged
+
+RESERVED = frozenset({"strategy", "replica_id", "num_replicas", "device"})
+# Bound in every replica by mirror_nb; the notebook's own names of that kind stay in the notebook.
+_HIDDEN = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
+
+
+@dataclass(slots=True)
+class Parcel:
+    """What one group of replicas is sent before a cell."""
+
+    replicas: tuple[int, ...]
+    names: dict[str, object]
+    packed: Packed
+
+
+@dataclass(slots=True)
+class Returned:
+    """What came back from a cell."""
+
+    bound: list[str] = field(default_factory=list)
+    # Names that hold a value in the notebook now.
+    stayed: list[str] = field(default_factory=list)
+    # Names that hold a stand-in.
+    result: Any = None
+    nbytes: int = 0
+    problem: str | None = None
+    # Why something could not be rebuilt here.
+
+
+class Names:
+    """The notebook's side of the names. `user_ns` is the dictionary of ordinary cells."""
+
+    def __init__(self, user_ns: MutableMapping[str, Any], fetch: Callable[[str], Any]) -> None:
+        self.user_ns = user_ns
+        self.mirrors = Mirrors("k")
+        self._fetch = fetch
+        self._sent: dict[int, dict[str, object]] = {}
+        # By replica: the very objects that it was sent, or that came from it. Kept so that an id cannot be reused.
+        self._holders: dict[str, set[int]] = {}
+        # By handle of a network: the replicas that have it.
+
+    def forget_replica(self, replica_id: int) -> None:
+        """The replica starts anew and has nothing."""
+        self._sent.pop(replica_id, None)
+        for holders in self._holders.values():
+            holders.discard(replica_id)
+
+    def restored(self, replica_id: int, source: int) -> None:
+        """The replica took over everything that `source` has."""
+        self._sent[replica_id] = dict(self._sent.get(source, {}))
+        for holders in self._holders.values():
+            if source in holders:
+                holders.add(replica_id)
+
+    def forget(self, replica_id: int, names: Iterable[str]) -> None:
+        """Take it that the replica lacks these names."""
+        for name in names:
+            self._sent.get(replica_id, {}).pop(name, None)
+
+    def note(self, replica_id: int, name: str, value: object) -> None:
+        """The replica's name stands for this value of the notebook."""
+        self._sent.setdefault(replica_id, {})[name] = value
+
+    # ------------------------------------------------------------------ out
+
+    def prepare(self, read: Iterable[str], replicas: Iterable[int]) -> list[Parcel]:
+        """Return what these replicas lack of the names that a cell reads, and of those that these need in turn.
+
+        Raises TransferError, naming the first name that cannot be sent, before anything was sent.
+        """
+        self._prune()
+        wanted = {name for name in read if self._travels(name)}
+        wanted |= self._needed_by(wanted)
+        groups: dict[frozenset[str], list[int]] = {}
+        for replica_id in replicas:
+            lacking = frozenset(name for name in wanted if not self._has(replica_id, name))
+            if lacking:
+                groups.setdefault(lacking, []).append(replica_id)
+        parcels: list[Parcel] = []
+        try:
+            for lacking, ids in groups.items():
+                parcels.append(self._parcel(lacking, tuple(ids)))
+        except BaseException:
+            for parcel in parcels:
+                parcel.packed.close()
+            raise
+        return parcels
+
+    def _parcel(self, lacking: frozenset[str], replicas: tuple[int, ...]) -> Parcel:
+        while True:
+            values = {name: self.user_ns[name] for name in sorted(lacking)}
+            try:
+                packed = self._pack(values, replicas)
+            except TransferError:
+                raise self._culprit(values, replicas) from None
+            # Methods of classes deep inside a value may read names that no one has seen yet.
+            more = {
+                name
+                for name in packed.global_names - lacking
+                if self._travels(name) and not all(self._has(r, name) for r in replicas)
+            }
+            if not more:
+                return Parcel(replicas, values, packed)
+            packed.close()
+            lacking |= more
+
+    def _pack(self, values: object, replicas: tuple[int, ...]) -> Packed:
+        return pack(
+            values,
+            namespace=self.user_ns,
+            reference=lambda obj: self._reference(obj, replicas),
+            handle=self.mirrors.handle,
+        )
+
+    def _culprit(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> TransferError:
+        for name, value in values.items():
+            try:
+                self._pack(value, replicas).close()
+            except TransferError as reason:
+                return TransferError(
+                    f"`{name}` ({type(value).__name__}) cannot be sent to the replicas: {reason.__cause__ or reason}. "
+                    f"Make it inside the %%mirrored cell, or give the cell something that can be pickled."
+                )
+        return TransferError(f"these names cannot be sent together: {', '.join(values)}")
+
+    def _reference(self, obj: object, replicas: tuple[int, ...]) -> Any:
+        if isinstance(obj, Remote):
+            return ("name", obj.name)
+        token = self.mirrors.reference(obj)
+        if token is not None and not self._holders.get(token[1], set()).issuperset(replicas):
+            return None
+        return token
+
+    def sent(self, parcel: Parcel) -> None:
+        """The parcel is on its way: these replicas have its names from now on."""
+        for replica_id in parcel.replicas:
+            self._sent.setdefault(replica_id, {}).update(parcel.names)
+        modules = [value for value in parcel.names.values() if isinstance(value, nn.Module)]
+        self.mirrors.gave(modules)
+        for handle, _ in self.mirrors.roots():
+            if any(self.mirrors.find(handle) is module for module in modules):
+                self._hold(handle, parcel.replicas)
+
+    def _hold(self, handle: str, replicas: Iterable[int]) -> None:
+        root = self.mirrors.find(handle)
+        for part in root.modules() if root is not None else ():
+            self._holders.setdefault(self.mirrors.handle(part), set()).update(replicas)
+
+    def changed_modules(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the values of networks that were written to in the notebook since both sides had the same."""
+        changed = {}
+        for handle, module in self.mirrors.roots():
+            if self.mirrors.known(module) is not None and self.mirrors.changed(module):
+                changed[handle] = {name: value.detach() for name, value in tensors(module)}
+                self.mirrors.mark(module)
+        return changed
+
+    def _travels(self, name: str) -> bool:
+        if name not in self.user_ns or name in RESERVED or name in _HIDDEN or name.startswith("_"):
+            return False
+        # A stand-in under its own name means what the replicas have there, or have not.
+        value = self.user_ns[name]
+        return not (isinstance(value, Remote) and value.name == name)
+
+    def _has(self, replica_id: int, name: str) -> bool:
+        value = self.user_ns[name]
+        if self._sent.get(replica_id, {}).get(name, _MISSING) is not value:
+            return False
+        # A network with other parts than it was sent with is another network.
+        return not isinstance(value, nn.Module) or self.mirrors.known(value) is not None
+
+    def _needed_by(self, names: set[str]) -> set[str]:
+        """Names that functions and classes among these read in turn."""
+        needed: set[str] = set()
+        queue = list(names)
+        while queue:
+            for name in _reads(self.user_ns[queue.pop()], self.user_ns):
+                if name not in needed and name not in names and self._travels(name):
+                    needed.add(name)
+                    queue.append(name)
+        return needed
+
+    def _prune(self) -> None:
+        """Let go of objects that the notebook no longer has under their name."""
+        for has in self._sent.values():
+            for name in [n for n, value in has.items() if self.user_ns.get(n, _MISSING) is not value]:
+                del has[name]
+
+    # ------------------------------------------------------------------ in
+
+    def absorb(self, payloads: Mapping[int, tuple[Payload, int | None]], owner: int) -> Returned:
+        """Bind in the notebook what the replicas' names hold now; `owner` sent its networks."""
+        opened: dict[int, Exports] = {}
+        for replica_id, (payload, slab) in payloads.items():
+            opened[replica_id], arrivals = unpack(payload, slab, namespace=self.user_ns, resolve=self.mirrors.resolve)
+            self.mirrors.take(arrivals)
+        returned = Returned(nbytes=sum(payload.nbytes for payload, _ in payloads.values()))
+        self._absorb_modules(opened, owner)
+        names = sorted({name for exports in opened.values() for name in exports.names})
+        for name in names:
+            exports = {r: e.names[name] for r, e in opened.items() if name in e.names}
+            self._absorb_name(name, exports, owner, opened, returned)
+        results = {r: e.result for r, e in opened.items() if e.result is not None}
+        if results:
+            returned.result = self._value("the result", results, owner, opened)
+        return returned
+
+    def _absorb_modules(self, opened: dict[int, Exports], owner: int) -> None:
+        if owner in opened:
+            for handle, module in opened[owner].modules.items():
+                self.mirrors.learn(handle, module)
+                self._hold(handle, opened)
+        handles = {handle for exports in opened.values() for handle in exports.states}
+        for handle in handles:
+            module = self.mirrors.find(handle)
+            if module is None:
+                continue
+            state = dict(opened[owner].states.get(handle, {})) if owner in opened else {}
+            shares = [e.states[handle] for r, e in opened.items() if r != owner and handle in e.states]
+            own = dict(tensors(module))
+            for name in {n for share in shares for n in share}:
+                mine = state.get(name, own[name])
+                state[name] = torch.stack([mine, *(s[name] for s in shares if name in s)]).mean(0)
+            load(module, state)
+            self.mirrors.mark(module)
+
+    def _absorb_name(
+        self,
+        name: str,
+        exports: dict[int, Export],
+        owner: int,
+        opened: dict[int, Exports],
+        returned: Returned,
+    ) -> None:
+        known = isinstance(exports.get(owner), KnownModule)
+        before = self.user_ns.get(name, _MISSING)
+        value = self._value(name, exports, owner, opened)
+        self.user_ns[name] = value
+        for replica_id in exports:
+            self._sent.setdefault(replica_id, {})[name] = value
+        if isinstance(value, Remote):
+            returned.stayed.append(name)
+        elif not known or before is not value or any(exports[owner].handle in e.states for e in opened.values()):  # type: ignore[union-attr]
+            returned.bound.append(name)
+
+    def _value(self, name: str, exports: dict[int, Export], owner: int, opened: dict[int, Exports]) -> Any:
+        main = exports.get(owner, next(iter(exports.values())))
+        match main:
+            case Imported(path):
+                stayed = Stayed("module", f"module {path}", "it is not importable here")
+                return _imported(path) or self._remote(name, stayed)
+            case KnownModule(handle) | NewModule(handle):
+                stayed = Stayed("Module", "network", "it did not travel")
+                network = self.mirrors.find(handle)
+                return network if network is not None else self._remote(name, stayed)
+            case Stayed():
+                return self._remote(name, main)
+        plain = {r: e for r, e in exports.items() if isinstance(e, Plain)}
+        if len({e.payload.pickled for e in plain.values()}) == 1 and len(plain) == len(exports):
+            return self._open(main.payload, name)
+        values = [
+            self._open(e.payload, name) if isinstance(e, Plain) else self._remote(name, _stand_in(e))
+            for _, e in sorted(exports.items())
+        ]
+        return merged(values)
+
+    def _open(self, payload: Payload, name: str) -> Any:
+        try:
+            value, arrivals = unpack(payload, None, namespace=self.user_ns, resolve=self.mirrors.resolve)
+        except Exception as reason:
+            return self._remote(name, Stayed("object", "value", f"it cannot be rebuilt here: {reason}"))
+        self.mirrors.take(arrivals)
+        return value
+
+    def _remote(self, name: str, stayed: Stayed) -> Remote:
+        return Remote(name, stayed.type_name, stayed.text, stayed.why, lambda: self._fetch(name))
+
+
+def _stand_in(export: Export) -> Stayed:
+    return export if isinstance(export, Stayed) else Stayed("object", type(export).__name__, "it differs by replica")
+
+
+def _imported(name: str) -> types.ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _reads(value: object, namespace: Mapping[str, Any]) -> set[str]:
+    """Names that a function or class of the notebook looks up in the notebook."""
+    if isinstance(value, types.FunctionType) and value.__globals__ is namespace:
+        return global_names(value.__code__)
+    if isinstance(value, type) and value.__module__ == namespace.get("__name__"):
+        names = {base.__name__ for base in value.__bases__}
+        for member in vars(value).values():
+            inner = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+            names |= _reads(inner, namespace)
+        return names
+    return set()
+
+
+_MISSING = object()

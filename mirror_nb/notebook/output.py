@@ -1,0 +1,257 @@
+"""What a `%%mirrored` cell shows: one replica natively, the others folded, and a closing line.
+
+Everything is published by the main thread while it waits for the cell: output of another thread would land in
+another cell. The parts stand on the screen in an order that no timing changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from mirror_nb.devices import Device
+from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, Stream
+
+TAIL_LINES = 100
+TAIL_CHARACTERS = 20_000
+# What is kept of a folded replica's text, however much it prints.
+UPDATE_SECONDS = 0.3
+SHOW_AFTER_SECONDS = 0.4
+# Cells that end sooner show no status lines: they would only flicker.
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+class Folded:
+    """What one replica showed: its end, its size, and a digest to compare it by."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+        self.displays = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._partial = ""
+
+    def take(self, message: Any) -> None:
+        """Add a message."""
+        match message:
+            case Stream(_, text):
+                self._add(text)
+            case Display(data, _, _, False):
+                self.displays += 1
+                self._add(f"[{data.get('text/plain', next(iter(data), 'display'))}]\n")
+
+    def _add(self, text: str) -> None:
+        self._digest.update(text.encode("utf-8", "replace"))
+        self.lines += text.count("\n")
+        parts = (self._partial + text[-TAIL_CHARACTERS:]).split("\n")
+        # A carriage return goes back to the start of the line, as progress bars do.
+        self._tail.extend(part.rpartition("\r")[2] for part in parts[:-1])
+        self._partial = parts[-1].rstrip("\r").rpartition("\r")[2]
+
+    @property
+    def empty(self) -> bool:
+        """Whether it showed nothing."""
+        return not (self.lines or self._partial or self.displays)
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for equal output."""
+        return self._digest.digest()
+
+    def tail(self) -> str:
+        """Return the last lines, at most TAIL_CHARACTERS."""
+        return "\n".join([*self._tail, *([self._partial] if self._partial else [])])[-TAIL_CHARACTERS:]
+
+    def last_line(self) -> str:
+        """Return the last line that is not empty."""
+        return self._partial or next((line for line in reversed(self._tail) if line.strip()), "")
+
+
+class CellView:
+    """Shows one cell as it runs. The first of `replicas` is the one whose output appears as if it were local."""
+
+    def __init__(
+        self, shell: InteractiveShell, replicas: Sequence[int], devices: Sequence[Device], quiet: bool
+    ) -> None:
+        self._shell = shell
+        self._replicas = list(replicas)
+        self._devices = devices
+        self._lead = self._replicas[0]
+        self._quiet = quiet
+        self._folded = {r: Folded() for r in self._replicas}
+        self._began = time.monotonic()
+        self._updated = 0.0
+        self._status: Any = None
+        self._comms: set[str] = set()
+        if len(self._replicas) > 1 and not quiet:
+            self._place_status()
+
+    # ------------------------------------------------------------------ while it runs
+
+    def take(self, replica_id: int, message: Any) -> None:
+        """Show a message of a replica."""
+        self._folded[replica_id].take(message)
+        if replica_id != self._lead:
+            return
+        publisher = self._shell.display_pub
+        match message:
+            case Stream(name, text):
+                stream = sys.stdout if name == "stdout" else sys.stderr
+                stream.write(text)
+                stream.flush()
+            case Display(data, metadata, transient, update):
+                publisher.publish(data, metadata, transient=transient, update=update)
+            case ClearOutput(wait):
+                publisher.clear_output(wait)
+            case CommSent():
+                forward(self._shell, message)
+
+    def tick(self, pending: set[int]) -> None:
+        """Refresh the status lines, a few times a second."""
+        now = time.monotonic()
+        if self._status is None or now - self._began < SHOW_AFTER_SECONDS or now - self._updated < UPDATE_SECONDS:
+            return
+        self._updated = now
+        self._status.value = self._status_html(pending, now - self._began)
+
+    def _place_status(self) -> None:
+        """Put the status lines' place on the screen, empty, before anything else of the cell."""
+        if getattr(self._shell, "kernel", None) is None:
+            return
+        from ipywidgets import HTML
+
+        self._status = HTML()
+        view = {"version_major": 2, "version_minor": 0, "model_id": self._status.model_id}
+        text = f"replicas {spans(self._replicas)}"
+        self._shell.display_pub.publish({"text/plain": text, _WIDGET: view})
+
+    def _status_html(self, pending: set[int], seconds: float) -> str:
+        rows = []
+        for r in self._replicas:
+            colour, state = ("#1a7f37", "done") if r not in pending else ("#3b6fd4", f"{seconds:.0f} s")
+            last = html.escape(_plain(self._folded[r].last_line())[-120:]) if r != self._lead else ""
+            rows.append(
+                f"<tr><td style='color:{colour};padding:0 .5em 0 0'>●</td>"
+                f"<td style='padding:0 1em 0 0'><b>{r}</b> {self._devices[r]}</td>"
+                f"<td style='padding:0 1em 0 0;text-align:right'>{state}</td>"
+                f"<td style='opacity:.65;white-space:pre;overflow:hidden'>{last}</td></tr>"
+            )
+        return (
+            "<table style='font-family:var(--jp-code-font-family,monospace);font-size:12px;border-collapse:collapse;"
+            f"color:var(--jp-ui-font-color1,inherit);line-height:1.5'>{''.join(rows)}</table>"
+        )
+
+    # ------------------------------------------------------------------ when it has ended
+
+    def close(self, parts: Iterable[str]) -> None:
+        """Take the status lines away; say in one line what happened, and fold what the others showed."""
+        if self._status is not None:
+            self._status.value = ""
+            self._status.layout.display = "none"
+        if self._quiet:
+            return
+        text = " · ".join(parts)
+        folds = [self._fold(*group) for group in self._groups()]
+        style = "font-size:12px;line-height:1.6;color:var(--jp-ui-font-color2,#666)"
+        body = f"<div style='{style}'><div>{html.escape(text)}</div>{''.join(rich for _, rich in folds)}</div>"
+        plain = "\n".join([text, *(fold for fold, _ in folds)])
+        self._shell.display_pub.publish({"text/plain": plain, "text/html": body})
+
+    def _fold(self, who: str, folded: Folded, equal: bool) -> tuple[str, str]:
+        """Return, as plain text and as HTML, what some other replicas showed."""
+        if equal:
+            return f"{who}: the same output", f"<div>{who}: the same output</div>"
+        head = f"{who}: {folded.lines} line{'s' if folded.lines != 1 else ''}, differing from replica {self._lead}"
+        tail = _plain(folded.tail())
+        pre = f"<pre style='margin:.2em 1.5em;font-size:inherit'>{html.escape(tail)}</pre>"
+        summary = f"<summary style='cursor:pointer'>{head}</summary>"
+        return f"{head}\n{_indented(tail)}", f"<details>{summary}{pre}</details>"
+
+    def _groups(self) -> list[tuple[str, Folded, bool]]:
+        """Group the other replicas by what they showed: (who, output, the same as the first replica's)."""
+        groups: dict[bytes, list[int]] = {}
+        for r in self._replicas[1:]:
+            groups.setdefault(self._folded[r].digest, []).append(r)
+        lead = self._folded[self._lead]
+        found = []
+        for digest, ids in groups.items():
+            if self._folded[ids[0]].empty and (lead.empty or len(self._replicas) == 1):
+                continue
+            who = f"replica{'s' if len(ids) > 1 else ''} {spans(ids)}"
+            found.append((who, self._folded[ids[0]], digest == lead.digest))
+        return found
+
+
+def forward(shell: InteractiveShell, message: CommSent) -> None:
+    """Pass a replica's widget message on to the front end."""
+    kernel = getattr(shell, "kernel", None)
+    if kernel is not None:
+        kernel.session.send(
+            kernel.iopub_socket,
+            message.kind,
+            message.content,
+            metadata=message.metadata,
+            parent=kernel.get_parent(),
+            ident=f"comm-{message.content['comm_id']}".encode(),
+            buffers=list(message.buffers),
+        )
+
+
+class CommProxy:
+    """Stands in the kernel for a widget that lives in a replica: hands it the front end's messages."""
+
+    def __init__(self, comm_id: str, send: Any) -> None:
+        self.comm_id = comm_id
+        self._send = send
+
+    def handle_msg(self, msg: dict[str, Any]) -> None:
+        self._send(CommMessage(msg["content"], tuple(bytes(b) for b in msg.get("buffers", ()))))
+
+    def handle_close(self, msg: dict[str, Any]) -> None:
+        """The front end closed its side; the replica's widget stays until its cell lets go of it."""
+
+
+def spans(ids: Iterable[int]) -> str:
+    """Return `0–2, 5` for [0, 1, 2, 5]."""
+    runs: list[list[int]] = []
+    for i in sorted(ids):
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return ", ".join(f"{a}–{b}" if a != b else str(a) for a, b in runs)
+
+
+def size(nbytes: float) -> str:
+    """Return a size in bytes for people: `512 B`, `1.2 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    raise AssertionError
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people: `12 ms`, `3.4 s`, `2 min 05 s`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+
+
+def _plain(text: str) -> str:
+    """Return text without terminal colours."""
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

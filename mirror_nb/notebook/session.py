@@ -1,0 +1,364 @@
+"""The notebook's one session: its replicas, its names, and what a cell goes through from magic to result."""
+
+from __future__ import annotations
+
+import os
+import time
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from comm import get_comm_manager
+from IPython.core.interactiveshell import InteractiveShell
+
+from mirror_nb import devices as device_names
+from mirror_nb.devices import Device
+from mirror_nb.errors import PoolClosed, UsageError
+from mirror_nb.messages import Bind, CommSent, Fetch, LoadModules, Restore, RunCell, Snapshot
+from mirror_nb.notebook.failures import raise_for
+from mirror_nb.notebook.names import Names, Parcel, Returned
+from mirror_nb.notebook.output import CellView, CommProxy, duration, size, spans
+from mirror_nb.notebook.source import cell_names
+from mirror_nb.payload import closing_slab, pack
+from mirror_nb.pool.base import Death, Pool, Report
+from mirror_nb.pool.in_process import InProcessPool
+from mirror_nb.pool.local import LocalPool, stop_forkserver
+from mirror_nb.strategies.mirrored import SETUP
+
+
+@dataclass(frozen=True, slots=True)
+class CellOptions:
+    """The options of `%%mirrored`."""
+
+    replicas: tuple[int, ...] | None = None
+    # None: all.
+    synchronize: bool = True
+    out: str | None = None
+    # A name for the result, instead of showing it.
+    quiet: bool = False
+    timeout: float | None = None
+    # Seconds.
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """What the closing line will say."""
+
+    mended: list[str] = field(default_factory=list)
+    sent: list[str] = field(default_factory=list)
+    sent_bytes: int = 0
+    returned: Returned = field(default_factory=Returned)
+
+    def parts(self, replicas: Sequence[int], seconds: float) -> list[str]:
+        n = len(replicas)
+        parts = [f"{n} replica{'s' if n > 1 else ''}", duration(seconds), *self.mended]
+        if self.sent:
+            parts.append(f"sent {_listed(self.sent)} ({size(self.sent_bytes)})")
+        if self.returned.bound:
+            parts.append(f"back {_listed(self.returned.bound)}")
+        if self.returned.stayed:
+            parts.append(f"stays in the replicas: {_listed(self.returned.stayed)}")
+        if self.returned.problem is not None:
+            parts.append(f"could not be rebuilt here: {self.returned.problem}")
+        return parts
+
+
+class Session:
+    """Replicas for one notebook, from the first cell that wants them until `stop()`."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._pool: Pool | None = None
+        self._names = Names(shell.user_ns, self.fetch)
+
+    # ------------------------------------------------------------------ life
+
+    @property
+    def pool(self) -> Pool | None:
+        """The replicas, if there are any."""
+        return self._pool
+
+    def start(self, devices: str | None = None, seed: int = 0, in_process: bool = False) -> str:
+        """Start replicas and return a line that says so; on the same devices again, say that they run.
+
+        Raises DeviceError for devices that are not there, UsageError when others are running.
+        """
+        chosen = device_names.resolve(devices, torch.cuda.device_count())
+        if self._pool is not None:
+            if devices is None or chosen == self._pool.devices:
+                return f"{_replicas(self._pool.devices)} running already"
+            raise UsageError(
+                f"replicas are running on {', '.join(map(str, self._pool.devices))}; "
+                f"use %mirror restart --devices {devices} (their names are lost then), or %mirror stop"
+            )
+        began = time.perf_counter()
+        pool = (InProcessPool if in_process else LocalPool)(chosen, setup=SETUP, seed=seed)
+        try:
+            pool.start()
+        except BaseException:
+            pool.close()
+            raise
+        self._pool = pool
+        self._names = Names(self._shell.user_ns, self.fetch)
+        return f"{_replicas(chosen)} ready in {duration(time.perf_counter() - began)}"
+
+    def restart(self, devices: str | None = None) -> str:
+        """Stop the replicas and start new ones, on the same devices unless others are named."""
+        if self._pool is None:
+            return self.start(devices)
+        names = devices or ",".join(map(str, self._pool.devices))
+        # A mistake in the names must not cost the replicas that run.
+        device_names.resolve(names, torch.cuda.device_count())
+        in_process = isinstance(self._pool, InProcessPool)
+        self._pool.close()
+        self._pool = None
+        return self.start(names, in_process=in_process)
+
+    def stop(self) -> str:
+        """Stop the replicas and all that they started; return a line that says so."""
+        if self._pool is None:
+            return "no replicas are running"
+        pool, self._pool = self._pool, None
+        pool.close()
+        stop_forkserver()
+        return f"{_replicas(pool.devices)} stopped"
+
+    def status(self) -> str:
+        """Return a table of the replicas: id, device, pid, memory, state."""
+        if self._pool is None:
+            return "no replicas are running; %mirror start, or any %%mirrored cell, starts them"
+        rows = [("replica", "device", "pid", "memory", "state")]
+        for s in self._pool.status():
+            memory = size(s.memory_bytes) if s.memory_bytes is not None else "–"
+            rows.append((str(s.replica_id), str(s.device), str(s.pid), memory, s.state))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows
+        )
+
+    # ------------------------------------------------------------------ cells
+
+    def run_cell(self, source: str, options: CellOptions) -> Any:
+        """Run a cell on the replicas; return the value of its last expression, merged over them.
+
+        Raises what the replicas raised, ReplicaDied, ReplicaTimeout, KeyboardInterrupt, or TransferError for a
+        name that cannot be sent (then nothing has run).
+        """
+        if self._pool is None:
+            self.start()
+        pool = self._running()
+        began = time.perf_counter()
+        replicas = self._chosen(options.replicas)
+        ledger = _Ledger(mended=self._mend())
+        names = cell_names(self._shell.transform_cell(source))
+        parcels = self._names.prepare(names.read, replicas)
+        try:
+            self._push_changed(ledger)
+            requests, slabs = self._requests(source, options, names, replicas, parcels)
+            view = CellView(self._shell, replicas, pool.devices, options.quiet)
+            report = pool.run(
+                requests,
+                slabs=slabs,
+                on_message=self._shown_by(view),
+                on_tick=view.tick,
+                timeout=options.timeout,
+            )
+        finally:
+            for parcel in parcels:
+                parcel.packed.close()
+        for parcel in parcels:
+            self._names.sent(parcel)
+            ledger.sent += [
+                name
+                for name, value in parcel.names.items()
+                if name not in ledger.sent and not isinstance(value, types.ModuleType)
+            ]
+            ledger.sent_bytes += parcel.packed.payload.nbytes
+        ledger.returned = self._absorb(report, replicas[0])
+        view.close(ledger.parts(replicas, time.perf_counter() - began))
+        raise_for(report, pool.devices, options.timeout)
+        if options.out is not None:
+            self._shell.user_ns[options.out] = ledger.returned.result
+            return None
+        return self._shown(report, replicas[0], ledger.returned.result)
+
+    def _requests(
+        self, source: str, options: CellOptions, names: Any, replicas: Sequence[int], parcels: list[Parcel]
+    ) -> tuple[dict[int, RunCell], dict[int, int | None]]:
+        requests, slabs = {}, {}
+        # The magic's own line counts, so that tracebacks give the notebook's line numbers.
+        body = source if source.lstrip().startswith("%%") else f"# %%mirrored\n{source}"
+        for replica_id in replicas:
+            parcel = next((p for p in parcels if replica_id in p.replicas), None)
+            requests[replica_id] = RunCell(
+                source=body,
+                names=parcel.packed.payload if parcel is not None else None,
+                bound=names.bound,
+                mentioned=names.mentioned,
+                count=self._shell.execution_count,
+                working_directory=os.getcwd(),
+                synchronize=options.synchronize,
+                owner=replica_id == replicas[0],
+            )
+            slabs[replica_id] = parcel.packed.slab if parcel is not None else None
+        return requests, slabs
+
+    def _shown_by(self, view: CellView) -> Any:
+        kernel = getattr(self._shell, "kernel", None)
+
+        def take(replica_id: int, message: Any) -> None:
+            if isinstance(message, CommSent) and message.kind == "comm_open" and kernel is not None:
+                self._proxy(replica_id, message.content["comm_id"])
+            view.take(replica_id, message)
+
+        return take
+
+    def _proxy(self, replica_id: int, comm_id: str) -> None:
+        pool = self._running()
+        proxy: Any = CommProxy(comm_id, lambda message: pool._send(replica_id, message, None))
+        get_comm_manager().comms[comm_id] = proxy
+
+    def _shown(self, report: Report, lead: int, value: Any) -> Any:
+        """Return the value for Out[n]; nothing where the cell ended in a semicolon or had no value."""
+        done = report.answers[lead].done
+        return value if done is not None and done.result is not None else None
+
+    def _absorb(self, report: Report, lead: int) -> Returned:
+        payloads = {
+            r: (a.done.payload, a.slab)
+            for r, a in report.answers.items()
+            if a.done is not None and a.done.payload is not None
+        }
+        return self._names.absorb(payloads, lead if lead in payloads else min(payloads, default=lead))
+
+    def _push_changed(self, ledger: _Ledger) -> None:
+        """Give the replicas the values of networks that were changed in the notebook."""
+        changed = self._names.changed_modules()
+        if changed:
+            self._give(LoadModules, changed, range(self._running().size))
+            ledger.sent += ["changed values of a network"]
+
+    def _give(self, kind: Any, obj: object, replicas: Sequence[int] | range) -> None:
+        pool = self._running()
+        with closing_slab(pack(obj)) as packed:
+            slabs = dict.fromkeys(replicas, packed.slab)
+            raise_for(pool.run({r: kind(packed.payload) for r in replicas}, slabs=slabs), pool.devices)
+
+    # ------------------------------------------------------------------ names by hand
+
+    def push(self, names: Sequence[str]) -> str:
+        """Send names to all replicas, whether they have them or not."""
+        pool = self._running()
+        self._mend()
+        lacking = [name for name in names if name not in self._shell.user_ns]
+        if lacking or not names:
+            raise UsageError(f"the notebook has no name `{'`, `'.join(lacking)}`" if lacking else "push which names?")
+        for replica_id in range(pool.size):
+            self._names.forget(replica_id, names)
+        parcels = self._names.prepare(names, range(pool.size))
+        nbytes = 0
+        for parcel in parcels:
+            try:
+                slabs = dict.fromkeys(parcel.replicas, parcel.packed.slab)
+                report = pool.run({r: Bind(parcel.packed.payload) for r in parcel.replicas}, slabs=slabs)
+            finally:
+                parcel.packed.close()
+            raise_for(report, pool.devices)
+            self._names.sent(parcel)
+            nbytes += parcel.packed.payload.nbytes
+        return f"sent {_listed(list(names))} ({size(nbytes)}) to {_replicas(pool.devices)}"
+
+    def pull(self, names: Sequence[str], replica: int | None = None) -> str:
+        """Bind in the notebook what the replicas' names hold, whatever its size."""
+        self._mend()
+        replicas = self._chosen(None if replica is None else (replica,))
+        if not names:
+            raise UsageError("pull which names?")
+        report = self._fetch(tuple(names), replicas)
+        returned = self._absorb(report, replicas[0])
+        raise_for(report, self._running().devices)
+        whence = f"replica {spans(replicas)}"
+        return f"pulled {_listed(returned.bound + returned.stayed)} ({size(returned.nbytes)}) from {whence}"
+
+    def fetch(self, name: str) -> Any:
+        """Return the first replica's value of a name, whatever its size; the notebook's name is left alone."""
+        self._mend()
+        report = self._fetch((name,), [0])
+        raise_for(report, self._running().devices)
+        before = self._shell.user_ns.get(name)
+        self._absorb(report, 0)
+        value = self._shell.user_ns[name]
+        self._shell.user_ns[name] = before
+        self._names.note(0, name, before)
+        return value
+
+    def _fetch(self, names: tuple[str, ...], replicas: Sequence[int]) -> Report:
+        return self._running().run({r: Fetch(names, r == replicas[0]) for r in replicas})
+
+    # ------------------------------------------------------------------ replicas that are gone
+
+    def _mend(self) -> list[str]:
+        """Replace dead replicas, refill them from a survivor, and return what there is to say of it."""
+        pool = self._running()
+        gone = pool.mend()
+        if not gone:
+            return []
+        lost = {death.replica_id for death in gone}
+        for replica_id in lost:
+            self._names.forget_replica(replica_id)
+        living = [r for r in range(pool.size) if r not in lost]
+        left = self._refill(living[0], sorted(lost)) if living else []
+        return [_mended(death, living, left) for death in gone]
+
+    def _refill(self, source: int, lost: list[int]) -> list[str]:
+        pool = self._running()
+        report = pool.run({source: Snapshot()})
+        raise_for(report, pool.devices)
+        answer = report.answers[source]
+        done = answer.done
+        assert done is not None
+        assert done.payload is not None
+        try:
+            slabs = dict.fromkeys(lost, answer.slab)
+            raise_for(pool.run({r: Restore(done.payload) for r in lost}, slabs=slabs), pool.devices)
+        finally:
+            answer.close()
+        for replica_id in lost:
+            self._names.restored(replica_id, source)
+        return list(done.left)
+
+    # ------------------------------------------------------------------ checks
+
+    def _running(self) -> Pool:
+        if self._pool is None:
+            raise PoolClosed("no replicas are running; %mirror start, or any %%mirrored cell, starts them")
+        return self._pool
+
+    def _chosen(self, replicas: tuple[int, ...] | None) -> list[int]:
+        n = self._running().size
+        if replicas is None:
+            return list(range(n))
+        wrong = [r for r in replicas if not 0 <= r < n]
+        if wrong or not replicas:
+            raise UsageError(f"there is no replica {spans(wrong)}; there are {n}: {spans(range(n))}")
+        return sorted(set(replicas))
+
+
+def _mended(death: Death, living: list[int], left: list[str]) -> str:
+    text = f"{death}; it was started anew"
+    if living:
+        text += f" with the names of replica {living[0]}"
+    if left:
+        text += f", except {_listed(left)}, which cannot travel"
+    return text
+
+
+def _replicas(devices: Sequence[Device]) -> str:
+    return f"{len(devices)} replica{'s' if len(devices) > 1 else ''} ({', '.join(map(str, devices))})"
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

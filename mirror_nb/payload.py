@@ -1,0 +1,386 @@
+"""Objects to bytes and back: cloudpickle, with tensors and arrays beside the pickle in one shared slab.
+
+The slab is an anonymous file. Whoever receives its descriptor maps it privately: all processes read the
+same pages, nothing is copied, and a process that writes gets pages of its own. Knows nothing of sockets,
+replicas or notebooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import io
+import mmap
+import os
+import pickle
+import tempfile
+import types
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+
+from mirror_nb.errors import TransferError
+
+IN_BAND_BYTES = 16 * 1024
+# Smaller buffers stay in the pickle: making and mapping a slab costs about 50 µs.
+ALIGNMENT = 64
+_NAMESPACE = "namespace"
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A pickled object and where its large buffers lie in the slab that travels beside it."""
+
+    pickled: bytes
+    extents: tuple[tuple[int, int], ...] = ()
+    # Offset and length of each buffer in the slab, bytes.
+    slab_bytes: int = 0
+    # 0: there is no slab.
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all that travels, in bytes."""
+        return len(self.pickled) + self.slab_bytes
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """What was rebuilt while a payload was opened and needs a home on this side."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    handles: dict[str, nn.Module] = field(default_factory=dict)
+
+
+class _Storage:
+    """The bytes of one tensor region; pickled once however many tensors look at it."""
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self.raw = raw
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raw: Any = self.raw.numpy()
+        return _open_storage, (pickle.PickleBuffer(raw),)
+
+
+def _open_storage(buffer: Any) -> torch.UntypedStorage:
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage() if len(buffer) else torch.UntypedStorage(0)
+
+
+def _open_tensor(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    on_device: bool,
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+    if on_device and _opening is not None and _opening.device is not None:
+        tensor = tensor.to(_opening.device)
+    return tensor.requires_grad_(requires_grad) if requires_grad else tensor
+
+
+def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
+    values, handle = state
+    if hasattr(module, "__setstate__"):
+        module.__setstate__(values)
+    else:
+        module.__dict__.update(values)
+    if _opening is not None:
+        _opening.arrivals.modules.append(module)
+        if handle is not None:
+            _opening.arrivals.handles[handle] = module
+
+
+class _Limited(io.BytesIO):
+    """A file that refuses to grow beyond a limit, so that a huge object is given up early."""
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def write(self, data: Any) -> int:
+        if self.limit is not None and self.tell() + memoryview(data).nbytes > self.limit:
+            raise TooLarge
+        return super().write(data)
+
+
+class TooLarge(Exception):
+    """The object takes more than the limit given to `pack`."""
+
+
+class _Packer(cloudpickle.Pickler):
+    """cloudpickle, but functions of the notebook keep reading the namespace they land in."""
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        namespace: MutableMapping[str, Any] | None,
+        reference: Callable[[object], Any],
+        handle: Callable[[nn.Module], str | None],
+        budget: int | None,
+        in_band: bool,
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=None if in_band else self._take_buffer)
+        self.buffers: list[memoryview] = []
+        self.global_names: set[str] = set()
+        self._budget = budget
+        self._namespace = namespace
+        self._reference = reference
+        self._handle = handle
+        self._shadow: dict[str, Any] = {}
+        self._storages: dict[tuple[int, int, int], _Storage] = {}
+        if namespace is not None:
+            # cloudpickle looks up here which dictionary a rebuilt function shall have as its globals.
+            self.globals_ref[id(self._shadow)] = namespace
+
+    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < IN_BAND_BYTES:
+            return True
+        if self._budget is not None and sum(b.nbytes for b in self.buffers) + raw.nbytes > self._budget:
+            raise TooLarge
+        self.buffers.append(raw)
+        return False
+
+    def persistent_id(self, obj: Any) -> Any:
+        if obj is self._namespace and obj is not None:
+            return (_NAMESPACE,)
+        return self._reference(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.FunctionType and self._namespace is not None and obj.__globals__ is self._namespace:
+            self.global_names |= global_names(obj.__code__)
+            return super().reducer_override(self._unbound(obj))
+        if type(obj) is torch.Tensor and _plain(obj):
+            return self._reduce_tensor(obj)
+        if isinstance(obj, nn.Module) and not isinstance(obj, torch.jit.ScriptModule):
+            return self._reduce_module(obj)
+        return super().reducer_override(obj)
+
+    def _unbound(self, function: types.FunctionType) -> types.FunctionType:
+        """The same function with no globals of its own: they would travel by value and hide the receiver's."""
+        twin = types.FunctionType(
+            function.__code__, self._shadow, function.__name__, function.__defaults__, function.__closure__
+        )
+        for name in (
+            "__module__",
+            "__qualname__",
+            "__doc__",
+            "__kwdefaults__",
+            "__annotations__",
+            "__type_params__",
+        ):
+            if hasattr(function, name):
+                setattr(twin, name, getattr(function, name))
+        twin.__dict__.update(function.__dict__)
+        return twin
+
+    def _reduce_module(self, module: nn.Module) -> Any:
+        reduced = module.__reduce_ex__(5)
+        if not isinstance(reduced, tuple) or any(part is not None for part in reduced[3:]):
+            return reduced
+        make, args, state = reduced[:3]
+        return make, args, (state, self._handle(module)), None, None, _set_module_state
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        data = tensor.detach()
+        on_device = data.device.type != "cpu"
+        if on_device:
+            data = data.cpu()
+        extent = 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True)) if data.numel() else 0
+        start, nbytes = int(data.storage_offset()) * data.itemsize, extent * data.itemsize
+        key = (data.untyped_storage().data_ptr(), start, nbytes)
+        if on_device or key not in self._storages:
+            raw = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage(), start, (nbytes,), (1,))
+            self._storages[key] = _Storage(raw)
+        leaf_grad = tensor.requires_grad and tensor.is_leaf
+        return _open_tensor, (
+            self._storages[key],
+            data.dtype,
+            tuple(data.shape),
+            tuple(data.stride()),
+            leaf_grad,
+            on_device,
+        )
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_nested
+        and not tensor.dtype.is_complex
+    )
+
+
+def global_names(code: types.CodeType) -> set[str]:
+    """Return every name that `code`, or a function inside it, may look up in its globals."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= global_names(constant)
+    return names
+
+
+_GLOBAL_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A payload with the descriptor of its slab; `close()` it once it was sent."""
+
+    payload: Payload
+    slab: int | None
+    global_names: frozenset[str]
+    # Names that functions of the namespace look up; they are not part of the payload.
+
+    def close(self) -> None:
+        """Close this process's descriptor of the slab; those who received it keep theirs."""
+        if self.slab is not None:
+            os.close(self.slab)
+
+
+def pack(
+    obj: object,
+    *,
+    namespace: MutableMapping[str, Any] | None = None,
+    reference: Callable[[object], Any] = lambda obj: None,
+    handle: Callable[[nn.Module], str | None] = lambda module: None,
+    limit: int | None = None,
+    in_band: bool = False,
+) -> Packed:
+    """Turn `obj` into a payload.
+
+    Functions whose globals are `namespace` travel without them and look names up where they arrive.
+    `reference(obj)` may give a small token to send in the place of an object that the other side has;
+    `handle(module)` numbers a module so that it can be referred to later. CUDA tensors travel through host
+    memory. `limit`, bytes, bounds the size; `in_band` puts all of it into the pickle, so that there is no slab.
+
+    Raises TooLarge beyond `limit`, TransferError when something in `obj` cannot be pickled.
+    """
+    file = _Limited(limit)
+    packer = _Packer(file, namespace, reference, handle, limit, in_band)
+    try:
+        packer.dump(obj)
+    except (TooLarge, KeyboardInterrupt):
+        raise
+    except Exception as reason:
+        raise TransferError(f"{type(obj).__name__} cannot be sent: {type(reason).__name__}: {reason}") from reason
+    extents, slab = _write_slab(packer.buffers)
+    size = extents[-1][0] + extents[-1][1] if extents else 0
+    return Packed(Payload(file.getvalue(), extents, size), slab, frozenset(packer.global_names))
+
+
+def _write_slab(buffers: list[memoryview]) -> tuple[tuple[tuple[int, int], ...], int | None]:
+    if not buffers:
+        return (), None
+    extents, offset = [], 0
+    for buffer in buffers:
+        extents.append((offset, buffer.nbytes))
+        offset += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
+    size = extents[-1][0] + extents[-1][1]
+    slab = anonymous_file(size)
+    try:
+        with mmap.mmap(slab, size) as view:
+            for (start, length), buffer in zip(extents, buffers, strict=True):
+                view[start : start + length] = buffer.cast("B")
+    except BaseException:
+        os.close(slab)
+        raise
+    return tuple(extents), slab
+
+
+def anonymous_file(size: int) -> int:
+    """Return the descriptor of a new file of `size` bytes that no folder shows and that ends with its last user.
+
+    A memfd where there is one: it is bound by memory, not by /dev/shm (64 MB in Docker). Raises TransferError
+    when there is no room.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("mirror_nb", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    try:
+        os.truncate(descriptor, size)
+        if hasattr(os, "posix_fallocate"):
+            # Without the reservation a full machine shows as SIGBUS in the middle of a copy.
+            os.posix_fallocate(descriptor, 0, size)
+    except OSError as reason:
+        os.close(descriptor)
+        raise TransferError(f"no shared memory for {size / 2**20:.1f} MiB: {reason}") from reason
+    return descriptor
+
+
+class _Opener(pickle.Unpickler):
+    def __init__(
+        self,
+        payload: Payload,
+        buffers: Iterable[Any],
+        namespace: MutableMapping[str, Any] | None,
+        resolve: Callable[[Any], object] | None,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__(io.BytesIO(payload.pickled), buffers=buffers)
+        self.arrivals = Arrivals()
+        self.device = device
+        self._namespace = namespace
+        self._resolve = resolve
+
+    def persistent_load(self, pid: Any) -> Any:
+        if pid == (_NAMESPACE,):
+            return self._namespace if self._namespace is not None else {}
+        if self._resolve is None:
+            raise TransferError(f"a payload refers to {pid!r}, which is not known here")
+        return self._resolve(pid)
+
+
+_opening: _Opener | None = None
+# The opener at work, for the rebuild functions that pickle calls with no context. Payloads are opened by the
+# main thread of a replica or of the notebook only.
+
+
+def unpack(
+    payload: Payload,
+    slab: int | None,
+    *,
+    namespace: MutableMapping[str, Any] | None = None,
+    resolve: Callable[[Any], object] | None = None,
+    device: torch.device | None = None,
+) -> tuple[Any, Arrivals]:
+    """Rebuild what `pack` was given, and tell which modules arrived in it. Takes over `slab` and closes it.
+
+    Tensors and arrays look at the slab's pages; writing to them changes this process's copy alone. Tensors
+    that were on a GPU go to `device` (None: they stay on the CPU). `resolve` turns a reference into its object.
+    """
+    global _opening
+    buffers: list[memoryview] = []
+    if slab is not None:
+        try:
+            view = memoryview(mmap.mmap(slab, payload.slab_bytes, access=mmap.ACCESS_COPY))
+        finally:
+            os.close(slab)
+        buffers = [view[start : start + length] for start, length in payload.extents]
+    opener = _Opener(payload, buffers, namespace, resolve, device)
+    before, _opening = _opening, opener
+    try:
+        return opener.load(), opener.arrivals
+    finally:
+        _opening = before
+
+
+@contextlib.contextmanager
+def closing_slab(packed: Packed) -> Any:
+    """Close the sender's descriptor at the end of the block."""
+    try:
+        yield packed
+    finally:
+        packed.close()

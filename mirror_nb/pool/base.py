@@ -1,0 +1,420 @@
+"""A pool: the replicas of one strategy. Sends requests, follows them to their end, ends what will not end.
+
+Knows messages; knows neither tensors nor notebooks. How replicas are started, reached and killed is the
+subclass's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from mirror_nb.devices import Device
+from mirror_nb.errors import PoolClosed, ReplicaError
+from mirror_nb.messages import Abort, Done, Failure, Form, Interrupt, Rendezvous, Request
+
+ABORT_AFTER = 0.05
+# Seconds from a replica's failure to the end of its peers' waits: time for them to raise the same by themselves.
+INTERRUPT_AFTER = 0.8
+# Seconds from a replica's failure to the interrupt of peers that do not wait in a collective.
+GRACE = 3.0
+# Seconds from an interrupt to the kill.
+FORM_SECONDS = 60.0
+# For joining the process group; a replica that is not there by then is replaced.
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A replica's process ended."""
+
+    replica_id: int
+    device: Device
+    pid: int
+    exit_code: int | None
+    # Negative: the signal that killed it.
+    by_us: bool = False
+    # It would not stop and was killed by the pool.
+
+    def __str__(self) -> str:
+        return f"replica {self.replica_id} ({self.device}, pid {self.pid}) {self._how()}"
+
+    def _how(self) -> str:
+        if self.by_us:
+            return "did not stop when asked and was ended"
+        if self.exit_code is None:
+            return "ended"
+        if self.exit_code >= 0:
+            return f"ended with exit code {self.exit_code}"
+        try:
+            name = signal.Signals(-self.exit_code).name
+        except ValueError:
+            name = f"signal {-self.exit_code}"
+        hint = {
+            "SIGKILL": " (kill -9, or the system was out of memory)",
+            "SIGSEGV": " (a crash in native code)",
+        }.get(name, "")
+        return f"was killed by signal {-self.exit_code} ({name}){hint}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How one replica ended a request: with `done`, or by dying."""
+
+    done: Done | None
+    slab: int | None = None
+    death: Death | None = None
+
+    @property
+    def failure(self) -> Failure | None:
+        """What it raised, if it did."""
+        return self.done.failure if self.done is not None else None
+
+    def close(self) -> None:
+        """Close the slab if nobody opened its payload."""
+        if self.slab is not None:
+            os.close(self.slab)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a request ended on all the replicas it went to."""
+
+    answers: dict[int, Answer]
+    interrupted: bool
+    # The user asked for the end.
+    timed_out: bool
+
+    @property
+    def failures(self) -> dict[int, Failure]:
+        """What was raised, by replica id."""
+        return {r: a.failure for r, a in self.answers.items() if a.failure is not None}
+
+    @property
+    def deaths(self) -> list[Death]:
+        """Replicas that ended meanwhile."""
+        return [a.death for a in self.answers.values() if a.death is not None]
+
+    @property
+    def clean(self) -> bool:
+        """Whether every replica did what it was asked."""
+        return not self.failures and not self.deaths
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One line of `%mirror status`."""
+
+    replica_id: int
+    device: Device
+    pid: int
+    memory_bytes: int | None
+    # Resident, with what it shares; None where it cannot be read.
+    state: str
+    # "ready", or how it died.
+
+
+Incoming = tuple[int, Any, int | None]
+# Replica id, message or Death, slab.
+
+
+class Pool(ABC):
+    """Replicas that live until `close()`; use it as a context manager or close it yourself."""
+
+    def __init__(self, devices: tuple[Device, ...]) -> None:
+        self.devices = devices
+        self.generation = 0
+        self._numbers = itertools.count(1)
+        self._formed = False
+        self._closed = False
+        self._busy = threading.Lock()
+
+    # ------------------------------------------------------------------ for the subclass
+
+    @abstractmethod
+    def _start(self, ids: list[int]) -> None:
+        """Start these replicas; they need not be in the group yet."""
+
+    @abstractmethod
+    def _send(self, replica_id: int, message: object, slab: int | None) -> None:
+        """Send to a replica; one that is gone shows in `_poll`."""
+
+    @abstractmethod
+    def _poll(self, timeout: float, wake: int | None) -> list[Incoming]:
+        """Return what came within `timeout` seconds; earlier when descriptor `wake` is readable."""
+
+    @abstractmethod
+    def _kill(self, replica_id: int) -> None:
+        """End a replica that will not stop; `_poll` tells its death."""
+
+    @abstractmethod
+    def _rendezvous(self, replica_id: int) -> Rendezvous:
+        """Say where the replica joins the group of the present generation."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """End every replica and give everything back."""
+
+    @abstractmethod
+    def dead(self) -> list[Death]:
+        """Return the replicas that are dead now."""
+
+    @abstractmethod
+    def status(self) -> list[ReplicaStatus]:
+        """Return how each replica is, without asking it."""
+
+    # ------------------------------------------------------------------ life
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        return len(self.devices)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the replicas were stopped."""
+        return self._closed
+
+    def start(self) -> None:
+        """Start every replica and form the group; returns when each has done an all-reduce."""
+        self._start(list(range(self.size)))
+        self.form()
+
+    def mend(self) -> list[Death]:
+        """Replace dead replicas and form the group anew where that is needed; return who was replaced."""
+        self._check_open()
+        gone = self.dead()
+        if gone:
+            self._start([death.replica_id for death in gone])
+            self._formed = False
+        if not self._formed:
+            self.form()
+        return gone
+
+    def unform(self) -> None:
+        """The group is no longer usable; `mend` makes a new one."""
+        self._formed = False
+
+    def form(self) -> None:
+        """Form the process group of a new generation over all replicas; replicas that cannot join are replaced."""
+        report = None
+        for _attempt in range(3):
+            self.generation += 1
+            requests = {r: Form(self._rendezvous(r)) for r in range(self.size)}
+            report = self.run(requests, timeout=FORM_SECONDS)
+            if report.clean:
+                self._formed = True
+                return
+            if report.interrupted:
+                raise KeyboardInterrupt
+            self._start([death.replica_id for death in self.dead()])
+        assert report is not None
+        reasons = [str(d) for d in report.deaths]
+        reasons += [f"replica {r}: {f.type_name}: {f.message}" for r, f in report.failures.items()]
+        raise ReplicaError(f"the replicas could not form a process group: {'; '.join(reasons)}")
+
+    def close(self) -> None:
+        """Stop the replicas; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolClosed("these replicas were stopped; start new ones (%mirror start, or a new strategy)")
+
+    # ------------------------------------------------------------------ requests
+
+    def run(
+        self,
+        requests: Mapping[int, Any],
+        *,
+        slabs: Mapping[int, int | None] | None = None,
+        on_message: Callable[[int, Any], None] = lambda replica_id, message: None,
+        on_tick: Callable[[set[int]], None] = lambda pending: None,
+        timeout: float | None = None,
+    ) -> Report:
+        """Send each replica its request and follow all to their end.
+
+        `on_message` takes what they show meanwhile, `on_tick` the ids still at work, a few times a second. When one
+        fails or dies, the others' waits in collectives are ended, then the others; on an interrupt
+        (KeyboardInterrupt in the main thread) or after `timeout` seconds all are interrupted; what does not stop
+        within GRACE is killed, alone. Returns a Report and raises nothing for what replicas did.
+
+        Raises PoolClosed when the pool is closed, ReplicaError when it is at work already.
+        """
+        self._check_open()
+        if not self._busy.acquire(blocking=False):
+            raise ReplicaError("the replicas are at work for another thread; wait for it to end")
+        try:
+            with _Interrupts() as interrupts:
+                return _Following(self, requests, slabs or {}, on_message, on_tick, timeout, interrupts).follow()
+        finally:
+            self._busy.release()
+
+    def next_number(self) -> int:
+        """Return the number of a new request."""
+        return next(self._numbers)
+
+
+class _Interrupts:
+    """Collects SIGINT instead of raising it, so that no message is torn in the middle of its reading."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.readable: int | None = None
+        self._writable: int | None = None
+        self._before: Any = None
+
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self.readable, self._writable = os.pipe()
+            os.set_blocking(self._writable, False)
+            os.set_blocking(self.readable, False)
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self._writable is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._writable, b"!")
+
+    def taken(self) -> int:
+        """Return how many interrupts there were, and clear the descriptor."""
+        if self.count and self.readable is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self.readable, 64)
+        return self.count
+
+    def __exit__(self, *exception: object) -> None:
+        if self.readable is not None and self._writable is not None:
+            signal.signal(signal.SIGINT, self._before)
+            os.close(self.readable)
+            os.close(self._writable)
+
+
+class _Following:
+    """One request on its way: who is still at work, and which steps towards the end were taken."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        requests: Mapping[int, Any],
+        slabs: Mapping[int, int | None],
+        on_message: Callable[[int, Any], None],
+        on_tick: Callable[[set[int]], None],
+        timeout: float | None,
+        interrupts: _Interrupts,
+    ) -> None:
+        self._pool = pool
+        self._requests = requests
+        self._slabs = slabs
+        self._on_message = on_message
+        self._on_tick = on_tick
+        self._deadline = time.monotonic() + timeout if timeout is not None else None
+        self._interrupts = interrupts
+        self._number = pool.next_number()
+        self._pending = set(requests)
+        self._answers: dict[int, Answer] = {}
+        self._timed_out = False
+        self._reason: str | None = None
+        # Why the others must end, in a few words.
+        self._steps: list[tuple[float, Callable[[], None]]] = []
+        # What is still to be done to end them, by time.
+
+    def follow(self) -> Report:
+        for replica_id, what in self._requests.items():
+            self._pool._send(replica_id, Request(self._number, what), self._slabs.get(replica_id))
+        tick = 0.0
+        while self._pending:
+            for replica_id, message, slab in self._pool._poll(self._patience(), self._interrupts.readable):
+                self._take(replica_id, message, slab)
+            self._escalate()
+            if time.monotonic() - tick > 0.1:
+                tick = time.monotonic()
+                self._on_tick(set(self._pending))
+        if self._reason is not None:
+            self._pool.unform()
+        return Report(dict(sorted(self._answers.items())), self._interrupts.count > 0, self._timed_out)
+
+    def _patience(self) -> float:
+        now = time.monotonic()
+        times = [when for when, _ in self._steps] + ([self._deadline] if self._deadline is not None else [])
+        return max(0.0, min([0.1, *(when - now for when in times)]))
+
+    def _take(self, replica_id: int, message: Any, slab: int | None) -> None:
+        if isinstance(message, Death):
+            if replica_id in self._pending:
+                self._end_of(replica_id, Answer(None, None, message))
+            self._fail(str(message), abort_after=0.0)
+        elif isinstance(message, Done):
+            answer = Answer(message, slab)
+            if message.request != self._number or replica_id not in self._pending:
+                # The late answer to a request that was given up.
+                answer.close()
+                return
+            self._end_of(replica_id, answer)
+            if message.failure is not None:
+                text = f"replica {replica_id} raised {message.failure.type_name}"
+                self._fail(text, abort_after=ABORT_AFTER)
+        else:
+            self._on_message(replica_id, message)
+
+    def _end_of(self, replica_id: int, answer: Answer) -> None:
+        self._pending.discard(replica_id)
+        self._answers[replica_id] = answer
+
+    def _fail(self, reason: str, abort_after: float) -> None:
+        if self._reason is not None:
+            return
+        self._reason = reason
+        now = time.monotonic()
+        self._steps = [
+            (now + abort_after, self._abort),
+            (now + INTERRUPT_AFTER, self._interrupt),
+            (now + INTERRUPT_AFTER + GRACE, self._kill),
+        ]
+
+    def _escalate(self) -> None:
+        now = time.monotonic()
+        count = self._interrupts.taken()
+        if count >= 2 and self._pending:
+            self._kill()
+        elif count and self._reason != "interrupted":
+            self._end_now("interrupted", now)
+        elif self._deadline is not None and now > self._deadline and not self._timed_out:
+            self._timed_out = True
+            self._end_now("the request took longer than its timeout", now)
+        while self._steps and self._steps[0][0] <= now:
+            self._steps.pop(0)[1]()
+
+    def _end_now(self, reason: str, now: float) -> None:
+        self._reason = reason
+        self._steps = [(now, self._interrupt), (now, self._abort), (now + GRACE, self._kill)]
+
+    def _abort(self) -> None:
+        for replica_id in self._pending:
+            self._pool._send(replica_id, Abort(self._reason or ""), None)
+
+    def _interrupt(self) -> None:
+        for replica_id in self._pending:
+            self._pool._send(replica_id, Interrupt(self._number), None)
+
+    def _kill(self) -> None:
+        for replica_id in set(self._pending):
+            self._pool._kill(replica_id)

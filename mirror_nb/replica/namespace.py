@@ -1,0 +1,271 @@
+"""The names of one replica: binding what arrives, finding what a cell changed, sending it back.
+
+Knows payloads and networks; knows no process and no shell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from mirror_nb.errors import TransferError
+from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed
+from mirror_nb.mirrors import Mirrors, averaged_statistics, bits, load, tensors
+from mirror_nb.payload import Packed, Payload, TooLarge, pack, unpack
+
+PLAIN_BYTES = 1 << 20
+# A plain value above this stays in the replica and is fetched on request.
+MODULE_BYTES = 2 << 30
+# Likewise a network: copying it after every cell would take longer than most cells.
+WATCHED_BYTES = 1 << 16
+# Containers up to this size are compared before and after a cell, to notice what was changed in place.
+_HIDDEN = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
+_BOUND_TO_REPLICA = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.Generator,
+    nn.parallel.DistributedDataParallel,
+)
+
+
+class Adopts(Protocol):
+    """What the namespace needs of the scope."""
+
+    def adopt(self, module: nn.Module) -> None:
+        """Give a network that arrived its place on the device, and track it."""
+
+
+@dataclass(slots=True)
+class Before:
+    """What the namespace held when a cell began."""
+
+    objects: dict[str, object]
+    contents: dict[str, bytes] = field(default_factory=dict)
+
+
+class Namespace:
+    """Names in a replica. `names` is the dictionary that its cells run in."""
+
+    def __init__(
+        self, names: MutableMapping[str, Any], own: Iterable[str], scope: Adopts, device: torch.device
+    ) -> None:
+        self.names = names
+        self.mirrors = Mirrors("r")
+        self._own = frozenset(own) | _HIDDEN
+        # Names that mirror_nb binds itself; they never travel unless the user rebinds them.
+        self._given = {name: names.get(name) for name in self._own}
+        self._scope = scope
+        self._device = device
+        self._sums: dict[str, int] = {}
+
+    # ------------------------------------------------------------------ in
+
+    def open(self, payload: Any, slab: int | None) -> Any:
+        """Rebuild a payload's object; networks in it move to the device and are tracked."""
+        value, arrivals = unpack(
+            payload,
+            slab,
+            namespace=self.names,
+            resolve=self._resolve,
+            device=self._device,
+        )
+        for module in arrivals.modules:
+            self._scope.adopt(module)
+        self.mirrors.take(arrivals)
+        return value
+
+    def bind(self, payload: Any, slab: int | None) -> None:
+        """Bind the names of a payload, which is a dict."""
+        self.names.update(self.open(payload, slab))
+
+    def load(self, payload: Any, slab: int | None) -> None:
+        """Copy the controller's values into networks that are here: {handle: {tensor name: value}}."""
+        for handle, state in self.open(payload, slab).items():
+            module = self.mirrors.find(handle)
+            if module is not None:
+                load(module, state)
+                self.mirrors.mark(module)
+
+    def _resolve(self, token: Any) -> object:
+        if isinstance(token, tuple) and token[0] == "name":
+            if token[1] not in self.names:
+                raise TransferError(f"`{token[1]}` no longer exists in this replica; run the cell that makes it again")
+            return self.names[token[1]]
+        return self.mirrors.resolve(token)
+
+    # ------------------------------------------------------------------ out
+
+    def before(self, mentioned: Iterable[str]) -> Before:
+        """Remember what the names hold now."""
+        before = Before(dict(self.names))
+        for name in mentioned:
+            with contextlib.suppress(TransferError, TooLarge, RecursionError):
+                if _watched(self.names.get(name)):
+                    before.contents[name] = self._in_band(self.names[name], WATCHED_BYTES).pickled
+        return before
+
+    def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
+        """Return the names that were bound since, or whose content was changed in place, in order."""
+        names = {n for n, value in self.names.items() if before.objects.get(n, _MISSING) is not value}
+        names |= {n for n in bound if n in self.names}
+        for name, content in before.contents.items():
+            if name in self.names and name not in names:
+                with contextlib.suppress(TransferError, TooLarge):
+                    if self._in_band(self.names[name], WATCHED_BYTES).pickled != content:
+                        names.add(name)
+        names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
+        return sorted(n for n in names if not n.startswith("_") and self.names[n] is not self._given.get(n, _MISSING))
+
+    def export(
+        self,
+        names: Iterable[str],
+        *,
+        tag: int,
+        owner: bool,
+        trained: bool = False,
+        result: object = None,
+        whole: bool = False,
+    ) -> Packed:
+        """Pack what the names hold, as `Exports`.
+
+        Networks travel from the `owner` only, whole when the controller lacks them, else their changed values;
+        the other replicas add the statistics that are averaged. `trained` tells that values may have changed in
+        ways that only reading them shows. `whole` lifts the size limits: the user asked for it. `tag` is the same
+        number on all replicas and makes their handles agree.
+        """
+        exports = Exports({}, {}, {}, None if result is None else self._plain(result, whole))
+        fresh: dict[str, nn.Module] = {}
+        for name in names:
+            exports.names[name] = self._export(self.names[name], f"r{tag}.{name}", fresh, whole)
+        if owner:
+            exports.modules.update(fresh)
+        else:
+            exports.states.update({handle: averaged_statistics(module) for handle, module in fresh.items()})
+        changed = self._changed_roots(fresh, owner, trained)
+        exports.states.update(changed)
+        try:
+            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle)
+        except TransferError:
+            self._keep_unpicklable(exports)
+            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle)
+        self.mirrors.gave(fresh.values())
+        for handle in changed:
+            self.mirrors.mark(self.mirrors.find(handle))  # type: ignore[arg-type]
+        return packed
+
+    def snapshot(self) -> tuple[Packed, tuple[str, ...]]:
+        """Pack every name that can travel, as (names with their objects, networks by handle); return the others.
+
+        All in one pickle, so that an optimizer still holds the very parameters of its network.
+        """
+        mine = {
+            name: value
+            for name, value in self.names.items()
+            if not name.startswith("_") and value is not self._given.get(name, _MISSING)
+        }
+        left: list[str] = []
+        while True:
+            try:
+                return pack((mine, self.mirrors.all()), namespace=self.names), tuple(left)
+            except TransferError:
+                broken = [name for name in mine if not self._packs(mine[name])]
+                if not broken:
+                    raise
+                left += broken
+                mine = {name: value for name, value in mine.items() if name not in broken}
+
+    def _packs(self, value: object) -> bool:
+        try:
+            pack(value, namespace=self.names).close()
+        except TransferError:
+            return False
+        return True
+
+    def restore(self, payload: Payload, slab: int | None) -> None:
+        """Take over another replica's snapshot."""
+        names, handles = self.open(payload, slab)
+        self.names.update(names)
+        for handle, module in handles.items():
+            self.mirrors.learn(handle, module)
+        self.mirrors.gave(handles.values())
+
+    def _export(self, value: object, handle: str, fresh: dict[str, nn.Module], whole: bool) -> Export:
+        if isinstance(value, types.ModuleType):
+            return Imported(value.__name__)
+        if not isinstance(value, nn.Module) or isinstance(value, _BOUND_TO_REPLICA):
+            return self._plain(value, whole)
+        known = self.mirrors.known(value)
+        if known is not None:
+            return KnownModule(known)
+        if not whole and sum(t.nbytes for _, t in tensors(value)) > MODULE_BYTES:
+            return _stayed(value, f"it is larger than {MODULE_BYTES >> 30} GiB")
+        handle = self.mirrors.name(value, handle)
+        fresh[handle] = value
+        return NewModule(handle)
+
+    def _plain(self, value: object, whole: bool = False) -> Export:
+        if isinstance(value, _BOUND_TO_REPLICA) and not whole:
+            return _stayed(value, "it belongs to the replica")
+        try:
+            return Plain(self._in_band(value, None if whole else PLAIN_BYTES))
+        except TooLarge:
+            return _stayed(value, f"it is larger than {PLAIN_BYTES >> 20} MiB")
+        except (TransferError, RecursionError) as reason:
+            return _stayed(value, str(reason))
+
+    def _in_band(self, value: object, limit: int | None) -> Payload:
+        packed = pack(value, namespace=self.names, reference=self.mirrors.reference, limit=limit, in_band=True)
+        return packed.payload
+
+    def _keep_unpicklable(self, exports: Exports) -> None:
+        """Let the networks that cannot be pickled stay here, and say so under their names."""
+        for handle, module in list(exports.modules.items()):
+            try:
+                pack(module, namespace=self.names, handle=self.mirrors.handle).close()
+            except TransferError as reason:
+                del exports.modules[handle]
+                for name in [n for n, export in exports.names.items() if export == NewModule(handle)]:
+                    exports.names[name] = _stayed(module, str(reason))
+
+    def _changed_roots(
+        self, fresh: dict[str, nn.Module], owner: bool, trained: bool
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        states = {}
+        for handle, module in self.mirrors.roots():
+            if handle in fresh or not (trained or self.mirrors.changed(module)):
+                continue
+            state = dict(tensors(module)) if owner else averaged_statistics(module)
+            total = bits(state.values())
+            if self._sums.get(handle) != total:
+                states[handle] = {name: value.detach() for name, value in state.items()}
+                self._sums[handle] = total
+        return states
+
+
+def _stayed(value: object, why: str) -> Stayed:
+    return Stayed(type(value).__name__, describe(value), why)
+
+
+def _watched(value: object) -> bool:
+    return isinstance(value, (list, dict, set, bytearray, torch.Tensor)) or type(value).__module__ == "numpy"
+
+
+def describe(value: object) -> str:
+    """Return a few words on a value, without running its repr: that may be long, slow or wrong."""
+    name = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+    if isinstance(value, torch.optim.Optimizer):
+        return f"{name} over {sum(len(group['params']) for group in value.param_groups)} tensors"
+    if isinstance(value, (list, tuple, dict, set, str, bytes)):
+        return f"{name} of {len(value)}"
+    return name
+
+
+_MISSING = object()

@@ -1,0 +1,241 @@
+"""One replica: its namespace, scope and gradients, and what each request makes it do.
+
+The worker process and the in-process pool both drive it. Knows no process, no pipe and no signal: requests come
+in by `handle`, everything else goes out by `emit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from mirror_nb.collectives import process_group
+from mirror_nb.errors import PeerFailed, UsageError
+from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.messages import (
+    Bind,
+    Call,
+    Done,
+    Failure,
+    Fetch,
+    Form,
+    LoadModules,
+    Rendezvous,
+    Request,
+    Restore,
+    RunCell,
+    Snapshot,
+)
+from mirror_nb.payload import Packed, closing_slab, pack
+from mirror_nb.replica.namespace import Namespace
+from mirror_nb.replica.scope import Scope
+from mirror_nb.replica.shell import ReplicaShell, make_shell
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which replica this is."""
+
+    replica_id: int
+    num_replicas: int
+    device: torch.device
+    # As torch names it in the replica's own process.
+    seed: int
+
+
+class Emit(Protocol):
+    """Takes a message for the controller, and the descriptor of its payload's slab."""
+
+    def __call__(self, message: object, slab: int | None = None) -> None: ...
+
+
+class Replica:
+    """What one replica holds.
+
+    `setup` names a function, as "module:function", that is called with the replica and gives the names that its
+    cells find bound, such as `strategy`.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        emit: Emit,
+        setup: str,
+        module: types.ModuleType | None,
+        interruptible: Callable[[int], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,  # type: ignore[assignment]
+    ) -> None:
+        self.identity = identity
+        self.gradients = GradientSynchronizer(identity.replica_id, identity.num_replicas)
+        self.scope = Scope(identity.replica_id, identity.num_replicas, identity.device, self.gradients, identity.seed)
+        self._emit = emit
+        self._module = module
+        self._interruptible = interruptible
+        self._shell: ReplicaShell | None = None
+        self._own = {
+            "replica_id": identity.replica_id,
+            "num_replicas": identity.num_replicas,
+            "device": identity.device,
+            **_named(setup)(self),
+        }
+        if module is None:
+            # A process of our own: the shell brings its `__main__`.
+            self._shell = make_shell(emit, None)
+            self.names = self._shell.user_ns
+        else:
+            self.names = module.__dict__
+        self.names.update(self._own)
+        self.namespace = Namespace(self.names, self._own, self.scope, identity.device)
+
+    @property
+    def shell(self) -> ReplicaShell:
+        """The shell that runs cells; made at the first cell where the process has another one."""
+        if self._shell is None:
+            self._shell = make_shell(self._emit, self._module)
+        return self._shell
+
+    # ------------------------------------------------------------------ requests
+
+    def handle(self, request: Request, slab: int | None) -> None:
+        """Carry a request out and emit its `Done`."""
+        began = time.perf_counter()
+        packed: Packed | None = None
+        failure: Failure | None = None
+        bundle: dict[str, Any] | None = None
+        left: tuple[str, ...] = ()
+        try:
+            match request.what:
+                case Form(rendezvous):
+                    self.form(rendezvous)
+                case RunCell() as cell:
+                    failure, packed, bundle = self._run_cell(cell, slab, request.number)
+                case Call() as call:
+                    failure, packed = self._call(call, slab, request.number)
+                case Bind(names):
+                    self.namespace.bind(names, slab)
+                case LoadModules(states):
+                    self.namespace.load(states, slab)
+                case Fetch(names, owner):
+                    packed = self._fetch(names, owner, request.number)
+                case Snapshot():
+                    packed, left = self.namespace.snapshot()
+                case Restore(names):
+                    self.namespace.restore(names, slab)
+        except BaseException as error:
+            failure = self.failure(error)
+        seconds = time.perf_counter() - began
+        payload = packed.payload if packed is not None else None
+        with closing_slab(packed) if packed is not None else contextlib.nullcontext():
+            self._emit(
+                Done(request.number, failure, payload, seconds, bundle, left),
+                packed.slab if packed is not None else None,
+            )
+
+    def form(self, rendezvous: Rendezvous) -> None:
+        """Join the group of this generation; ready means that an all-reduce gave the right sum."""
+        self.gradients.regroup()
+        process_group.form(rendezvous, self.identity.device)
+        probe = torch.full((1,), float(rendezvous.replica_id), device=self.identity.device)
+        dist.all_reduce(probe)
+        n = rendezvous.num_replicas
+        if float(probe) != n * (n - 1) / 2:
+            raise RuntimeError(f"the first all-reduce over {n} replicas gave {float(probe)}, not {n * (n - 1) / 2}")
+
+    def _run_cell(
+        self, cell: RunCell, slab: int | None, number: int
+    ) -> tuple[Failure | None, Packed, dict[str, Any] | None]:
+        with contextlib.suppress(OSError):
+            os.chdir(cell.working_directory)
+        if cell.names is not None:
+            self.namespace.bind(cell.names, slab)
+        before = self.namespace.before(cell.mentioned)
+        shell = self.shell
+        failure = None
+        with self._in_scope(cell.synchronize):
+            try:
+                with self._interruptible(number):
+                    end = shell.run(cell.source, cell.count)
+                if end.error is not None:
+                    failure = self.failure(end.error, end.traceback)
+            except BaseException as error:
+                end = None
+                failure = self.failure(error)
+        value, bundle = (end.value, end.bundle) if end is not None else (None, None)
+        if value is not None:
+            # The names of the cell hold it if it has one; this frame must not keep it alive.
+            end = None
+        names = self.namespace.changed(before, cell.bound, cell.mentioned)
+        trained = any(name in self.names for name in cell.mentioned)
+        packed = self.namespace.export(names, tag=number, owner=cell.owner, trained=trained, result=value)
+        return failure, packed, bundle
+
+    def _call(self, call: Call, slab: int | None, number: int) -> tuple[Failure | None, Packed | None]:
+        function, args, kwargs = self.namespace.open(call.payload, slab)
+        with self._in_scope(call.synchronize):
+            try:
+                with self._interruptible(number):
+                    value = function(*args, **kwargs)
+            except BaseException as error:
+                return self.failure(error), None
+        return None, pack(value, namespace=self.names, reference=self.namespace.mirrors.reference)
+
+    def _fetch(self, names: tuple[str, ...], owner: bool, number: int) -> Packed:
+        lacking = [name for name in names if name not in self.names]
+        if lacking:
+            raise UsageError(f"replica {self.identity.replica_id} has no name `{'`, `'.join(lacking)}`")
+        return self.namespace.export(names, tag=number, owner=owner, trained=True, whole=True)
+
+    @contextlib.contextmanager
+    def _in_scope(self, synchronize: bool) -> Iterator[None]:
+        self.gradients.enabled = synchronize
+        try:
+            with self.scope:
+                yield
+        finally:
+            self.gradients.enabled = True
+
+    # ------------------------------------------------------------------ failures
+
+    def failure(self, error: BaseException, rendered: tuple[str, ...] = ()) -> Failure:
+        """Turn an exception into what travels."""
+        self.gradients.reset()
+        lines = rendered or tuple(
+            "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
+        )
+        clean = error.with_traceback(None)
+        try:
+            # Frames keep the failed cell's tensors alive, here and in the copy.
+            clean.__cause__ = clean.__context__ = None
+            pickled: bytes | None = cloudpickle.dumps(clean)
+            pickle.loads(pickled or b"")
+        except Exception:
+            pickled = None
+        for name in ("last_traceback", "last_value", "last_type", "last_exc"):
+            if hasattr(sys, name):
+                delattr(sys, name)
+        return Failure(
+            type_name=type(error).__name__,
+            message=str(error),
+            traceback=lines,
+            pickled=pickled,
+            interrupted=isinstance(error, KeyboardInterrupt),
+            secondary=isinstance(error, PeerFailed) or "PeerFailed" in str(error),
+        )
+
+
+def _named(path: str) -> Callable[[Replica], dict[str, Any]]:
+    module, _, function = path.partition(":")
+    found: Callable[[Replica], dict[str, Any]] = getattr(importlib.import_module(module), function)
+    return found

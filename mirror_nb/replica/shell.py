@@ -1,0 +1,200 @@
+"""The IPython shell that runs cells inside a replica, without a kernel. Everything it shows goes to `emit`.
+
+The only module below the notebook floor that imports IPython.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.error import StdinNotImplementedError
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Any as AnyTrait
+from traitlets.config import Config
+
+from mirror_nb.errors import MirrorError
+from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display
+
+
+@dataclass(slots=True)
+class CellEnd:
+    """How a cell ended."""
+
+    error: BaseException | None = None
+    traceback: tuple[str, ...] = ()
+    value: Any = None
+    # Of the last expression.
+    bundle: dict[str, Any] | None = None
+    # That value as MIME types; None when there is none to show.
+
+
+class _Publisher(DisplayPublisher):
+    emit: Any = AnyTrait()
+
+    def publish(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        source: str | None = None,
+        *,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.emit(Display(data, metadata or {}, transient or {}, update))
+
+    def clear_output(self, wait: bool = False) -> None:
+        self.emit(ClearOutput(wait))
+
+
+class _Hook(DisplayHook):
+    """Keeps the last value instead of printing it: the controller shows it, merged over the replicas."""
+
+    end: Any = AnyTrait()
+
+    def __call__(self, result: Any = None) -> None:
+        if result is None or self.end is None:
+            return
+        self.end.value = result
+        self.end.bundle, _ = self.compute_format_data(result)
+        if self.shell is not None:
+            self.shell.user_ns["_"] = result
+
+
+class ReplicaShell(InteractiveShell):
+    """A full shell (magics, `!commands`, top-level await), whose output is messages."""
+
+    displayhook: _Hook
+    display_pub: _Publisher
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._traceback: tuple[str, ...] = ()
+
+    def enable_gui(self, gui: Any = None) -> None:
+        """No event loop runs in a replica; matplotlib's inline backend asks for none."""
+
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Render an exception without the frames of mirror_nb that a deliberate error ends in."""
+        shown: Any = exc_tuple or sys.exc_info()
+        kind, error, trace = shown
+        if isinstance(error, KeyboardInterrupt | MirrorError):
+            shown = (kind, error, _users_frames(trace))
+        super().showtraceback(shown, *args, **kwargs)
+
+    def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
+        self._traceback = tuple(stb)
+
+    def run(self, source: str, count: int) -> CellEnd:
+        """Run one cell and return how it ended; `count` is its number in tracebacks."""
+        self.execution_count = count
+        self._traceback = ()
+        end = CellEnd()
+        self.displayhook.end = end
+        try:
+            result = self.run_cell(source, store_history=False, cell_id=None)
+        finally:
+            self.displayhook.end = None
+        end.error = result.error_before_exec or result.error_in_exec
+        end.traceback = self._traceback
+        if DisplayHook.semicolon_at_end_of_expression(source) if _tokenizes(source) else False:
+            end.bundle = None
+        return end
+
+
+def _users_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the traceback up to the last frame that is not of mirror_nb."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    while frames and frames[-1].tb_frame.f_globals.get("__name__", "").startswith("mirror_nb."):
+        frames.pop()
+    short = None
+    for frame in reversed(frames):
+        short = types.TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return short
+
+
+def _tokenizes(source: str) -> bool:
+    try:
+        DisplayHook.semicolon_at_end_of_expression(source)
+    except Exception:
+        return False
+    return True
+
+
+def make_shell(emit: Callable[[object], None], module: types.ModuleType | None) -> ReplicaShell:
+    """Return a new shell whose displays go to `emit`.
+
+    `module` is where its names live; None: a new `__main__` of this process, for which there must be no
+    other shell.
+    """
+    config = Config({"HistoryManager": {"enabled": False}, "HistoryAccessor": {"enabled": False}})
+    make = ReplicaShell if module is not None else ReplicaShell.instance
+    shell = make(
+        config=config,
+        display_pub_class=_Publisher,
+        displayhook_class=_Hook,
+        history_load_length=0,
+        user_module=module,
+    )
+    shell.display_pub.emit = emit
+    shell.display_trap.hook = shell.displayhook
+    return shell
+
+
+def refuse_input(prompt: object = "") -> str:
+    """Stand in for `input` in a replica."""
+    raise StdinNotImplementedError(
+        f"input({prompt!r}) cannot be asked in a replica: ask in an ordinary cell and use the answer here"
+    )
+
+
+def use_notebook_figures() -> None:
+    """Let matplotlib draw into the notebook; it is not imported for that."""
+    os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
+
+
+class Comms:
+    """Widgets made in a replica: their messages go to the front end through the controller, and back."""
+
+    def __init__(self, emit: Callable[[object], None]) -> None:
+        import comm
+        from comm.base_comm import BaseComm, CommManager
+
+        class ReplicaComm(BaseComm):
+            def publish_msg(
+                self,
+                msg_type: str,
+                data: Any = None,
+                metadata: Any = None,
+                buffers: Any = None,
+                **keys: Any,
+            ) -> None:
+                content = dict(comm_id=self.comm_id, data=data or {}, **keys)
+                emit(CommSent(msg_type, content, metadata or {}, tuple(bytes(b) for b in buffers or ())))
+
+        self._manager = CommManager()
+        comm.create_comm = ReplicaComm
+        comm.get_comm_manager = lambda: self._manager
+        # tqdm.auto draws notebook bars only where this module is loaded.
+        import ipykernel.zmqshell  # noqa: F401
+
+    def receive(self, message: CommMessage) -> None:
+        """Hand a front end's message to its widget."""
+        target = self._manager.comms.get(message.content["comm_id"])
+        if target is not None:
+            target.handle_msg({"content": message.content, "buffers": list(message.buffers), "metadata": {}})
+
+
+def install_streams(stdout: Any, stderr: Any) -> None:
+    """Make these the process's standard streams."""
+    sys.stdout, sys.stderr = stdout, stderr

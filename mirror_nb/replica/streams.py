@@ -1,0 +1,157 @@
+"""A replica's standard streams, sent to the controller in small batches, in the order they were written.
+
+Knows no process and no notebook: it is handed a function that takes the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import threading
+from collections.abc import Callable
+
+from mirror_nb.messages import Stream
+
+BATCH_SECONDS = 0.05
+# Twenty messages a second: the front end's server drops messages above a thousand.
+IDLE_CHARACTERS = 1 << 20
+# While no request runs, nobody reads: text from threads left running is kept up to this and then dropped.
+
+
+class Streams:
+    """Collects the text of both streams; `flush` sends it. Safe from any thread."""
+
+    def __init__(self, emit: Callable[[Stream], None]) -> None:
+        self._emit = emit
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._chunks: list[tuple[str, str]] = []
+        self._characters = 0
+        self._dropped = 0
+        self._open = False
+        self._pending = threading.Event()
+        self._captured: list[tuple[int, str]] = []
+        # Readable ends of pipes, and the stream that each stands for.
+        self._draining = threading.Lock()
+        self._ticker: threading.Thread | None = None
+        self.stdout = _Text("stdout", self)
+        self.stderr = _Text("stderr", self)
+
+    def write(self, name: str, text: str) -> None:
+        """Take text for a stream; it is sent within BATCH_SECONDS while a request runs."""
+        with self._lock:
+            if not self._open and self._characters > IDLE_CHARACTERS:
+                self._dropped += len(text)
+                return
+            self._chunks.append((name, text))
+            self._characters += len(text)
+            full = self._characters > IDLE_CHARACTERS and self._open
+        if full:
+            self.flush()
+        elif self._open and not self._pending.is_set():
+            self._pending.set()
+
+    def flush(self) -> None:
+        """Send what was collected, if a request runs."""
+        with self._sending:
+            with self._lock:
+                if not self._open or not self._chunks:
+                    return
+                chunks, self._chunks, self._characters = self._chunks, [], 0
+                dropped, self._dropped = self._dropped, 0
+            for name, text in _merged(chunks):
+                self._emit(Stream(name, text))
+            if dropped:
+                note = f"[{dropped} characters that were written while no cell ran were dropped]\n"
+                self._emit(Stream("stderr", note))
+
+    def open(self) -> None:
+        """A request begins: the controller reads."""
+        with self._lock:
+            self._open = True
+        if self._ticker is None:
+            self._ticker = threading.Thread(target=self._tick, name="mirror_nb streams", daemon=True)
+            self._ticker.start()
+
+    def close(self) -> None:
+        """A request ends: send what is left and keep the rest for the next one."""
+        self._take_captured()
+        self.flush()
+        with self._lock:
+            self._open = False
+
+    def _tick(self) -> None:
+        pause = threading.Event()
+        while True:
+            self._pending.wait()
+            pause.wait(BATCH_SECONDS)
+            self._pending.clear()
+            self.flush()
+
+    def capture_descriptors(self) -> None:
+        """Send what C code and child processes write to descriptors 1 and 2 the same way; never blocks them."""
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            readable, writable = os.pipe()
+            os.set_blocking(readable, False)
+            os.dup2(writable, descriptor)
+            os.close(writable)
+            self._captured.append((readable, name))
+        threading.Thread(target=self._drain, name="mirror_nb descriptors", daemon=True).start()
+
+    def _drain(self) -> None:
+        while True:
+            select.select([readable for readable, _ in self._captured], [], [])
+            self._take_captured()
+
+    def _take_captured(self) -> None:
+        with self._draining:
+            for readable, name in self._captured:
+                with contextlib.suppress(BlockingIOError):
+                    while text := os.read(readable, 1 << 16):
+                        self.write(name, text.decode("utf-8", errors="backslashreplace"))
+
+
+def _merged(chunks: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    merged: list[tuple[str, list[str]]] = []
+    for name, text in chunks:
+        if not merged or merged[-1][0] != name:
+            merged.append((name, []))
+        merged[-1][1].append(text)
+    return [(name, "".join(parts)) for name, parts in merged]
+
+
+class _Text(io.TextIOBase):
+    """What `sys.stdout` and `sys.stderr` are in a replica."""
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def __init__(self, name: str, streams: Streams) -> None:
+        self._name = name
+        self._streams = streams
+
+    @property
+    def name(self) -> str:
+        return f"<{self._name}>"
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        self._streams.write(self._name, text)
+        return len(text)
+
+    def flush(self) -> None:
+        # The ticker sends soon; a print(flush=True) in a loop must not make a message a line.
+        pass
+
+    def fileno(self) -> int:
+        # Programs that a user starts get the captured descriptor, whose text comes back the same way.
+        return 1 if self._name == "stdout" else 2
+
+    def isatty(self) -> bool:
+        return False

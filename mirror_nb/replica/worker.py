@@ -1,0 +1,201 @@
+"""The replica's process: its signals, its two threads, its end. What it computes is the runtime's business.
+
+The main thread carries requests out one after another. The control thread reads the channel and acts at once on
+what cannot wait: an interrupt, an abort, the end. It never sends, so that a main thread blocked in a send cannot
+stop it from reading.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mirror_nb.collectives import process_group
+from mirror_nb.errors import PeerFailed
+from mirror_nb.messages import (
+    Abort,
+    Channel,
+    ChannelClosed,
+    CommMessage,
+    Done,
+    Exit,
+    Interrupt,
+    ReplicaSpec,
+    Request,
+    RunCell,
+    Stream,
+)
+from mirror_nb.replica import runtime, shell
+from mirror_nb.replica.streams import Streams
+
+INTERRUPT = signal.SIGUSR1
+# Not SIGINT: Jupyter sends that to the whole process group, VS Code to every descendant.
+_PR_SET_PDEATHSIG = 1
+
+
+def main(end: socket.socket, spec: ReplicaSpec) -> None:
+    """Live as a replica until the controller ends it or is gone."""
+    _leave_the_parent()
+    os.environ.update(spec.environment)
+    torch.set_num_threads(spec.threads)
+    process = _Process(Channel(end), spec)
+    process.serve()
+
+
+def _leave_the_parent() -> None:
+    """Be safe from the terminal's and Jupyter's signals, and never outlive the forkserver."""
+    os.setsid()
+    # A handler, not SIG_IGN: programs that a cell starts would inherit that and could not be interrupted.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform != "win32" and sys.platform != "darwin":
+        # Otherwise a DataLoader's workers would be spawned and could not find classes made in a cell.
+        multiprocessing.set_start_method("fork", force=True)
+    _close_forkserver_descriptor()
+
+
+def _close_forkserver_descriptor() -> None:
+    """Close the descriptor by which every replica would keep the forkserver alive after the kernel's end."""
+    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    descriptor = getattr(server, "_forkserver_alive_fd", None)
+    if descriptor is not None:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        server._forkserver_alive_fd = None  # type: ignore[union-attr]
+
+
+class _Process:
+    def __init__(self, channel: Channel, spec: ReplicaSpec) -> None:
+        self._channel = channel
+        self._spec = spec
+        self._requests: queue.SimpleQueue[tuple[Any, int | None]] = queue.SimpleQueue()
+        self._main_thread = threading.get_ident()
+        self._running: int | None = None
+        # Number of the request whose user code runs now.
+        self._interrupted: int | None = None
+        # Number of the request that shall be interrupted.
+        self._held_back = False
+        # The interrupt came inside an optimizer's step and waits for its end.
+        self._streams = Streams(self._emit)
+        self._comms: Any = None
+
+    def serve(self) -> None:
+        sys.stdout, sys.stderr = self._streams.stdout, self._streams.stderr
+        self._streams.capture_descriptors()
+        signal.signal(INTERRUPT, self._on_interrupt)
+        register_optimizer_step_post_hook(self._after_optimizer_step)
+        threading.Thread(target=self._control, name="mirror_nb control", daemon=True).start()
+        device = torch.device(self._spec.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        process_group.install()
+        replica = runtime.Replica(
+            runtime.Identity(self._spec.replica_id, self._spec.num_replicas, device, self._spec.seed),
+            self._emit,
+            self._spec.setup,
+            None,
+            self._user_code,
+        )
+        builtins.input = shell.refuse_input
+        while True:
+            try:
+                request, slab = self._requests.get()
+                self._streams.open()
+                if isinstance(request.what, RunCell):
+                    self._use_comms()
+                replica.handle(request, slab)
+            except KeyboardInterrupt:
+                # It came between two requests: there was nothing left to interrupt.
+                self._running = None
+
+    def _emit(self, message: object, slab: int | None = None) -> None:
+        if isinstance(message, Done):
+            self._streams.close()
+        elif not isinstance(message, Stream):
+            self._streams.flush()
+        with contextlib.suppress(ChannelClosed):
+            self._channel.send(message, slab)
+
+    def _use_comms(self) -> None:
+        if self._comms is None:
+            shell.use_notebook_figures()
+            self._comms = shell.Comms(self._emit)
+
+    # ------------------------------------------------------------------ the control thread
+
+    def _control(self) -> None:
+        try:
+            while True:
+                message, slab = self._channel.receive()
+                match message:
+                    case Interrupt(number):
+                        self._interrupted = number
+                        signal.pthread_kill(self._main_thread, INTERRUPT)
+                    case Abort(reason):
+                        process_group.abort(PeerFailed(reason))
+                    case CommMessage() if self._comms is not None:
+                        self._comms.receive(message)
+                    case Request():
+                        self._requests.put((message, slab))
+                    case Exit():
+                        _end()
+        except BaseException:
+            # The controller is gone, or the channel broke: nobody can use this replica any more.
+            _end()
+
+    # ------------------------------------------------------------------ interrupts, in the main thread
+
+    @contextlib.contextmanager
+    def _user_code(self, number: int) -> Iterator[None]:
+        self._held_back = False
+        self._running = number
+        try:
+            if self._interrupted == number:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._running = None
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._running is None or self._running != self._interrupted:
+            return
+        if _in_optimizer_step(frame):
+            self._held_back = True
+        else:
+            raise KeyboardInterrupt
+
+    def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._held_back:
+            self._held_back = False
+            raise KeyboardInterrupt
+
+
+def _in_optimizer_step(frame: FrameType | None) -> bool:
+    """Whether an optimizer is changing parameters: a half-made step would leave replicas that differ."""
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) and frame.f_code.co_name == "step":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _end() -> None:
+    """End this process and all that its cells started (they share its session), at once."""
+    with contextlib.suppress(OSError):
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)

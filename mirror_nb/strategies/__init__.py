@@ -1,0 +1,1 @@
+"""Strategies: what the user holds. One abstract, the rest final."""

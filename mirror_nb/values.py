@@ -1,0 +1,120 @@
+"""Values that differ over replicas, and values that stayed in one. Never asks who is current."""
+
+from __future__ import annotations
+
+import copyreg
+import html
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from mirror_nb.errors import ReplicaError
+
+
+class DistributedValues:
+    """One value from each replica, in the order of their ids."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = tuple(values)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The value of each replica."""
+        return self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __getitem__(self, replica_id: int) -> Any:
+        return self._values[replica_id]
+
+    def __repr__(self) -> str:
+        # TensorFlow's layout (tensorflow/python/distribute/values.py).
+        lines = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self._values))
+        return f"{type(self).__name__}:{{\n{lines}\n}}"
+
+
+@final
+class PerReplica(DistributedValues):
+    """One value from each replica, which may differ.
+
+    `values`, `len()`, iteration and indexing by replica id give the single values.
+    """
+
+
+@final
+class Remote:
+    """Stands for a value that stayed in the replicas; `fetch()` brings it.
+
+    Passed to a replica (read by a `%%mirrored` cell under any name), it is the value itself.
+    """
+
+    def __init__(self, name: str, type_name: str, text: str, why: str, fetch: Callable[[], Any]) -> None:
+        self.name = name
+        self.type_name = type_name
+        self._text = text
+        self._why = why
+        self._fetch = fetch
+
+    def fetch(self) -> Any:
+        """Return replica 0's value, whatever its size.
+
+        Raises TransferError if it cannot be pickled, ReplicaError if the replica no longer has it.
+        """
+        return self._fetch()
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self._text}, in the replicas ({self._why}); .fetch() brings replica 0's>"
+
+    def _repr_html_(self) -> str:
+        return f"<code>{html.escape(repr(self))}</code>"
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__") or attribute.startswith("_repr_"):
+            raise AttributeError(attribute)
+        raise AttributeError(
+            f"`{self.name}` ({self.type_name}) is in the replicas, not in the notebook: use it in a %%mirrored cell, "
+            f"or bring it with {self.name}.fetch()"
+        )
+
+    def __reduce__(self) -> Any:
+        raise ReplicaError(f"`{self.name}` stays in the replicas and cannot be pickled; .fetch() brings the value")
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two values are equal in type, structure and every bit that counts; NaN equals NaN."""
+    left, shape = pytree.tree_flatten(first)
+    right, other = pytree.tree_flatten(second)
+    return shape == other and all(map(_same_leaf, left, right))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return torch.equal(a, b) or (a.is_floating_point() and bool(torch.isclose(a, b, 0, 0, equal_nan=True).all()))
+    if isinstance(a, np.ndarray):
+        floating = a.dtype.kind in "fc"
+        return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(a, b, equal_nan=floating)
+    try:
+        return bool(a == b) or bool(a != a and b != b)
+    except Exception:
+        # An == that gives no truth value (a data frame): their pickles were compared before.
+        return False
+
+
+def merged(values: Sequence[Any]) -> Any:
+    """Return the one value if all are the same, else a PerReplica of them."""
+    return values[0] if all(same(values[0], value) for value in values[1:]) else PerReplica(values)
+
+
+# A PerReplica is a leaf to torch's pytrees and pickles by its values.
+copyreg.pickle(PerReplica, lambda value: (PerReplica, (value.values,)))

@@ -1,0 +1,96 @@
+"""What every test needs: skipping for what is not here, replicas to share, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from driving import eventually
+
+from mirror_nb.devices import Device
+from mirror_nb.pool.local import LocalPool, stop_forkserver
+from mirror_nb.strategies.mirrored import SETUP
+
+_MARK = "MIRROR_NB_TEST_SESSION"
+# In the environment of every process that the tests start, however it was started.
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = {
+        "gpu": torch.cuda.is_available(),
+        "browser": bool(shutil.which("chromium") and importlib.util.find_spec("playwright")),
+    }
+    for item in items:
+        for marker, there in here.items():
+            if not there and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"needs a {marker}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """After the last test: no process, no shared memory, no listening port and no temporary file of ours."""
+    folder = tmp_path_factory.mktemp("tmp")
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir()) if shared.exists() else set()
+    mark = uuid.uuid4().hex
+    saved, tempfile.tempdir = tempfile.tempdir, str(folder)
+    environment = {name: os.environ.get(name) for name in (_MARK, "TMPDIR")}
+    os.environ.update({_MARK: mark, "TMPDIR": str(folder)})
+    yield
+    stop_forkserver()
+    try:
+        eventually(lambda: not started(mark), f"processes left behind: {started(mark)}")
+        # Somebody else's come and go; ours, left behind, stay.
+        eventually(lambda: not shared.exists() or not new_files(shared, before), "files left in /dev/shm")
+        listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+        assert listening == []
+        left = [path for path in folder.rglob("*") if not path.name.startswith("pymp-")]
+        assert left == []
+    finally:
+        tempfile.tempdir = saved
+        for name, value in environment.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def started(mark: str) -> list[str]:
+    """Return the processes that bear the mark, this one and Python's resource tracker left out."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(_MARK) == mark:
+                command = " ".join(process.cmdline())
+                # A zombie has no command line; the tracker ends with this process.
+                if command and "resource_tracker" not in command:
+                    found.append(f"{process.pid}: {command}")
+        except psutil.Error:
+            pass
+    return found
+
+
+def new_files(folder: Path, before: set[Path]) -> set[Path]:
+    return {path for path in folder.iterdir() if path not in before}
+
+
+@pytest.fixture(scope="session")
+def replicas() -> Iterator[Callable[[int], LocalPool]]:
+    """Give a pool of so many CPU replicas, shared by all tests; each finds it whole, with names of earlier ones."""
+    pools: dict[int, LocalPool] = {}
+
+    def pool_of(n: int) -> LocalPool:
+        if n not in pools:
+            pools[n] = LocalPool(tuple(Device("cpu", i) for i in range(n)), setup=SETUP)
+            pools[n].start()
+        pools[n].mend()
+        return pools[n]
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,1090 @@
+"""Gradients over two and three real processes, against plain PyTorch on the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
+from mirror_nb.gradients import PATIENCE, GradientSynchronizer, _History, _match, _Offer
+from mirror_nb.replica.scope import Scope
+
+DEADLINE = 60.0
+CPU = torch.device("cpu")
+# Global batches that two and three replicas cannot share evenly; of the one example, somebody gets none.
+SIZES = (8, 7, 5, 1, 8)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+# ---------------------------------------------------------------- processes
+
+
+class Failed(Exception):
+    """What a function raised in a replica: its type's name, its message, its traceback."""
+
+
+def serve(channel: Connection, replica_id: int, num_replicas: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=DEADLINE))
+    formed = 0
+    while True:
+        try:
+            function, args = pickle.loads(channel.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        if not dist.is_initialized():
+            formed += 1
+            prefixed = dist.PrefixStore(f"group{formed}", store)
+            timeout = timedelta(seconds=20)
+            dist.init_process_group("gloo", store=prefixed, rank=replica_id, world_size=num_replicas, timeout=timeout)
+        try:
+            answer = ("value", function(Replica(replica_id, num_replicas), *args))
+        except BaseException as error:
+            answer = ("error", (type(error).__name__, str(error), traceback.format_exc()))
+        channel.send_bytes(cloudpickle.dumps(answer))
+
+
+class Crew:
+    """Some replicas that meet at a store which this process hosts."""
+
+    def __init__(self, size: int) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        self.store = dist.TCPStore(
+            "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        self.processes, self.channels = [], []
+        for i in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, i, size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.channels.append(mine)
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `function(replica, *args)` gave on each replica, or the Failed that it raised."""
+        for channel in self.channels:
+            channel.send_bytes(cloudpickle.dumps((function, args)))
+        return [self._outcome(i) for i in range(len(self.channels))]
+
+    def _outcome(self, i: int) -> Any:
+        ready = wait([self.channels[i], self.processes[i].sentinel], DEADLINE)
+        if self.channels[i] not in ready:
+            raise TimeoutError(f"replica {i} gave no answer (exit code {self.processes[i].exitcode})")
+        kind, value = pickle.loads(self.channels[i].recv_bytes())
+        return Failed(*value) if kind == "error" else value
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        outcomes = self.outcomes(function, *args)
+        for outcome in outcomes:
+            if isinstance(outcome, Failed):
+                raise outcome
+        return outcomes
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[dict[int, Crew]]:
+    crews = {2: Crew(2), 3: Crew(3)}
+    yield crews
+    for crew in crews.values():
+        crew.close()
+
+
+@pytest.fixture
+def two(crews: dict[int, Crew]) -> Crew:
+    return crews[2]
+
+
+# ---------------------------------------------------------------- what runs in a replica
+
+
+@dataclass
+class Replica:
+    """One replica of `n`; with none at all (`plain`), PyTorch as it is."""
+
+    id: int
+    n: int
+    plain: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.gradients = GradientSynchronizer(self.id, self.n, **self.options)
+        self.scope: Any = contextlib.nullcontext() if self.plain else self.new_scope()
+
+    def new_scope(self) -> Scope:
+        return Scope(self.id, self.n, CPU, self.gradients, seed=17)
+
+    def remade(self, **options: Any) -> Replica:
+        return Replica(self.id, self.n, self.plain, options)
+
+    def share(self, *tensors: Tensor) -> list[Tensor]:
+        """The part of a global batch that this replica gets; its gradients weigh accordingly."""
+        size = len(tensors[0])
+        each = -(-size // self.n)
+        parts = [tensor[self.id * each : (self.id + 1) * each] for tensor in tensors]
+        self.gradients.set_shares(len(parts[0]), size)
+        return parts
+
+
+def batches(features: int = 6, targets: int = 3) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    for size in SIZES:
+        yield (
+            torch.randn(size, features, generator=generator),
+            torch.randn(size, targets, generator=generator),
+        )
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def values(*modules: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for module in modules for parameter in module.parameters()]
+
+
+def ordinary(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        loss = F.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+def gradients_that_are_zeroed_not_dropped(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        optimizer.zero_grad(set_to_none=False)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return values(model)
+
+
+def gradients_that_are_never_cleared(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return values(model)
+
+
+def accumulation(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i, (x, y) in enumerate(batches()):
+        x, y = r.share(x, y)
+        if i in (0, 1, 3):
+            with r.gradients.no_sync():
+                F.mse_loss(model(x), y).backward()
+        else:
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(model)
+
+
+def accumulation_of_what_the_last_pass_leaves_out(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, extra = network(), nn.Linear(6, 3)
+    optimizer = torch.optim.SGD([*model.parameters(), *extra.parameters()], lr=0.1)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        with r.gradients.no_sync():
+            F.mse_loss(model(x) + extra(x), y).backward()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model, extra)
+
+
+def clipping(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        F.mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 6)
+        self.out.weight = self.into.weight
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.out(torch.tanh(self.into(self.into(x))))))
+
+
+def shared_weights(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def frozen_and_unfrozen(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i, (x, y) in enumerate([*batches(), *batches()]):
+        model[0].requires_grad_(2 <= i < 4)
+        x, y = r.share(x, y)
+        F.mse_loss(model(x), y).backward()
+        assert (model[0].weight.grad is not None) == (2 <= i < 4)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+class Routed(nn.Module):
+    """Experts are called for the examples that want them, and not at all where there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 3)
+        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.base(x)
+        for i, expert in enumerate(self.experts):
+            wanted = (x[:, 0] > i - 1) & (x[:, 0] < i)
+            if wanted.any():
+                out = out + torch.where(wanted[:, None], expert(x), 0.0)
+        return out
+
+
+def experts_that_some_replicas_do_not_use(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Routed()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for x, y in [*batches(), *batches()]:
+        x, y = r.share(x, y)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def two_models_that_alternate(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    maker, critic = nn.Linear(6, 3), nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    maker_optimizer = torch.optim.SGD(maker.parameters(), lr=0.1)
+    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    for x, y in [*batches(), *batches()]:
+        x, y = r.share(x, y)
+        critic_optimizer.zero_grad()
+        (critic(maker(x).detach()).mean() - critic(y).mean()).backward()
+        critic_optimizer.step()
+        maker_optimizer.zero_grad()
+        (-critic(maker(x)).mean()).backward()
+        maker_optimizer.step()
+    return values(maker, critic)
+
+
+def parts_called_by_themselves(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"encoder": nn.Linear(6, 6), "decoder": nn.Linear(6, 6), "head": nn.Linear(6, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i, (x, y) in enumerate(batches()):
+        x, y = r.share(x, y)
+        code = torch.tanh(model["encoder"](x))
+        loss = F.mse_loss(model["head"](code), y) if i % 2 else F.mse_loss(model["decoder"](code), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def two_losses_of_one_graph(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        out = model(x)
+        F.mse_loss(out, y).backward(retain_graph=True)
+        (out**2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def a_gradient_penalty(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        x.requires_grad_(True)
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (F.mse_loss(out, y) + slope.pow(2).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def checkpointing(r: Replica, use_reentrant: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    first, second, last = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters(), *last.parameters()], lr=0.1)
+    for i, (x, y) in enumerate(batches()):
+        x, y = r.share(x, y)
+        x.requires_grad_(True)
+        code = torch.tanh(checkpoint(first, x, use_reentrant=use_reentrant))
+        code = torch.tanh(checkpoint(second, code, use_reentrant=use_reentrant))
+        out = checkpoint(last, code, use_reentrant=use_reentrant) if i % 2 else last(code)
+        F.mse_loss(out, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(first, second, last)
+
+
+def checkpointing_reentrant(r: Replica) -> list[Tensor]:
+    return checkpointing(r, True)
+
+
+def checkpointing_not_reentrant(r: Replica) -> list[Tensor]:
+    return checkpointing(r, False)
+
+
+def pictures_in_channels_last(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten()).to(
+        memory_format=torch.channels_last
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, _ in batches(3 * 6 * 6):
+        (x,) = r.share(x)
+        x = x.view(len(x), 3, 6, 6).contiguous(memory_format=torch.channels_last)
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def a_copied_model(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    first = network()
+    model = copy.deepcopy(first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        F.mse_loss(model(x) + first(x).detach(), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(first, model)
+
+
+def double_precision_and_complex_numbers(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.ParameterDict(
+        {
+            "c64": nn.Parameter(torch.randn(6, 3, dtype=torch.complex64)),
+            "f64": nn.Parameter(torch.randn(6, 3, dtype=torch.float64)),
+            "f32": nn.Parameter(torch.randn(6, 3)),
+        }
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        out = (x.to(torch.complex64) @ model["c64"]).abs() + x @ model["f32"] + x.double() @ model["f64"]
+        F.mse_loss(out, y.double()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [torch.view_as_real(v) if v.is_complex() else v for v in values(model)]
+
+
+RECIPES = [
+    ordinary,
+    gradients_that_are_zeroed_not_dropped,
+    gradients_that_are_never_cleared,
+    accumulation,
+    accumulation_of_what_the_last_pass_leaves_out,
+    clipping,
+    shared_weights,
+    frozen_and_unfrozen,
+    experts_that_some_replicas_do_not_use,
+    two_models_that_alternate,
+    parts_called_by_themselves,
+    two_losses_of_one_graph,
+    a_gradient_penalty,
+    checkpointing_reentrant,
+    checkpointing_not_reentrant,
+    pictures_in_channels_last,
+    a_copied_model,
+    double_precision_and_complex_numbers,
+]
+
+
+def in_scope(r: Replica, recipe: Callable[[Replica], Any], **options: Any) -> Any:
+    r = r.remade(**options)
+    with r.scope:
+        return recipe(r)
+
+
+# ---------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
+def test_training_gives_the_weights_of_plain_pytorch_on_the_whole_batch(
+    crews: dict[int, Crew], recipe: Callable[[Replica], list[Tensor]]
+) -> None:
+    expected = recipe(Replica(0, 1, plain=True))
+    torch.testing.assert_close(in_scope(Replica(0, 1), recipe), expected, rtol=0, atol=0)
+    for n, crew in crews.items():
+        # Small buckets, so that there are some.
+        results = crew.run(in_scope, recipe) if n == 2 else crew.run(small_buckets, recipe)
+        for result in results:
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+
+
+def small_buckets(r: Replica, recipe: Callable[[Replica], Any]) -> Any:
+    return in_scope(r, recipe, bytes_per_bucket=128, first_bucket_bytes=32)
+
+
+def half_precision(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.mse_loss(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def weights_in_half_precision(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = network().bfloat16()
+    for x, y in batches():
+        x, y = r.share(x, y)
+        F.mse_loss(model(x.bfloat16()), y.bfloat16()).backward()
+    return [parameter.grad.float() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("recipe", [half_precision, weights_in_half_precision])
+def test_half_precision_is_as_near_as_its_rounding_allows(
+    crews: dict[int, Crew], recipe: Callable[[Replica], list[Tensor]]
+) -> None:
+    expected = recipe(Replica(0, 1, plain=True))
+    for crew in crews.values():
+        results = crew.run(in_scope, recipe)
+        for result in results:
+            torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05)
+            torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+
+
+def summed(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = network()
+    for x, y in list(batches())[:3]:
+        parts = r.share(x, y)
+        (F.mse_loss(model(parts[0]), parts[1], reduction="sum") / len(x)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_a_sum_leaves_the_scaling_to_the_loss(crews: dict[int, Crew]) -> None:
+    expected = summed(Replica(0, 1, plain=True))
+    for crew in crews.values():
+        for result in crew.run(sum_of_gradients, summed):
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def sum_of_gradients(r: Replica, recipe: Callable[[Replica], Any]) -> Any:
+    return in_scope(r, recipe, reduction="sum")
+
+
+# ---------------------------------------------------------------- what users rely on
+
+
+def test_autograd_grad_stays_local_and_leaves_gradients_alone(two: Crew) -> None:
+    def look(r: Replica) -> None:
+        with r.scope:
+            torch.manual_seed(0)
+            model = nn.Linear(2, 1)
+            x, y = torch.randn(3, 2), torch.randn(3, 1)
+            part_x, part_y = r.share(x, y)
+            F.mse_loss(model(part_x), part_y).backward()
+            held = model.weight.grad
+            before = held.clone()
+            (local,) = torch.autograd.grad(F.mse_loss(model(part_x), part_y), [model.weight])
+        other = copy.deepcopy(model)
+        F.mse_loss(other(part_x), part_y).backward()
+        torch.testing.assert_close(local, other.weight.grad)
+        assert model.weight.grad is held
+        assert torch.equal(held, before)
+
+    two.run(look)
+
+
+def test_a_gradient_that_the_user_holds_is_not_overwritten(two: Crew) -> None:
+    def look(r: Replica) -> None:
+        with r.scope:
+            model = nn.Linear(4, 4)
+            held = []
+            for i in range(4):
+                model.zero_grad()
+                (model(torch.ones(2, 4)) * (i + 1 + r.id)).sum().backward()
+                held.append((model.weight.grad, torch.full((4, 4), 2 * (i + 1.5))))
+            for gradient, expected in held:
+                torch.testing.assert_close(gradient, expected)
+
+    two.run(look)
+
+
+def test_a_gradient_tensor_stays_the_same_object_when_more_is_added(two: Crew) -> None:
+    def look(r: Replica) -> None:
+        with r.scope:
+            model = nn.Linear(4, 4)
+            model(torch.ones(2, 4)).sum().backward()
+            held = model.weight.grad
+            r.gradients.set_shares(1 + r.id, 3)
+            model(torch.ones(2, 4)).sum().backward()
+            assert model.weight.grad is held
+            torch.testing.assert_close(held, torch.full((4, 4), 4.0))
+
+    two.run(look)
+
+
+def test_a_parameter_that_nobody_used_keeps_no_gradient(two: Crew) -> None:
+    def look(r: Replica) -> list[bool]:
+        with r.scope:
+            model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+            seen = []
+            for i in range(6):
+                model.zero_grad()
+                out = model[0](torch.ones(1, 2))
+                (out if i % 2 else model[1](out)).sum().backward()
+                seen.append(model[1].weight.grad is None)
+            return seen
+
+    assert two.run(look) == [[False, True] * 3] * 2
+
+
+def test_a_gradient_reaches_the_replica_that_did_not_use_the_parameter(two: Crew) -> None:
+    def look(r: Replica) -> Tensor:
+        with r.scope:
+            model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+            out = model[0](torch.ones(1, 2))
+            (model[1](out) if r.id else out).sum().backward()
+            return model[1].bias.grad
+
+    first, second = two.run(look)
+    assert torch.equal(first, torch.full((2,), 0.5))
+    assert torch.equal(second, first)
+
+
+def test_without_synchronisation_gradients_are_the_replicas_own(two: Crew) -> None:
+    def look(r: Replica) -> Tensor:
+        with r.scope:
+            model = nn.Linear(1, 1, bias=False)
+            r.gradients.enabled = False
+            r.gradients.set_shares(1 + r.id, 3)
+            model(torch.full((1, 1), r.id + 1.0)).sum().backward()
+            return model.weight.grad
+
+    assert [float(gradient) for gradient in two.run(look)] == [1.0, 2.0]
+
+
+def test_reduction_begins_while_the_backward_pass_goes_on(two: Crew) -> None:
+    def look(r: Replica) -> list[list[str]]:
+        r = r.remade(bytes_per_bucket=64 * 64 * 4, first_bucket_bytes=4)
+        events: list[str] = []
+        reduce = dist.all_reduce
+
+        def all_reduce(*args: Any, **kwargs: Any) -> Any:
+            events.append("bucket")
+            return reduce(*args, **kwargs)
+
+        dist.all_reduce = all_reduce
+        try:
+            with r.scope:
+                model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+                passes = []
+                for _ in range(3):
+                    events.clear()
+                    out = model[0](torch.ones(1, 64))
+                    out.register_hook(lambda _: events.append("nearly through"))
+                    model[1:](out).sum().backward()
+                    passes.append(list(events))
+                return passes
+        finally:
+            dist.all_reduce = reduce
+
+    for passes in two.run(look):
+        assert passes[0][0] == "nearly through"
+        for events in passes[1:]:
+            assert events.index("nearly through") >= 3
+            assert events[-1] == "bucket"
+
+
+def test_alternating_losses_need_one_set_of_buckets_once_their_order_is_known(two: Crew) -> None:
+    def look(r: Replica) -> list[list[int]]:
+        sizes: list[int] = []
+        reduce = dist.all_reduce
+
+        def all_reduce(tensor: Tensor, **kwargs: Any) -> Any:
+            sizes.append(tensor.numel())
+            return reduce(tensor, **kwargs)
+
+        dist.all_reduce = all_reduce
+        try:
+            with r.scope:
+                first, second = nn.Linear(100, 1, bias=False), nn.Linear(1000, 1, bias=False)
+                rounds = []
+                for i in range(2 * PATIENCE + 6):
+                    sizes.clear()
+                    (second(torch.ones(1, 1000)) if i % 2 else first(torch.ones(1, 100))).sum().backward()
+                    rounds.append(list(sizes))
+                return rounds[-2:]
+        finally:
+            dist.all_reduce = reduce
+
+    tail = 2 + 1 + 2
+    assert two.run(look) == [[[100 + tail], [1000 + tail]]] * 2
+
+
+def test_a_model_made_anew_takes_the_place_of_the_old_one(two: Crew) -> None:
+    def look(r: Replica) -> list[int]:
+        agreed = []
+        with r.scope:
+            for _ in range(4):
+                model = network()
+                for _ in range(2):
+                    model(torch.ones(1, 6)).sum().backward()
+                    torch.testing.assert_close(model[2].bias.grad, torch.full((3,), 1.0 + _))
+                agreed.append(len(r.gradients._agreed))
+                del model
+                gc.collect()
+        return agreed
+
+    assert two.run(look) == [[4, 4, 4, 4]] * 2
+
+
+def test_a_lazy_module_is_tracked_and_equal(two: Crew) -> None:
+    def look(r: Replica) -> tuple[Tensor, Tensor, int]:
+        with r.scope, warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model = nn.Sequential(nn.Dropout(0.5), nn.LazyLinear(2))
+            model(torch.full((4, 3), r.id + 1.0)).sum().backward()
+        return (
+            model[1].weight.detach(),
+            model[1].weight.grad,
+            sum("different values" in str(w.message) for w in seen),
+        )
+
+    (first, gradient, warned), (second, other, _) = two.run(look)
+    assert not warned
+    assert torch.equal(first, second)
+    assert torch.equal(gradient, other)
+
+
+def test_half_way_to_another_precision_goes_on(two: Crew) -> None:
+    def look(r: Replica) -> list[torch.dtype]:
+        with r.scope:
+            model = nn.Linear(2, 2)
+            model(torch.full((1, 2), 1.0 + r.id)).sum().backward()
+            model.double()
+            model.zero_grad()
+            model(torch.full((1, 2), 1.0 + r.id, dtype=torch.float64)).sum().backward()
+            torch.testing.assert_close(model.weight.grad, torch.full((2, 2), 1.5, dtype=torch.float64))
+            return [agreed.dtype for agreed in r.gradients._agreed if agreed.tracked is not None]
+
+    assert two.run(look) == [[torch.float64] * 2] * 2
+
+
+def test_ddp_synchronises_what_it_wraps_and_nobody_else_does(two: Crew) -> None:
+    def look(r: Replica) -> tuple[float, int]:
+        with r.scope:
+            model = nn.Linear(1, 1, bias=False)
+            wrapped = nn.parallel.DistributedDataParallel(model)
+            r.gradients.set_shares(1 + r.id, 3)
+            for _ in range(2):
+                wrapped.zero_grad()
+                wrapped(torch.full((1, 1), r.id + 1.0)).sum().backward()
+            left = len(r.gradients._agreed)
+            del wrapped
+            gc.collect()
+            r.gradients.clear_shares()
+            model.weight.grad = None
+            model(torch.full((1, 1), r.id + 1.0)).sum().backward()
+            assert float(model.weight.grad) == 1.5
+            assert len(r.gradients._agreed) == 1
+            return float(wrapped_gradient(model)), left
+
+    def wrapped_gradient(model: nn.Module) -> Tensor:
+        return model.weight.grad
+
+    assert two.run(look) == [(1.5, 0)] * 2
+
+
+def test_a_compiled_model_is_synchronised(two: Crew) -> None:
+    def look(r: Replica) -> list[float]:
+        with r.scope:
+            model = nn.Linear(1, 1, bias=False)
+            compiled = torch.compile(model, backend="aot_eager")
+            for _ in range(3):
+                model.zero_grad()
+                compiled(torch.full((1, 1), r.id + 1.0)).sum().backward()
+            return model.weight.grad.flatten().tolist()
+
+    assert two.run(look) == [[1.5], [1.5]]
+
+
+# ---------------------------------------------------------------- replicas that differ
+
+
+def test_different_initial_values_give_way_to_replica_0s_and_are_named(two: Crew) -> None:
+    def look(r: Replica) -> tuple[Tensor, list[str]]:
+        with r.scope, warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model = nn.Linear(2, 2)
+            with torch.no_grad():
+                model.weight.fill_(r.id + 1.0)
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+        return model.weight.detach(), [str(w.message) for w in seen if "different values" in str(w.message)]
+
+    for weight, messages in two.run(look):
+        assert torch.equal(weight, torch.ones(2, 2))
+        assert len(messages) == 1
+        assert "Linear.weight" in messages[0]
+        assert "Linear.bias" not in messages[0]
+
+
+def test_a_module_that_only_one_replica_trains_is_named_on_all(two: Crew) -> None:
+    def look(r: Replica) -> None:
+        with r.scope:
+            model = nn.Linear(2, 2)
+            if r.id == 0:
+                extra = nn.LayerNorm(2)
+                model(extra(torch.ones(1, 2))).sum().backward()
+            else:
+                model(torch.ones(1, 2)).sum().backward()
+
+    for outcome in two.outcomes(look):
+        kind, message, _ = outcome.args
+        assert kind == "UsageError"
+        assert "LayerNorm.weight of shape (2,)" in message
+        assert "1 on replica 0, 0 on replica 1" in message
+
+
+def test_a_module_that_one_replica_makes_and_does_not_train_does_no_harm(two: Crew) -> None:
+    def look(r: Replica) -> Tensor:
+        with r.scope, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if r.id == 0:
+                r.extra = nn.Linear(2, 2)
+            model = nn.Linear(2, 2)
+            model(torch.full((1, 2), r.id + 1.0)).sum().backward()
+        return model.weight.grad
+
+    for gradient in two.run(look):
+        assert torch.equal(gradient, torch.full((2, 2), 1.5))
+
+
+def test_shapes_that_differ_are_named_on_all(two: Crew) -> None:
+    def look(r: Replica) -> None:
+        with r.scope:
+            model = nn.Linear(2, 2 + r.id)
+            model(torch.ones(1, 2)).sum().backward()
+
+    for outcome in two.outcomes(look):
+        kind, message, _ = outcome.args
+        assert kind == "UsageError"
+        assert "Linear.bias: torch.float32 (2,) on cpu on replica 0, torch.float32 (3,) on cpu on replica 1" in message
+
+
+def test_a_sparse_gradient_is_an_error_that_says_what_to_do(two: Crew) -> None:
+    def look(r: Replica) -> str:
+        with r.scope:
+            model = nn.Embedding(4, 2, sparse=True)
+            with pytest.raises(UsageError) as caught:
+                model(torch.tensor([1])).sum().backward()
+            return str(caught.value)
+
+    for message in two.run(look):
+        assert "Embedding.weight" in message
+        assert "sparse=False" in message
+
+
+# ---------------------------------------------------------------- when it goes wrong
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("broken layer")
+
+
+def test_a_backward_pass_that_every_replica_gave_up_is_forgotten(two: Crew) -> None:
+    def look(r: Replica) -> Tensor:
+        r = r.remade(bytes_per_bucket=4, first_bucket_bytes=4)
+        with r.scope:
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            for broken in (False, True, False, False):
+                model.zero_grad()
+                out = model[0](torch.full((1, 2), r.id + 1.0))
+                loss = model[1](Breaks.apply(out) if broken else out).sum()
+                if broken:
+                    with pytest.raises(ValueError, match="broken layer"):
+                        loss.backward()
+                else:
+                    loss.backward()
+            expected = (model[1].weight.sum(0)[:, None] * torch.full((2,), 1.5)).detach()
+            torch.testing.assert_close(model[0].weight.grad, expected)
+
+    two.run(look)
+
+
+def test_a_backward_pass_that_one_replica_gave_up_is_an_error_on_all(two: Crew) -> None:
+    def look(r: Replica) -> str:
+        with r.scope:
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            out = model[0](torch.ones(1, 2))
+            if r.id == 1:
+                with pytest.raises(ValueError, match="broken layer"):
+                    model[1](Breaks.apply(out)).sum().backward()
+                out = model[0](torch.ones(1, 2))
+            with pytest.raises(PeerFailed) as caught:
+                model[1](out).sum().backward()
+            return str(caught.value)
+
+    for message in two.run(look):
+        assert "replica 1 stopped halfway" in message
+
+
+def test_an_error_of_a_collective_leaves_backward_as_it_is(two: Crew) -> None:
+    class Gone(Exception):
+        pass
+
+    def look(r: Replica) -> None:
+        reduce = dist.all_reduce
+
+        class Work:
+            def wait(self) -> None:
+                raise Gone("peer")
+
+        def fail(*_: Any, **__: Any) -> Work:
+            return Work()
+
+        with r.scope:
+            model = nn.Linear(2, 2)
+            model(torch.ones(1, 2)).sum().backward()
+            dist.all_reduce = fail
+            try:
+                with pytest.raises(Gone, match="peer"):
+                    model(torch.ones(1, 2)).sum().backward()
+            finally:
+                dist.all_reduce = reduce
+            r.gradients.reset()
+            model.zero_grad()
+            model(torch.full((1, 2), r.id + 1.0)).sum().backward()
+            assert torch.equal(model.weight.grad, torch.full((2, 2), 1.5))
+
+    two.run(look)
+
+
+def test_training_goes_on_in_a_new_process_group(two: Crew) -> None:
+    def first(r: Replica) -> None:
+        global _kept
+        with r.scope:
+            model = nn.Linear(2, 2)
+            model(torch.ones(1, 2)).sum().backward()
+        _kept = (r, model)
+        torch._kept_by_the_test = _kept
+        dist.destroy_process_group()
+
+    def second(_: Replica) -> Tensor:
+        r, model = torch._kept_by_the_test
+        del torch._kept_by_the_test
+        with r.scope:
+            model.zero_grad()
+            model(torch.full((1, 2), r.id + 1.0)).sum().backward()
+        return model.weight.grad
+
+    two.run(first)
+    for gradient in two.run(second):
+        assert torch.equal(gradient, torch.full((2, 2), 1.5))
+
+
+def test_no_process_group_is_an_error_that_says_so() -> None:
+    r = Replica(0, 2)
+    with r.scope:
+        model = nn.Linear(2, 2)
+        with pytest.raises(ReplicaError, match="process group is gone"):
+            model(torch.ones(1, 2)).sum().backward()
+
+
+def test_reset_gives_back_a_gradient_that_was_set_aside() -> None:
+    r = Replica(0, 2)
+    with r.scope:
+        model = nn.Linear(2, 2)
+        model.weight.grad = torch.ones(2, 2)
+        r.gradients.set_shares(1, 3)
+        with r.gradients.no_sync(), pytest.raises(ValueError, match="broken layer"):
+            # Set aside for a gradient that never comes.
+            torch.autograd.grad(Breaks.apply(model.weight * 1.0).sum() + model.bias.sum(), [model.weight])
+        r.gradients.reset()
+        assert torch.equal(model.weight.grad, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"replica_id": 3, "num_replicas": 2}, "`replica_id` is 3"),
+        ({"replica_id": 0, "num_replicas": 2, "reduction": "max"}, "`reduction` is 'max'"),
+        ({"replica_id": 0, "num_replicas": 2, "bytes_per_bucket": 0}, "`bytes_per_bucket` is 0"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        GradientSynchronizer(**arguments)
+
+
+@pytest.mark.parametrize("shares", [(-1, 3), (4, 3), (0, 0)])
+def test_shares_that_cannot_be_are_refused(shares: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match=f"a share of {shares[0]} examples"):
+        GradientSynchronizer(0, 2).set_shares(*shares)
+
+
+def test_one_replica_hooks_nothing() -> None:
+    model = nn.Linear(2, 2)
+    gradients = GradientSynchronizer(0, 1)
+    gradients.track(model.weight, "Linear.weight")
+    assert not model.weight._backward_hooks
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+def test_hooks_do_not_travel_with_a_copy_or_a_pickle() -> None:
+    r = Replica(0, 2)
+    with r.scope:
+        model = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for other in copies:
+        other(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(other.weight.grad, torch.ones(2, 2))
+
+
+# ---------------------------------------------------------------- prediction and matching, by themselves
+
+
+def after(*passes: set[int]) -> set[int]:
+    history = _History()
+    for used in passes:
+        history.learn(frozenset(used))
+    return set(history.predict())
+
+
+def test_the_same_again_is_expected_first() -> None:
+    assert after({1, 2}) == {1, 2}
+
+
+def test_losses_that_alternate_are_expected_in_turn() -> None:
+    turns = [{1}, {1, 2}] * (PATIENCE + 2)
+    assert after(*turns) == {1}
+    assert after(*turns, {1}) == {1, 2}
+
+
+def test_what_is_frozen_for_good_is_left_out() -> None:
+    assert after({1, 2}, {1}) == {1, 2}
+    assert after({1, 2}, *[{1}] * (PATIENCE + 1)) == {1}
+
+
+def test_random_use_ends_in_everything_that_is_used() -> None:
+    assert after({1, 2}, {1, 3}, {2, 4}, {1, 4}, {2, 3}, {3, 4}, {1}) >= {1, 2}
+
+
+def test_what_is_remembered_has_a_bound() -> None:
+    history = _History()
+    for i in range(1000):
+        history.learn(frozenset({i, i * 7}))
+    assert len(history._following) + len(history._surplus) <= 200
+
+
+def offer(*used: tuple[str, int], **registered: int) -> _Offer:
+    return _Offer(tuple((name, ordinal, (2,), "f") for name, ordinal in used), registered, frozenset())
+
+
+def test_parameters_match_by_their_order_of_creation() -> None:
+    offers = [offer(("a", 1), a=2, b=1), offer(("b", 0), ("a", 1), a=2, b=1)]
+    assert _match(offers) == [(("a", 1), ("a", 1)), (("b", 0), ("b", 0))]
+
+
+def test_a_replica_that_made_more_is_matched_by_what_is_used() -> None:
+    assert _match([offer(("a", 1), a=2), offer(("a", 0), a=1)]) == [(("a", 1), ("a", 0))]
+
+
+def test_different_numbers_of_used_parameters_are_an_error() -> None:
+    with pytest.raises(UsageError, match="2 on replica 0, 1 on replica 1"):
+        _match([offer(("a", 0), ("a", 1), a=2), offer(("a", 0), a=1)])

@@ -1,0 +1,159 @@
+"""The channel between the controller and a replica: framing, descriptors, and the end of either side."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mirror_nb.messages import Abort, Channel, ChannelClosed, Interrupt, Request, Snapshot, Stream
+from mirror_nb.payload import anonymous_file
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    first, second = map(Channel, socket.socketpair())
+    yield first, second
+    first.close()
+    second.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def slab_of(content: bytes) -> int:
+    slab = anonymous_file(len(content))
+    os.pwrite(slab, content, 0)
+    return slab
+
+
+def test_a_message_arrives_as_it_was_sent(ends):
+    ends[0].send(Request(7, Snapshot()))
+    assert ends[1].receive() == (Request(7, Snapshot()), None)
+
+
+def test_messages_keep_their_order_and_their_slabs(ends):
+    for i in range(4):
+        slab = slab_of(b"%d" % i) if i % 2 else None
+        ends[0].send(Interrupt(i), slab)
+        if slab is not None:
+            os.close(slab)
+    for i in range(4):
+        message, slab = ends[1].receive()
+        assert message == Interrupt(i)
+        assert (slab is not None) == bool(i % 2)
+        if slab is not None:
+            assert os.pread(slab, 9, 0) == b"%d" % i
+            os.close(slab)
+
+
+def test_a_slab_arrives_in_time_however_many_wait_unread(ends):
+    slab = slab_of(b"x")
+    for i in range(50):
+        ends[0].send(Interrupt(i), slab)
+    os.close(slab)
+    arrived = []
+    while len(arrived) < 50:
+        arrived += ends[1].drain()
+    assert [message.request for message, _ in arrived] == list(range(50))
+    assert all(os.pread(slab, 1, 0) == b"x" for _, slab in arrived)
+    for _, slab in arrived:
+        os.close(slab)
+
+
+def test_a_message_larger_than_the_sockets_buffer_arrives_whole(ends):
+    text = "é" * 3_000_000
+    sender = threading.Thread(target=ends[0].send, args=(Stream("stdout", text),))
+    sender.start()
+    message, _ = ends[1].receive()
+    sender.join()
+    assert message.text == text
+
+
+def test_draining_waits_for_nothing(ends):
+    assert ends[1].drain() == []
+    ends[0].send(Abort("a"))
+    ends[0].send(Abort("b"))
+    assert [message.reason for message, _ in ends[1].drain()] == ["a", "b"]
+
+
+def test_half_a_message_is_kept_until_the_rest_is_there():
+    raw, end = socket.socketpair()
+    receiver, sender = Channel(end), Channel(raw)
+    whole = pickle.dumps(Stream("stdout", "text"), protocol=5)
+    raw.sendall(len(whole).to_bytes(8, "little") + b"\0" + whole[:10])
+    assert receiver.drain() == []
+    raw.sendall(whole[10:])
+    assert receiver.drain() == [(Stream("stdout", "text"), None)]
+    sender.close()
+    receiver.close()
+
+
+def test_what_was_sent_before_the_end_can_still_be_read(ends):
+    ends[0].send(Abort("last words"))
+    ends[0].close()
+    assert ends[1].drain() == [(Abort("last words"), None)]
+    with pytest.raises(ChannelClosed):
+        ends[1].drain()
+
+
+def test_the_end_of_the_other_side_is_told_to_who_reads_and_to_who_sends(ends):
+    ends[0].close()
+    with pytest.raises(ChannelClosed, match="the other end is gone"):
+        ends[1].receive()
+    with pytest.raises(ChannelClosed):
+        ends[1].send(Abort("nobody hears"))
+
+
+def test_messages_of_many_threads_are_not_mixed(ends):
+    def send(i: int) -> None:
+        for j in range(50):
+            ends[0].send(Stream(str(i), str(j) * 1000))
+
+    threads = [threading.Thread(target=send, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    got: dict[str, list[str]] = {}
+    for _ in range(200):
+        message, _ = ends[1].receive()
+        got.setdefault(message.name, []).append(message.text)
+    for thread in threads:
+        thread.join()
+    assert got == {str(i): [str(j) * 1000 for j in range(50)] for i in range(4)}
+
+
+def test_closing_gives_back_the_slabs_that_nobody_took():
+    before = descriptors()
+    first, second = map(Channel, socket.socketpair())
+    slab = slab_of(b"x")
+    first.send(Interrupt(1), slab)
+    os.close(slab)
+    second._read(0)
+    first.close()
+    second.close()
+    assert descriptors() == before
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.text(max_size=500), max_size=20), st.integers(1, 40))
+def test_any_cut_of_the_stream_gives_the_same_messages(texts, step):
+    raw, end = socket.socketpair()
+    receiver = Channel(end)
+    stream = b""
+    for text in texts:
+        body = pickle.dumps(Stream("stdout", text), protocol=5)
+        stream += len(body).to_bytes(8, "little") + b"\0" + body
+    got = []
+    for i in range(0, len(stream), step * 100):
+        raw.sendall(stream[i : i + step * 100])
+        got += [message.text for message, _ in receiver.drain()]
+    assert got == texts
+    raw.close()
+    receiver.close()

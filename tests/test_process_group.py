@@ -1,0 +1,851 @@
+"""The interruptible process group, in three real processes that meet at a store which this process hosts."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from time import monotonic
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from mirror_nb.collectives import process_group
+from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
+from mirror_nb.messages import Rendezvous
+
+DEADLINE = 30.0
+N = 3
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Failed(Exception):
+    """What a function raised in a member: (type's name, message, traceback)."""
+
+
+def serve(channel: Connection) -> None:
+    """A member: the control thread takes messages, the main thread runs functions."""
+    torch.set_num_threads(1)
+    calls: queue.Queue[tuple[int, bytes] | None] = queue.Queue()
+    interruptible = threading.Event()
+
+    def raise_interrupt(*_: object) -> None:
+        if interruptible.is_set():
+            interruptible.clear()
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGUSR1, raise_interrupt)
+    process_group.install()
+    threading.Thread(target=control, args=(channel, calls), daemon=True).start()
+    while (message := calls.get()) is not None:
+        number, body = message
+        try:
+            function, args = pickle.loads(body)
+            interruptible.set()
+            answer = (number, "value", function(*args))
+            interruptible.clear()
+        except BaseException as error:
+            interruptible.clear()
+            answer = (number, "error", (type(error).__name__, str(error), traceback.format_exc()))
+            # Frames hold tensors, works and groups.
+            error.__traceback__ = None
+        channel.send_bytes(cloudpickle.dumps(answer))
+    os._exit(0)
+
+
+def control(channel: Connection, calls: queue.Queue[tuple[int, bytes] | None]) -> None:
+    while True:
+        try:
+            kind, number, body = channel.recv()
+        except EOFError:
+            os._exit(1)
+        if kind == "call":
+            calls.put((number, body))
+        elif kind == "end":
+            calls.put(None)
+        elif kind == "abort":
+            process_group.abort(pickle.loads(body))
+        elif kind == "waits":
+            deadline = monotonic() + DEADLINE
+            while not process_group._state.live and monotonic() < deadline:
+                threading.Event().wait(0.002)
+            channel.send_bytes(cloudpickle.dumps((number, "value", bool(process_group._state.live))))
+
+
+class Crew:
+    """Three members, and the store where they meet."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.store = dist.TCPStore(
+            "127.0.0.1",
+            self.port,
+            None,
+            True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self.generation = 0
+        self.number = 0
+        self.awaited = [0] * N
+        context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        self.processes, self.channels = [], []
+        for _ in range(N):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.channels.append(mine)
+
+    def start(self, function: Callable[..., Any], *args: Any, on: int | None = None) -> None:
+        """Begin `function(replica_id, *args)` on all members, or on one."""
+        for member in range(N) if on is None else [on]:
+            body = cloudpickle.dumps((function, (member, *args)))
+            self.awaited[member] = self.send(member, "call", body)
+
+    def send(self, member: int, kind: str, body: bytes = b"") -> int:
+        self.number += 1
+        self.channels[member].send((kind, self.number, body))
+        return self.number
+
+    def result(self, member: int) -> Any:
+        return self.answer(member, self.awaited[member])
+
+    def answer(self, member: int, number: int) -> Any:
+        """The answer to a message; answers to older ones, that a failed test left, are dropped."""
+        deadline = monotonic() + DEADLINE
+        while True:
+            found = wait([self.channels[member], self.processes[member].sentinel], deadline - monotonic())
+            if self.channels[member] not in found:
+                code = self.processes[member].exitcode
+                raise TimeoutError(f"member {member} gave no answer in {DEADLINE} s (exit code {code})")
+            answered, kind, value = pickle.loads(self.channels[member].recv_bytes())
+            if answered == number and kind == "error":
+                raise Failed(*value)
+            if answered == number:
+                return value
+
+    def results(self) -> list[Any]:
+        return [self.result(member) for member in range(N)]
+
+    def error(self, member: int) -> Failed:
+        try:
+            value = self.result(member)
+        except Failed as failed:
+            return failed
+        raise AssertionError(f"member {member} raised nothing and gave {value!r}")
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self.start(function, *args)
+        return self.results()
+
+    def form(self, timeout_seconds: float = 20.0) -> None:
+        self.generation += 1
+        self.call(form, self.port, self.generation, timeout_seconds)
+
+    def until_waiting(self, member: int) -> None:
+        assert self.answer(member, self.send(member, "waits"))
+
+    def abort(self, error: BaseException) -> None:
+        for member in range(N):
+            self.send(member, "abort", cloudpickle.dumps(error))
+
+    def interrupt(self, member: int) -> None:
+        os.kill(self.processes[member].pid, signal.SIGUSR1)
+
+    def close(self) -> None:
+        for member, process in enumerate(self.processes):
+            if process.is_alive():
+                self.send(member, "end")
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def form(replica_id: int, port: int, generation: int, timeout_seconds: float) -> None:
+    process_group.form(Rendezvous("127.0.0.1", port, generation, replica_id, N, timeout_seconds), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Crew]:
+    crew = Crew()
+    yield crew
+    crew.close()
+
+
+@pytest.fixture
+def crew(processes: Crew) -> Iterator[Crew]:
+    processes.form()
+    yield processes
+    # Frees what a failed test left waiting.
+    processes.abort(PeerFailed("the test is over"))
+    processes.call(lambda _: process_group.dissolve())
+
+
+# What it must do as gloo does
+
+
+def outcomes(replica_id: int) -> dict[str, Any]:
+    """What each collective of torch.distributed gives on this replica: tensors, or the error it raises."""
+    import torch.distributed._functional_collectives as functional
+
+    me = float(replica_id)
+
+    def all_reduce(op: Any) -> torch.Tensor:
+        tensor = torch.arange(6.0).reshape(2, 3) + me
+        dist.all_reduce(tensor, op)
+        return tensor
+
+    def broadcast() -> torch.Tensor:
+        tensor = torch.full((3,), me)
+        dist.broadcast(tensor, 1)
+        return tensor
+
+    def reduce() -> torch.Tensor | None:
+        tensor = torch.full((3,), me + 1)
+        dist.reduce(tensor, 2)
+        return tensor if replica_id == 2 else None
+
+    def all_gather() -> list[torch.Tensor]:
+        tensors = [torch.zeros(2) for _ in range(N)]
+        dist.all_gather(tensors, torch.full((2,), me))
+        return tensors
+
+    def all_gather_into_tensor() -> torch.Tensor:
+        out = torch.zeros(2 * N)
+        dist.all_gather_into_tensor(out, torch.full((2,), me))
+        return out
+
+    def gather() -> list[torch.Tensor] | None:
+        tensors = [torch.zeros(2) for _ in range(N)] if replica_id == 0 else None
+        dist.gather(torch.full((2,), me), tensors, 0)
+        return tensors
+
+    def scatter() -> torch.Tensor:
+        out = torch.zeros(2)
+        parts = [torch.full((2,), float(i)) for i in range(N)] if replica_id == 0 else None
+        dist.scatter(out, parts, 0)
+        return out
+
+    def reduce_scatter() -> torch.Tensor:
+        out = torch.zeros(2)
+        dist.reduce_scatter(out, [torch.full((2,), me + i) for i in range(N)])
+        return out
+
+    def reduce_scatter_tensor(op: Any) -> torch.Tensor:
+        out = torch.zeros(2)
+        dist.reduce_scatter_tensor(out, torch.arange(2.0 * N) + me, op)
+        return out
+
+    def all_to_all() -> list[torch.Tensor]:
+        out = [torch.zeros(1) for _ in range(N)]
+        dist.all_to_all(out, [torch.tensor([10 * me + i]) for i in range(N)])
+        return out
+
+    def all_to_all_single() -> torch.Tensor:
+        out = torch.zeros(N)
+        dist.all_to_all_single(out, torch.arange(float(N)) + 10 * me)
+        return out
+
+    def ring() -> torch.Tensor:
+        out = torch.zeros(2)
+        sent = dist.isend(torch.full((2,), me), (replica_id + 1) % N)
+        received = dist.irecv(out, (replica_id - 1) % N)
+        sent.wait(), received.wait()
+        return out
+
+    def batched_ring() -> torch.Tensor:
+        out = torch.zeros(2)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, torch.full((2,), me), (replica_id + 1) % N),
+                dist.P2POp(dist.irecv, out, (replica_id - 1) % N),
+            ]
+        )
+        for work in works:
+            work.wait()
+        return out
+
+    def from_anyone() -> tuple[list[int], torch.Tensor] | None:
+        if replica_id:
+            dist.send(torch.ones(1), 0)
+            return None
+        out = torch.zeros(1)
+        return sorted(dist.recv(out) for _ in range(N - 1)), out
+
+    def coalesced() -> list[torch.Tensor]:
+        tensors = [torch.full((2,), me), torch.full((3,), me)]
+        dist.all_reduce_coalesced(tensors)
+        return tensors
+
+    def asynchronous() -> list[torch.Tensor]:
+        tensors = [torch.full((2,), me + i) for i in range(5)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for work in works:
+            work.wait()
+        assert all(work.is_completed() and work.is_success() for work in works)
+        return tensors
+
+    def in_a_future() -> list[torch.Tensor]:
+        work = dist.all_reduce(torch.full((2,), me), async_op=True)
+        return work.get_future().then(lambda future: [t / N for t in future.value()]).wait()
+
+    def all_gather_object() -> list[Any]:
+        out = [None] * N
+        dist.all_gather_object(out, {"from": replica_id})
+        return out
+
+    def broadcast_object_list() -> list[Any]:
+        out = [f"from {replica_id}", replica_id]
+        dist.broadcast_object_list(out, 2)
+        return out
+
+    def gather_object() -> list[Any] | None:
+        out = [None] * N if replica_id == 1 else None
+        dist.gather_object(("of", replica_id), out, 1)
+        return out
+
+    def scatter_object_list() -> list[Any]:
+        out = [None]
+        dist.scatter_object_list(out, ["a", "b", "c"] if replica_id == 0 else None, 0)
+        return out
+
+    world = dist.group.WORLD
+    cases: dict[str, Callable[[], Any]] = {
+        "sum": lambda: all_reduce(dist.ReduceOp.SUM),
+        "max": lambda: all_reduce(dist.ReduceOp.MAX),
+        "average": lambda: all_reduce(dist.ReduceOp.AVG),
+        "broadcast": broadcast,
+        "reduce": reduce,
+        "all_gather": all_gather,
+        "all_gather_into_tensor": all_gather_into_tensor,
+        "gather": gather,
+        "scatter": scatter,
+        "reduce_scatter": reduce_scatter,
+        "reduce_scatter_tensor": lambda: reduce_scatter_tensor(dist.ReduceOp.SUM),
+        "reduce_scatter_tensor, average": lambda: reduce_scatter_tensor(dist.ReduceOp.AVG),
+        "all_to_all": all_to_all,
+        "all_to_all_single": all_to_all_single,
+        "ring": ring,
+        "batched ring": batched_ring,
+        "from anyone": from_anyone,
+        "coalesced": coalesced,
+        "asynchronous": asynchronous,
+        "in a future": in_a_future,
+        "barrier": lambda: dist.barrier(),
+        "monitored_barrier": lambda: dist.monitored_barrier(),
+        "all_gather_object": all_gather_object,
+        "broadcast_object_list": broadcast_object_list,
+        "gather_object": gather_object,
+        "scatter_object_list": scatter_object_list,
+        "functional all_reduce": lambda: functional.all_reduce(torch.full((2,), me), "sum", world) + 0,
+        "functional all_gather": lambda: functional.all_gather_tensor(torch.full((2,), me), 0, world) + 0,
+        "functional reduce_scatter": lambda: (
+            functional.reduce_scatter_tensor(torch.arange(2.0 * N), "sum", 0, world) + 0
+        ),
+        "functional all_to_all": lambda: (
+            functional.all_to_all_single(torch.arange(float(N)) + me, None, None, world) + 0
+        ),
+        "functional broadcast": lambda: functional.broadcast(torch.full((2,), me), 1, world) + 0,
+        "wrong shape": lambda: dist.all_gather([torch.zeros(3)] * N, torch.zeros(2)),
+        "sparse max": lambda: dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX),
+        "name": lambda: (dist.get_backend(), dist.get_world_size(), dist.get_rank()),
+        "devices": lambda: sorted(str(device) for device in world._device_types),
+    }
+    return {name: outcome(case) for name, case in cases.items()}
+
+
+def outcome(case: Callable[[], Any]) -> Any:
+    try:
+        return plain(case())
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+def test_each_collective_gives_what_gloo_gives(crew: Crew) -> None:
+    ours = crew.call(outcomes)
+
+    def use_gloo_itself(replica_id: int, port: int) -> dict[str, Any]:
+        dist.destroy_process_group()
+        store = dist.PrefixStore("gloo itself", dist.TCPStore("127.0.0.1", port, None, False))
+        dist.init_process_group("gloo", store=store, rank=replica_id, world_size=N)
+        assert type(dist.group.WORLD) is dist.ProcessGroup, "a user's own store must go to torch unchanged"
+        return outcomes(replica_id)
+
+    assert ours == crew.call(use_gloo_itself, crew.port)
+    assert ours[0]["sum"] == [[3.0, 6.0, 9.0], [12.0, 15.0, 18.0]]
+
+
+def test_a_ddp_step_gives_the_mean_of_the_gradients(crew: Crew) -> None:
+    def step(replica_id: int) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        inputs = torch.randn(N, 5, 4)
+        each = [torch.autograd.grad(model(batch).square().sum(), list(model.parameters())) for batch in inputs]
+        expected = [torch.stack(gradients).mean(0) for gradients in zip(*each, strict=True)]
+        ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(inputs[replica_id]).square().sum().backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        return [parameter.grad.sum().item() for parameter in model.parameters()]
+
+    first, *others = crew.call(step)
+    assert others == [first] * (N - 1)
+
+
+def test_uneven_inputs_under_join_end_on_every_replica(crew: Crew) -> None:
+    def step(replica_id: int) -> float:
+        from torch.distributed.algorithms.join import Join
+
+        torch.manual_seed(0)
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+        with Join([ddp]):
+            for _ in range(replica_id + 1):
+                ddp(torch.ones(1, 2)).sum().backward()
+        return ddp.module.weight.grad.sum().item()
+
+    assert crew.call(step)
+
+
+def test_device_mesh_and_fully_shard_train_as_one_device_does(crew: Crew) -> None:
+    def step(replica_id: int) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+        inputs = torch.randn(N, 4, 6)
+        reference = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+        reference.load_state_dict(model.state_dict())
+        (sum(reference(batch).square().sum() for batch in inputs) / N).backward()
+        mesh = dist.init_device_mesh("cpu", (N,))
+        fully_shard(model, mesh=mesh)
+        model(inputs[replica_id]).square().sum().backward()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+        assert isinstance(mesh.get_group(), process_group.InterruptibleGroup)
+
+    crew.call(step)
+
+
+def test_a_mesh_of_two_dimensions_has_groups_of_ours(crew: Crew) -> None:
+    def kinds(_: int) -> tuple[str, list[int]]:
+        mesh = dist.init_device_mesh("cpu", (1, N), mesh_dim_names=("outer", "inner"))
+        group = mesh.get_group("outer")
+        return type(group).__name__, [group.size(), mesh.get_group("inner").size()]
+
+    assert crew.call(kinds) == [("InterruptibleGroup", [1, N])] * N
+
+
+def test_a_subgroup_is_one_of_ours_whatever_backend_was_named(crew: Crew) -> None:
+    def reduce_in_subgroups(replica_id: int) -> list[tuple[float, str, str, float]]:
+        seen = []
+        for backend in (None, "gloo", "cpu:gloo,cuda:nccl"):
+            group = dist.new_group([0, 2], backend=backend)
+            if replica_id != 1:
+                tensor = torch.tensor([replica_id + 1.0])
+                dist.all_reduce(tensor, group=group)
+                seen.append((tensor.item(), type(group).__name__, dist.get_backend(group), group._seconds))
+        return seen
+
+    expected = [(4.0, "InterruptibleGroup", "gloo", 20.0)] * 3
+    assert crew.call(reduce_in_subgroups) == [expected, [], expected]
+
+
+def test_accelerate_finds_the_replicas(crew: Crew) -> None:
+    def use(replica_id: int) -> tuple[int, float]:
+        pytest.importorskip("accelerate")
+        os.environ.update(
+            RANK=str(replica_id),
+            LOCAL_RANK=str(replica_id),
+            WORLD_SIZE=str(N),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="1",
+            ACCELERATE_USE_CPU="true",
+        )
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state()
+        dist.destroy_process_group()
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(nn.Linear(2, 1))
+        accelerator.backward(model(torch.full((1, 2), replica_id + 1.0)).sum())
+        accelerator.wait_for_everyone()
+        gathered = accelerator.gather(torch.tensor([float(replica_id)]))
+        assert gathered.tolist() == [0.0, 1.0, 2.0]
+        assert isinstance(dist.group.WORLD, process_group.InterruptibleGroup)
+        return accelerator.num_processes, model.module.weight.grad.sum().item()
+
+    assert crew.call(use) == [(N, 4.0)] * N
+
+
+def test_a_cell_may_destroy_the_group_and_make_its_own_twice(crew: Crew) -> None:
+    def use(replica_id: int) -> list[float]:
+        hook = sys.excepthook
+        sums = []
+        for arguments in (("gloo",), (), ("gloo", "env://", timedelta(seconds=10), N, replica_id)):
+            dist.destroy_process_group()
+            assert not dist.is_initialized()
+            dist.init_process_group(*arguments)
+            tensor = torch.tensor([replica_id + 1.0])
+            dist.all_reduce(tensor)
+            sums.append(tensor.item())
+            assert isinstance(dist.group.WORLD, process_group.InterruptibleGroup)
+        with pytest.raises(ValueError, match="twice"):
+            dist.init_process_group("gloo")
+        assert sys.excepthook is hook
+        return sums
+
+    assert crew.call(use) == [[6.0] * 3] * N
+
+
+# Ends that can be had at any time
+
+
+def all_reduce_alone(replica_id: int) -> None:
+    dist.all_reduce(torch.zeros(3, 4))
+
+
+def test_an_interrupt_ends_a_wait_in_all_reduce(crew: Crew) -> None:
+    crew.start(all_reduce_alone, on=0)
+    crew.until_waiting(0)
+    crew.interrupt(0)
+    assert crew.error(0).args[0] == "KeyboardInterrupt"
+
+
+def test_an_abort_ends_a_wait_in_all_reduce_with_its_error(crew: Crew) -> None:
+    crew.start(all_reduce_alone, on=0)
+    crew.until_waiting(0)
+    crew.abort(PeerFailed("replica 2 died"))
+    assert crew.error(0).args[:2] == ("PeerFailed", "replica 2 died")
+
+
+def waiting_calls() -> dict[str, Callable[[int], Any]]:
+    def receive(_: int) -> None:
+        dist.recv(torch.zeros(2), 1)
+
+    def barrier(_: int) -> None:
+        dist.monitored_barrier(timeout=timedelta(seconds=DEADLINE))
+
+    def objects(_: int) -> None:
+        dist.all_gather_object([None] * N, "mine")
+
+    def new_group(_: int) -> None:
+        dist.new_group([0, 1])
+
+    def functional(_: int) -> None:
+        import torch.distributed._functional_collectives as collectives
+
+        print(collectives.all_gather_tensor(torch.zeros(2), 0, dist.group.WORLD))
+
+    return {
+        "receive": receive,
+        "monitored barrier": barrier,
+        "objects": objects,
+        "new group": new_group,
+        "functional": functional,
+    }
+
+
+@pytest.mark.parametrize("name", waiting_calls())
+def test_an_abort_ends_every_kind_of_wait(crew: Crew, name: str) -> None:
+    crew.start(waiting_calls()[name], on=0)
+    crew.until_waiting(0)
+    crew.abort(PeerFailed("replica 2 died"))
+    kind, message, _ = crew.error(0).args
+    assert kind in ("PeerFailed", "RuntimeError")
+    assert "replica 2 died" in message
+
+
+def test_an_abort_ends_a_collective_in_a_subgroup(crew: Crew) -> None:
+    def wait_in_subgroup(replica_id: int) -> None:
+        group = dist.new_group([0, 1])
+        if replica_id == 0:
+            dist.broadcast(torch.zeros(2), 1, group=group)
+
+    crew.start(wait_in_subgroup)
+    crew.result(1), crew.result(2)
+    crew.until_waiting(0)
+    crew.abort(PeerFailed("replica 1 was interrupted"))
+    assert crew.error(0).args[:2] == ("PeerFailed", "replica 1 was interrupted")
+
+
+def test_an_abort_ends_a_ddp_backward_that_waits(crew: Crew) -> None:
+    def step(replica_id: int) -> None:
+        torch.manual_seed(0)
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+        loss = ddp(torch.ones(1, 4)).sum()
+        if replica_id != 1:
+            loss.backward()
+
+    crew.start(step)
+    crew.result(1)
+    crew.until_waiting(0), crew.until_waiting(2)
+    crew.abort(PeerFailed("replica 1 raised ValueError"))
+    for member in (0, 2):
+        kind, message, _ = crew.error(member).args
+        assert kind in ("PeerFailed", "RuntimeError")
+        assert "replica 1 raised ValueError" in message
+
+
+def test_after_an_abort_collectives_raise_until_the_group_is_formed_again(crew: Crew) -> None:
+    crew.abort(PeerFailed("replica 0 died"))
+
+    def use(_: int) -> list[Any]:
+        first = outcome(lambda: dist.barrier())
+        process_group.dissolve()
+        return [first, outcome(lambda: dist.init_process_group("gloo")), dist.is_initialized()]
+
+    crew.call(lambda _: process_group.abort(PeerFailed("replica 0 died")))
+    died = ("PeerFailed", "replica 0 died")
+    assert crew.call(use) == [[died, died, False]] * N
+    crew.form()
+    assert crew.call(total) == [6.0] * N
+
+
+def total(replica_id: int) -> float:
+    tensor = torch.tensor([replica_id + 1.0])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def test_each_raise_after_an_abort_has_an_error_of_its_own(crew: Crew) -> None:
+    def use(_: int) -> bool:
+        given = PeerFailed("replica 0 died")
+        process_group.abort(given)
+        errors = []
+        for _ in range(2):
+            with pytest.raises(PeerFailed) as caught:
+                dist.barrier()
+            errors.append(caught.value)
+        return errors[0] is not errors[1] and given.__traceback__ is None
+
+    assert all(crew.call(use))
+
+
+def test_a_group_formed_again_fifty_times_is_right_and_leaves_nothing(crew: Crew) -> None:
+    def resources(_: int) -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    def settled(most: list[tuple[int, int]]) -> bool:
+        """Whether threads and descriptors come back to what they were; groups are let go in threads."""
+        deadline = monotonic() + DEADLINE
+        while monotonic() < deadline:
+            now = crew.call(resources)
+            if all(n[0] <= m[0] and n[1] <= m[1] for n, m in zip(now, most, strict=True)):
+                return True
+        return False
+
+    for cycle in range(50):
+        stuck = cycle % N
+        crew.start(all_reduce_alone, on=stuck)
+        crew.until_waiting(stuck)
+        crew.abort(PeerFailed(f"cycle {cycle}"))
+        assert crew.error(stuck).args[1] == f"cycle {cycle}"
+        crew.form()
+        assert crew.call(total) == [6.0] * N
+        if cycle == 4 and sys.platform == "linux":
+            # A thread or a descriptor for every group that is left would be more than these few.
+            most = [(threads + 12, files + 12) for threads, files in crew.call(resources)]
+    if sys.platform == "linux":
+        assert settled(most)
+
+
+def test_a_ddp_model_goes_on_after_the_group_was_formed_again(crew: Crew) -> None:
+    kept: dict[str, Any] = {}
+
+    def build(_: int) -> None:
+        torch.manual_seed(0)
+        kept = sys.modules["__main__"].__dict__.setdefault("kept_by_a_test", {})
+        kept["ddp"] = nn.parallel.DistributedDataParallel(nn.Linear(4, 2, bias=False))
+
+    def step(replica_id: int) -> float:
+        ddp = sys.modules["__main__"].__dict__["kept_by_a_test"]["ddp"]
+        ddp.zero_grad()
+        ddp(torch.full((1, 4), replica_id + 1.0)).sum().backward()
+        return ddp.module.weight.grad.sum().item()
+
+    assert not kept
+    crew.call(build)
+    assert crew.call(step) == [16.0] * N
+    crew.abort(PeerFailed("interrupted"))
+    crew.form()
+    assert crew.call(step) == [16.0] * N
+    crew.call(lambda _: sys.modules["__main__"].__dict__.pop("kept_by_a_test").clear())
+
+
+def test_a_subgroup_of_an_older_generation_says_that_it_is_gone(crew: Crew) -> None:
+    def use(_: int) -> tuple[str, str]:
+        group = dist.new_group(list(range(N)))
+        process_group.dissolve()
+        return outcome(lambda: group.barrier())
+
+    for kind, message in crew.call(use):
+        assert kind == UsageError.__name__
+        assert "no longer there" in message
+
+
+def test_dissolving_with_work_in_flight_does_not_wait_for_it(crew: Crew) -> None:
+    def use(replica_id: int) -> str:
+        if replica_id:
+            return ""
+        work = dist.all_reduce(torch.zeros(2), async_op=True)
+        process_group.dissolve()
+        assert not dist.is_initialized()
+        with pytest.raises(PeerFailed) as caught:
+            work.wait()
+        return str(caught.value)
+
+    assert "dissolved" in crew.call(use)[0]
+
+
+def test_a_cell_that_destroys_the_group_with_work_in_flight_goes_on(crew: Crew) -> None:
+    def use(replica_id: int) -> str:
+        if replica_id:
+            return ""
+        work = dist.all_reduce(torch.zeros(2), async_op=True)
+        dist.destroy_process_group()
+        with pytest.raises(PeerFailed) as caught:
+            work.wait()
+        return str(caught.value)
+
+    assert "destroyed" in crew.call(use)[0]
+
+
+def test_a_timeout_names_the_collective_and_what_to_look_for(processes: Crew) -> None:
+    processes.form(timeout_seconds=1.0)
+    processes.start(all_reduce_alone, on=0)
+    kind, message, _ = processes.error(0).args
+    processes.call(lambda _: process_group.dissolve())
+    assert kind == ReplicaTimeout.__name__
+    assert "all_reduce of float32[3, 4] did not end within 1 s" in message
+    assert "every replica runs the same collectives" in message
+
+
+def test_a_wait_with_a_time_of_its_own_may_be_waited_for_again(crew: Crew) -> None:
+    def use(replica_id: int) -> float:
+        tensor = torch.tensor([replica_id + 1.0])
+        if replica_id == 0:
+            work = dist.all_reduce(tensor, async_op=True)
+            with pytest.raises(ReplicaTimeout, match=r"within 0\.01 s"):
+                work.wait(timedelta(seconds=0.01))
+            dist.send(torch.zeros(1), 1)
+            dist.send(torch.zeros(1), 2)
+            work.wait()
+        else:
+            dist.recv(torch.zeros(1), 0)
+            dist.all_reduce(tensor)
+        return tensor.item()
+
+    assert crew.call(use) == [6.0] * N
+
+
+def test_forming_without_all_replicas_says_how_many_were_meant(processes: Crew) -> None:
+    processes.generation += 1
+    processes.start(form, processes.port, processes.generation, 1.0, on=0)
+    kind, message, _ = processes.error(0).args
+    assert kind == ReplicaTimeout.__name__
+    assert "forming a process group of 3 replicas" in message
+
+
+def test_an_abort_ends_the_forming_of_a_group_and_the_next_one_forms(processes: Crew) -> None:
+    processes.generation += 1
+    processes.start(form, processes.port, processes.generation, DEADLINE, on=0)
+    processes.until_waiting(0)
+    processes.abort(PeerFailed("replica 1 died"))
+    assert processes.error(0).args[:2] == ("PeerFailed", "replica 1 died")
+    processes.form()
+    assert processes.call(total) == [6.0] * N
+
+
+def test_a_replica_that_leaves_is_told_of_at_once(crew: Crew) -> None:
+    crew.start(all_reduce_alone, on=0)
+    crew.until_waiting(0)
+    crew.start(lambda _: process_group.dissolve(), on=1)
+    crew.start(lambda _: process_group.dissolve(), on=2)
+    crew.result(1), crew.result(2)
+    kind, message, _ = crew.error(0).args
+    assert kind == PeerFailed.__name__
+    assert "all_reduce of float32[3, 4] failed: a peer may have left" in message
+
+
+# What this build of torch must still have
+
+
+def test_torch_still_has_the_private_names_that_are_relied_on() -> None:
+    world = distributed_c10d._world
+    assert all(hasattr(world, name) for name in process_group._WORLD_TABLES)
+    for name in (
+        "_new_process_group_helper",
+        "_update_default_pg",
+        "_unregister_all_process_groups",
+        "_get_default_timeout",
+    ):
+        assert hasattr(distributed_c10d, name), name
+
+
+def test_every_communicating_method_of_torchs_group_is_wrapped() -> None:
+    ours = vars(process_group.InterruptibleGroup)
+    communicating = {
+        name
+        for name in dir(dist.ProcessGroup)
+        if "c10d::Work" in (getattr(dist.ProcessGroup, name).__doc__ or "") and not name.startswith("__")
+    }
+    assert communicating
+    assert communicating <= set(ours)
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_go_over_nccl(processes: Crew) -> None:
+    if not (dist.is_nccl_available() and torch.cuda.device_count() >= 1):
+        pytest.skip("needs a GPU and NCCL")
+
+    def use(replica_id: int, port: int, generation: int) -> tuple[str, float, float]:
+        rendezvous = Rendezvous("127.0.0.1", port, generation, 0, 1, 30.0)
+        process_group.form(rendezvous, torch.device("cuda:0"))
+        on_gpu, on_cpu = torch.ones(3, device="cuda:0"), torch.ones(3)
+        dist.all_reduce(on_gpu)
+        dist.all_reduce(on_cpu)
+        dist.barrier()
+        found = dist.get_backend(), on_gpu.sum().item(), on_cpu.sum().item()
+        process_group.abort(PeerFailed("stopped"))
+        with pytest.raises(PeerFailed, match="stopped"):
+            dist.all_reduce(on_gpu)
+        process_group.form(Rendezvous("127.0.0.1", port, generation + 1, 0, 1, 30.0), torch.device("cuda:0"))
+        dist.all_reduce(on_gpu)
+        process_group.dissolve()
+        return found
+
+    processes.start(use, processes.port, processes.generation + 1, on=0)
+    processes.generation += 2
+    assert processes.result(0) == ("nccl", 3.0, 3.0)

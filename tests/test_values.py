@@ -1,0 +1,112 @@
+"""Values from several replicas, and stand-ins for values that stayed there."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from mirror_nb import DistributedValues, PerReplica, Remote, ReplicaError
+from mirror_nb.values import merged, same
+
+
+def test_a_per_replica_value_prints_as_tensorflow_prints_it():
+    assert repr(PerReplica([1, "a"])) == "PerReplica:{\n  0: 1,\n  1: 'a'\n}"
+
+
+def test_the_single_values_are_there_by_id_by_iteration_and_as_a_tuple():
+    value = PerReplica([10, 20, 30])
+    assert (value[1], list(value), value.values, len(value)) == (20, [10, 20, 30], (10, 20, 30), 3)
+    assert isinstance(value, DistributedValues)
+    with pytest.raises(IndexError):
+        value[3]
+
+
+def test_a_per_replica_value_can_be_pickled_and_copied():
+    value = PerReplica([torch.ones(2), 3])
+    again = pickle.loads(pickle.dumps(value))
+    assert type(again) is PerReplica
+    assert same(again[0], torch.ones(2))
+    assert copy.deepcopy(value)[1] == 3
+
+
+NAN = float("nan")
+EQUAL = [
+    (1, 1),
+    (NAN, NAN),
+    (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN])),
+    (np.array([1.0, np.nan]), np.array([1.0, np.nan])),
+    (np.array(["a"]), np.array(["a"])),
+    ({"a": [1, (2, torch.ones(2))]}, {"a": [1, (2, torch.ones(2))]}),
+    ([], []),
+    (None, None),
+    ({1, 2}, {2, 1}),
+    (torch.empty(0), torch.empty(0)),
+    (torch.tensor([True]), torch.tensor([True])),
+]
+DIFFERENT = [
+    (1, 2),
+    (1, 1.0),
+    (True, 1),
+    (torch.ones(2), torch.ones(3)),
+    (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+    (torch.ones(2), np.ones(2, dtype=np.float32)),
+    (np.ones(2), np.ones(2, dtype=np.float32)),
+    ([1], (1,)),
+    ([1], [1, 1]),
+    ({"a": 1}, {"b": 1}),
+    (torch.tensor([1.0, NAN]), torch.tensor([NAN, 1.0])),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), EQUAL, ids=lambda value: type(value).__name__)
+def test_equal_values_are_one_value(first, second):
+    assert same(first, second)
+    assert merged([first, second]) is first
+
+
+@pytest.mark.parametrize(("first", "second"), DIFFERENT, ids=lambda value: type(value).__name__)
+def test_values_that_differ_are_kept_for_each_replica(first, second):
+    assert not same(first, second)
+    assert merged([first, second]).values == (first, second)
+
+
+def test_values_whose_equality_gives_no_truth_value_are_not_taken_for_equal():
+    frame = pd.DataFrame({"a": [1, 2]})
+    assert isinstance(merged([frame, frame.copy()]), PerReplica)
+
+
+def test_one_replica_alone_gives_its_value():
+    assert merged([5]) == 5
+
+
+def remote(fetched: list[str]) -> Remote:
+    return Remote("big", "Tensor", "Tensor (9,)", "it is larger than 1 MiB", lambda: fetched.append("big") or "value")
+
+
+def test_a_stand_in_says_what_and_where_it_is_and_how_to_get_it():
+    text = repr(remote([]))
+    assert text == "<big: Tensor (9,), in the replicas (it is larger than 1 MiB); .fetch() brings replica 0's>"
+    assert "&lt;big" in remote([])._repr_html_()
+
+
+def test_a_stand_in_brings_its_value_on_request():
+    fetched: list[str] = []
+    assert remote(fetched).fetch() == "value"
+    assert fetched == ["big"]
+
+
+def test_using_a_stand_in_as_the_value_says_what_to_do():
+    with pytest.raises(AttributeError, match=r"`big` \(Tensor\) is in the replicas.*big\.fetch\(\)"):
+        remote([]).shape
+    assert not hasattr(remote([]), "_repr_png_")
+    assert not hasattr(remote([]), "__len__")
+
+
+def test_a_stand_in_cannot_be_saved_by_mistake():
+    with pytest.raises(ReplicaError, match=r"`big` stays in the replicas.*\.fetch\(\)"):
+        pickle.dumps(remote([]))
