@@ -278,6 +278,8 @@ class Done:
     # The MIME bundle of the cell's last expression, formatted by the replica.
     left: tuple[str, ...] = ()
     # Names that could not be put into a snapshot.
+    grouped: bool = True
+    # False: the request left the replica without a default process group (a cell destroyed it).
 
 
 # --------------------------------------------------------------------------- the channel
@@ -345,13 +347,16 @@ class Channel:
 
     def _read(self, flags: int) -> int:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK, 4, flags | _CLOSE_ON_EXEC)
+            # Not socket.recv_fds: it drops its flags (CPython 3.9 to 3.13), so that `drain` would wait.
+            data, ancillary, _, _ = self._socket.recvmsg(_CHUNK, _ANCILLARY_BYTES, flags | _CLOSE_ON_EXEC)
         except BlockingIOError:
             raise
         except OSError as reason:
             self._ended = True
             raise ChannelClosed(str(reason)) from reason
-        self._descriptors.extend(descriptors)
+        for _level, _kind, raw in ancillary:
+            # Only descriptors are ever sent this way.
+            self._descriptors.extend(item for (item,) in struct.iter_unpack("i", raw))
         self._bytes += data
         if not data:
             self._ended = True
@@ -379,4 +384,5 @@ class Channel:
 
 
 _CHUNK = 1 << 18
+_ANCILLARY_BYTES = socket.CMSG_LEN(4 * struct.calcsize("i"))
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)

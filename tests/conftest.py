@@ -52,7 +52,8 @@ def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         eventually(lambda: not shared.exists() or not new_files(shared, before), "files left in /dev/shm")
         listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
         assert listening == []
-        left = [path for path in folder.rglob("*") if not path.name.startswith("pymp-")]
+        # multiprocessing removes its folder when this process ends; torch keeps its cache of compiled code.
+        left = [path for path in folder.rglob("*") if not path.name.startswith(("pymp-", "torchinductor_"))]
         assert left == []
     finally:
         tempfile.tempdir = saved

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -97,20 +94,3 @@ def test_cpu_and_gpu_replicas_cannot_be_mixed():
 def test_a_device_error_is_a_mistake_in_the_call():
     assert issubclass(DeviceError, UsageError)
     assert issubclass(DeviceError, ValueError)
-
-
-def test_naming_devices_needs_no_torch():
-    code = "import sys, importlib.util as u; s = u.spec_from_file_location('d', sys.argv[1]);"
-    code += "m = u.module_from_spec(s); sys.modules['d'] = m; s.loader.exec_module(m); print('torch' in sys.modules)"
-    import mirror_nb.devices as devices
-
-    done = subprocess.run([sys.executable, "-c", _stub + code, devices.__file__], capture_output=True, text=True)
-    assert done.stdout.strip() == "False", done.stderr
-
-
-# The package's own __init__ is left out, which offers classes that know tensors.
-_stub = """
-import sys, types
-errors = types.ModuleType("mirror_nb.errors"); errors.DeviceError = ValueError
-sys.modules["mirror_nb"] = types.ModuleType("mirror_nb"); sys.modules["mirror_nb.errors"] = errors
-"""

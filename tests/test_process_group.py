@@ -180,6 +180,8 @@ class Crew:
             if process.is_alive():
                 process.kill()
                 process.join()
+        # It listens as long as it is there.
+        del self.store
 
 
 def form(replica_id: int, port: int, generation: int, timeout_seconds: float) -> None:
@@ -480,8 +482,9 @@ def test_a_subgroup_is_one_of_ours_whatever_backend_was_named(crew: Crew) -> Non
 
 
 def test_accelerate_finds_the_replicas(crew: Crew) -> None:
+    pytest.importorskip("accelerate")
+
     def use(replica_id: int) -> tuple[int, float]:
-        pytest.importorskip("accelerate")
         os.environ.update(
             RANK=str(replica_id),
             LOCAL_RANK=str(replica_id),

@@ -507,3 +507,13 @@ def test_on_a_gpu_the_weights_are_those_of_plain_pytorch_moved_there() -> None:
                 draws.append(torch.rand(3, device="cuda").cpu())
     assert distinct(draws[::2])
     assert equal(draws[1::2])
+
+
+def test_every_replica_reports_the_users_seed_while_its_own_stream_differs():
+    # accelerate's SeedableRandomSampler derives its order from torch.initial_seed().
+    drawn = set()
+    for replica_id in range(3):
+        scope_module._plant_torch(42, replica_id)
+        assert torch.initial_seed() == 42
+        drawn.add(float(torch.rand(())))
+    assert len(drawn) == 3

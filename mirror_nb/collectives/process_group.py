@@ -193,6 +193,7 @@ class _State:
         self.device = torch.device("cpu")
         self.user_groups = 0
         self.world: InterruptibleGroup | None = None
+        self.client: _Client | None = None
         self.torch_init: Callable[..., None] | None = None
 
     def start(self, rendezvous: Rendezvous, device: torch.device) -> None:
@@ -225,6 +226,30 @@ class _State:
             groups = list(self.groups)
             self.groups.clear()
             return groups
+
+
+@final
+class _Client:
+    """A connection to the controller's store, kept from one forming to the next.
+
+    Kept, since torch asks the name service for a name of 127.0.0.1 at each connect: 5 s were seen where that
+    loses a question. Not while a call waits on it, since it holds back every other request until then.
+    """
+
+    def __init__(self, address: tuple[str, int], store: dist.TCPStore) -> None:
+        self.address = address
+        self.store = store
+        self.waiting = 0
+
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[None]:
+        with _state.lock:
+            self.waiting += 1
+        try:
+            yield
+        finally:
+            with _state.lock:
+                self.waiting -= 1
 
 
 @final
@@ -565,11 +590,15 @@ class _Opened:
 def _create(options: Any, carriers: object) -> InterruptibleGroup:
     """What torch calls for backend "mirror_nb"; `options` is its `_DistributedBackendOptions`."""
     wants_nccl = carriers.nccl if isinstance(carriers, _Carriers) else True
-    device = _state.device
+    device = _state.device if wants_nccl else torch.device("cpu")
+    client = _state.client
+
+    def open_group() -> _Opened:
+        with client.waits() if client is not None else contextlib.nullcontext():
+            return _open(options, device)
+
     opened = _aside(
-        f"forming a process group of {options.group_size} replicas",
-        lambda: _open(options, device if wants_nccl else torch.device("cpu")),
-        options.timeout.total_seconds(),
+        f"forming a process group of {options.group_size} replicas", open_group, options.timeout.total_seconds()
     )
     if dist.is_initialized():
         return InterruptibleGroup(opened)
@@ -640,14 +669,18 @@ def _follow_to_the_host(operation: _Operation, work: dist.Work) -> None:
 
 def _connect(rendezvous: Rendezvous, user_group: int) -> dist.Store:
     """The controller's store, below a prefix that no other group has."""
+    host, port = rendezvous.host, rendezvous.port
     timeout = timedelta(seconds=rendezvous.timeout_seconds)
-    # A client for each group: a client that waits for a key holds back every other request it is given.
-    store = _aside(
-        f"connecting to the store at {rendezvous.host}:{rendezvous.port}",
-        lambda: dist.TCPStore(rendezvous.host, rendezvous.port, None, False, timeout=timeout, wait_for_workers=False),
-        rendezvous.timeout_seconds,
-    )
-    return dist.PrefixStore(f"mirror_nb/{rendezvous.generation}/{user_group}", store)
+    client = _state.client
+    if client is None or client.waiting or client.address != (host, port):
+        store = _aside(
+            f"connecting to the store at {host}:{port}",
+            lambda: dist.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False),
+            rendezvous.timeout_seconds,
+        )
+        client = _state.client = _Client((host, port), store)
+    client.store.set_timeout(timeout)
+    return dist.PrefixStore(f"mirror_nb/{rendezvous.generation}/{user_group}", client.store)
 
 
 def _init(store: dist.Store, rendezvous: Rendezvous, timeout: timedelta) -> None:

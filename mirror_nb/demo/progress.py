@@ -109,7 +109,7 @@ class History:
     num_replicas: int
     steps: dict[int, list[Stepped]] = field(default_factory=dict)
     # By replica id.
-    tested: list[Tested] = field(default_factory=list)
+    tested: dict[int, list[Tested]] = field(default_factory=dict)
     predicted: dict[int, Predicted] = field(default_factory=dict)
 
     def take(self, replica_id: int, record: Record) -> None:
@@ -117,9 +117,8 @@ class History:
         match record:
             case Stepped():
                 self.steps.setdefault(replica_id, []).append(record)
-            case Tested() if replica_id == 0:
-                # Equal on all replicas.
-                self.tested.append(record)
+            case Tested():
+                self.tested.setdefault(replica_id, []).append(record)
             case Predicted():
                 self.predicted[replica_id] = record
 
@@ -131,7 +130,13 @@ class History:
     @property
     def accuracy(self) -> float:
         """Of the last test, from 0 to 1; NaN before the first."""
-        return self.tested[-1].accuracy if self.tested else math.nan
+        # Equal on all replicas.
+        return self.tested[0][-1].accuracy if self.tested.get(0) else math.nan
+
+    @property
+    def epochs_done(self) -> int:
+        """Epochs that every replica has done, their tests included."""
+        return min(len(self.tested.get(r, ())) for r in range(self.num_replicas))
 
     def losses(self, replica_id: int) -> list[float]:
         """Return the loss of each step on the replica's own examples."""

@@ -27,6 +27,12 @@ UPDATE_SECONDS = 0.3
 SHOW_AFTER_SECONDS = 0.4
 # Cells that end sooner show no status lines: they would only flicker.
 _WIDGET = "application/vnd.jupyter.widget-view+json"
+# The colours of JupyterLab, then of VS Code, then some that can be read on light and on dark paper.
+_PALE = "var(--jp-ui-font-color2,var(--vscode-descriptionForeground,#767676))"
+_BUSY = "var(--jp-brand-color1,var(--vscode-charts-blue,#2f7fd6))"
+_DONE = "var(--jp-success-color1,var(--vscode-charts-green,#388e3c))"
+_INDENT = "var(--jp-code-padding,5px)"
+# Where JupyterLab lets text output begin.
 
 
 class Folded:
@@ -90,7 +96,6 @@ class CellView:
         self._began = time.monotonic()
         self._updated = 0.0
         self._status: Any = None
-        self._comms: set[str] = set()
         if len(self._replicas) > 1 and not quiet:
             self._place_status()
 
@@ -130,23 +135,28 @@ class CellView:
 
         self._status = HTML()
         view = {"version_major": 2, "version_minor": 0, "model_id": self._status.model_id}
-        text = f"replicas {spans(self._replicas)}"
-        self._shell.display_pub.publish({"text/plain": text, _WIDGET: view})
+        self._show_status({"text/plain": "", _WIDGET: view})
+
+    def _show_status(self, bundle: dict[str, Any], update: bool = False) -> None:
+        transient = {"display_id": self._status.model_id}
+        self._shell.display_pub.publish(bundle, transient=transient, update=update)
 
     def _status_html(self, pending: set[int], seconds: float) -> str:
         rows = []
         for r in self._replicas:
-            colour, state = ("#1a7f37", "done") if r not in pending else ("#3b6fd4", f"{seconds:.0f} s")
-            last = html.escape(_plain(self._folded[r].last_line())[-120:]) if r != self._lead else ""
+            colour, state = (_BUSY, duration(seconds)) if r in pending else (_DONE, "done")
+            # Of the first replica all is on the screen.
+            last = html.escape(_plain(self._folded[r].last_line())[-200:]) if r != self._lead else ""
             rows.append(
-                f"<tr><td style='color:{colour};padding:0 .5em 0 0'>●</td>"
-                f"<td style='padding:0 1em 0 0'><b>{r}</b> {self._devices[r]}</td>"
-                f"<td style='padding:0 1em 0 0;text-align:right'>{state}</td>"
-                f"<td style='opacity:.65;white-space:pre;overflow:hidden'>{last}</td></tr>"
+                f"<tr><td style='color:{colour}'>●</td><td style='padding:0 .6em'>{r}</td><td>{self._devices[r]}</td>"
+                f"<td style='padding:0 1.2em;min-width:4em;text-align:right'>{state}</td>"
+                # No width of its own, all that is left, and cut where that ends.
+                f"<td style='max-width:0;width:100%;color:{_PALE};overflow:hidden;text-overflow:ellipsis'>{last}</td></tr>"
             )
         return (
-            "<table style='font-family:var(--jp-code-font-family,monospace);font-size:12px;border-collapse:collapse;"
-            f"color:var(--jp-ui-font-color1,inherit);line-height:1.5'>{''.join(rows)}</table>"
+            "<table style='width:100%;border-collapse:collapse;white-space:pre;line-height:1.5;"
+            f"font-family:var(--jp-code-font-family,monospace);font-size:12px;margin-left:{_INDENT};"
+            f"color:var(--jp-ui-font-color1,inherit)'>{''.join(rows)}</table>"
         )
 
     # ------------------------------------------------------------------ when it has ended
@@ -154,13 +164,14 @@ class CellView:
     def close(self, parts: Iterable[str]) -> None:
         """Take the status lines away; say in one line what happened, and fold what the others showed."""
         if self._status is not None:
-            self._status.value = ""
-            self._status.layout.display = "none"
+            # A saved notebook would show an error in the place of a widget that is no more.
+            self._show_status({"text/plain": ""}, update=True)
+            self._status.close()
         if self._quiet:
             return
         text = " · ".join(parts)
         folds = [self._fold(*group) for group in self._groups()]
-        style = "font-size:12px;line-height:1.6;color:var(--jp-ui-font-color2,#666)"
+        style = f"font-size:12px;line-height:1.6;color:{_PALE};padding-left:{_INDENT}"
         body = f"<div style='{style}'><div>{html.escape(text)}</div>{''.join(rich for _, rich in folds)}</div>"
         plain = "\n".join([text, *(fold for fold, _ in folds)])
         self._shell.display_pub.publish({"text/plain": plain, "text/html": body})
@@ -169,6 +180,8 @@ class CellView:
         """Return, as plain text and as HTML, what some other replicas showed."""
         if equal:
             return f"{who}: the same output", f"<div>{who}: the same output</div>"
+        if folded.empty:
+            return f"{who}: no output", f"<div>{who}: no output</div>"
         head = f"{who}: {folded.lines} line{'s' if folded.lines != 1 else ''}, differing from replica {self._lead}"
         tail = _plain(folded.tail())
         pre = f"<pre style='margin:.2em 1.5em;font-size:inherit'>{html.escape(tail)}</pre>"

@@ -369,6 +369,8 @@ class _Following:
                 answer.close()
                 return
             self._end_of(replica_id, answer)
+            if not message.grouped:
+                self._pool.unform()
             if message.failure is not None:
                 text = f"replica {replica_id} raised {message.failure.type_name}"
                 self._fail(text, abort_after=ABORT_AFTER)

@@ -137,9 +137,10 @@ class Replica:
             failure = self.failure(error)
         seconds = time.perf_counter() - began
         payload = packed.payload if packed is not None else None
+        grouped = self.identity.num_replicas == 1 or dist.is_initialized()
         with closing_slab(packed) if packed is not None else contextlib.nullcontext():
             self._emit(
-                Done(request.number, failure, payload, seconds, bundle, left),
+                Done(request.number, failure, payload, seconds, bundle, left, grouped),
                 packed.slab if packed is not None else None,
             )
 

@@ -121,6 +121,8 @@ class Scope:
             hooks.register_module_module_registration_hook(self._module_registered),
             # Copies and unpickled modules register nothing.
             _Replaced(nn.Module, "__setstate__", after=self._restored),
+            # Tensors that no module registered are trained all the same when an optimizer holds them.
+            _Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized),
         ]
         if self._device.type != "cpu":
             # Who asks for the parameters may look where they are, and optimizers make state beside them.
@@ -183,6 +185,11 @@ class Scope:
             if tensor is not None:
                 self._move_later(tensor)
 
+    def _optimized(self, optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
+        for tensor in optimizer.param_groups[-1]["params"]:
+            if tensor.is_leaf and not _is_sharded(tensor):
+                self._gradients.track(tensor, f"{type(optimizer).__name__}'s parameter")
+
     def _track(self, module: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and not _is_sharded(parameter):
@@ -216,7 +223,7 @@ class _Streams:
         self._other: list[Callable[[], object]] = []
         for generator in self._generators:
             generator.plant(seed)
-            self._other.append(functools.partial(generator.plant, seed + replica_id))
+            self._other.append(functools.partial(generator.plant, seed, replica_id))
         self._torch_seed = torch.initial_seed()
 
     def build(self) -> None:
@@ -234,7 +241,7 @@ class _Streams:
         seed = next(iter((*args, *kwargs.values())), None)
         for i, generator in enumerate(self._generators):
             if generator.name in names and isinstance(seed, SupportsIndex):
-                self._other[i] = functools.partial(generator.plant, operator.index(seed) + self._replica_id)
+                self._other[i] = functools.partial(generator.plant, operator.index(seed), self._replica_id)
         self._torch_seed = torch.initial_seed()
 
     def _swap(self) -> None:
@@ -250,15 +257,15 @@ class _Streams:
 
     def _notice_seed(self, live: list[Callable[[], object]]) -> None:
         """Somebody seeded torch by a function that was taken hold of outside the scope."""
-        seed = torch.initial_seed() + self._replica_id
+        plant = (torch.initial_seed(), self._replica_id)
         for i, generator in enumerate(self._generators):
             if generator.name not in _TORCH:
                 continue
             if self.running:
                 self._other[i] = live[i]
-                live[i] = functools.partial(generator.plant, seed)
+                live[i] = functools.partial(generator.plant, *plant)
             else:
-                self._other[i] = functools.partial(generator.plant, seed)
+                self._other[i] = functools.partial(generator.plant, *plant)
 
 
 @final
@@ -269,7 +276,8 @@ class _Generator:
     name: str
     take: Callable[[], Any]
     put: Callable[[Any], object]
-    plant: Callable[[int], object]
+    plant: Callable[..., object]
+    # Takes a seed, and what to add to it for one replica's own stream.
 
 
 def _generators(device: torch.device) -> list[_Generator]:
@@ -292,23 +300,29 @@ _numpy: Any = np.random
 _seed_random, _seed_numpy = random.seed, np.random.seed
 
 
-def _plant_torch(seed: int) -> None:
-    torch.default_generator.manual_seed(seed % 2**64)
+def _plant_torch(seed: int, replica_id: int = 0) -> None:
+    torch.default_generator.manual_seed((seed + replica_id) % 2**64)
+    if replica_id:
+        # Scripts written for torchrun derive orders from torch.initial_seed() and want it equal everywhere. The
+        # first word of the state is that seed; the numbers come from the rest.
+        state = torch.get_rng_state()
+        state[:8].view(torch.int64)[0] = torch.tensor(seed % 2**64, dtype=torch.uint64).view(torch.int64)
+        torch.set_rng_state(state)
 
 
-def _plant_cuda(device: torch.device, seed: int) -> None:
+def _plant_cuda(device: torch.device, seed: int, replica_id: int = 0) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
-    torch.cuda.default_generators[index].manual_seed(seed % 2**64)
+    torch.cuda.default_generators[index].manual_seed((seed + replica_id) % 2**64)
 
 
-def _plant_random(seed: int) -> None:
-    _seed_random(seed)
+def _plant_random(seed: int, replica_id: int = 0) -> None:
+    _seed_random(seed + replica_id)
 
 
-def _plant_numpy(seed: int) -> None:
+def _plant_numpy(seed: int, replica_id: int = 0) -> None:
     # Of its own: the other stream keeps the bit generator that is there.
     _numpy.set_bit_generator(np.random.MT19937())
-    _seed_numpy(seed % 2**32)
+    _seed_numpy((seed + replica_id) % 2**32)
 
 
 def _seeding_functions() -> Iterator[tuple[Any, str, frozenset[str]]]:

@@ -77,6 +77,7 @@ class ReplicaShell(InteractiveShell):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._traceback: tuple[str, ...] = ()
+        self._shown: BaseException | None = None
 
     def enable_gui(self, gui: Any = None) -> None:
         """No event loop runs in a replica; matplotlib's inline backend asks for none."""
@@ -90,19 +91,21 @@ class ReplicaShell(InteractiveShell):
         super().showtraceback(shown, *args, **kwargs)
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
-        self._traceback = tuple(stb)
+        self._traceback, self._shown = tuple(stb), evalue
 
     def run(self, source: str, count: int) -> CellEnd:
         """Run one cell and return how it ended; `count` is its number in tracebacks."""
         self.execution_count = count
-        self._traceback = ()
+        self._traceback, self._shown = (), None
         end = CellEnd()
         self.displayhook.end = end
         try:
             result = self.run_cell(source, store_history=False, cell_id=None)
         finally:
             self.displayhook.end = None
-        end.error = result.error_before_exec or result.error_in_exec
+        # What `%run` shows of a failed script is a failure of the cell too, though IPython goes on after it.
+        end.error = result.error_before_exec or result.error_in_exec or self._shown
+        self._shown = None
         end.traceback = self._traceback
         if DisplayHook.semicolon_at_end_of_expression(source) if _tokenizes(source) else False:
             end.bundle = None

@@ -1,0 +1,184 @@
+"""Networks that both sides have: handles, changes, and values that travel alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mirror_nb.errors import TransferError
+from mirror_nb.mirrors import Mirrors, averaged_statistics, bits, load, structure, tensors
+from mirror_nb.payload import pack, unpack
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def sent(module: nn.Module) -> tuple[Mirrors, Mirrors, nn.Module]:
+    """Both sides' mirrors after the network travelled, and the copy."""
+    here, there = Mirrors("k"), Mirrors("r")
+    packed = pack(module, reference=here.reference, handle=here.handle)
+    arrived, arrivals = unpack(packed.payload, packed.slab, resolve=there.resolve)
+    there.take(arrivals)
+    here.gave([module])
+    return here, there, arrived
+
+
+def reference_to(obj: object, here: Mirrors, there: Mirrors) -> object:
+    packed = pack([obj], reference=here.reference, handle=here.handle)
+    return unpack(packed.payload, packed.slab, resolve=there.resolve)[0][0]
+
+
+def test_a_network_that_travelled_is_only_referred_to():
+    module = net()
+    here, there, arrived = sent(module)
+    assert reference_to(module, here, there) is arrived
+    assert pack([module], reference=here.reference).payload.nbytes < 500
+
+
+def test_a_part_of_a_network_that_travelled_is_referred_to_as_well():
+    module = net()
+    here, there, arrived = sent(module)
+    assert reference_to(module[0], here, there) is arrived[0]
+
+
+def test_an_optimizer_sent_later_holds_the_very_parameters_of_the_network_there():
+    module = net()
+    here, there, arrived = sent(module)
+    optimizer = reference_to(torch.optim.SGD(module.parameters(), lr=0.1), here, there)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in arrived.parameters()]
+
+
+def test_a_network_with_a_new_part_is_another_network():
+    module = net()
+    here, there, arrived = sent(module)
+    module[2] = nn.Linear(4, 7)
+    assert here.known(module) is None
+    again = reference_to(module, here, there)
+    assert again is not arrived
+    assert again[2].out_features == 7
+
+
+def test_a_reference_to_a_network_that_is_gone_says_so():
+    module = net()
+    here, there, arrived = sent(module)
+    del arrived
+    gc.collect()
+    with pytest.raises(TransferError, match="no longer exists here; bind it anew"):
+        reference_to(module, here, there)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m: m.load_state_dict(net().state_dict()),
+        lambda m: m[0].weight.data.fill_(3),
+        lambda m: nn.init.zeros_(m[0].bias),
+        lambda m: m.eval(),
+        lambda m: m(torch.randn(4, 3)),
+        lambda m: setattr(m[0].weight, "data", torch.zeros(4, 3)),
+        lambda m: torch.nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in m.parameters())), m.parameters()),
+    ],
+    ids=["load_state_dict", "data", "init", "eval", "statistics", "another data", "vector"],
+)
+def test_a_write_to_a_network_is_noticed(write):
+    module = net()
+    here, _, _ = sent(module)
+    assert not here.changed(module)
+    write(module)
+    assert here.changed(module)
+    here.mark(module)
+    assert not here.changed(module)
+
+
+def test_reading_a_network_is_no_change():
+    module = net().eval()
+    here, _, _ = sent(module)
+    module(torch.randn(4, 3)).sum().backward()
+    module.state_dict()
+    copy.deepcopy(module)
+    assert not here.changed(module)
+
+
+def test_only_networks_that_travelled_as_such_are_roots():
+    module = net()
+    here, there, _ = sent(module)
+    assert [m for _, m in here.roots()] == [module]
+    assert len(there.roots()) == 1
+
+
+def test_a_network_that_is_gone_is_no_root_any_more():
+    module = net()
+    here, _, _ = sent(module)
+    del module
+    gc.collect()
+    assert here.roots() == []
+    assert here.all() == {}
+
+
+def test_a_networks_values_are_loaded_in_place():
+    module, other = net(), net()
+    parameter, optimizer = module[0].weight, torch.optim.SGD(module.parameters(), lr=0.1)
+    load(module, dict(tensors(other)))
+    assert module[0].weight is parameter
+    assert optimizer.param_groups[0]["params"][0] is parameter
+    assert bits(module.state_dict().values()) == bits(other.state_dict().values())
+
+
+def test_handles_that_the_replicas_give_are_the_same_on_each():
+    first, second = Mirrors("r"), Mirrors("r")
+    for mirrors in (first, second):
+        assert mirrors.name(net(), "r7.model") == "r7.model"
+    kept = net()
+    assert first.name(kept, "r8.model") == "r8.model"
+    # Another name for the same network.
+    assert first.name(kept, "r9.again") == "r8.model"
+    assert first.find("r8.model/0") is kept[0]
+
+
+def test_shared_weights_are_loaded_once_and_stay_shared():
+    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    module[1].weight = module[0].weight
+    assert len(list(tensors(module))) == 3
+    assert len(structure(module)) == 6
+
+
+def test_only_running_statistics_are_averaged():
+    module = nn.ModuleList([nn.BatchNorm1d(2), nn.BatchNorm2d(2, track_running_stats=False), nn.InstanceNorm1d(2)])
+    assert set(averaged_statistics(module)) == {"0.running_mean", "0.running_var"}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64]
+)
+def test_equal_tensors_have_equal_checksums(dtype):
+    tensor = (torch.randn(50) * 3).to(dtype)
+    assert bits([tensor]) == bits([tensor.clone()])
+    assert bits([tensor.reshape(5, 10).t()]) == bits([tensor.reshape(5, 10).t().contiguous()])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(width=32), min_size=2, max_size=40, unique=True), st.randoms(use_true_random=False))
+def test_values_in_another_order_have_another_checksum(values, random):
+    order = list(values)
+    random.shuffle(order)
+    first, second = torch.tensor(values), torch.tensor(order)
+    equal = torch.equal(first.view(torch.int32), second.view(torch.int32))
+    assert (bits([first]) == bits([second])) == equal
+
+
+def test_values_swapped_between_tensors_or_far_apart_change_the_checksum():
+    a, b = torch.zeros(5000), torch.ones(5000)
+    assert bits([a, b]) != bits([b, a])
+    far = a.clone()
+    far[0] = 1
+    near = a.clone()
+    near[4097] = 1
+    assert bits([far]) != bits([near])
+    assert bits([torch.zeros(0)]) == bits([torch.zeros(0)])

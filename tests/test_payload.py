@@ -1,0 +1,410 @@
+"""Objects to bytes and back: what arrives equals what was sent, shares what it shared, and owns its pages."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import threading
+import types
+from collections import OrderedDict
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mirror_nb.errors import TransferError
+from mirror_nb.payload import IN_BAND_BYTES, TooLarge, anonymous_file, global_names, pack, unpack
+from mirror_nb.values import same
+
+# As in a notebook, whose classes the other side cannot import.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+LARGE = IN_BAND_BYTES
+# float32 elements: four times what stays in the pickle.
+
+
+def travel(obj: Any, **options: Any) -> Any:
+    packed = pack(obj, **options)
+    return unpack(packed.payload, packed.slab)[0]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, LARGE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+def test_a_tensor_arrives_with_its_values(n, dtype):
+    tensor = torch.arange(n).to(dtype)
+    arrived = travel(tensor)
+    assert arrived.dtype == dtype
+    assert torch.equal(arrived, tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24).reshape(2, 3, 4).transpose(0, 2),
+        torch.arange(100.0)[10:90:3],
+        torch.ones(1).expand(3, 4),
+        torch.tensor(3.5),
+        torch.zeros(0, 3),
+        torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        torch.arange(LARGE * 2).reshape(2, -1).t(),
+        torch.randn(4, 4).to_sparse(),
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        torch.randn(3, dtype=torch.complex64).conj(),
+    ],
+    ids=["transposed", "sliced", "expanded", "scalar", "empty", "channels last", "large", "sparse", "quantized", "conj"],
+)
+def test_a_tensor_keeps_its_shape_and_layout(tensor):
+    arrived = travel(tensor)
+    assert (arrived.shape, arrived.dtype, arrived.layout) == (tensor.shape, tensor.dtype, tensor.layout)
+    if tensor.layout is torch.strided and not tensor.is_quantized:
+        assert arrived.stride() == tensor.stride()
+    if tensor.is_quantized:
+        tensor, arrived = tensor.dequantize(), arrived.dequantize()
+    assert torch.equal(arrived.to_dense(), tensor.to_dense())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=3), st.permutations(range(3)), st.integers(0, 3), st.booleans())
+def test_any_view_arrives_as_the_same_view(shape, order, offset, reverse_last):
+    base = torch.arange(offset + 200.0)[offset:]
+    tensor = base[: int(np.prod(shape))].reshape(shape)
+    tensor = tensor.permute([i for i in order if i < len(shape)])
+    arrived = travel(tensor)
+    assert torch.equal(arrived, tensor)
+    assert arrived.stride() == tensor.stride()
+
+
+def test_only_the_part_that_a_view_shows_travels():
+    whole = torch.zeros(1_000_000)
+    assert pack(whole[:10]).payload.nbytes < 5000
+
+
+@pytest.mark.parametrize("n", [3, LARGE])
+def test_tensors_that_share_memory_share_it_on_arrival(n):
+    first = torch.zeros(n)
+    a, b = travel([first, first.view(-1)])
+    a[0] = 5
+    assert b[0] == 5
+
+
+def test_the_same_object_twice_arrives_as_one():
+    x, array = torch.ones(3), np.ones(3)
+    a, b, c, d = travel([x, x, array, array])
+    assert a is b
+    assert c is d
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(LARGE, dtype=np.float64),
+        np.arange(12).reshape(3, 4)[:, ::2],
+        np.asfortranarray(np.arange(LARGE, dtype=np.float32).reshape(2, -1)),
+        np.array(["a", "bc"]),
+        np.array([{"a": 1}, None], dtype=object),
+        np.zeros(0),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+    ],
+)
+def test_an_array_arrives_with_its_values(array):
+    arrived = travel(array)
+    assert arrived.dtype == array.dtype
+    assert arrived.flags.f_contiguous == array.flags.f_contiguous
+    assert np.array_equal(arrived, array)
+
+
+def test_a_data_frame_arrives():
+    frame = pd.DataFrame({"a": np.arange(LARGE), "b": ["x"] * LARGE})
+    pd.testing.assert_frame_equal(travel(frame), frame)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+        max_leaves=20,
+    )
+)
+def test_plain_data_arrives_equal(value):
+    assert same(travel(value), value)
+
+
+def test_whoever_writes_to_what_arrived_changes_nobody_elses():
+    tensor = torch.zeros(LARGE)
+    packed = pack([tensor, np.zeros(LARGE)])
+    first = unpack(packed.payload, os.dup(packed.slab))[0]
+    second = unpack(packed.payload, packed.slab)[0]
+    for part in first:
+        part[:] = 1
+    assert all((part == 0).all() for part in second)
+    assert (tensor == 0).all()
+
+
+def test_what_arrived_outlives_its_descriptor_and_the_senders_object():
+    arrived = travel(torch.full((LARGE,), 7.0))
+    assert (arrived == 7).all()
+
+
+def test_no_descriptor_is_left_after_a_payload_was_opened():
+    before = descriptors()
+    kept = [travel(torch.zeros(LARGE)) for _ in range(5)]
+    assert descriptors() == before
+    assert len(kept) == 5
+
+
+def test_no_descriptor_is_left_when_packing_fails(monkeypatch):
+    before = descriptors()
+    with pytest.raises(TransferError):
+        pack([torch.zeros(LARGE), threading.Lock()])
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(TransferError, match=r"no shared memory for 1\.0 MiB.*No space left"):
+        anonymous_file(2**20)
+    assert descriptors() == before
+
+
+# ---------------------------------------------------------------------- gradients and parameters
+
+
+def test_requires_grad_travels_with_a_leaf_and_the_graph_stays():
+    leaf = torch.ones(3, requires_grad=True)
+    arrived, computed = travel([leaf, leaf * 2])
+    assert arrived.requires_grad
+    assert arrived.is_leaf
+    assert not computed.requires_grad
+    assert torch.equal(computed, torch.full((3,), 2.0))
+
+
+def test_a_parameter_stays_a_parameter():
+    arrived = travel(nn.Parameter(torch.ones(3), requires_grad=False))
+    assert type(arrived) is nn.Parameter
+    assert not arrived.requires_grad
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.tied = nn.Linear(3, 3)
+        self.tied.weight = self.inner.weight
+        self.note = ["plain"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.norm(self.inner(x)))
+
+
+def test_a_network_arrives_whole_with_its_ties_and_flags():
+    net = Net().eval()
+    net.inner.weight.requires_grad_(False)
+    arrived = travel(net)
+    x = torch.randn(4, 3)
+    assert torch.equal(arrived(x), net(x))
+    assert arrived.tied.weight is arrived.inner.weight
+    assert not arrived.training
+    assert not arrived.inner.weight.requires_grad
+    assert arrived.note == ["plain"]
+
+
+def test_every_network_that_arrives_is_told_with_its_handle():
+    net = Net()
+    packed = pack({"net": net}, handle=lambda module: type(module).__name__)
+    opened, arrivals = unpack(packed.payload, packed.slab)
+    assert len(arrivals.modules) == 4
+    assert arrivals.handles["Net"] is opened["net"]
+
+
+def test_an_optimizer_arrives_over_the_parameters_that_arrive_with_it():
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    arrived_net, arrived_optimizer = travel([net, optimizer])
+    held = {id(p) for group in arrived_optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in arrived_net.parameters()}
+    assert all("exp_avg" in state for state in arrived_optimizer.state.values())
+
+
+class Odd(nn.Linear):
+    """A network that says itself how it is rebuilt, in the short form."""
+
+    def __reduce__(self) -> Any:
+        return Odd, (self.in_features, self.out_features)
+
+
+def test_a_network_that_says_itself_how_it_is_rebuilt_travels():
+    arrived = travel(Odd(2, 3))
+    assert (type(arrived).__name__, arrived.in_features) == ("Odd", 2)
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    x = torch.randn(3, 2)
+    assert torch.equal(travel(traced)(x), traced(x))
+
+
+def test_a_parametrized_network_travels_or_says_why_not():
+    net = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    try:
+        arrived = travel(net)
+    except TransferError as reason:
+        assert "parametri" in str(reason)
+    else:
+        assert torch.equal(arrived(torch.ones(1, 3)), net(torch.ones(1, 3)))
+
+
+def test_a_scripted_network_travels_or_says_why_not():
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    try:
+        arrived = travel(scripted)
+    except TransferError as reason:
+        assert "ScriptModule" in str(reason) or "RecursiveScript" in str(reason)
+    else:
+        assert torch.equal(arrived(torch.ones(1, 2)), scripted(torch.ones(1, 2)))
+
+
+# ---------------------------------------------------------------------- functions of a namespace
+
+
+def namespace(source: str) -> dict[str, Any]:
+    module = types.ModuleType("__main__")
+    exec(source, module.__dict__)
+    return module.__dict__
+
+
+def land(obj: Any, here: dict[str, Any], there: dict[str, Any]) -> tuple[Any, set[str]]:
+    packed = pack(obj, namespace=here)
+    return unpack(packed.payload, packed.slab, namespace=there)[0], set(packed.global_names)
+
+
+def test_a_function_reads_the_names_of_where_it_lands():
+    here = namespace("scale = 2\ndef f(x): return x * scale")
+    there = namespace("scale = 10")
+    f, read = land(here["f"], here, there)
+    assert f(1) == 10
+    there["scale"] = 11
+    assert f(1) == 11
+    assert read == {"scale"}
+
+
+def test_a_global_that_a_function_reads_is_no_part_of_what_travels():
+    here = namespace("import threading\nlock = threading.Lock()\nbig = 'x' * 10**6\ndef f(): return big, lock")
+    assert pack(here["f"], namespace=here).payload.nbytes < 5000
+
+
+def test_a_function_keeps_all_that_is_written_on_it():
+    here = namespace(
+        "def outer(k):\n"
+        "    def f(a: int, b=2, *, c: str = 'c') -> str:\n"
+        "        'doc'\n"
+        "        return f'{a}{b}{c}{k}'\n"
+        "    f.mark = 'm'\n"
+        "    return f\n"
+        "f = outer('k')"
+    )
+    f, _ = land(here["f"], here, {})
+    assert f(1) == "12ck"
+    assert (f.__doc__, f.mark, f.__name__, f.__qualname__) == ("doc", "m", "f", "outer.<locals>.f")
+    assert f.__annotations__["return"] in (str, "str")
+
+
+def test_a_function_that_calls_itself_or_its_neighbour_travels():
+    here = namespace("def even(n): return n == 0 or odd(n - 1)\ndef odd(n): return n != 0 and even(n - 1)")
+    there: dict[str, Any] = {}
+    functions, read = land({"even": here["even"], "odd": here["odd"]}, here, there)
+    there.update(functions)
+    assert there["even"](10)
+    assert read == {"even", "odd"}
+
+
+def test_a_class_of_the_notebook_travels_with_its_methods_reading_the_new_names():
+    here = namespace(
+        "class Base:\n    def who(self): return name\n"
+        "class C(Base):\n"
+        "    def __init__(self): super().__init__(); self.x = 1\n"
+        "    @property\n    def p(self): return name\n"
+        "    @staticmethod\n    def s(): return name\n"
+        "    @classmethod\n    def c(cls): return cls.__name__ + name\n"
+        "value = C()\n"
+    )
+    there = {"name": "there", "__name__": "__main__"}
+    value, read = land(here["value"], here, there)
+    assert (value.who(), value.p, value.s(), value.c(), value.x) == ("there", "there", "there", "Cthere", 1)
+    assert "name" in read
+
+
+def test_the_namespace_itself_travels_as_a_reference():
+    here = namespace("def f(): return globals()")
+    there: dict[str, Any] = {}
+    f, _ = land(here["f"], here, there)
+    assert f() is there
+    assert land(here, here, there)[0] is there
+
+
+def test_global_names_are_found_in_functions_inside_functions():
+    code = compile("def f():\n    a = one\n    return [two for _ in a] + [lambda: three]\nclass C:\n    x = four", "", "exec")
+    assert {"one", "two", "three", "four"} <= global_names(code)
+    assert "a" not in global_names(code)
+
+
+# ---------------------------------------------------------------------- limits and errors
+
+
+def test_too_large_is_said_before_all_of_it_was_packed():
+    with pytest.raises(TooLarge):
+        pack("x" * 3_000_000, limit=1 << 20)
+    with pytest.raises(TooLarge):
+        pack(torch.zeros(1 << 20), limit=1 << 20)
+    with pytest.raises(TooLarge):
+        pack(torch.zeros(1 << 20), limit=1 << 20, in_band=True)
+    assert pack(torch.zeros(1000), limit=1 << 20).payload.nbytes < 1 << 20
+
+
+def test_in_band_there_is_no_slab():
+    packed = pack([torch.arange(LARGE), np.arange(LARGE)], in_band=True)
+    assert packed.slab is None
+    tensor, array = unpack(packed.payload, None)[0]
+    tensor[0], array[0] = 9, 9
+    assert (tensor[0], array[0], tensor[-1]) == (9, 9, LARGE - 1)
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), (i for i in ()), sys.stdin, {"a": [threading.Lock()]}])
+def test_what_cannot_be_pickled_is_an_error_that_says_its_type_and_why(value):
+    with pytest.raises(TransferError, match=f"{type(value).__name__} cannot be sent: .*cannot pickle"):
+        pack(value)
+
+
+def test_a_reference_that_is_not_known_here_is_an_error():
+    marker = object()
+    packed = pack([marker], reference=lambda obj: ("module", "k7") if obj is marker else None)
+    with pytest.raises(TransferError, match="refers to .*k7.* not known here"):
+        unpack(packed.payload, None)
+
+
+def test_a_reference_becomes_what_the_receiver_says():
+    marker = object()
+    packed = pack([marker], reference=lambda obj: "token" if obj is marker else None)
+    assert unpack(packed.payload, None, resolve=lambda token: token.upper())[0] == ["TOKEN"]
+
+
+def test_a_module_of_python_travels_as_an_import():
+    assert travel(OrderedDict(a=os.path))["a"] is os.path
+
+
+def test_packing_leaves_the_object_as_it_was():
+    net = Net()
+    before = copy.deepcopy(net.state_dict())
+    pack(net)
+    assert same(dict(before), dict(net.state_dict()))
