@@ -6,6 +6,7 @@ place. Knows payloads and torch, no replicas and no channel.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
@@ -166,14 +167,39 @@ def averaged_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def bits(values: Iterable[torch.Tensor]) -> int:
-    """Return a checksum of the tensors' bits; equal values give equal sums on every device."""
+    """Return a checksum of the tensors' bits and their places; equal values give equal sums on every device."""
     total = 0
     for value in values:
         flat = value.detach().contiguous().reshape(-1)
         if flat.numel():
-            words = flat.view(_WORDS[flat.element_size()])
-            total = (total * 1_000_003 + int(words.sum(dtype=torch.int64))) % (1 << 61)
+            total = (total * 1_000_003 + _placed(_words(flat))) % (1 << 61)
     return total
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    # Whole int64s where there are: summing 10 M values takes 8 ms then, and 60 ms where each must be widened.
+    if flat.nbytes % 8:
+        return flat.view(_INTEGERS[flat.element_size()])
+    return (flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat).view(torch.int64)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_ROW = 4096
+
+
+def _placed(words: torch.Tensor) -> int:
+    """Sum the words, each times a number that its place gives: values that change places change the sum."""
+    if len(words) <= _ROW:
+        return int((words * _weights(words.device)[: len(words)]).sum())
+    rows = len(words) // _ROW
+    body, rest = words[: rows * _ROW].view(rows, _ROW), words[rows * _ROW :]
+    # A word's place is its column and its row: sums over both read the words twice and copy nothing.
+    columns, lines = body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64)
+    return _placed(columns) + 3 * _placed(lines) + 5 * _placed(rest)
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Return numbers without a pattern, the same in every process; products with them may wrap around."""
+    mixed = (torch.arange(1, _ROW + 1) * -7046029254386353131).bitwise_xor(torch.arange(_ROW) << 29)
+    return (mixed * -4658895280553007687).to(device)

@@ -86,10 +86,8 @@ def _open_tensor(
 
 def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
     values, handle = state
-    if hasattr(module, "__setstate__"):
+    if values is not None:
         module.__setstate__(values)
-    else:
-        module.__dict__.update(values)
     if _opening is not None:
         _opening.arrivals.modules.append(module)
         if handle is not None:
@@ -184,7 +182,9 @@ class _Packer(cloudpickle.Pickler):
         reduced = module.__reduce_ex__(5)
         if not isinstance(reduced, tuple) or any(part is not None for part in reduced[3:]):
             return reduced
-        make, args, state = reduced[:3]
+        make, args, *rest = reduced
+        # Without a state: the network's class has a say of its own in how it is rebuilt.
+        state = rest[0] if rest else None
         return make, args, (state, self._handle(module)), None, None, _set_module_state
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:

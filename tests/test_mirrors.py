@@ -78,7 +78,10 @@ def test_a_reference_to_a_network_that_is_gone_says_so():
     "write",
     [
         lambda m: m.load_state_dict(net().state_dict()),
-        lambda m: m[0].weight.data.fill_(3),
+        pytest.param(
+            lambda m: m[0].weight.data.fill_(3),
+            marks=pytest.mark.xfail(strict=True, reason="autograd does not count what is written to `.data`"),
+        ),
         lambda m: nn.init.zeros_(m[0].bias),
         lambda m: m.eval(),
         lambda m: m(torch.randn(4, 3)),

@@ -157,11 +157,11 @@ def test_what_arrived_outlives_its_descriptor_and_the_senders_object():
     assert (arrived == 7).all()
 
 
-def test_no_descriptor_is_left_after_a_payload_was_opened():
+def test_no_descriptor_is_left_when_what_arrived_is_gone():
     before = descriptors()
-    kept = [travel(torch.zeros(LARGE)) for _ in range(5)]
+    for _ in range(5):
+        assert len(travel(torch.zeros(LARGE))) == LARGE
     assert descriptors() == before
-    assert len(kept) == 5
 
 
 def test_no_descriptor_is_left_when_packing_fails(monkeypatch):
@@ -380,7 +380,7 @@ def test_in_band_there_is_no_slab():
     assert (tensor[0], array[0], tensor[-1]) == (9, 9, LARGE - 1)
 
 
-@pytest.mark.parametrize("value", [threading.Lock(), (i for i in ()), sys.stdin, {"a": [threading.Lock()]}])
+@pytest.mark.parametrize("value", [threading.Lock(), (i for i in ()), {"a": [threading.Lock()]}])
 def test_what_cannot_be_pickled_is_an_error_that_says_its_type_and_why(value):
     with pytest.raises(TransferError, match=f"{type(value).__name__} cannot be sent: .*cannot pickle"):
         pack(value)

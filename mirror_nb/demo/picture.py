@@ -96,7 +96,7 @@ def _draw_losses(axes: Axes, history: History, devices: Sequence[Device]) -> Non
 
 def _draw_rates(axes: Axes, history: History, devices: Sequence[Device]) -> None:
     for r, device in enumerate(devices):
-        times, rates = _rates(history.steps.get(r, []))
+        times, rates = _rates(history.steps[r], history.began)
         axes.plot(times, rates, ".-", color=_colour(r), lw=1.4, ms=5, label=_legend(r, device, history.rate(r)))
     # Room above the lines for the legend.
     axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
@@ -105,13 +105,13 @@ def _draw_rates(axes: Axes, history: History, devices: Sequence[Device]) -> None
     axes.legend(loc="upper right", fontsize=8.5, ncols=min(3, len(devices)))
 
 
-def _rates(steps: Sequence[Stepped]) -> tuple[list[float], list[float]]:
-    """Return times in seconds, and the examples a second around them, in few enough points to be told apart."""
+def _rates(steps: Sequence[Stepped], began: float) -> tuple[list[float], list[float]]:
+    """Return seconds after `began` and the examples a second around then, in points few enough to be told apart."""
     size = math.ceil(len(steps) / _POINTS)
     groups = [steps[i : i + size] for i in range(0, len(steps), size)]
     seconds = [sum(some.seconds for some in group) for group in groups]
     examples = [sum(sum(some.examples) for some in group) for group in groups]
-    times = [(group[0].until - group[0].seconds + group[-1].until) / 2 for group in groups]
+    times = [(group[0].until - group[0].seconds + group[-1].until) / 2 - began for group in groups]
     return times, [e / s for e, s in zip(examples, seconds, strict=True)]
 
 

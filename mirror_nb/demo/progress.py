@@ -33,7 +33,7 @@ class Stepped:
     seconds: float
     # What they took.
     until: float
-    # When the last of them ended, in seconds since training began.
+    # When the last of them ended, in seconds on the machine's clock, which all replicas share.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Meter:
 
     def __init__(self, publish: Callable[[Record], None]) -> None:
         self._publish = publish
-        self._began = self._since = time.perf_counter()
+        self._since = time.monotonic()
         self._epoch = 0
         self._losses: list[torch.Tensor] = []
         self._examples: list[int] = []
@@ -82,13 +82,13 @@ class Meter:
     def begin(self, epoch: int) -> None:
         """Steps of this epoch follow; the time since the last one counts for none."""
         self._epoch = epoch
-        self._since = time.perf_counter()
+        self._since = time.monotonic()
 
     def step(self, loss: torch.Tensor, examples: int) -> None:
         """One more step, with the loss of this replica's `examples`."""
         self._losses.append(loss.detach())
         self._examples.append(examples)
-        if time.perf_counter() - self._since > REPORT_SECONDS:
+        if time.monotonic() - self._since > REPORT_SECONDS:
             self.end()
 
     def end(self) -> None:
@@ -97,8 +97,8 @@ class Meter:
             return
         losses = tuple(torch.stack(self._losses).tolist())
         # After the losses: on a GPU only their values tell that the steps have ended.
-        now = time.perf_counter()
-        self._publish(Stepped(self._epoch, losses, tuple(self._examples), now - self._since, now - self._began))
+        now = time.monotonic()
+        self._publish(Stepped(self._epoch, losses, tuple(self._examples), now - self._since, now))
         self._losses, self._examples, self._since = [], [], now
 
 
@@ -126,6 +126,11 @@ class History:
     def steps_done(self) -> int:
         """Steps that every replica is known to have done."""
         return min(sum(len(some.losses) for some in self.steps.get(r, ())) for r in range(self.num_replicas))
+
+    @property
+    def began(self) -> float:
+        """When the first step began, in seconds on the machine's clock."""
+        return min(some[0].until - some[0].seconds for some in self.steps.values())
 
     @property
     def accuracy(self) -> float:

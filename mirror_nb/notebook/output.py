@@ -39,8 +39,11 @@ class Folded:
     """What one replica showed: its end, its size, and a digest to compare it by."""
 
     def __init__(self) -> None:
-        self.lines = 0
-        self.displays = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._complete = 0
+        # Lines, however many are kept.
         self._digest = hashlib.blake2b(digest_size=16)
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = ""
@@ -51,34 +54,54 @@ class Folded:
             case Stream(_, text):
                 self._add(text)
             case Display(data, _, _, False):
-                self.displays += 1
                 self._add(f"[{data.get('text/plain', next(iter(data), 'display'))}]\n")
+            case ClearOutput():
+                self._clear()
 
     def _add(self, text: str) -> None:
-        self._digest.update(text.encode("utf-8", "replace"))
-        self.lines += text.count("\n")
-        parts = (self._partial + text[-TAIL_CHARACTERS:]).split("\n")
-        # A carriage return goes back to the start of the line, as progress bars do.
-        self._tail.extend(part.rpartition("\r")[2] for part in parts[:-1])
-        self._partial = parts[-1].rstrip("\r").rpartition("\r")[2]
+        *lines, partial = (self._partial + text).split("\n")
+        self._partial = partial[-TAIL_CHARACTERS:]
+        self._complete += len(lines)
+        self._digest.update(_compared(lines))
+        self._tail.extend(_overwritten(line)[-TAIL_CHARACTERS:] for line in lines[-TAIL_LINES:])
+
+    @property
+    def lines(self) -> int:
+        """How many lines it showed."""
+        return self._complete + bool(self._partial)
 
     @property
     def empty(self) -> bool:
         """Whether it showed nothing."""
-        return not (self.lines or self._partial or self.displays)
+        return not self.lines
 
     @property
     def digest(self) -> bytes:
         """Equal for equal output."""
-        return self._digest.digest()
+        digest = self._digest.copy()
+        digest.update(_compared([self._partial]))
+        return digest.digest()
 
     def tail(self) -> str:
-        """Return the last lines, at most TAIL_CHARACTERS."""
-        return "\n".join([*self._tail, *([self._partial] if self._partial else [])])[-TAIL_CHARACTERS:]
+        """Return the last lines, at most TAIL_LINES and TAIL_CHARACTERS."""
+        lines = [*self._tail, *([_overwritten(self._partial)] if self._partial else [])]
+        return "\n".join(lines[-TAIL_LINES:])[-TAIL_CHARACTERS:]
 
     def last_line(self) -> str:
         """Return the last line that is not empty."""
-        return self._partial or next((line for line in reversed(self._tail) if line.strip()), "")
+        lines = (_overwritten(self._partial), *reversed(self._tail))
+        return next((line for line in lines if line.strip()), "")
+
+
+def _overwritten(line: str) -> str:
+    """Return what is left of a line on the screen: a carriage return goes back to its start."""
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
+def _compared(lines: Iterable[str]) -> bytes:
+    """Return what counts when outputs are compared: not progress bars, whose numbers are never the same twice."""
+    counted = (line.rstrip("\r") for line in lines)
+    return "".join(f"{line}\n" for line in counted if "\r" not in line).encode("utf-8", "replace")
 
 
 class CellView:
@@ -183,8 +206,10 @@ class CellView:
         if folded.empty:
             return f"{who}: no output", f"<div>{who}: no output</div>"
         head = f"{who}: {folded.lines} line{'s' if folded.lines != 1 else ''}, differing from replica {self._lead}"
+        if folded.lines > TAIL_LINES:
+            head += f"; the last {TAIL_LINES}"
         tail = _plain(folded.tail())
-        pre = f"<pre style='margin:.2em 1.5em;font-size:inherit'>{html.escape(tail)}</pre>"
+        pre = f"<pre style='margin:.2em 1.2em;font-size:inherit;color:inherit'>{html.escape(tail)}</pre>"
         summary = f"<summary style='cursor:pointer'>{head}</summary>"
         return f"{head}\n{_indented(tail)}", f"<details>{summary}{pre}</details>"
 
