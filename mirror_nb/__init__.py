@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mirror_nb.errors import (
+    ContextError,
     DeviceError,
     MirrorError,
     PeerFailed,
@@ -16,23 +17,69 @@ from mirror_nb.errors import (
     TransferError,
     UsageError,
 )
-from mirror_nb.values import DistributedValues, PerReplica, Remote
+from mirror_nb.losses import compute_average_loss, scale_regularization_loss
+from mirror_nb.strategies.base import Strategy
+from mirror_nb.strategies.context import (
+    ReplicaContext,
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+    set_strategy,
+)
+from mirror_nb.strategies.input import InputContext, InputOptions, ValueContext
+from mirror_nb.strategies.mirrored import MirroredStrategy
+from mirror_nb.strategies.one_device import OneDeviceStrategy
+from mirror_nb.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    ReduceOp,
+    Remote,
+    VariableAggregation,
+    VariableSynchronization,
+)
+from mirror_nb.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 __all__ = [
+    "ContextError",
     "DeviceError",
     "DistributedValues",
+    "InputContext",
+    "InputOptions",
     "MirrorError",
+    "Mirrored",
+    "MirroredStrategy",
+    "MirroredVariable",
+    "OneDeviceStrategy",
     "PeerFailed",
     "PerReplica",
     "PoolClosed",
+    "ReduceOp",
     "Remote",
     "RemoteException",
+    "ReplicaContext",
     "ReplicaDied",
     "ReplicaError",
     "ReplicaTimeout",
+    "Strategy",
+    "SyncOnReadVariable",
     "TransferError",
     "UsageError",
+    "ValueContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
     "__version__",
+    "compute_average_loss",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "scale_regularization_loss",
+    "set_strategy",
 ]
 
 __version__ = "0.1.0"

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
+
+Together = Callable[[list[Any]], Any]
+# Makes one value of one leaf's parts, one a replica.
 
 
 def share_of(total: int, replica_id: int, num_replicas: int) -> slice:
@@ -35,19 +39,62 @@ def cut(batch: Any, share: slice, total: int) -> Any:
     of images counts as one item an example unless each image has as many rows as there are examples.
     """
     if isinstance(batch, (torch.Tensor, np.ndarray)):
-        return batch[share] if _is_batched(batch, total) else batch
-    if _is_sequence(batch) and not all(_is_batched(item, total) for item in batch) and len(batch) == total:
+        return batch[share] if is_batched(batch, total) else batch
+    if lists_examples(batch, total):
         return _like(batch, list(batch)[share])
     return _map_children(batch, lambda item: cut(item, share, total))
 
 
-def _is_batched(value: Any, total: int) -> bool:
+def spread(batch: Any, parts: Sequence[slice], total: int, together: Together) -> Any:
+    """A collated batch of `total` examples with `together` of its parts in the place of each leaf.
+
+    A structure that torch's pytrees do not open (a dataclass, say) is one leaf, and so is a list of examples.
+    A leaf that is no batch and no tensor, a name for instance, stays as it is.
+    """
+    if _is_open(batch) and not lists_examples(batch, total):
+        return _map_children(batch, lambda item: spread(item, parts, total, together))
+    pieces = [cut(batch, part, total) for part in parts]
+    whole = not isinstance(batch, torch.Tensor) and all(piece is batch for piece in pieces)
+    return batch if whole else together(pieces)
+
+
+def joined(batches: Sequence[Any], totals: Sequence[int], together: Together) -> Any:
+    """Batches of one structure as one, with `together` of theirs in the place of each leaf.
+
+    `totals`: the number of examples of each. Batches whose structures differ are one leaf.
+    """
+    first = batches[0]
+    if not _is_open(first) or any(_layout(batch) != _layout(first) for batch in batches):
+        return together(list(batches))
+    if any(lists_examples(batch, total) for batch, total in zip(batches, totals, strict=True) if total):
+        return together(list(batches))
+    columns = zip(*(_children(batch) or () for batch in batches), strict=True)
+    return _map_children(first, lambda _: joined(next(columns), totals, together))
+
+
+def _is_open(value: Any) -> bool:
+    """Whether `value` is a structure both here and to torch's pytrees, by which its leaves are found again."""
+    return _children(value) is not None and not pytree.tree_is_leaf(value)
+
+
+def _layout(value: Any) -> tuple[Any, ...]:
+    members = list(value) if isinstance(value, Mapping) else len(_children(value) or ())
+    return type(value), members
+
+
+def lists_examples(batch: Any, total: int) -> bool:
+    """Whether a batch of `total` examples is a list with one item an example, such as strings."""
+    return _is_sequence(batch) and len(batch) == total and not all(is_batched(item, total) for item in batch)
+
+
+def is_batched(value: Any, total: int) -> bool:
+    """Whether a value, or each member of a structure, has `total` items along its first dimension."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.ndim > 0 and value.shape[0] == total
     if _is_sequence(value) and len(value) == total:
         return True
     children = _children(value) or []
-    return bool(children) and all(_is_batched(child, total) for child in children)
+    return bool(children) and all(is_batched(child, total) for child in children)
 
 
 def count(batch: Any) -> int:

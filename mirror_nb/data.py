@@ -9,18 +9,19 @@ on all replicas) are handed in.
 
 The share is cut as early as the source allows: from the indices before anything is loaded (map-style datasets
 and arrays), else from the batch after it was loaded (iterable-style datasets, and loaders that make whole
-batches by themselves).
+batches by themselves). A source whose batches are made for one replica each is not cut but dealt out, in turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import pickle
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, final
@@ -31,6 +32,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from mirror_nb.batches import count, cut, leaves, map_leaves, share_of, to_device
 from mirror_nb.errors import UsageError
+from mirror_nb.prefetch import ahead
 from mirror_nb.sampling import (
     check_unsharded,
     describe,
@@ -65,15 +67,30 @@ class _Place:
     replica_id: int
     num_replicas: int
     randomness: Randomness
+    dealt: bool = False
+    # Each replica gets a batch of its own in turn, instead of its part of every batch.
+    pin_memory: bool | None = None
+    # None: as the DataLoader says.
 
     def share(self, total: int) -> slice:
         return share_of(total, self.replica_id, self.num_replicas)
+
+    def draw(self, batches: Iterator[Any]) -> list[Any]:
+        """The source's batches that a step needs; none after the last one."""
+        return list(itertools.islice(batches, self.num_replicas if self.dealt else 1))
+
+    def steps(self, batches: int) -> int:
+        """The number of steps that so many batches make."""
+        return -(-batches // self.num_replicas) if self.dealt else batches
 
 
 class _Shares(Protocol):
     """One replica's share of each global batch of a source, epoch after epoch."""
 
-    def begin(self) -> Iterator[Share]: ...
+    swaps_streams: bool
+    # Whether batches after the first still need the common random stream to be current.
+
+    def begin(self) -> Generator[Share, None, None]: ...
 
 
 @final
@@ -119,6 +136,12 @@ class DistributedDataset:
     batch is handed out, `on_end()` after the last one, or when the loop is left early. `loaders` keeps
     derived DataLoaders between epochs.
 
+    `dealt`: the batches of `source`, then a DataLoader, are for one replica each. Replica i gets the i-th, then
+    the one `num_replicas` later; where they run out in the middle of a step, a batch of no examples.
+    `prefetch`: this many batches are loaded ahead by a thread, where that leaves the global batches as they are:
+    where only the first needs the random stream that the replicas have in common. `pin_memory` overrides the
+    DataLoader's.
+
     Raises UsageError for a source that cannot be cut, that is empty, or that is already sharded.
     """
 
@@ -137,15 +160,15 @@ class DistributedDataset:
         on_batch: Callable[[int, int], None],
         on_end: Callable[[], None],
         loaders: Loaders | None = None,
+        dealt: bool = False,
+        prefetch: int = 0,
+        pin_memory: bool | None = None,
     ) -> None:
-        if isinstance(source, DataLoader):
-            _check_loader(source, num_replicas, batch_size, shuffle, drop_last)
-            self._loader: DataLoader[Any] = source
-        else:
-            self._loader = _loader_of_arrays(source, batch_size, shuffle, drop_last)
+        self._loader = _loader_of(source, num_replicas, batch_size, shuffle, drop_last)
         # One replica has no one to be equal with: it draws from the process's own stream, as plain PyTorch.
         self._randomness = randomness if num_replicas > 1 else contextlib.nullcontext
-        self._place = _Place(replica_id, num_replicas, self._randomness)
+        self._place = _Place(replica_id, num_replicas, self._randomness, dealt, pin_memory)
+        self._prefetch = prefetch
         self._device = device
         self._agree = agree
         self._on_batch = on_batch
@@ -154,19 +177,29 @@ class DistributedDataset:
 
     def __len__(self) -> int:
         """The number of global batches in an epoch; TypeError where the source does not know."""
-        return len(self._loader)
+        return self._place.steps(len(self._loader))
 
     def __iter__(self) -> Iterator[Any]:
         if self._place.num_replicas > 1:
             self._agree_on_order()
-        return self._deliver(self._loaders.shares(self._loader, self._place).begin())
+        source = self._loaders.shares(self._loader, self._place)
+        shares = source.begin()
+        # Not from a thread: swapping the process's random streams there would disturb what the replica draws.
+        swaps = source.swaps_streams and self._place.num_replicas > 1
+        return self._deliver(ahead(shares, self._prefetch) if self._prefetch and not swaps else shares)
 
-    def _deliver(self, shares: Iterator[Share]) -> Iterator[Any]:
+    def sample(self) -> tuple[Any, int]:
+        """Load a batch as it comes from the source, uncut and on the CPU, and the number of its examples."""
+        return _sample(self._loader)
+
+    def _deliver(self, shares: Generator[Share, None, None]) -> Iterator[Any]:
         try:
-            for share in shares:
-                batch = to_device(share.batch, self._device)
-                self._on_batch(share.local_examples, share.global_examples)
-                yield batch
+            # Closed by name: an error's traceback may keep this frame, and so a thread, alive.
+            with contextlib.closing(shares):
+                for share in shares:
+                    batch = to_device(share.batch, self._device)
+                    self._on_batch(share.local_examples, share.global_examples)
+                    yield batch
         finally:
             self._on_end()
 
@@ -184,6 +217,74 @@ class DistributedDataset:
                 )
             for name, stream in streams.items():
                 stream.set(agreed.states[name])
+
+
+@final
+class GlobalBatches:
+    """The global batches of a source, whole, counted and on the CPU; each `iter()` is a new epoch.
+
+    What a single process would see, with the same random numbers drawn in the same places. `source` and its
+    options as for DistributedDataset; `num_replicas` only tells whether a sharded DataLoader is a mistake.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        num_replicas: int,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        loaders: Loaders | None = None,
+    ) -> None:
+        self._loader = _loader_of(source, num_replicas, batch_size, shuffle, drop_last)
+        self._loaders = Loaders() if loaders is None else loaders
+        # Pinning needs a GPU's driver, and these batches still have to travel to another process.
+        self._place = _Place(0, 1, contextlib.nullcontext, pin_memory=False)
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch; TypeError where the source does not know."""
+        return len(self._loader)
+
+    def __iter__(self) -> Generator[Share, None, None]:
+        return self._loaders.shares(self._loader, self._place).begin()
+
+    def sample(self) -> tuple[Any, int]:
+        """Load a batch as it comes from the source, and return it with the number of its examples."""
+        return _sample(self._loader)
+
+
+def _sample(loader: DataLoader[Any]) -> tuple[Any, int]:
+    """A batch that shows what the others look like: one example where that can be, random streams untouched."""
+    streams = {name: (stream, stream.get()) for name, stream in random_streams(loader).items()}
+    try:
+        return _first_of(loader)
+    finally:
+        for stream, state in streams.values():
+            stream.set(state)
+
+
+def _first_of(loader: DataLoader[Any]) -> tuple[Any, int]:
+    total: int | None = None
+    if not iterates_plainly(loader):
+        small = loader
+    elif isinstance(loader.dataset, IterableDataset):
+        small = DataLoader(loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn)
+    elif loader.batch_sampler is not None:
+        index, total = _first(loader.batch_sampler, loader), 1
+        small = DataLoader(loader.dataset, batch_sampler=[list(index)[:1]], collate_fn=loader.collate_fn)
+    else:
+        index = _first(loader.sampler, loader)
+        small = DataLoader(loader.dataset, batch_size=None, sampler=[index], collate_fn=loader.collate_fn)
+    batch = _first(small, loader)
+    return batch, count(batch) if total is None else total
+
+
+def _first(items: Iterable[Any], loader: DataLoader[Any]) -> Any:
+    found = next(iter(items), _END)
+    if found is _END:
+        raise UsageError(f"the DataLoader gives no batch: {describe(loader)}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +325,8 @@ class _IndexShares:
     """Shares cut from the global batches' indices, so that a replica loads nothing but its own."""
 
     def __init__(self, loader: DataLoader[Any], place: _Place) -> None:
-        settings = _settings(loader)
+        settings = _settings(loader, place)
+        self.swaps_streams = not draws_only_at_first(index_sampler(loader))
         self._order = _IndexOrder(index_sampler(loader), place, loader)
         if place.num_replicas > 1:
             settings["generator"] = self._order.worker_seeds
@@ -235,14 +337,14 @@ class _IndexShares:
         self._loader = DataLoader(loader.dataset, collate_fn=loader.collate_fn, **sampling, **settings)
         self._workers_are_seeded = False
 
-    def begin(self) -> Iterator[Share]:
+    def begin(self) -> Generator[Share, None, None]:
         self._order.seed_is_due = not (self._loader.persistent_workers and self._workers_are_seeded)
         batches = iter(self._loader)
         self._workers_are_seeded = True
         return self._shares(batches, self._order.latest)
 
     @staticmethod
-    def _shares(batches: Iterator[Any], cuts: _IndexCuts) -> Iterator[Share]:
+    def _shares(batches: Iterator[Any], cuts: _IndexCuts) -> Generator[Share, None, None]:
         for batch in batches:
             local, total = cuts.counts.popleft()
             # For an empty share one example was loaded: only it can show how a batch looks here.
@@ -274,7 +376,7 @@ class _IndexOrder:
         return self.latest
 
     def __len__(self) -> int:
-        return len(cast(Any, self._source))
+        return self._place.steps(len(cast(Any, self._source)))
 
     def _draw_worker_seeds(self) -> None:
         """Draw where a DataLoader draws its workers' seeds, and make of it other seeds on each replica."""
@@ -299,13 +401,22 @@ class _IndexCuts:
 
     def __next__(self) -> Any:
         with self._randomness():
-            drawn = next(self._batches)
-            indices = drawn if hasattr(drawn, "__getitem__") and hasattr(drawn, "__len__") else list(drawn)
+            step = [_indexable(drawn) for drawn in self._place.draw(self._batches)]
+        if not step:
+            raise StopIteration
         self._randomness = self._later_randomness
-        total = len(indices)
-        share = self._place.share(total)
-        self.counts.append((share.stop - share.start, total))
-        return indices[share] if share.stop > share.start else indices[:1]
+        mine, total = self._mine(step), sum(map(len, step))
+        self.counts.append((len(mine), total))
+        return mine if len(mine) else step[0][:1]
+
+    def _mine(self, step: list[Any]) -> Any:
+        if self._place.dealt:
+            return step[self._place.replica_id] if self._place.replica_id < len(step) else ()
+        return step[0][self._place.share(len(step[0]))]
+
+
+def _indexable(drawn: Any) -> Any:
+    return drawn if hasattr(drawn, "__getitem__") and hasattr(drawn, "__len__") else list(drawn)
 
 
 # ---- the share is cut from the loaded batch ----------------------------------------------------------
@@ -314,6 +425,8 @@ class _IndexCuts:
 @final
 class _BatchShares:
     """Shares cut from global batches that every replica loads; all of the loading is in the common stream."""
+
+    swaps_streams = True
 
     def __init__(self, loader: DataLoader[Any], place: _Place) -> None:
         self._place = place
@@ -325,23 +438,33 @@ class _BatchShares:
         if not isinstance(loader.dataset, IterableDataset):
             sampling["sampler"] = loader.sampler
         collate = _Counted(loader.collate_fn) if self._counted else loader.collate_fn
-        self._loader = DataLoader(loader.dataset, collate_fn=collate, **sampling, **_settings(loader))
+        self._loader = DataLoader(loader.dataset, collate_fn=collate, **sampling, **_settings(loader, place))
 
-    def begin(self) -> Iterator[Share]:
+    def begin(self) -> Generator[Share, None, None]:
         with self._place.randomness():
             batches = iter(self._loader)
         return self._shares(batches)
 
-    def _shares(self, batches: Iterator[Any]) -> Iterator[Share]:
+    def _shares(self, batches: Iterator[Any]) -> Generator[Share, None, None]:
         while True:
             with self._place.randomness():
-                batch = next(batches, _END)
-            if batch is _END:
+                drawn = self._place.draw(batches)
+            if not drawn:
                 return
-            total, batch = batch if self._counted else (count(batch), batch)
-            share = self._place.share(total)
-            whole = share == slice(0, total)
-            yield Share(share.stop - share.start, total, batch if whole else cut(batch, share, total))
+            share = self._share(drawn if self._counted else [(count(batch), batch) for batch in drawn])
+            # The other replicas' batches must not stay in memory while the user works on this one.
+            del drawn
+            yield share
+
+    def _share(self, step: list[tuple[int, Any]]) -> Share:
+        total, batch = step[0]
+        share = self._place.share(total)
+        if self._place.dealt:
+            mine = self._place.replica_id < len(step)
+            total, batch = step[self._place.replica_id] if mine else step[0]
+            share = slice(0, total if mine else 0)
+        part = batch if share == slice(0, total) else cut(batch, share, total)
+        return Share(share.stop - share.start, sum(examples for examples, _ in step), part)
 
 
 @final
@@ -355,8 +478,19 @@ class _Counted:
         return len(examples), self.collate(examples)
 
 
-def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {name: getattr(loader, name) for name in _SETTINGS}
+def _settings(loader: DataLoader[Any], place: _Place) -> dict[str, Any]:
+    settings = {name: getattr(loader, name) for name in _SETTINGS}
+    return settings if place.pin_memory is None else {**settings, "pin_memory": place.pin_memory}
+
+
+def _loader_of(
+    source: Any, num_replicas: int, batch_size: int | None, shuffle: bool, drop_last: bool
+) -> DataLoader[Any]:
+    """The DataLoader that a user gave, or one that makes batches of their arrays."""
+    if not isinstance(source, DataLoader):
+        return _loader_of_arrays(source, batch_size, shuffle, drop_last)
+    _check_loader(source, num_replicas, batch_size, shuffle, drop_last)
+    return source
 
 
 # ---- arrays -------------------------------------------------------------------------------------------

@@ -53,3 +53,7 @@ class RemoteException(ReplicaError):
 
 class PoolClosed(MirrorError, RuntimeError):
     """The replicas were stopped; a new pool has to be started."""
+
+
+class ContextError(MirrorError, RuntimeError):
+    """A method of a strategy was called where it has no meaning: in a replica, in a scope, or outside one."""

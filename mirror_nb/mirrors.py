@@ -10,15 +10,48 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.modules import module as hooks
 
 from mirror_nb.errors import TransferError
 from mirror_nb.payload import Arrivals
 
-Fingerprint = tuple[tuple[int, ...], tuple[int, ...]]
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What a network was when both sides held equal values."""
+
+    structure: tuple[int, ...]
+    registrations: int
+    # How many parts had been registered anywhere by then: while that stays, no structure can have changed.
+    tensors: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
+
+
+class _Registrations:
+    """Counts every part that any network of the process registers."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watching = False
+
+    def watch(self) -> None:
+        if not self._watching:
+            self._watching = True
+            hooks.register_module_module_registration_hook(self._registered)
+            hooks.register_module_parameter_registration_hook(self._registered)
+            hooks.register_module_buffer_registration_hook(self._registered)
+
+    def _registered(self, *_: object) -> None:
+        self.count += 1
+
+
+_registrations = _Registrations()
 
 
 class Mirrors:
@@ -29,7 +62,7 @@ class Mirrors:
         self._count = itertools.count()
         self._by_handle: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         self._handles: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._marks: dict[str, Fingerprint] = {}
+        self._marks: dict[str, _Mark] = {}
         self._roots: set[str] = set()
 
     def handle(self, module: nn.Module) -> str:
@@ -83,11 +116,17 @@ class Mirrors:
         handle = self._handles.get(module)
         if handle is None or handle not in self._marks:
             return None
-        return handle if self._marks[handle][0] == structure(module) else None
+        mark = self._marks[handle]
+        same = mark.registrations == _registrations.count or mark.structure == structure(module)
+        return handle if same else None
 
     def all(self) -> dict[str, nn.Module]:
         """Return every network that has a handle."""
         return dict(self._by_handle)
+
+    def find_handle(self, module: nn.Module) -> str | None:
+        """Return the handle of a network here, if it has one."""
+        return self._handles.get(module)
 
     def find(self, handle: str) -> nn.Module | None:
         """Return the network here that a handle means, if it still lives."""
@@ -97,12 +136,22 @@ class Mirrors:
         """Both sides hold equal values from now on."""
         handle = self._handles.get(module)
         if handle is not None:
-            self._marks[handle] = (structure(module), versions(module))
+            _registrations.watch()
+            watched = tuple(tensor for _, tensor in tensors(module))
+            self._marks[handle] = _Mark(structure(module), _registrations.count, watched, versions(module, watched))
 
     def changed(self, module: nn.Module) -> bool:
         """Whether a tensor of the network was written to, in ways that autograd counts, since `mark`."""
-        handle = self._handles.get(module)
-        return handle is None or self._marks.get(handle, ((), ()))[1] != versions(module)
+        mark = self._marks.get(self._handles.get(module, ""))
+        return mark is None or mark.versions != versions(module, mark.tensors)
+
+    def written(self, module: nn.Module) -> set[str]:
+        """Return the names of the tensors that were written to, or replaced, since `mark`."""
+        mark = self._marks.get(self._handles.get(module, ""))
+        if mark is not None and mark.versions == versions(module, mark.tensors):
+            return set()
+        before = {} if mark is None else dict(zip(map(id, mark.tensors), _pairs(mark.versions[1:]), strict=True))
+        return {name for name, t in tensors(module) if before.get(id(t)) != (t._version, t.data_ptr())}
 
     def reference(self, obj: object) -> Any:
         """For `pack`: a token for a network, or a parameter of one, that the other side has; else None."""
@@ -140,12 +189,16 @@ def structure(module: nn.Module) -> tuple[int, ...]:
     return (*map(id, module.modules()), *(id(tensor) for _, tensor in tensors(module)))
 
 
-def versions(module: nn.Module) -> tuple[int, ...]:
+def versions(module: nn.Module, watched: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """Return autograd's count of writes of each tensor, its address, and the training flag."""
     counts: list[int] = [module.training]
-    for _, tensor in tensors(module):
+    for tensor in watched:
         counts += (tensor._version, tensor.data_ptr())
     return tuple(counts)
+
+
+def _pairs(values: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    return zip(values[::2], values[1::2], strict=True)
 
 
 def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
@@ -154,6 +207,43 @@ def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, value in state.items():
             own[name].copy_(value)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return an optimizer's settings (learning rate and the like), group by group, without its parameters."""
+    return [
+        {name: _plain(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+
+
+def change_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
+    """Give an optimizer other settings; a learning rate that is a tensor stays that tensor."""
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        for name, value in values.items():
+            if isinstance(group.get(name), torch.Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = value
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.Tensor]]], owner: int) -> None:
+    """Copy what the replicas sent into the networks here: the owner's values, averaged statistics of all."""
+    for handle in {handle for sent in states.values() for handle in sent}:
+        module = mirrors.find(handle)
+        if module is None:
+            continue
+        state = dict(states.get(owner, {}).get(handle, {}))
+        shares = [sent[handle] for r, sent in states.items() if r != owner and handle in sent]
+        own = dict(tensors(module))
+        for name in {name for share in shares for name in share}:
+            mine = state.get(name, own[name])
+            state[name] = torch.stack([mine, *(share[name] for share in shares if name in share)]).mean(0)
+        load(module, state)
+        mirrors.mark(module)
 
 
 def averaged_statistics(module: nn.Module) -> dict[str, torch.Tensor]:

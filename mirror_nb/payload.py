@@ -23,7 +23,7 @@ import cloudpickle
 import torch
 from torch import nn
 
-from mirror_nb.errors import TransferError
+from mirror_nb.errors import TransferError, UsageError
 
 IN_BAND_BYTES = 16 * 1024
 # Smaller buffers stay in the pickle: making and mapping a slab costs about 50 µs.
@@ -40,6 +40,10 @@ class Payload:
     # Offset and length of each buffer in the slab, bytes.
     slab_bytes: int = 0
     # 0: there is no slab.
+
+    def __reduce__(self) -> Any:
+        # Three times as fast as dataclasses' own way, in every message.
+        return Payload, (self.pickled, self.extents, self.slab_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -148,7 +152,8 @@ class _Packer(cloudpickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if obj is self._namespace and obj is not None:
             return (_NAMESPACE,)
-        return self._reference(obj)
+        # pickle asks for everything, mostly for these.
+        return None if type(obj) in _NEVER_REFERRED else self._reference(obj)
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.FunctionType and self._namespace is not None and obj.__globals__ is self._namespace:
@@ -207,6 +212,28 @@ class _Packer(cloudpickle.Pickler):
             leaf_grad,
             on_device,
         )
+
+
+_NEVER_REFERRED = frozenset(
+    {
+        str,
+        bytes,
+        int,
+        float,
+        bool,
+        type(None),
+        tuple,
+        list,
+        dict,
+        set,
+        type,
+        types.CodeType,
+        types.CellType,
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        types.ModuleType,
+    }
+)
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -270,7 +297,7 @@ def pack(
     packer = _Packer(file, namespace, reference, handle, limit, in_band)
     try:
         packer.dump(obj)
-    except (TooLarge, KeyboardInterrupt):
+    except (TooLarge, KeyboardInterrupt, UsageError):
         raise
     except Exception as reason:
         raise TransferError(f"{type(obj).__name__} cannot be sent: {type(reason).__name__}: {reason}") from reason

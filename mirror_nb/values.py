@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import enum
 import html
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -11,7 +12,44 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from mirror_nb.errors import ReplicaError
+from mirror_nb.errors import ReplicaError, UsageError
+
+
+class ReduceOp(enum.Enum):
+    """How values of several replicas become one."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @staticmethod
+    def of(op: object) -> ReduceOp:
+        """Return the op that `op` means: a ReduceOp, or "sum" or "mean" in any case.
+
+        Raises UsageError for anything else.
+        """
+        if isinstance(op, ReduceOp):
+            return op
+        name = str(getattr(op, "name", op)).upper().rpartition(".")[2]
+        if name not in ReduceOp.__members__:
+            raise UsageError(f"`op` is {op!r}; it must be ReduceOp.SUM or ReduceOp.MEAN")
+        return ReduceOp[name]
+
+
+class VariableAggregation(enum.Enum):
+    """What becomes of the values that several replicas assign to one Variable."""
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+class VariableSynchronization(enum.Enum):
+    """When the components of a Variable are made one: when written, or when read from outside."""
+
+    AUTO = "AUTO"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
 
 
 class DistributedValues:
@@ -44,8 +82,48 @@ class DistributedValues:
 class PerReplica(DistributedValues):
     """One value from each replica, which may differ.
 
-    `values`, `len()`, iteration and indexing by replica id give the single values.
+    `values`, `len()`, iteration and indexing by replica id give the single values. `shares`: of a batch, the number
+    of examples in each replica's part, by which `run` weighs the gradients; it does not travel with the value.
     """
+
+    def __init__(self, values: Sequence[Any], *, shares: tuple[int, ...] | None = None) -> None:
+        super().__init__(values)
+        self.shares = shares
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _in_arithmetic()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _in_arithmetic()
+
+
+def _in_arithmetic() -> UsageError:
+    return UsageError(
+        "It looks like you are using a PerReplica object while not inside a replica context, which is not supported. "
+        "Run your function inside a replica context by strategy.run, make one value of it by strategy.reduce, or take "
+        "one replica's with value[0]"
+    )
+
+
+def _refuse(self: object, *others: object) -> Any:
+    raise _in_arithmetic()
+
+
+for _name in (
+    *(
+        f"__{side}{op}__"
+        for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+        for side in ("", "r")
+    ),
+    *("__neg__", "__pos__", "__abs__", "__float__", "__int__", "__bool__", "__lt__", "__le__", "__gt__", "__ge__"),
+):
+    setattr(PerReplica, _name, _refuse)
+
+
+@final
+class Mirrored(DistributedValues):
+    """One logical value, the same on each replica."""
 
 
 @final

@@ -14,10 +14,10 @@ PACKAGE = Path(mirror_nb.__file__).parent
 FLOORS = (
     {"errors"},
     {"devices", "telemetry"},
-    {"messages", "values", "cluster", "payload", "mirrors", "batches", "sampling"},
+    {"messages", "values", "variables", "cluster", "payload", "mirrors", "batches", "sampling", "prefetch"},
     {"pool", "replica", "gradients", "data", "collectives"},
     {"strategies"},
-    {"training", "bench", "__main__"},
+    {"training", "bench", "losses", "__main__"},
     {"notebook"},
     {"__init__", "demo"},
 )

@@ -16,7 +16,7 @@ from torch import nn
 
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed
-from mirror_nb.mirrors import Mirrors, load, tensors
+from mirror_nb.mirrors import Mirrors, absorb_states, tensors
 from mirror_nb.payload import Packed, Payload, global_names, pack, unpack
 from mirror_nb.values import Remote, merged
 
@@ -231,19 +231,7 @@ class Names:
             for handle, module in opened[owner].modules.items():
                 self.mirrors.learn(handle, module)
                 self._hold(handle, opened)
-        handles = {handle for exports in opened.values() for handle in exports.states}
-        for handle in handles:
-            module = self.mirrors.find(handle)
-            if module is None:
-                continue
-            state = dict(opened[owner].states.get(handle, {})) if owner in opened else {}
-            shares = [e.states[handle] for r, e in opened.items() if r != owner and handle in e.states]
-            own = dict(tensors(module))
-            for name in {n for share in shares for n in share}:
-                mine = state.get(name, own[name])
-                state[name] = torch.stack([mine, *(s[name] for s in shares if name in s)]).mean(0)
-            load(module, state)
-            self.mirrors.mark(module)
+        absorb_states(self.mirrors, {r: exports.states for r, exports in opened.items()}, owner)
 
     def _absorb_name(
         self,

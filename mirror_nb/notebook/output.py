@@ -19,6 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb.devices import Device
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, Stream
+from mirror_nb.pool.failures import spans
 
 TAIL_LINES = 100
 TAIL_CHARACTERS = 20_000
@@ -255,17 +256,6 @@ class CommProxy:
 
     def handle_close(self, msg: dict[str, Any]) -> None:
         """The front end closed its side; the replica's widget stays until its cell lets go of it."""
-
-
-def spans(ids: Iterable[int]) -> str:
-    """Return `0–2, 5` for [0, 1, 2, 5]."""
-    runs: list[list[int]] = []
-    for i in sorted(ids):
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    return ", ".join(f"{a}–{b}" if a != b else str(a) for a, b in runs)
 
 
 def size(nbytes: float) -> str:

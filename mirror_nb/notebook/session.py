@@ -17,12 +17,12 @@ from mirror_nb import devices as device_names
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, UsageError
 from mirror_nb.messages import Bind, CommSent, Fetch, LoadModules, Restore, RunCell, Snapshot
-from mirror_nb.notebook.failures import raise_for
 from mirror_nb.notebook.names import Names, Parcel, Returned
-from mirror_nb.notebook.output import CellView, CommProxy, duration, size, spans
+from mirror_nb.notebook.output import CellView, CommProxy, duration, size
 from mirror_nb.notebook.source import cell_names
 from mirror_nb.payload import closing_slab, pack
 from mirror_nb.pool.base import Death, Pool, Report
+from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 from mirror_nb.strategies.mirrored import SETUP

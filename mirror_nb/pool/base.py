@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -20,7 +21,7 @@ from typing import Any
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, ReplicaError
-from mirror_nb.messages import Abort, Done, Failure, Form, Interrupt, Rendezvous, Request
+from mirror_nb.messages import Abort, Done, Failure, Form, Interrupt, Meeting, Rendezvous, Request
 
 ABORT_AFTER = 0.05
 # Seconds from a replica's failure to the end of its peers' waits: time for them to raise the same by themselves.
@@ -28,6 +29,7 @@ INTERRUPT_AFTER = 0.8
 # Seconds from a replica's failure to the interrupt of peers that do not wait in a collective.
 GRACE = 3.0
 # Seconds from an interrupt to the kill.
+UNEVEN_MERGE_CALLS = "Some replicas made a different number of replica_context().merge_call() calls."
 FORM_SECONDS = 60.0
 # For joining the process group; a replica that is not there by then is replaced.
 
@@ -332,6 +334,8 @@ class _Following:
         self._pending = set(requests)
         self._answers: dict[int, Answer] = {}
         self._timed_out = False
+        self._meetings: Counter[int] = Counter()
+        # How many merge_calls each replica has entered.
         self._reason: str | None = None
         # Why the others must end, in a few words.
         self._steps: list[tuple[float, Callable[[], None]]] = []
@@ -371,11 +375,21 @@ class _Following:
             self._end_of(replica_id, answer)
             if not message.grouped:
                 self._pool.unform()
+            self._check_meetings()
             if message.failure is not None:
                 text = f"replica {replica_id} raised {message.failure.type_name}"
                 self._fail(text, abort_after=ABORT_AFTER)
+        elif isinstance(message, Meeting):
+            self._meetings[replica_id] += 1
+            self._check_meetings()
         else:
             self._on_message(replica_id, message)
+
+    def _check_meetings(self) -> None:
+        """End the wait in a merge_call that some replica has left out: it has returned and will never come."""
+        waiting = max((self._meetings[r] for r in self._pending), default=0)
+        if any(self._meetings[r] < waiting for r in self._answers):
+            self._fail(UNEVEN_MERGE_CALLS, abort_after=0.0)
 
     def _end_of(self, replica_id: int, answer: Answer) -> None:
         self._pending.discard(replica_id)

@@ -23,12 +23,13 @@ from mirror_nb.replica.runtime import Identity, Replica
 class InProcessPool(Pool):
     """One replica in this process; no process group, since there is nobody to reduce with."""
 
-    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int = 0) -> None:
+    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int = 0, reduction: str = "mean") -> None:
         if len(devices) != 1:
             raise DeviceError(f"replicas in this process: one is possible, {len(devices)} devices were named")
         super().__init__(devices)
         self._setup = setup
         self._seed = seed
+        self._reduction = reduction
         self._incoming: deque[Incoming] = deque()
         self._replica: Replica | None = None
 
@@ -40,6 +41,7 @@ class InProcessPool(Pool):
                 1,
                 torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.index),
                 self._seed,
+                self._reduction,
             ),
             self._emit,
             self._setup,

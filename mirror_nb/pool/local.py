@@ -59,10 +59,11 @@ class _Member:
 class LocalPool(Pool):
     """One process a device on this machine."""
 
-    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int = 0) -> None:
+    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int = 0, reduction: str = "mean") -> None:
         super().__init__(devices)
         self._setup = setup
         self._seed = seed
+        self._reduction = reduction
         self._members: dict[int, _Member] = {}
         self._store: Any = None
         self._port = 0
@@ -124,6 +125,7 @@ class LocalPool(Pool):
             seed=self._seed,
             threads=max(1, _cores() // n) if on_cpu else torch.get_num_threads(),
             environment=environment,
+            reduction=self._reduction,
             setup=self._setup,
         )
 
@@ -150,15 +152,14 @@ class LocalPool(Pool):
             [*waiting, *([wake] if wake is not None else [])], 0.0 if dead else timeout
         )
         found: list[Incoming] = []
-        for replica_id in sorted({waiting[source] for source in ready if source != wake or source in waiting}):
-            found += self._receive(replica_id)
+        sources = [source for source in ready if source in waiting]
+        for replica_id in sorted({waiting[source] for source in sources}):
+            found += self._receive(replica_id, self._members[replica_id].process.sentinel in sources)
         return found + dead
 
-    def _receive(self, replica_id: int) -> list[Incoming]:
-        """Return what a replica sent; its death last, if it is dead."""
+    def _receive(self, replica_id: int, ended: bool) -> list[Incoming]:
+        """Return what a replica sent; its death last, if its process has ended."""
         member = self._members[replica_id]
-        # Asked before reading: what a process sent before its end can all be read after it.
-        ended = not member.process.is_alive()
         try:
             found = [(replica_id, message, slab) for message, slab in member.channel.drain()]
         except ChannelClosed:

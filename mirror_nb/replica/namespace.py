@@ -6,6 +6,7 @@ Knows payloads and networks; knows no process and no shell.
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
@@ -16,7 +17,15 @@ from torch import nn
 
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed
-from mirror_nb.mirrors import Mirrors, averaged_statistics, bits, load, tensors
+from mirror_nb.mirrors import (
+    Mirrors,
+    averaged_statistics,
+    bits,
+    change_settings,
+    load,
+    settings_of,
+    tensors,
+)
 from mirror_nb.payload import Packed, Payload, TooLarge, pack, unpack
 
 PLAIN_BYTES = 1 << 20
@@ -63,6 +72,10 @@ class Namespace:
         self._scope = scope
         self._device = device
         self._sums: dict[str, int] = {}
+        self._kept: dict[str, object] = {}
+        # Objects that the controller made in its scope, by handle; they live here as long as there.
+        self._settings: dict[str, Any] = {}
+        # Of optimizers among these: what the controller knows.
 
     # ------------------------------------------------------------------ in
 
@@ -92,7 +105,60 @@ class Namespace:
                 load(module, state)
                 self.mirrors.mark(module)
 
+    # ------------------------------------------------------------------ mirrored objects of the controller
+
+    def keep(self, payload: Payload, slab: int | None) -> None:
+        """Take objects that the controller mirrors: {handle: object}."""
+        for handle, obj in self.open(payload, slab).items():
+            self._kept[handle] = obj
+            if isinstance(obj, torch.optim.Optimizer):
+                self._settings[handle] = settings_of(obj)
+            elif isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
+                _count_steps(obj.optimizer)
+
+    def release(self, handles: Iterable[str]) -> None:
+        """Let go of objects that the controller has no more."""
+        for handle in handles:
+            self._kept.pop(handle, None)
+            self._settings.pop(handle, None)
+
+    def open_call(self, payload: Payload, slab: int | None) -> tuple[Any, list[nn.Module]]:
+        """Rebuild a call's function or arguments; return the networks too that came as copies."""
+        value, arrivals = unpack(payload, slab, resolve=self._resolve, device=self._device)
+        for module in arrivals.modules:
+            self._scope.adopt(module)
+        return value, arrivals.modules
+
+    def reference(self, obj: object) -> Any:
+        """For `pack`: a token for what the controller has too."""
+        for handle, kept in self._kept.items():
+            if kept is obj and not isinstance(obj, nn.Module):
+                return ("object", handle)
+        return self.mirrors.reference(obj)
+
+    def apply_settings(self, settings: Iterable[tuple[str, Any]]) -> None:
+        """Take over what the controller changed in an optimizer's settings."""
+        for handle, groups in settings:
+            optimizer = self._kept.get(handle)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                change_settings(optimizer, groups)
+                self._settings[handle] = settings_of(optimizer)
+
+    def changed_settings(self) -> tuple[tuple[str, Any], ...]:
+        """Return the settings of optimizers that have changed since the controller was told."""
+        changed = []
+        for handle, known in self._settings.items():
+            now = settings_of(self._kept[handle])  # type: ignore[arg-type]
+            if now != known:
+                self._settings[handle] = now
+                changed.append((handle, now))
+        return tuple(changed)
+
     def _resolve(self, token: Any) -> object:
+        if isinstance(token, tuple) and token[0] == "object":
+            if token[1] not in self._kept:
+                raise TransferError(f"the payload refers to {token!r}, which does not exist in this replica")
+            return self._kept[token[1]]
         if isinstance(token, tuple) and token[0] == "name":
             if token[1] not in self.names:
                 raise TransferError(f"`{token[1]}` no longer exists in this replica; run the cell that makes it again")
@@ -172,7 +238,7 @@ class Namespace:
         left: list[str] = []
         while True:
             try:
-                return pack((mine, self.mirrors.all()), namespace=self.names), tuple(left)
+                return pack((mine, self.mirrors.all(), self._kept), namespace=self.names), tuple(left)
             except TransferError:
                 broken = [name for name in mine if not self._packs(mine[name])]
                 if not broken:
@@ -189,7 +255,10 @@ class Namespace:
 
     def restore(self, payload: Payload, slab: int | None) -> None:
         """Take over another replica's snapshot."""
-        names, handles = self.open(payload, slab)
+        names, handles, self._kept = self.open(payload, slab)
+        self._settings = {
+            h: settings_of(obj) for h, obj in self._kept.items() if isinstance(obj, torch.optim.Optimizer)
+        }
         self.names.update(names)
         for handle, module in handles.items():
             self.mirrors.learn(handle, module)
@@ -246,6 +315,21 @@ class Namespace:
                 states[handle] = {name: value.detach() for name, value in state.items()}
                 self._sums[handle] = total
         return states
+
+
+def _count_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Mark the optimizer of a scheduler that arrived as its constructor does, or it warns of a missing step."""
+    step = optimizer.step
+    if hasattr(step, "_wrapped_by_lr_sched"):
+        return
+
+    @functools.wraps(step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return step(*args, **kwargs)
+
+    counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = counted  # type: ignore[method-assign]
 
 
 def _stayed(value: object, why: str) -> Stayed:

@@ -21,7 +21,9 @@ from typing import Any, Protocol
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from mirror_nb.batches import to_device
 from mirror_nb.collectives import process_group
 from mirror_nb.errors import PeerFailed, UsageError
 from mirror_nb.gradients import GradientSynchronizer
@@ -33,6 +35,7 @@ from mirror_nb.messages import (
     Fetch,
     Form,
     LoadModules,
+    Mirror,
     Rendezvous,
     Request,
     Restore,
@@ -54,6 +57,8 @@ class Identity:
     device: torch.device
     # As torch names it in the replica's own process.
     seed: int
+    reduction: str = "mean"
+    # Of gradients: "mean" or "sum".
 
 
 class Emit(Protocol):
@@ -78,9 +83,13 @@ class Replica:
         interruptible: Callable[[int], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,  # type: ignore[assignment]
     ) -> None:
         self.identity = identity
-        self.gradients = GradientSynchronizer(identity.replica_id, identity.num_replicas)
+        self.gradients = GradientSynchronizer(identity.replica_id, identity.num_replicas, reduction=identity.reduction)
         self.scope = Scope(identity.replica_id, identity.num_replicas, identity.device, self.gradients, identity.seed)
-        self._emit = emit
+        self.emit = emit
+        # The strategy puts these in place: what a user's function, and a cell, run in.
+        self.invoke: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] = _plainly
+        self.cell_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.own_process = module is None
         self._module = module
         self._interruptible = interruptible
         self._shell: ReplicaShell | None = None
@@ -103,7 +112,7 @@ class Replica:
     def shell(self) -> ReplicaShell:
         """The shell that runs cells; made at the first cell where the process has another one."""
         if self._shell is None:
-            self._shell = make_shell(self._emit, self._module)
+            self._shell = make_shell(self.emit, self._module)
         return self._shell
 
     # ------------------------------------------------------------------ requests
@@ -115,6 +124,7 @@ class Replica:
         failure: Failure | None = None
         bundle: dict[str, Any] | None = None
         left: tuple[str, ...] = ()
+        settings: tuple[tuple[str, Any], ...] = ()
         try:
             match request.what:
                 case Form(rendezvous):
@@ -123,6 +133,9 @@ class Replica:
                     failure, packed, bundle = self._run_cell(cell, slab, request.number)
                 case Call() as call:
                     failure, packed = self._call(call, slab, request.number)
+                    settings = self.namespace.changed_settings()
+                case Mirror(objects):
+                    self.namespace.keep(objects, slab)
                 case Bind(names):
                     self.namespace.bind(names, slab)
                 case LoadModules(states):
@@ -139,8 +152,8 @@ class Replica:
         payload = packed.payload if packed is not None else None
         grouped = self.identity.num_replicas == 1 or dist.is_initialized()
         with closing_slab(packed) if packed is not None else contextlib.nullcontext():
-            self._emit(
-                Done(request.number, failure, payload, seconds, bundle, left, grouped),
+            self.emit(
+                Done(request.number, failure, payload, seconds, bundle, left, grouped, settings),
                 packed.slab if packed is not None else None,
             )
 
@@ -164,7 +177,7 @@ class Replica:
         before = self.namespace.before(cell.mentioned)
         shell = self.shell
         failure = None
-        with self._in_scope(cell.synchronize):
+        with self._in_scope(cell.synchronize), self.cell_context():
             try:
                 with self._interruptible(number):
                     end = shell.run(cell.source, cell.count)
@@ -183,14 +196,24 @@ class Replica:
         return failure, packed, bundle
 
     def _call(self, call: Call, slab: int | None, number: int) -> tuple[Failure | None, Packed | None]:
-        function, args, kwargs = self.namespace.open(call.payload, slab)
-        with self._in_scope(call.synchronize):
+        self.namespace.release(call.released)
+        self.namespace.apply_settings(call.settings)
+        function, visitors = self.namespace.open_call(call.function, None)
+        (args, kwargs), more = self.namespace.open_call(call.arguments, slab)
+        if self.identity.device.type != "cpu":
+            args, kwargs = to_device((args, kwargs), self.identity.device)
+        with self._in_scope(True):
             try:
+                if call.shares is not None:
+                    self.gradients.set_shares(*call.shares)
                 with self._interruptible(number):
-                    value = function(*args, **kwargs)
+                    value = function(*args, **kwargs) if call.plain else self.invoke(function, args, kwargs)
+                _check_visitors([*visitors, *more])
             except BaseException as error:
                 return self.failure(error), None
-        return None, pack(value, namespace=self.names, reference=self.namespace.mirrors.reference)
+            finally:
+                self.gradients.clear_shares()
+        return None, pack(value, reference=self.namespace.reference)
 
     def _fetch(self, names: tuple[str, ...], owner: bool, number: int) -> Packed:
         lacking = [name for name in names if name not in self.names]
@@ -234,6 +257,22 @@ class Replica:
             interrupted=isinstance(error, KeyboardInterrupt),
             secondary=isinstance(error, PeerFailed) or "PeerFailed" in str(error),
         )
+
+
+def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _check_visitors(modules: list[nn.Module]) -> None:
+    """Refuse that a copy, which is gone after the call, was trained."""
+    # Parts are complete before what they are parts of.
+    for module in reversed(modules):
+        if any(parameter.grad is not None for parameter in module.parameters()):
+            raise UsageError(
+                f"a {type(module).__name__} that the function captured got gradients, but it is not mirrored: this was a "
+                "copy, and what it learns would be lost. Create it inside `with strategy.scope():`, or mirror it "
+                "with strategy.mirror(module)"
+            )
 
 
 def _named(path: str) -> Callable[[Replica], dict[str, Any]]:

@@ -33,6 +33,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.replaced import Replaced
 
 _TORCH = frozenset({"torch", "cuda"})  # what torch.manual_seed seeds
 
@@ -59,7 +60,7 @@ class Scope:
         self._gradients = gradients
         self._streams = _Streams(replica_id, device, seed) if num_replicas > 1 else None
         self._depth = 0
-        self._changes: list[_Replaced | RemovableHandle] = []
+        self._changes: list[Replaced | RemovableHandle] = []
         self._watch: RemovableHandle | None = None
         # On the CPU still, since their modules were under construction.
         self._waiting: list[Tensor] = []
@@ -120,28 +121,28 @@ class Scope:
             hooks.register_module_buffer_registration_hook(self._buffer_registered),
             hooks.register_module_module_registration_hook(self._module_registered),
             # Copies and unpickled modules register nothing.
-            _Replaced(nn.Module, "__setstate__", after=self._restored),
+            Replaced(nn.Module, "__setstate__", after=self._restored),
             # Tensors that no module registered are trained all the same when an optimizer holds them.
-            _Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized),
+            Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized),
         ]
         if self._device.type != "cpu":
             # Who asks for the parameters may look where they are, and optimizers make state beside them.
             self._changes += [
-                _Replaced(nn.Module, "named_parameters", before=self._settle),
-                _Replaced(torch.optim.Optimizer, "__init__", before=self._settle),
+                Replaced(nn.Module, "named_parameters", before=self._settle),
+                Replaced(torch.optim.Optimizer, "__init__", before=self._settle),
             ]
         if self._streams is not None:
             self._install_streams(self._streams)
 
     def _install_streams(self, streams: _Streams) -> None:
         self._changes += [
-            _Replaced(nn.Module, "__init__", before=self._build),
+            Replaced(nn.Module, "__init__", before=self._build),
             # A lazy module draws its initial values in the first forward pass.
-            _Replaced(UninitializedParameter, "materialize", before=self._build),
+            Replaced(UninitializedParameter, "materialize", before=self._build),
         ]
         for owner, name, generators in _seeding_functions():
             seeded = functools.partial(streams.seeded, generators)
-            self._changes.append(_Replaced(owner, name, before=self._build, after=seeded))
+            self._changes.append(Replaced(owner, name, before=self._build, after=seeded))
 
     def _build(self, *_: object, **__: object) -> None:
         if self._depth and self._streams is not None and self._streams.running:
@@ -333,39 +334,6 @@ def _seeding_functions() -> Iterator[tuple[Any, str, frozenset[str]]]:
     yield torch.cuda, "manual_seed_all", frozenset({"cuda"})
     yield random, "seed", frozenset({"random"})
     yield np.random, "seed", frozenset({"numpy"})
-
-
-@final
-class _Replaced:
-    """A function of somebody else that calls us too, until it is removed."""
-
-    def __init__(
-        self,
-        owner: Any,
-        name: str,
-        *,
-        before: Callable[..., object] | None = None,
-        after: Callable[..., object] | None = None,
-    ) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            if before is not None:
-                before(*args, **kwargs)
-            result = original(*args, **kwargs)
-            if after is not None:
-                after(*args, **kwargs)
-            return result
-
-        self._owner, self._name = owner, name
-        self._original, self._replacement = original, replacement
-        setattr(owner, name, replacement)
-
-    def remove(self) -> None:
-        # Somebody who replaced ours meanwhile keeps his own; ours does nothing once the scope is left.
-        if getattr(self._owner, self._name) is self._replacement:
-            setattr(self._owner, self._name, self._original)
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:

@@ -105,7 +105,9 @@ class _Process:
             torch.cuda.set_device(device)
         process_group.install()
         replica = runtime.Replica(
-            runtime.Identity(self._spec.replica_id, self._spec.num_replicas, device, self._spec.seed),
+            runtime.Identity(
+                self._spec.replica_id, self._spec.num_replicas, device, self._spec.seed, self._spec.reduction
+            ),
             self._emit,
             self._spec.setup,
             None,

@@ -1,31 +1,169 @@
-"""What every strategy promises, whether it is held in the controller or in a replica."""
+"""The public strategy: tf.distribute's names, checks of what callers give, and the step to the place that works.
+
+A strategy is the same object with the same methods wherever its code stands (DESIGN, "one strategy, three
+places"); only its place differs. Every `experimental_x` of tf.distribute is also there as `x`.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from abc import ABC
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from mirror_nb.errors import UsageError
+from mirror_nb.strategies.context import entered, require_cross_replica
+from mirror_nb.strategies.extended import StrategyExtended
+from mirror_nb.strategies.place import Place
+from mirror_nb.values import DistributedValues, ReduceOp
 
 
 class Strategy(ABC):
-    """A way to spread a computation over devices. tf.distribute's names (see DESIGN decision 1)."""
+    """A way to spread a computation over devices. Cannot be made itself; make one of its subclasses."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._extended = StrategyExtended(self)
+
+    # ------------------------------------------------------------------ what it is
 
     @property
-    @abstractmethod
     def num_replicas_in_sync(self) -> int:
         """Number of replicas over which gradients are aggregated."""
+        return self._place.num_replicas
 
-    @abstractmethod
-    def scope(self) -> AbstractContextManager[Any]:
-        """Return the context in which what is created is mirrored."""
+    @property
+    def extended(self) -> StrategyExtended:
+        """Methods for those who write libraries on top of strategies."""
+        return self._extended
 
-    @abstractmethod
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Call `fn(*args, **kwargs)` on every replica and return its results."""
+    @property
+    def cluster_resolver(self) -> Any:
+        """What knows the cluster; None on a single host."""
+        return None
 
-    @abstractmethod
-    def distribute_dataset(
-        self, source: Any, *, batch_size: int | None = None, shuffle: bool = False, drop_last: bool = False
+    # ------------------------------------------------------------------ scope and run
+
+    @contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Make this strategy current; modules, optimizers and Variables created inside are mirrored.
+
+        May be entered again inside itself. Raises RuntimeError inside the scope of another strategy.
+        """
+        with entered(self, None, cross=True), self._place.scope(self):
+            yield self
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: Any = None,
     ) -> Any:
-        """Return an iterable of this place's shares of the global batches of `source`."""
+        """Call `fn(*args, **kwargs)` on every replica and return its results.
+
+        Of a PerReplica in the arguments, at any depth of tuples, lists and dicts, each replica gets its part. In the
+        controller the results come back as a nest of PerReplica, one a leaf; in a replica as they are. With one
+        replica there is no PerReplica.
+
+        Raises UsageError where `args` is no tuple or list, or where the replicas' results differ in structure,
+        RuntimeError inside a replica, and what `fn` raised on a replica, with its own type.
+        """
+        require_cross_replica("Strategy.run", "use get_replica_context().merge_call(), or call the function itself")
+        if not callable(fn):
+            raise UsageError(f"`fn` must be a function, not {type(fn).__name__}")
+        if not isinstance(args, (tuple, list)):
+            raise UsageError(f"positional args must be a list or tuple, got {type(args)}; write args=(x,)")
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise UsageError(f"keyword args must be a dict, got {type(kwargs)}")
+        return self._place.run(self, fn, tuple(args), kwargs or {})
+
+    # ------------------------------------------------------------------ from many values one
+
+    def reduce(self, op: Any, value: Any, axis: int | tuple[int, ...] | None) -> Any:
+        """Return `value`, a nest, reduced over the replicas.
+
+        `op`: ReduceOp.SUM or MEAN, or their names. With `axis` each replica's tensor is reduced over that axis (or
+        those) too, and the mean divides by the true number of elements, empty replicas included; None: the tensors,
+        of equal shapes, are added element by element, and the mean divides by the replicas.
+
+        Raises UsageError for shapes that differ or an axis that is not there, RuntimeError inside a replica.
+        """
+        require_cross_replica("Strategy.reduce", "use get_replica_context().all_reduce() instead")
+        which = ReduceOp.of(op)
+        axes = None if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+        return _map(lambda leaf: self._place.reduce(which, leaf, axes), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Return the replicas' tensors of `value`, a nest, joined along `axis`; sizes may differ along it alone.
+
+        Raises UsageError where other sizes differ, RuntimeError inside a replica.
+        """
+        require_cross_replica(
+            "tf.distribute.Strategy.gather method".replace("tf.distribute.", ""),
+            "use get_replica_context().all_gather() instead",
+        )
+        return _map(lambda leaf: self._place.gather(leaf, axis), value)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the values of this place's replicas: a tuple, one entry a replica; a plain value alone in it."""
+        return self._place.local_results(value)
+
+    # ------------------------------------------------------------------ input
+
+    def distribute_dataset(
+        self,
+        source: Any,
+        options: Any = None,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+    ) -> Any:
+        """Return an iterable of the global batches of `source`, each cut into shares (DESIGN decision 5).
+
+        `source`: a DataLoader, whose batch size is the global one, or tensors or arrays (one, or a tuple or dict of
+        them, equally long) with `batch_size`, examples of a global batch. Replica i of n gets examples
+        [i*c, (i+1)*c) of a batch of b, c = ceil(b / n), on its device; late replicas may get none and still take
+        part. In the controller a batch is a nest of PerReplica, in a replica its own share.
+        Source: tf.distribute's rule for the last batch. Raises UsageError for anything else.
+        """
+        return self._place.distribute_dataset(
+            source, options=options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
+        )
+
+    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
+        """Return an iterable over the batches of `dataset_fn(InputContext)`, which batches per replica itself.
+
+        In a step replica 0 gets the next batch, replica 1 the one after it, and so on; where they run out, batches
+        of no examples.
+        """
+        return self._place.distribute_datasets_from_function(dataset_fn, options)
+
+    def distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        """Return a PerReplica of `value_fn(ValueContext)` for each replica."""
+        return self._place.values_from_function(value_fn)
+
+    experimental_distribute_dataset = distribute_dataset
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+    experimental_distribute_values_from_function = distribute_values_from_function
+    experimental_local_results = local_results
+
+    # ------------------------------------------------------------------ life
+
+    def close(self) -> None:
+        """Give back the replicas; a strategy that was closed raises PoolClosed from then on."""
+        self._place.close()
+
+    def __enter__(self) -> Strategy:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """Apply `change` to every leaf; a PerReplica, a Variable and the like are leaves."""
+    return pytree.tree_map(change, value, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))

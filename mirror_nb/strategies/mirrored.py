@@ -1,144 +1,110 @@
-"""MirroredStrategy inside a replica: what a `%%mirrored` cell finds bound as `strategy`.
-
-The strategy as the controller holds it comes with the Python API.
-"""
+"""MirroredStrategy: every replica has a copy of everything, and all learn from the whole global batch."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, final
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-import torch.distributed as dist
 
-from mirror_nb.data import DistributedDataset, Loaders
+from mirror_nb import devices as device_names
 from mirror_nb.errors import UsageError
-from mirror_nb.replica.runtime import Replica
 from mirror_nb.strategies.base import Strategy
+from mirror_nb.strategies.context import ReplicaContext, entered
+from mirror_nb.strategies.controller import ControllerPlace
+from mirror_nb.strategies.in_replica import ReplicaPlace, standalone
+from mirror_nb.strategies.place import Place
+from mirror_nb.values import ReduceOp
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
+if TYPE_CHECKING:
+    from mirror_nb.replica.runtime import Replica
 
 
 @final
-class ReplicaStrategy(Strategy):
-    """The strategy as one of its replicas sees it: calls run here, reductions talk to the peers."""
+class MirroredStrategy(Strategy):
+    """Trains one model on several devices of this machine, in step.
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        self._loaders = Loaders()
+    `devices`: None means every visible GPU, else one CPU replica; or names such as `["cuda:0", "cuda:1"]`, `"GPU:0"`,
+    0, `"cpu:1"`. `gradient_reduction`: ReduceOp.MEAN, the default, gives the gradient of a mean loss over the whole
+    global batch, as one device would compute it (DESIGN decision 4); ReduceOp.SUM adds the replicas' gradients up,
+    TensorFlow's rule, for losses scaled by the global batch size. `seed` is that of the replicas' random numbers.
 
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Number of replicas over which gradients are aggregated."""
-        return self._replica.identity.num_replicas
+    In the controller (a notebook cell or a script) it starts one process a device, with the first call. In a
+    `%%mirrored` cell, and in a script that torchrun starts once per device, it is the place it stands in; `devices`
+    is then given by who started the processes.
 
-    @property
-    def replica_id(self) -> int:
-        """This replica's id, from 0."""
-        return self._replica.identity.replica_id
+    Raises DeviceError for devices that are not there or named twice, UsageError for another reduction.
+    """
 
-    @property
-    def device(self) -> torch.device:
-        """This replica's device."""
-        return self._replica.identity.device
+    def __init__(
+        self,
+        devices: Sequence[object] | str | int | None = None,
+        cross_device_ops: Any = None,
+        *,
+        gradient_reduction: Any = None,
+        seed: int = 0,
+    ) -> None:
+        if cross_device_ops is not None:
+            raise UsageError("`cross_device_ops` cannot be chosen yet; leave it out")
+        reduction = None if gradient_reduction is None else ReduceOp.of(gradient_reduction).value.lower()
+        super().__init__(_place(devices, reduction, seed))
 
-    def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope; a cell is in it already, so code written with `with strategy.scope():` works too."""
-        return contextlib.nullcontext(self)
+    def mirror(self, obj: Any) -> Any:
+        """Treat `obj` as created in this strategy's scope, and return it."""
+        return self._place.mirror(obj)
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Call `fn(*args, **kwargs)` here: every replica runs the cell, so every replica calls it.
-
-        Raises UsageError when `args` is no tuple or list, or `kwargs` no dict.
-        """
-        if not isinstance(args, (tuple, list)):
-            raise UsageError(f"`args` must be a tuple or a list, not {type(args).__name__}; write args=(x,)")
-        if kwargs is not None and not isinstance(kwargs, dict):
-            raise UsageError(f"`kwargs` must be a dict, not {type(kwargs).__name__}")
-        return fn(*args, **(kwargs or {}))
-
-    def reduce(self, op: str, value: Any) -> torch.Tensor:
-        """Return `value` reduced over the replicas, the same on each.
-
-        `op`: "sum", "mean", "max" or "min". `value`: a number, or a tensor of equal shape on all replicas.
-        Raises UsageError for another op; what the collective raises where shapes differ.
-        """
-        name = str(op).lower().rpartition(".")[2]
-        if name not in _OPS:
-            raise UsageError(f"`op` is {op!r}; it must be one of {', '.join(_OPS)}")
-        tensor = torch.as_tensor(value).detach()
-        if name == "mean" and not tensor.is_floating_point() and not tensor.is_complex():
-            tensor = tensor.to(torch.get_default_dtype())
-        total = tensor.to(self.device, copy=True).contiguous()
-        if self.num_replicas_in_sync > 1:
-            dist.all_reduce(total, _OPS[name])
-        return total / self.num_replicas_in_sync if name == "mean" else total
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward() accumulates local gradients.
+    def no_sync(self) -> Any:
+        """Return a context, on a replica, in which backward() accumulates local gradients.
 
         The first backward() after it reduces all of them.
         """
-        return self._replica.gradients.no_sync()
+        return self._place.no_sync()
 
-    def distribute_dataset(
-        self, source: Any, *, batch_size: int | None = None, shuffle: bool = False, drop_last: bool = False
-    ) -> DistributedDataset:
-        """Return this replica's shares of the global batches of `source`.
-
-        `source`: a DataLoader, whose batch size is the global one, or tensors or arrays (one, or a tuple or dict of
-        them, equally long) with `batch_size`, examples of a global batch. Replica i of n gets examples
-        [i*c, (i+1)*c) of a batch of b, c = ceil(b / n), on its device; late replicas may get none and still take
-        part. Source: tf.distribute's rule for the last batch. Raises UsageError for anything else.
-        """
-        replica = self._replica
-        return DistributedDataset(
-            source,
-            replica_id=self.replica_id,
-            num_replicas=self.num_replicas_in_sync,
-            device=self.device,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            randomness=replica.scope.shared_randomness,
-            agree=self._agree,
-            on_batch=self._on_batch,
-            on_end=replica.gradients.clear_shares,
-            loaders=self._loaders,
-        )
-
-    experimental_distribute_dataset = distribute_dataset
-
-    def _on_batch(self, local_examples: int, global_examples: int) -> None:
-        self._replica.scope.start_running()
-        self._replica.gradients.set_shares(local_examples, global_examples)
-
-    def _agree(self, state: bytes) -> bytes:
-        """Return replica 0's bytes on every replica."""
-        if self.num_replicas_in_sync == 1:
-            return state
-        length = torch.tensor([len(state)], device=self.device)
-        dist.broadcast(length, 0)
-        data = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
-        if self.replica_id == 0:
-            data.copy_(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        dist.broadcast(data, 0)
-        return data.cpu().numpy().tobytes()
+    @property
+    def replica_id(self) -> int:
+        """This replica's id, from 0. Raises RuntimeError in the controller, which is none."""
+        return self._place.replica_id
 
     def __repr__(self) -> str:
-        return f"<MirroredStrategy: replica {self.replica_id} of {self.num_replicas_in_sync}, {self.device}>"
+        return f"<MirroredStrategy: {', '.join(self._place.devices)}>"
+
+
+def _place(devices: Any, reduction: str | None, seed: int) -> Place:
+    if _here:
+        if reduction is not None:
+            _here[-1].gradients.reduction = reduction
+            _here[-1].gradients.clear_shares()
+        return ReplicaPlace(_here[-1])
+    reduction = reduction or "mean"
+    if _started_by_a_launcher():
+        return ReplicaPlace(standalone(reduction, seed))
+    chosen = device_names.resolve(devices, torch.cuda.device_count())
+    return ControllerPlace(chosen, setup=SETUP, seed=seed, reduction=reduction)
+
+
+def _started_by_a_launcher() -> bool:
+    """Whether torchrun or the like started this process once per device."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+_here: list[Replica] = []
+# The replica that this process is, if it is one.
 
 
 def setup(replica: Replica) -> dict[str, Any]:
-    """Return the names that a replica's cells find bound, besides its id and device."""
-    return {"strategy": ReplicaStrategy(replica)}
+    """Return the names that a replica's cells find bound, besides its id and device; called once in each."""
+    _here.append(replica)
+    try:
+        strategy = MirroredStrategy()
+    finally:
+        if not replica.own_process:
+            # The in-process twin lives in the controller, where strategies go on to be the controller's.
+            _here.pop()
+    context = ReplicaContext(strategy, replica.identity.replica_id)
+    replica.invoke = lambda fn, args, kwargs: strategy._place.run(strategy, fn, args, kwargs)
+    replica.cell_context = lambda: entered(strategy, context, cross=True)
+    return {"strategy": strategy}
 
 
 SETUP = f"{__name__}:{setup.__name__}"

@@ -1,17 +1,18 @@
-"""A replica's exception, raised in the notebook: its own type, the user's own lines, and who raised it."""
+"""A replica's exception, raised in the controller: its own type, the user's own lines, and who raised it."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import RemoteException, ReplicaDied, ReplicaTimeout
 from mirror_nb.messages import Failure
-from mirror_nb.notebook.output import spans
 from mirror_nb.pool.base import Report
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 
 
@@ -72,10 +73,23 @@ def rebuilt(failure: Failure) -> BaseException:
     return error
 
 
+def spans(ids: Iterable[int]) -> str:
+    """Return `0–2, 5` for [0, 1, 2, 5]."""
+    runs: list[list[int]] = []
+    for i in sorted(ids):
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return ", ".join(f"{a}–{b}" if a != b else str(a) for a, b in runs)
+
+
 def _raise(error: BaseException, lines: list[str], notes: list[str]) -> NoReturn:
     shown = [*lines, *(f"{_BOLD}{note}{_PLAIN}" for note in notes)]
     # IPython shows these lines in the place of the frames of this process, which the user did not write.
     error._render_traceback_ = lambda: shown  # type: ignore[attr-defined]
+    # Plain Python shows notes below its own traceback.
+    error.add_note(_COLOURS.sub("", "\n".join(shown)))
     raise error
 
 

@@ -1,0 +1,86 @@
+"""Losses that add up over the replicas to the loss of the global batch: for gradients that are summed.
+
+tf.nn's functions of the same names, for `MirroredStrategy(gradient_reduction=ReduceOp.SUM)`. With the default
+reduction, the exact mean, a plain mean loss is right as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror_nb.errors import ContextError, UsageError
+from mirror_nb.strategies.context import get_strategy, has_strategy, in_cross_replica_context
+
+
+def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Tensor:
+    """Return this replica's part of the mean loss over the global batch: the sum of its losses / `global_batch_size`.
+
+    `per_example_loss`: shape [local examples, …]. `sample_weight`: a number, or weights for each example, which lack
+    the trailing dimensions that all share. `global_batch_size`: examples of all replicas; by default the local ones
+    times the replicas. With no examples it is 0.
+
+    Raises RuntimeError in cross-replica context where `global_batch_size` is left out, UsageError for a scalar loss,
+    for weights that do not fit, and for a size that is no whole number from 0. Source: tf.nn.compute_average_loss.
+    """
+    losses = torch.as_tensor(per_example_loss)
+    if losses.ndim == 0:
+        raise UsageError(
+            "`per_example_loss` is a scalar; it must have one loss for each example (reduction='none' in torch's "
+            "losses), so that the mean can be taken over all replicas"
+        )
+    if sample_weight is not None:
+        losses = _weighted(losses, torch.as_tensor(sample_weight, device=losses.device))
+    if global_batch_size is None:
+        _require_replica("compute_average_loss")
+        global_batch_size = losses.shape[0] * get_strategy().num_replicas_in_sync
+    size = _size(global_batch_size)
+    total = losses.sum()
+    # No examples: 0, with its gradient, where 0 / 0 would be NaN.
+    return total / size if size else total * 0
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Tensor:
+    """Return the sum of `regularization_loss` divided by the replicas, each of which adds the same.
+
+    Raises RuntimeError in cross-replica context. Source: tf.nn.scale_regularization_loss.
+    """
+    _require_replica("scale_regularization_loss")
+    return torch.as_tensor(regularization_loss).sum() / get_strategy().num_replicas_in_sync
+
+
+def _weighted(losses: Tensor, weights: Tensor) -> Tensor:
+    """Multiply each example's loss by its weight; weights without the trailing dimensions count for all of them."""
+    aligned = weights
+    if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
+        aligned = weights.squeeze(-1)
+    while 0 < aligned.ndim < losses.ndim:
+        aligned = aligned.unsqueeze(-1)
+    try:
+        weighted = losses * aligned
+    except RuntimeError:
+        weighted = None
+    if weighted is None or weighted.shape != losses.shape:
+        raise UsageError(
+            f"`sample_weight` of shape {tuple(weights.shape)} does not fit losses of shape {tuple(losses.shape)}; "
+            "give a number, or one weight for each example"
+        )
+    return weighted.to(losses.dtype) if losses.is_floating_point() else weighted
+
+
+def _size(size: Any) -> int:
+    number = torch.as_tensor(size)
+    whole = not number.is_floating_point() and not number.is_complex() and number.dtype is not torch.bool
+    if number.ndim or not whole or int(number) < 0:
+        raise UsageError(f"`global_batch_size` must be a whole number of examples, not {size!r}")
+    return int(number)
+
+
+def _require_replica(function: str) -> None:
+    if has_strategy() and in_cross_replica_context():
+        raise ContextError(
+            f"You are calling `{function}` in cross replica context, while it was expected to be called in replica "
+            "context. Call it in the function given to strategy.run"
+        )

@@ -1,0 +1,40 @@
+"""A function of somebody else that calls us too, until it is removed. Knows nothing of whose it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, final
+
+
+@final
+class Replaced:
+    """A function of somebody else that calls us too, until it is removed."""
+
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[..., object] | None = None,
+        after: Callable[..., object] | None = None,
+    ) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if after is not None:
+                after(*args, **kwargs)
+            return result
+
+        self._owner, self._name = owner, name
+        self._original, self._replacement = original, replacement
+        setattr(owner, name, replacement)
+
+    def remove(self) -> None:
+        # Somebody who replaced ours meanwhile keeps his own; ours does nothing once the scope is left.
+        if getattr(self._owner, self._name) is self._replacement:
+            setattr(self._owner, self._name, self._original)

@@ -1,0 +1,135 @@
+"""The place of a strategy with one replica: this process, with no other process and no process group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mirror_nb.data import Loaders
+from mirror_nb.devices import Device
+from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.replica.scope import Scope
+from mirror_nb.strategies.context import ReplicaContext, entered
+from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
+from mirror_nb.strategies.place import Place
+from mirror_nb.strategies.reductions import (
+    as_tensor,
+    checked_axis,
+    gather_local,
+    local_parts,
+    mean,
+    reduce_local,
+    select,
+)
+from mirror_nb.values import ReduceOp
+from mirror_nb.variables import Variable, component, component_variable, plain
+
+if TYPE_CHECKING:
+    from mirror_nb.strategies.base import Strategy
+
+
+@final
+class AlonePlace(Place):
+    """This process computes everything; reductions return what they are given."""
+
+    num_replicas = 1
+
+    def __init__(self, device: Device) -> None:
+        self.devices = (str(device),)
+        self.device = torch.device("cpu") if device.kind == "cpu" else torch.device(device.kind, device.index)
+        self._scope = Scope(0, 1, self.device, GradientSynchronizer(0, 1), seed=0)
+        self._input = ReplicaInput(
+            replica_id=0,
+            num_replicas=1,
+            device=self.device,
+            randomness=contextlib.nullcontext,
+            agree=_same,
+            on_batch=_nothing,
+            on_end=_nothing,
+            loaders=Loaders(),
+        )
+
+    @contextlib.contextmanager
+    def scope(self, strategy: Strategy) -> Iterator[None]:
+        with self._scope:
+            yield
+
+    def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with entered(strategy, ReplicaContext(strategy, 0), cross=False), self._scope:
+            return fn(*select(args, 0), **select(kwargs, 0))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context that changes nothing: there is nobody to synchronise with."""
+        return contextlib.nullcontext()
+
+    def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None) -> Any:
+        return reduce_local(op, value, axis, 1)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        return gather_local(value, axis)
+
+    def all_reduce(self, op: Any, value: Any) -> Any:
+        which = ReduceOp.of(op)
+
+        def reduced(leaf: Any) -> torch.Tensor:
+            tensor = as_tensor(leaf, "all_reduce", self.device)
+            tensor = tensor.long() if tensor.dtype is torch.bool else tensor.clone()
+            return tensor if which is ReduceOp.SUM else mean(tensor, 1)
+
+        return pytree.tree_map(reduced, select(value, 0))
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        def gathered(leaf: Any) -> torch.Tensor:
+            tensor = as_tensor(leaf, "all_gather", self.device)
+            checked_axis(axis, tensor, "all_gather")
+            return tensor.clone()
+
+        return pytree.tree_map(gathered, select(value, 0))
+
+    def merge_call(
+        self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with entered(strategy, None, cross=True):
+            return select(fn(strategy, *args, **kwargs), 0)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        return local_parts(value, 1)
+
+    def distribute_dataset(self, source: Any, **options: Any) -> Any:
+        return ReplicaDataset(source, self._input, **options)
+
+    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
+        return ReplicaDataset.from_function(dataset_fn, self._input, options)
+
+    def values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        return value_fn(ValueContext(0, 1))
+
+    def make_variable(self, value: Any, **options: Any) -> Any:
+        return plain(value.to(self.device), **options)
+
+    def mirrors(self, obj: Any) -> bool:
+        # With one replica nothing tells what was made in the scope from what was not.
+        return True
+
+    def update(
+        self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        own = component_variable(variable) if isinstance(variable, Variable) else variable
+        result = fn(own, *select(args, 0), **select(kwargs, 0))
+        return component(result) if isinstance(result, Variable) else result
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def _same(state: bytes) -> bytes:
+    return state
+
+
+def _nothing(*_: object) -> None:
+    pass

@@ -1,0 +1,186 @@
+"""Which strategy is current, and whether code runs once for all replicas or on one of them.
+
+tf.distribute's functions of the same names. Knows strategies by their interface only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from mirror_nb.errors import ContextError
+from mirror_nb.variables import provide_scope
+
+if TYPE_CHECKING:
+    from mirror_nb.strategies.base import Strategy
+
+
+@final
+class ReplicaContext:
+    """What one replica knows of itself inside `strategy.run`, and how it talks to the others.
+
+    The others have to make the same calls in the same order.
+    """
+
+    def __init__(self, strategy: Strategy, replica_id: int) -> None:
+        self._strategy = strategy
+        self._replica_id = replica_id
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This replica's id, from 0."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas that gradients are aggregated over."""
+        return self._strategy.num_replicas_in_sync
+
+    def all_reduce(self, op: Any, value: Any, options: Any = None) -> Any:
+        """Return `value`, a nest of tensors, reduced over all replicas; differentiable.
+
+        `op`: ReduceOp.SUM or MEAN, or their names. Every replica gives the same structure, shapes and dtypes.
+        The gradient of a sum over replicas is the sum of the gradients (of a mean: their mean).
+
+        Raises UsageError where the replicas' structures, shapes or dtypes differ, on every replica.
+        """
+        return self._strategy._place.all_reduce(op, value)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Return the replicas' tensors joined along `axis`, a nest at a time; differentiable.
+
+        Sizes may differ along `axis` alone. Raises UsageError where others differ, on every replica.
+        """
+        return self._strategy._place.all_gather(value, axis)
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call `merge_fn(strategy, *args, **kwargs)` in cross-replica context, PerReplica values as arguments.
+
+        Every replica calls it and gets its part of the result. Raises RuntimeError where the replicas make
+        different numbers of calls.
+        """
+        return self._strategy._place.merge_call(self._strategy, merge_fn, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"<ReplicaContext: replica {self._replica_id} of {self.num_replicas_in_sync}>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    strategy: Strategy
+    replica: ReplicaContext | None
+    # None: cross-replica context.
+    cross: bool
+    # A %%mirrored cell is both: every replica runs it, and it may call what belongs to all.
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.chosen: Strategy | None = None
+
+
+_stack = _Stack()
+
+
+def _top() -> _Frame | None:
+    if _stack.frames:
+        return _stack.frames[-1]
+    if _stack.chosen is not None:
+        return _Frame(_stack.chosen, None, True)
+    return None
+
+
+@contextmanager
+def entered(strategy: Strategy, replica: ReplicaContext | None, *, cross: bool) -> Iterator[Strategy]:
+    """Make `strategy` current inside; `replica` is its context there, if the code is one replica's."""
+    top = _top()
+    if top is not None and top.strategy is not strategy:
+        raise ContextError(f"Mixing different mirror_nb Strategy objects: {top.strategy!r} is not {strategy!r}")
+    _stack.frames.append(_Frame(strategy, replica, cross))
+    try:
+        yield strategy
+    finally:
+        _stack.frames.pop()
+
+
+def get_strategy() -> Strategy:
+    """Return the current strategy; outside every scope the default one, with one replica: this process."""
+    top = _top()
+    return top.strategy if top is not None else _default()
+
+
+def has_strategy() -> bool:
+    """Whether a strategy other than the default one is current."""
+    top = _top()
+    return top is not None and top.strategy not in _defaults
+
+
+def in_cross_replica_context() -> bool:
+    """Whether code runs once for all replicas: in a scope, or in a `merge_call`."""
+    top = _top()
+    return top is not None and top.replica is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the context of the replica that this code runs on; None in cross-replica context."""
+    top = _top()
+    return top.replica if top is not None else ReplicaContext(_default(), 0)
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Make a strategy current until further notice, for notebooks; None takes it back.
+
+    Raises RuntimeError inside a scope.
+    """
+    if _stack.frames:
+        raise ContextError("Must not be called inside a `Strategy` scope.")
+    _stack.chosen = strategy
+
+
+set_strategy = experimental_set_strategy
+
+
+def require_cross_replica(what: str, instead: str) -> None:
+    """Raise RuntimeError inside `strategy.run`, naming what serves there."""
+    top = _top()
+    if top is not None and top.replica is not None and not top.cross:
+        raise ContextError(f"{what} requires being in cross-replica context; {instead}")
+
+
+def on_one_replica() -> bool:
+    """Whether code is one replica's alone, in `strategy.run`: not a scope's, a `merge_call`'s or a cell's."""
+    top = _top()
+    return top is not None and top.replica is not None and not top.cross
+
+
+def _maker_of_scope() -> Callable[..., Any] | None:
+    """Return what makes a Variable where the caller stands; None outside every scope."""
+    return get_strategy()._place.make_variable if has_strategy() else None
+
+
+provide_scope(_maker_of_scope)
+
+_defaults: list[Strategy] = []
+
+
+def provide_default(make: Callable[[], Strategy]) -> None:
+    """Say how the default strategy is made."""
+    _makers.append(make)
+
+
+_makers: list[Callable[[], Strategy]] = []
+
+
+def _default() -> Strategy:
+    if not _defaults:
+        _defaults.append(_makers[-1]())
+    return _defaults[0]

@@ -1,0 +1,520 @@
+"""The controller's place: the notebook kernel or a script that commands replicas in processes of their own.
+
+run ─▶ what is captured ─┬─ mirrored: a reference (the object itself, once) ─▶ replicas
+                         └─ the rest: by value, each time
+results ◀─ regrouped ◀───── replicas;  networks are read back when somebody reads them
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from mirror_nb.devices import Device
+from mirror_nb.errors import ContextError, PoolClosed, UsageError
+from mirror_nb.messages import Call, Fetch, LoadModules, Mirror, Restore, Snapshot, Stream
+from mirror_nb.mirrors import Mirrors, absorb_states, change_settings, settings_of, tensors
+from mirror_nb.payload import Packed, pack, unpack
+from mirror_nb.pool.base import Report
+from mirror_nb.pool.failures import raise_for
+from mirror_nb.pool.local import LocalPool, warm_up
+from mirror_nb.strategies import creation, input
+from mirror_nb.strategies.controller_variables import ControllerHome, update_component
+from mirror_nb.strategies.place import Place
+from mirror_nb.strategies.reading import reading
+from mirror_nb.strategies.reductions import gather_values, reduce_values, regroup, select
+from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
+
+if TYPE_CHECKING:
+    from mirror_nb.strategies.base import Strategy
+
+_BELONGS_TO_SCOPE = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.optim.lr_scheduler.ReduceLROnPlateau,
+)
+
+
+@final
+class ControllerPlace(Place):
+    """Commands a pool of its own, started with the first call; `setup` names what its replicas call first."""
+
+    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int, reduction: str) -> None:
+        self.num_replicas = len(devices)
+        self.devices = tuple(str(device) for device in devices)
+        self.stale = False
+        self.calls = 0
+        self._names = devices
+        self._make_pool = lambda: LocalPool(devices, setup=setup, seed=seed, reduction=reduction)
+        self._pool: LocalPool | None = None
+        self._closed = False
+        self._objects = _Objects()
+        self._mirrors = Mirrors("k")
+        self._home = ControllerHome(self)
+        # The forkserver loads torch while the caller goes on.
+        warm_up()
+
+    # ------------------------------------------------------------------ scope
+
+    @contextmanager
+    def scope(self, strategy: Strategy) -> Iterator[None]:
+        self._check_open()
+        with creation.noted(self.mirror):
+            yield
+
+    def mirror(self, obj: Any) -> Any:
+        """Treat an object as created in the scope."""
+        self._objects.add(obj)
+        if isinstance(obj, torch.optim.Optimizer):
+            _refuse_steps(obj)
+        return obj
+
+    def mirrors(self, obj: Any) -> bool:
+        return self._objects.has(obj)
+
+    # ------------------------------------------------------------------ run
+
+    def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return regroup(self._call(fn, args, kwargs, plain=False))
+
+    def command(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), *, changes: bool = True) -> list[Any]:
+        """Call a function of our own on every replica, outside the user's context; return the results in order.
+
+        `changes` tells whether networks and Variables may be other ones afterwards.
+        """
+        behind, calls = self.stale, self.calls
+        try:
+            return self._call(fn, args, {}, plain=True)
+        finally:
+            if not changes:
+                self.stale, self.calls = behind, calls
+
+    def has_sent(self, obj: object) -> bool:
+        """Whether the replicas have an object that is mirrored."""
+        return self._objects.is_sent(obj)
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plain: bool) -> list[Any]:
+        pool = self._ready()
+        parts = _parts_of((args, kwargs))
+        wanted: list[Any] = []
+        function, packed = None, []
+        try:
+            function = pack(fn, reference=lambda obj: self._reference(obj, wanted), in_band=True)
+            for replica_id in range(self.num_replicas) if parts else [0]:
+                own = select((args, kwargs), replica_id) if parts else (args, kwargs)
+                packed.append(pack(own, reference=lambda obj: self._reference(obj, wanted)))
+            if wanted:
+                self._send_objects(wanted)
+            self._push_changes()
+            calls, slabs = {}, {}
+            changed = tuple(self._objects.changed_settings())
+            released = tuple(self._objects.take_released())
+            for replica_id in range(self.num_replicas):
+                mine = packed[replica_id if parts else 0]
+                shares = _shares_of(parts, replica_id)
+                calls[replica_id] = Call(function.payload, mine.payload, plain, shares, released, changed)
+                slabs[replica_id] = mine.slab
+            report = pool.run(calls, slabs=slabs, on_message=_show)
+        finally:
+            for sent in packed:
+                sent.close()
+        self.calls += 1
+        self.stale = self.stale or self._objects.any_sent
+        raise_for(report, self._names)
+        return self._results(report)
+
+    def _results(self, report: Report) -> list[Any]:
+        results = []
+        for answer in report.answers.values():
+            done = answer.done
+            assert done is not None
+            for handle, settings in done.settings:
+                self._objects.take_settings(handle, settings)
+            if done.payload is not None:
+                results.append(unpack(done.payload, answer.slab, resolve=self._resolve)[0])
+        return results
+
+    # ------------------------------------------------------------------ objects by reference
+
+    def _reference(self, obj: Any, wanted: list[Any]) -> Any:
+        """For `pack`: a token for what is mirrored; what the replicas lack of it is added to `wanted`."""
+        token = self._mirrors.reference(obj)
+        if token is not None:
+            return token
+        handle = self._objects.handle(obj)
+        if handle is None:
+            if isinstance(obj, _BELONGS_TO_SCOPE):
+                raise _not_mirrored(obj)
+            owner = self._owner(obj) if isinstance(obj, nn.Parameter) else None
+            if owner is None:
+                return None
+            module, name = owner
+            wanted.append(module)
+            return ("parameter", self._mirrors.handle(module), name)
+        if isinstance(obj, nn.Module):
+            wanted.append(obj)
+            return ("module", self._mirrors.handle(obj))
+        if not self._objects.is_sent(obj):
+            wanted.append(obj)
+        return ("object", handle)
+
+    def _owner(self, parameter: nn.Parameter) -> tuple[nn.Module, str] | None:
+        """Return the module made in the scope that registered this parameter, and its name there."""
+        for obj in self._objects.all():
+            if isinstance(obj, nn.Module):
+                for name, own in obj._parameters.items():
+                    if own is parameter:
+                        return obj, name
+        return None
+
+    def _send_objects(self, wanted: list[Any]) -> None:
+        """Send objects that the replicas lack, in one pickle: an optimizer keeps the parameters of its network."""
+        objects: dict[str, Any] = {}
+        queue = list(wanted)
+        while queue:
+            obj = queue.pop(0)
+            handle = self._objects.add(obj)
+            if handle in objects:
+                continue
+            objects[handle] = obj
+            if isinstance(obj, torch.optim.Optimizer):
+                # Its network comes along whole, whatever the function captured of it.
+                queue += self._networks_of(obj)
+        packed = pack(objects, reference=self._sent_reference(objects), handle=self._mirrors.handle)
+        self._request(lambda: Mirror(packed.payload), packed)
+        self._mirrors.gave([obj for obj in objects.values() if isinstance(obj, nn.Module)])
+        for obj in objects.values():
+            self._objects.mark_sent(obj)
+        reading.add(self)
+
+    def _networks_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+        owners = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = self._owner(parameter)
+                if owner is not None and self._mirrors.known(owner[0]) is None:
+                    owners.append(self._root(owner[0]))
+        return owners
+
+    def _root(self, module: nn.Module) -> nn.Module:
+        """Return the outermost module made in the scope that contains this one."""
+        modules = [obj for obj in self._objects.all() if isinstance(obj, nn.Module)]
+        parents = [m for m in modules if m is not module and any(part is module for part in m.children())]
+        return self._root(parents[0]) if parents else module
+
+    def _sent_reference(self, new: dict[str, Any]) -> Callable[[object], Any]:
+        def reference(obj: object) -> Any:
+            if any(obj is other for other in new.values()):
+                return None
+            token = self._mirrors.reference(obj)
+            if token is None and self._objects.is_sent(obj) and not isinstance(obj, nn.Module):
+                return ("object", self._objects.handle(obj))
+            return token
+
+        return reference
+
+    def _resolve(self, token: Any) -> object:
+        if token[0] == "object":
+            return self._objects.find(token[1])
+        return self._mirrors.resolve(token)
+
+    def _push_changes(self) -> None:
+        """Give the replicas the values of networks that were written to here, by load_state_dict for instance."""
+        changed = {}
+        for handle, module in self._mirrors.roots():
+            # These alone: of the others the replicas may have newer values.
+            written = self._mirrors.written(module)
+            if written:
+                changed[handle] = {name: value.detach() for name, value in tensors(module) if name in written}
+                self._mirrors.mark(module)
+        if changed:
+            packed = pack(changed)
+            self._request(lambda: LoadModules(packed.payload), packed)
+
+    # ------------------------------------------------------------------ reading networks back
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether the replicas have this network."""
+        return self._objects.has(module) and self._mirrors.find_handle(module) is not None
+
+    def refresh(self) -> None:
+        """Bring the networks here up to date with replica 0, statistics averaged over the replicas."""
+        self.stale = False
+        if self._pool is None or self._pool.closed:
+            return
+        pool = self._ready()
+        self._push_changes()
+        report = pool.run({r: Fetch((), r == 0) for r in range(self.num_replicas)})
+        raise_for(report, self._names)
+        states = {}
+        for replica_id, answer in report.answers.items():
+            if answer.done is not None and answer.done.payload is not None:
+                exports, _ = unpack(answer.done.payload, answer.slab, resolve=self._resolve)
+                states[replica_id] = exports.states
+        absorb_states(self._mirrors, states, 0)
+
+    # ------------------------------------------------------------------ values
+
+    def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None) -> Any:
+        if not isinstance(value, DistributedValues):
+            return _reduce_plain(op, value, self.num_replicas, axis)
+        return reduce_values(op, value.values, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        values = value.values if isinstance(value, DistributedValues) else [value] * self.num_replicas
+        return gather_values(values, axis)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        leaves = pytree.tree_leaves(value, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
+        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            return (value,)
+        return tuple(select(value, replica_id) for replica_id in range(self.num_replicas))
+
+    def all_reduce(self, op: Any, value: Any) -> Any:
+        raise ContextError("all_reduce belongs to a replica: call it in the function given to strategy.run")
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        raise ContextError("all_gather belongs to a replica: call it in the function given to strategy.run")
+
+    def merge_call(
+        self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        raise ContextError("merge_call belongs to a replica: call it in the function given to strategy.run")
+
+    def values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        return input.values_from_function(value_fn, self.num_replicas)
+
+    # ------------------------------------------------------------------ input
+
+    def distribute_dataset(self, source: Any, **options: Any) -> Any:
+        return input.ControllerDataset(source, num_replicas=self.num_replicas, **options)
+
+    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
+        return input.ControllerFunctionDataset(dataset_fn, num_replicas=self.num_replicas, options=options)
+
+    # ------------------------------------------------------------------ Variables
+
+    def make_variable(self, value: Any, **options: Any) -> Any:
+        return self.mirror(self._home.make(value, **options))
+
+    def update(
+        self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._require_mirrored(variable)
+        return regroup(self._call(update_component, (variable, fn, args, kwargs), {}, plain=True))
+
+    def _require_mirrored(self, variable: Any) -> None:
+        if not self._objects.has(variable):
+            raise UsageError(
+                f"`update` must only be passed a variable created in this strategy's scope, not: {variable!r}"
+            )
+
+    # ------------------------------------------------------------------ the pool
+
+    def _ready(self) -> LocalPool:
+        self._check_open()
+        if self._pool is None:
+            pool = self._make_pool()
+            try:
+                pool.start()
+            except BaseException:
+                pool.close()
+                raise
+            self._pool = pool
+            return pool
+        gone = {death.replica_id for death in self._pool.mend()}
+        if gone:
+            self._refill(sorted(gone))
+        return self._pool
+
+    def _refill(self, lost: list[int]) -> None:
+        """Give replicas that were started anew what a survivor has; without one, what is here."""
+        pool = self._pool
+        assert pool is not None
+        living = [r for r in range(self.num_replicas) if r not in lost]
+        if not living:
+            self._mirrors = Mirrors("k")
+            self._objects.forget_sent()
+            return
+        report = pool.run({living[0]: Snapshot()})
+        raise_for(report, self._names)
+        answer = report.answers[living[0]]
+        try:
+            assert answer.done is not None
+            assert answer.done.payload is not None
+            restore = {r: Restore(answer.done.payload) for r in lost}
+            raise_for(pool.run(restore, slabs=dict.fromkeys(lost, answer.slab)), self._names)
+        finally:
+            answer.close()
+
+    def _request(self, make: Callable[[], Any], packed: Packed) -> None:
+        """Send every replica the same request, whose payload is `packed`."""
+        pool = self._pool
+        assert pool is not None
+        replicas = range(self.num_replicas)
+        try:
+            report = pool.run({r: make() for r in replicas}, slabs=dict.fromkeys(replicas, packed.slab))
+        finally:
+            packed.close()
+        raise_for(report, self._names)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolClosed("this strategy was closed; make a new one")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        if self.stale and self._pool is not None and not self._pool.dead():
+            # What was learned stays readable here.
+            self.refresh()
+        self._closed = True
+        reading.remove(self)
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _not_mirrored(obj: object) -> UsageError:
+    kind = type(obj).__name__
+    return UsageError(
+        f"the function captures a {kind} that was made outside this strategy's scope; what a replica did with its "
+        f"copy would be lost. Create the {kind} inside `with strategy.scope():`, or mirror it with strategy.mirror(...)"
+    )
+
+
+@final
+class _Objects:
+    """Objects made in the scope: their handles, which the replicas have, and the settings of optimizers."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+        self._known: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._by_handle: dict[str, weakref.ref[Any]] = {}
+        self._sent: set[str] = set()
+        self._released: list[str] = []
+        self._settings: dict[str, Any] = {}
+
+    def add(self, obj: Any) -> str:
+        known = self.handle(obj)
+        if known is not None:
+            return known
+        handle, key = f"o{next(self._count)}", id(obj)
+
+        def gone(_: object) -> None:
+            self._known.pop(key, None)
+            self._by_handle.pop(handle, None)
+            self._settings.pop(handle, None)
+            if handle in self._sent:
+                self._sent.discard(handle)
+                self._released.append(handle)
+
+        reference = weakref.ref(obj, gone)
+        self._known[key] = (reference, handle)
+        self._by_handle[handle] = reference
+        return handle
+
+    def handle(self, obj: object) -> str | None:
+        entry = self._known.get(id(obj))
+        return entry[1] if entry is not None and entry[0]() is obj else None
+
+    def has(self, obj: object) -> bool:
+        return self.handle(obj) is not None
+
+    def all(self) -> list[Any]:
+        return [obj for reference, _ in list(self._known.values()) if (obj := reference()) is not None]
+
+    def find(self, handle: str) -> Any:
+        reference = self._by_handle.get(handle)
+        return reference() if reference is not None else None
+
+    @property
+    def any_sent(self) -> bool:
+        return bool(self._sent)
+
+    def is_sent(self, obj: object) -> bool:
+        return self.handle(obj) in self._sent
+
+    def mark_sent(self, obj: Any) -> None:
+        handle = self.add(obj)
+        self._sent.add(handle)
+        if isinstance(obj, torch.optim.Optimizer):
+            self._settings[handle] = settings_of(obj)
+
+    def forget_sent(self) -> None:
+        self._sent.clear()
+
+    def take_released(self) -> list[str]:
+        released, self._released = self._released, []
+        return released
+
+    def changed_settings(self) -> Iterator[tuple[str, Any]]:
+        """Yield the settings of optimizers that were changed here since the replicas had the same."""
+        for handle, known in self._settings.items():
+            optimizer = self.find(handle)
+            if optimizer is not None and (now := settings_of(optimizer)) != known:
+                self._settings[handle] = now
+                yield handle, now
+
+    def take_settings(self, handle: str, settings: Any) -> None:
+        """A replica's scheduler, for instance, has changed an optimizer's settings."""
+        optimizer = self.find(handle)
+        if optimizer is not None:
+            change_settings(optimizer, settings)
+            self._settings[handle] = settings_of(optimizer)
+
+
+def _refuse_steps(optimizer: torch.optim.Optimizer) -> None:
+    def refuse(stepping: torch.optim.Optimizer, *_: object) -> None:
+        raise ContextError(
+            f"{type(stepping).__name__}.step() of a mirrored optimizer in cross-replica context would change the copy "
+            "here alone; call it inside the function given to strategy.run"
+        )
+
+    optimizer.register_step_pre_hook(refuse)
+
+
+def _parts_of(nest: Any) -> list[DistributedValues]:
+    """Return what differs by replica in the arguments."""
+    leaves = pytree.tree_leaves(nest, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
+    return [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
+
+
+def _shares_of(parts: Sequence[DistributedValues], replica_id: int) -> tuple[int, int] | None:
+    """Return this replica's examples and all replicas', of the global batch among the arguments."""
+    for part in parts:
+        shares = getattr(part, "shares", None)
+        if isinstance(part, PerReplica) and shares is not None and sum(shares) > 0:
+            return shares[replica_id], sum(shares)
+    return None
+
+
+def _reduce_plain(op: ReduceOp, value: Any, num_replicas: int, axis: tuple[int, ...] | None) -> Any:
+    """Reduce a value that is the same for all replicas. Source: TensorFlow's reduce_non_distributed_value."""
+    if num_replicas > 1 and op is ReduceOp.SUM and not _is_zero(value):
+        raise UsageError(
+            f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op {op}; "
+            "give a PerReplica, as strategy.run returns"
+        )
+    return reduce_values(op, [value], axis) if axis is not None else value
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _show(replica_id: int, message: Any) -> None:
+    """Show what a replica printed: replica 0's as it is, the others' with their number before each line."""
+    if isinstance(message, Stream):
+        stream = sys.stdout if message.name == "stdout" else sys.stderr
+        text = message.text
+        if replica_id:
+            text = "".join(f"[replica {replica_id}] {line}" for line in text.splitlines(keepends=True))
+        stream.write(text)

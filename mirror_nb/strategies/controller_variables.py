@@ -1,0 +1,97 @@
+"""Variables of the controller: their components live in the replicas, and are asked for when somebody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, final
+
+from torch import Tensor
+
+from mirror_nb.strategies.reductions import select
+from mirror_nb.variables import (
+    SyncOnReadVariable,
+    Variable,
+    aggregate,
+    apply_assign,
+    component,
+    component_variable,
+    distributed,
+    from_outside,
+    read_component,
+)
+
+
+class Replicas(Protocol):
+    """What a home needs of the controller's place."""
+
+    num_replicas: int
+    calls: int
+    # Grows with every call that may have changed a Variable.
+
+    def command(self, fn: Callable[..., Any], args: tuple[Any, ...], *, changes: bool) -> list[Any]:
+        """Call a function on every replica."""
+
+    def has_sent(self, obj: object) -> bool:
+        """Whether the replicas have the object."""
+
+
+@final
+class ControllerHome:
+    """The home of the Variables of one strategy in the controller."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def make(self, value: Tensor, **options: Any) -> Variable:
+        """Make a Variable; the replicas get their components when it is first captured."""
+        made = distributed(value, self, **options)
+        made._seen = 0  # type: ignore[attr-defined]
+        return made
+
+    def components(self, variable: Variable) -> Mapping[int, Tensor]:
+        if self._replicas.has_sent(variable):
+            values = self._replicas.command(read_component, (variable,), changes=False)
+        else:
+            values = [component(variable)] * self._replicas.num_replicas
+        return dict(enumerate(values))
+
+    def assign(self, variable: Variable, how: str, value: Any) -> Any:
+        share = from_outside(variable, how, value, self._replicas.num_replicas)
+        if isinstance(share, Tensor):
+            share = share.detach().clone()
+        # Here first: what cannot be assigned is refused before any replica has changed.
+        apply_assign(variable, how, select(share, 0))
+        if self._replicas.has_sent(variable):
+            self._replicas.command(apply_assign, (variable, how, share), changes=False)
+        return variable
+
+    def read(self, variable: Variable) -> Tensor:
+        if isinstance(variable, SyncOnReadVariable):
+            return aggregate(variable, list(self.components(variable).values()))
+        self.refresh(variable)
+        return component(variable)
+
+    def refresh(self, variable: Variable) -> None:
+        seen: int = getattr(variable, "_seen", 0)
+        if seen == self._replicas.calls or not self._replicas.has_sent(variable):
+            return
+        variable._seen = self._replicas.calls  # type: ignore[attr-defined]
+        values = list(self.components(variable).values())
+        mirrored = not isinstance(variable, SyncOnReadVariable)
+        apply_assign(variable, "assign", values[0] if mirrored else aggregate(variable, values))
+
+    def wrote(self, variable: Variable) -> None:
+        if self._replicas.has_sent(variable):
+            value = component(variable)
+            share = from_outside(variable, "assign", value, self._replicas.num_replicas)
+            self._replicas.command(apply_assign, (variable, "assign", share), changes=False)
+
+    def saved(self, variable: Variable) -> Tensor:
+        return self.read(variable) if self._replicas.has_sent(variable) else component(variable)
+
+
+def update_component(variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `fn` with this replica's component of a Variable."""
+    own = component_variable(variable) if isinstance(variable, Variable) else variable
+    result = fn(own, *args, **kwargs)
+    return component(result) if isinstance(result, Variable) else result

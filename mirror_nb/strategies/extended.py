@@ -1,0 +1,66 @@
+"""`strategy.extended`: what libraries on top of a strategy call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from mirror_nb.errors import UsageError
+from mirror_nb.strategies.context import require_cross_replica
+from mirror_nb.values import ReduceOp
+
+if TYPE_CHECKING:
+    from mirror_nb.strategies.base import Strategy
+
+
+@final
+class StrategyExtended:
+    """tf.distribute's StrategyExtended: updates, reductions to a destination, devices."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices that replicas compute on, one a replica."""
+        return self._strategy._place.devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices that hold Variables: those that compute."""
+        return self._strategy._place.devices
+
+    def variable_created_in_scope(self, variable: Any) -> bool:
+        """Whether this strategy mirrors a Variable, module or optimizer."""
+        return self._strategy._place.mirrors(variable)
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call `fn(component, *args, **kwargs)` for every replica's component of `var`, in cross-replica context.
+
+        A PerReplica in the arguments gives each its part. Returns the results as one grouped value, or with
+        `group=False` as a list, one entry a replica.
+        """
+        require_cross_replica("StrategyExtended.update", "use get_replica_context().merge_call() around it")
+        result = self._strategy._place.update(self._strategy, var, fn, tuple(args), kwargs or {})
+        return result if group else list(self._strategy.local_results(result))
+
+    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any = None, options: Any = None) -> Any:
+        """Return `value` reduced over the replicas; destinations hold the same value, so they make no difference."""
+        require_cross_replica("StrategyExtended.reduce_to", "use get_replica_context().all_reduce() instead")
+        return self._strategy._place.reduce(ReduceOp.of(reduce_op), value, None)
+
+    def batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Sequence[Any], options: Any = None
+    ) -> list[Any]:
+        """Return the reduced value of each (value, destination) pair."""
+        pairs = list(value_destination_pairs)
+        if any(not isinstance(pair, (tuple, list)) or len(pair) != 2 for pair in pairs):
+            raise UsageError("`value_destination_pairs` must hold pairs of a value and its destination")
+        return [self.reduce_to(reduce_op, value, destination) for value, destination in pairs]

@@ -1,0 +1,339 @@
+"""The place of code that runs on a replica: in a %%mirrored cell, inside `strategy.run`, in a script under torchrun.
+
+Every replica runs the same code. A call that concerns all of them first agrees that all make it, with values that
+fit (peers.py), so that a mistake is the same error on each and the next call works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mirror_nb.data import Loaders
+from mirror_nb.errors import TransferError, UsageError
+from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.messages import Meeting
+from mirror_nb.payload import Payload, pack, unpack
+from mirror_nb.replica.scope import Scope
+from mirror_nb.strategies.context import ReplicaContext, entered
+from mirror_nb.strategies.differentiable import all_gathered, all_reduced
+from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
+from mirror_nb.strategies.peers import MERGE_CALL, Form, Peers, form_of_nest
+from mirror_nb.strategies.place import Place
+from mirror_nb.strategies.reductions import (
+    as_tensor,
+    checked_axis,
+    counted,
+    gather_local,
+    is_number,
+    local_parts,
+    mean,
+    reduce_local,
+    regroup,
+    select,
+    structure,
+    sum_over,
+)
+from mirror_nb.strategies.replica_variables import ReplicaHome
+from mirror_nb.strategies.standalone import Standalone, standalone
+from mirror_nb.values import DistributedValues, ReduceOp
+from mirror_nb.variables import Variable, component, component_variable, distributed, provide_arrivals
+
+if TYPE_CHECKING:
+    from mirror_nb.strategies.base import Strategy
+
+__all__ = ["OnReplica", "ReplicaPlace", "Standalone", "standalone"]
+
+_Value = TypeVar("_Value")
+
+_MIRRORED = (
+    nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.optim.lr_scheduler.ReduceLROnPlateau,
+    torch.amp.GradScaler,
+    torch.Generator,
+)
+
+
+class Who(Protocol):
+    """Which replica."""
+
+    @property
+    def replica_id(self) -> int: ...
+    @property
+    def num_replicas(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class OnReplica(Protocol):
+    """What the place needs of the replica it stands on: replica/runtime.py's, or a Standalone."""
+
+    @property
+    def identity(self) -> Who: ...
+    @property
+    def gradients(self) -> GradientSynchronizer: ...
+    @property
+    def scope(self) -> Scope: ...
+    @property
+    def own_process(self) -> bool: ...
+    @property
+    def emit(self) -> Callable[..., None]: ...
+
+
+@final
+class ReplicaPlace(Place):
+    """One replica of several, in its own process."""
+
+    def __init__(self, replica: OnReplica) -> None:
+        who = replica.identity
+        self.num_replicas = who.num_replicas
+        self.replica_id = who.replica_id
+        self.device = who.device
+        self.devices = _names_of_devices(who)
+        self._replica = replica
+        self._peers = Peers(who.replica_id, who.num_replicas, who.device, lambda: replica.emit(Meeting()))
+        self._merges = 0
+        # merge_calls that run now: in them every replica has all values.
+        self._home = ReplicaHome(
+            self._peers, lambda: self._merges > 0, commanded=not isinstance(replica, Standalone)
+        )
+        self._input = ReplicaInput(
+            replica_id=who.replica_id,
+            num_replicas=who.num_replicas,
+            device=who.device,
+            randomness=replica.scope.shared_randomness,
+            agree=self._peers.first_bytes,
+            on_batch=self._on_batch,
+            on_end=replica.gradients.clear_shares,
+            loaders=Loaders(),
+        )
+        if replica.own_process:
+            provide_arrivals(self._take_variable)
+
+    # ------------------------------------------------------------------ scope and run
+
+    @contextlib.contextmanager
+    def scope(self, strategy: Strategy) -> Iterator[None]:
+        with self._replica.scope:
+            yield
+
+    def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context = ReplicaContext(strategy, self.replica_id)
+        with entered(strategy, context, cross=False), self._replica.scope:
+            return fn(*select(args, self.replica_id), **select(kwargs, self.replica_id))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward() accumulates local gradients; the first one after it reduces all."""
+        return self._replica.gradients.no_sync()
+
+    def mirror(self, obj: Any) -> Any:
+        """Return `obj`, its networks tracked; on a replica what a cell makes is mirrored anyway."""
+        if isinstance(obj, nn.Module):
+            self._replica.scope.adopt(obj)
+        return obj
+
+    def mirrors(self, obj: Any) -> bool:
+        return obj.home is self._home if isinstance(obj, Variable) else isinstance(obj, _MIRRORED)
+
+    # ------------------------------------------------------------------ reductions
+
+    def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None) -> Any:
+        if self._merges or isinstance(value, DistributedValues):
+            return reduce_local(op, value, axis, self.num_replicas).to(self.device)
+        leaf = component(value) if isinstance(value, Variable) else value
+
+        def offered() -> tuple[Form, tuple[Tensor, int]]:
+            tensor = as_tensor(leaf, "reduce", self.device)
+            part = sum_over(tensor, axis)
+            count = 1 if axis is None else counted(tensor, axis)
+            return form_of_nest("*", [part], [is_number(leaf)]), (part, count)
+
+        form, offer = _offer(offered)
+        part, count = offer or (torch.empty(0), 0)
+        total, counts = self._peers.total(f"reduce {op.value} axis={axis}", form, part, count)
+        return total if op is ReduceOp.SUM else mean(total, sum(counts))
+
+    def gather(self, value: Any, axis: int) -> Any:
+        if self._merges or isinstance(value, DistributedValues):
+            return gather_local(value, axis).to(self.device)
+        leaf = component(value) if isinstance(value, Variable) else value
+        return self._gathered("gather", leaf, axis).detach()
+
+    def all_reduce(self, op: Any, value: Any) -> Any:
+        which = ReduceOp.of(op)
+        leaves, spec = pytree.tree_flatten(select(value, self.replica_id))
+
+        def offered() -> tuple[Form, list[Tensor]]:
+            tensors = [self._differentiable(leaf, "all_reduce") for leaf in leaves]
+            tensors = [tensor.long() if tensor.dtype is torch.bool else tensor for tensor in tensors]
+            return form_of_nest(structure(value), tensors, [is_number(leaf) for leaf in leaves]), tensors
+
+        form, offer = _offer(offered)
+        _, common = self._peers.agree(f"all_reduce {which.value}", form)
+        tensors = [tensor.to(leaf.dtype) for tensor, leaf in zip(offer or [], common, strict=True)]
+        return pytree.tree_unflatten(all_reduced(self._peers, which, tensors), spec)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        return self._gathered("all_gather", select(value, self.replica_id), axis)
+
+    def _gathered(self, call: str, value: Any, axis: int) -> Any:
+        leaves, spec = pytree.tree_flatten(value)
+
+        def offered() -> tuple[Form, list[Tensor]]:
+            tensors = [self._differentiable(leaf, call) for leaf in leaves]
+            for tensor in tensors:
+                checked_axis(axis, tensor, call)
+            return form_of_nest(structure(value), tensors, [False] * len(tensors), axis), tensors
+
+        form, offer = _offer(offered)
+        tensors = offer or []
+        dims = [checked_axis(axis, tensor, call) for tensor in tensors]
+        mine = [tensor.shape[dim] for tensor, dim in zip(tensors, dims, strict=True)]
+        firsts, _ = self._peers.agree(f"{call} axis={axis}", form, mine[0] if mine else 0)
+        # The sizes of a single tensor, the usual case, came with the agreement.
+        sizes = [[size] for size in firsts] if len(mine) == 1 else self._peers.sizes(mine) if mine else []
+        gathered = [
+            all_gathered(self._peers, tensor, dim, [row[i] for row in sizes])
+            for i, (tensor, dim) in enumerate(zip(tensors, dims, strict=True))
+        ]
+        return pytree.tree_unflatten(gathered, spec)
+
+    def _differentiable(self, leaf: Any, call: str) -> Tensor:
+        # A Variable's clone is a plain tensor that leads its gradient back.
+        return as_tensor(leaf.clone() if isinstance(leaf, Variable) else leaf, call, self.device)
+
+    # ------------------------------------------------------------------ merge_call
+
+    def merge_call(
+        self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        every_args, every_kwargs = self._merged((tuple(args), dict(kwargs)))
+        self._merges += 1
+        try:
+            with entered(strategy, None, cross=True):
+                result = fn(strategy, *every_args, **every_kwargs)
+        finally:
+            self._merges -= 1
+        return select(result, self.replica_id)
+
+    def _merged(self, nest: Any) -> Any:
+        """Return the nest of PerReplica that the replicas' nests make; what is mirrored stays this replica's own."""
+        nest = select(nest, self.replica_id)
+        leaves, spec = pytree.tree_flatten(nest)
+
+        def offered() -> tuple[Form, bytes]:
+            sent = [_Own() if _stays(leaf) else _sendable(leaf) for leaf in leaves]
+            try:
+                return Form(), pack(pytree.tree_unflatten(sent, spec), in_band=True).payload.pickled
+            except TransferError as error:
+                raise UsageError(f"the arguments of merge_call cannot travel: {error}") from error
+
+        form, offer = _offer(offered)
+        data = offer or b""
+        lengths, _ = self._peers.agree(MERGE_CALL, form, len(data))
+        if self.num_replicas == 1:
+            return nest
+        received = [
+            nest if replica_id == self.replica_id else self._opened(pickled, leaves)
+            for replica_id, pickled in enumerate(self._peers.exchanged(data, lengths))
+        ]
+        return regroup(received)
+
+    def _opened(self, pickled: bytes, own: list[Any]) -> Any:
+        """Rebuild another replica's nest, with this replica's own objects where the other one has its own."""
+        nest = unpack(Payload(pickled), None)[0]
+        leaves, spec = pytree.tree_flatten(nest)
+        if len(leaves) == len(own):
+            leaves = [
+                mine if isinstance(leaf, _Own) else self._here(leaf) for leaf, mine in zip(leaves, own, strict=True)
+            ]
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _here(self, leaf: Any) -> Any:
+        return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
+
+    # ------------------------------------------------------------------ values and input
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        return local_parts(value, self.num_replicas)
+
+    def values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        return value_fn(ValueContext(self.replica_id, self.num_replicas))
+
+    def distribute_dataset(self, source: Any, **options: Any) -> Any:
+        return ReplicaDataset(source, self._input, **options)
+
+    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
+        return ReplicaDataset.from_function(dataset_fn, self._input, options)
+
+    def _on_batch(self, local_examples: int, global_examples: int) -> None:
+        self._replica.scope.start_running()
+        self._replica.gradients.set_shares(local_examples, global_examples)
+
+    # ------------------------------------------------------------------ Variables
+
+    def make_variable(self, value: Any, **options: Any) -> Any:
+        return self._take_variable(self._home.equal(value.to(self.device)), **options)
+
+    def _take_variable(self, value: Tensor, **options: Any) -> Variable:
+        """Make a Variable whose value is the same everywhere already: no peer is asked."""
+        variable = distributed(value.to(self.device), self._home, **options)
+        if variable.requires_grad:
+            self._replica.gradients.track(variable, f"Variable.{variable.name}")  # type: ignore[arg-type]
+        return variable
+
+    def update(
+        self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self.mirrors(variable) or not isinstance(variable, Variable):
+            raise UsageError(
+                f"`update` must only be passed a Variable created in this strategy's scope, not: {variable!r}; make "
+                "it with Variable(...) inside `with strategy.scope():`, or in a cell"
+            )
+        own = component_variable(variable)
+        result = fn(own, *select(args, self.replica_id), **select(kwargs, self.replica_id))
+        return component(result) if isinstance(result, Variable) else result
+
+    def close(self) -> None:
+        if isinstance(self._replica, Standalone):
+            self._replica.leave()
+
+
+def _offer(make: Callable[[], tuple[Form, _Value]]) -> tuple[Form, _Value | None]:
+    """Make what this replica brings to a call; what is wrong with it the others have to hear of first."""
+    try:
+        return make()
+    except UsageError as error:
+        return Form(problem=str(error)), None
+
+
+class _Own:
+    """Stands for an object that each replica has of its own."""
+
+
+def _stays(leaf: Any) -> bool:
+    """Whether an argument of merge_call is each replica's own copy of one thing, which does not travel."""
+    kinds = (*_MIRRORED, nn.Parameter, Variable, types.ModuleType)
+    return isinstance(leaf, kinds) or (callable(leaf) and not isinstance(leaf, Tensor))
+
+
+def _sendable(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().cpu()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _names_of_devices(who: Who) -> tuple[str, ...]:
+    """Name one device a replica, as they are numbered when each replica has the one after its peer's."""
+    first = 0 if who.device.index is None else who.device.index - who.replica_id
+    return tuple(f"{who.device.type}:{max(0, first + i)}" for i in range(who.num_replicas))

@@ -1,0 +1,469 @@
+"""What a strategy's input looks like where it stands: PerReplica batches in the controller, shares in a replica.
+
+    controller:  source ─▶ global batches ─▶ one PerReplica a leaf ─▶ run ─▶ each replica its part, on its device
+    replica:     source ─▶ this replica's shares (data.py), on its device
+
+Knows where the code stands only to refuse `next(iterator)` inside a replica function. Names and rules are
+tf.distribute's.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import operator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from typing import Any, Never, cast, final
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset
+
+from mirror_nb.batches import count, cut, joined, share_of, spread
+from mirror_nb.data import DistributedDataset, GlobalBatches, Loaders, Share
+from mirror_nb.errors import UsageError
+from mirror_nb.prefetch import ahead
+from mirror_nb.strategies.context import on_one_replica
+from mirror_nb.strategies.specs import spec_of
+from mirror_nb.values import PerReplica
+
+# ---- what callers give and get ------------------------------------------------------------------------
+
+
+class InputReplicationMode(enum.Enum):
+    """How often `dataset_fn` is called: once for all replicas of this process (PER_WORKER), or once for each."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """Options of distributed datasets: tf.distribute's, and PyTorch's own.
+
+    Raises UsageError for values that are not known, and for those that mean nothing here.
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    """Batches always arrive on the replica's device (True, None); False is refused."""
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    """PER_REPLICA is refused: batches are dealt out from one dataset, in the same order in every place."""
+    experimental_place_dataset_on_device: bool = False
+    """True is refused: a dataset's code runs on the CPU. Arrays that are on a GPU stay there without it."""
+    experimental_per_replica_buffer_size: int = 1
+    """Accepted, and without effect: copies from pinned memory do not wait for the device, so no buffer is kept."""
+    prefetch: int = 0
+    """Number of global batches that a thread of this process keeps ready; 0: each is loaded when it is asked for.
+
+    What a dataset draws from the process's random numbers while it loads then mixes with what the program draws.
+    In a replica it serves sources whose sampler draws only at the start of an epoch, as PyTorch's do; for others,
+    and to load in processes of their own, give the DataLoader `num_workers`."""
+    pin_memory: bool | None = None
+    """Whether a replica on a GPU loads into pinned memory; None: as the DataLoader says. In the controller it has
+    no effect: there batches travel to the replicas' processes through shared memory."""
+
+    def __post_init__(self) -> None:
+        if self.experimental_fetch_to_device not in (None, True):
+            raise UsageError(
+                f"experimental_fetch_to_device={self.experimental_fetch_to_device!r}: batches arrive on the replica's "
+                "device; leave it out, and call .cpu() on what is needed in host memory"
+            )
+        if self.experimental_replication_mode is not InputReplicationMode.PER_WORKER:
+            raise UsageError(
+                f"experimental_replication_mode={self.experimental_replication_mode!r} is not supported: the batches "
+                "of one dataset are dealt out to the replicas in turn; leave it out"
+            )
+        if self.experimental_place_dataset_on_device is not False:
+            raise UsageError(
+                f"experimental_place_dataset_on_device={self.experimental_place_dataset_on_device!r} is not "
+                "supported: a dataset's code runs on the CPU; leave it out, or pass tensors that are on the device"
+            )
+        for name in ("experimental_per_replica_buffer_size", "prefetch"):
+            _check_count(name, getattr(self, name))
+        if self.pin_memory not in (None, True, False):
+            raise UsageError(f"`pin_memory` must be True, False or None, not {self.pin_memory!r}")
+
+
+def _check_count(name: str, value: Any) -> None:
+    try:
+        good = operator.index(value) >= 0 and not isinstance(value, bool)
+    except TypeError:
+        good = False
+    if not good:
+        raise UsageError(f"`{name}` is a number of batches, 0 or more, not {value!r}")
+
+
+def _options(options: Any) -> InputOptions:
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise UsageError(f"`options` must be InputOptions(...), not {options!r}")
+    return options
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InputContext:
+    """What a `dataset_fn` is told of the replicas that it makes batches for."""
+
+    num_input_pipelines: int = 1
+    """Number of times that `dataset_fn` is called, over all processes that read input."""
+    input_pipeline_id: int = 0
+    """Which of these calls this is."""
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return the examples of one replica's batch. Raises UsageError where they do not come out whole."""
+        n = self.num_replicas_in_sync
+        if global_batch_size % n:
+            raise UsageError(
+                f"The `global_batch_size` {global_batch_size!r} is not divisible by `num_replicas_in_sync` {n!r}; "
+                f"{global_batch_size // n * n or n} would be, or use distribute_dataset, which cuts any batch"
+            )
+        return global_batch_size // n
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ValueContext:
+    """What a `value_fn` is told of the replica that it makes a value for."""
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+def values_from_function(value_fn: Callable[[ValueContext], Any], num_replicas: int) -> Any:
+    """Return a PerReplica of `value_fn(ValueContext)` for each replica, one a leaf of what it returns.
+
+    Raises UsageError where the values differ in structure.
+    """
+    values = [value_fn(ValueContext(i, num_replicas)) for i in range(num_replicas)]
+    flat = [pytree.tree_flatten(value) for value in values]
+    structure = flat[0][1]
+    for replica_id, (_, other) in enumerate(flat):
+        if other != structure:
+            raise UsageError(
+                f"`value_fn` returned {values[0]!r} for replica 0 but {values[replica_id]!r} for replica "
+                f"{replica_id}; their structures must be equal"
+            )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([PerReplica(column) for column in columns], structure)
+
+
+# ---- iterators ----------------------------------------------------------------------------------------
+
+
+@final
+class DistributedIterator:
+    """The batches of one epoch, in order. Not to be used inside a function that `strategy.run` calls."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if on_one_replica():
+            raise _next_in_replica()
+        return next(self._batches)
+
+    def get_next(self) -> Any:
+        """Return the next batch, as `next(iterator)` does; StopIteration after the last one."""
+        return next(self)
+
+    def __reduce__(self) -> Any:
+        return (_InController, ())
+
+
+@final
+class _InController:
+    """What a function that a replica runs finds in the place of the controller's iterator or dataset."""
+
+    def __iter__(self) -> Never:
+        raise _next_in_replica()
+
+    def __next__(self) -> Never:
+        raise _next_in_replica()
+
+
+def _next_in_replica() -> UsageError:
+    return UsageError(
+        "next(iterator) should be called from outside of replica_fn. e.g. "
+        "strategy.run(replica_fn, args=(next(iterator),))"
+    )
+
+
+# ---- the controller -----------------------------------------------------------------------------------
+
+
+@final
+class ControllerDataset:
+    """The global batches of a source as a plain loop over it gives them, each a nest of PerReplica.
+
+    Every leaf of a batch is a PerReplica of the replicas' parts, on the CPU, of no examples where there are not
+    enough; `run` brings each part to its replica's device and weighs gradients by `PerReplica.shares`. With one
+    replica batches are plain. Each `iter()` is a new epoch.
+
+    Raises UsageError for a source that cannot be cut, that is empty, or that is already sharded.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        num_replicas: int,
+        options: InputOptions | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        loaders: Loaders | None = None,
+    ) -> None:
+        self._options = _options(options)
+        self._num_replicas = num_replicas
+        self._batches = GlobalBatches(
+            source,
+            num_replicas=num_replicas,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            loaders=loaders,
+        )
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of a batch with a PerReplicaSpec a leaf; loads an example to see it."""
+        return spec_of(*self._batches.sample(), self._num_replicas)
+
+    def __len__(self) -> int:
+        """The number of global batches in an epoch; TypeError where the source does not know."""
+        return len(self._batches)
+
+    def __iter__(self) -> DistributedIterator:
+        return _iterator(self._parts(iter(self._batches)), self._options)
+
+    def _parts(self, shares: Generator[Share, None, None]) -> Iterator[Any]:
+        with closing(shares):
+            for share in shares:
+                yield self._cut(share.batch, share.global_examples)
+
+    def _cut(self, batch: Any, total: int) -> Any:
+        if self._num_replicas == 1:
+            return batch
+        parts = [share_of(total, i, self._num_replicas) for i in range(self._num_replicas)]
+        sizes = tuple(part.stop - part.start for part in parts)
+        return spread(batch, parts, total, lambda pieces: PerReplica(pieces, shares=sizes))
+
+    def __reduce__(self) -> Any:
+        return (_InController, ())
+
+
+@final
+class ControllerFunctionDataset:
+    """The batches that a function's dataset gives, dealt out to the replicas in turn: a nest of PerReplica a step.
+
+    `dataset_fn(InputContext)` is called once, here, and returns a DataLoader or another iterable of batches, each
+    for one replica. In a step with too few of them the last replicas get batches of no examples. Each `iter()` goes
+    through the same dataset again.
+
+    Raises UsageError for what is no iterable of batches.
+    """
+
+    def __init__(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        *,
+        num_replicas: int,
+        options: InputOptions | None = None,
+        loaders: Loaders | None = None,
+    ) -> None:
+        self._options = _options(options)
+        self._num_replicas = num_replicas
+        self._made = _made_by(dataset_fn, num_replicas)
+        self._batches = GlobalBatches(self._made, num_replicas=num_replicas, loaders=loaders)
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of a batch with a PerReplicaSpec a leaf; loads an example to see it."""
+        return spec_of(*(_peeked(self._made) or self._batches.sample()), self._num_replicas)
+
+    def __len__(self) -> int:
+        """The number of steps in an epoch; TypeError where the source does not know."""
+        return -(-len(self._batches) // self._num_replicas)
+
+    def __iter__(self) -> DistributedIterator:
+        return _iterator(self._steps(iter(self._batches)), self._options)
+
+    def _steps(self, batches: Generator[Share, None, None]) -> Iterator[Any]:
+        with closing(batches):
+            while step := list(itertools.islice(batches, self._num_replicas)):
+                yield self._dealt(step)
+
+    def _dealt(self, step: list[Share]) -> Any:
+        if self._num_replicas == 1:
+            return step[0].batch
+        first = step[0]
+        lacking = self._num_replicas - len(step)
+        nothing = cut(first.batch, slice(0, 0), first.global_examples) if lacking else None
+        batches = [*(share.batch for share in step), *[nothing] * lacking]
+        sizes = tuple(share.global_examples for share in step) + (0,) * lacking
+        return joined(batches, sizes, lambda pieces: PerReplica(pieces, shares=sizes))
+
+    def __reduce__(self) -> Any:
+        return (_InController, ())
+
+
+def _iterator(batches: Iterator[Any], options: InputOptions) -> DistributedIterator:
+    return DistributedIterator(ahead(batches, options.prefetch) if options.prefetch else batches)
+
+
+# ---- a replica ----------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReplicaInput:
+    """Which replica its input is for, and what data.py has to be handed for it; see DistributedDataset."""
+
+    replica_id: int
+    num_replicas: int
+    device: torch.device
+    randomness: Callable[[], AbstractContextManager[None]]
+    agree: Callable[[bytes], bytes]
+    on_batch: Callable[[int, int], None]
+    on_end: Callable[[], None]
+    loaders: Loaders
+
+    def dataset(self, source: Any, options: InputOptions, **cutting: Any) -> DistributedDataset:
+        """Return this replica's shares of the global batches of a source."""
+        return DistributedDataset(
+            source,
+            replica_id=self.replica_id,
+            num_replicas=self.num_replicas,
+            device=self.device,
+            randomness=self.randomness,
+            agree=self.agree,
+            on_batch=self.on_batch,
+            on_end=self.on_end,
+            loaders=self.loaders,
+            prefetch=options.prefetch,
+            # Without a GPU torch warns, and pins nothing.
+            pin_memory=options.pin_memory if self.device.type == "cuda" else None,
+            **cutting,
+        )
+
+
+@final
+class ReplicaDataset:
+    """One replica's shares of global batches, on its device: a dataset that was distributed where it is used."""
+
+    def __init__(
+        self,
+        source: Any,
+        replica: ReplicaInput,
+        options: InputOptions | None = None,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+    ) -> None:
+        self._source = source
+        self._dataset = replica.dataset(
+            source, _options(options), batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
+        )
+
+    @classmethod
+    def from_function(
+        cls,
+        dataset_fn: Callable[[InputContext], Any],
+        replica: ReplicaInput,
+        options: InputOptions | None = None,
+    ) -> ReplicaDataset:
+        """Return this replica's batches, every n-th, of the dataset that `dataset_fn` makes on each replica.
+
+        The function runs with the random numbers that the replicas have in common, so that they all make the same.
+        """
+        chosen = _options(options)
+        with replica.randomness():
+            loader = _made_by(dataset_fn, replica.num_replicas)
+        made = object.__new__(cls)
+        made._source = loader
+        made._dataset = replica.dataset(loader, chosen, dealt=True)
+        return made
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of a batch with a TensorSpec a leaf; loads an example to see it."""
+        return spec_of(*(_peeked(self._source) or self._dataset.sample()))
+
+    def __len__(self) -> int:
+        """The number of steps in an epoch; TypeError where the source does not know."""
+        return len(self._dataset)
+
+    def __iter__(self) -> DistributedIterator:
+        return DistributedIterator(iter(self._dataset))
+
+
+# ---- what a dataset_fn returns ------------------------------------------------------------------------
+
+
+def _made_by(dataset_fn: Callable[[InputContext], Any], num_replicas: int) -> DataLoader[Any]:
+    """Call a `dataset_fn` and return a DataLoader of its batches."""
+    if not callable(dataset_fn):
+        raise UsageError(f"`dataset_fn` must be a function of an InputContext, not {type(dataset_fn).__name__}")
+    made = dataset_fn(InputContext(1, 0, num_replicas))
+    if isinstance(made, DataLoader):
+        return made
+    if isinstance(made, (torch.Tensor, np.ndarray, dict, str, bytes)) or not isinstance(made, Iterable):
+        raise UsageError(
+            f"`dataset_fn` returned a {type(made).__name__}; it must return a DataLoader or another iterable of "
+            "batches, each for one replica"
+        )
+    return DataLoader(_Batches(made), batch_size=None)
+
+
+@final
+class _Batches(IterableDataset[Any]):
+    """Whole batches, from any iterable."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+        self._once = isinstance(batches, Iterator)
+        self._begun = False
+
+    def __len__(self) -> int:
+        """The number of batches; TypeError where the iterable does not know."""
+        return len(cast(Any, self._batches))
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._once and self._begun:
+            raise UsageError(
+                f"`dataset_fn` returned a {type(self._batches).__name__}, which can be gone through only once; return "
+                "a DataLoader, a list, or an object whose __iter__ starts over"
+            )
+        self._begun = True
+        return iter(self._batches)
+
+    def peek(self) -> Any:
+        """Return the first batch, which a later iteration still gives."""
+        if self._once and self._begun:
+            raise UsageError("`dataset_fn` returned an iterator that was begun already; ask for the spec before")
+        batches = iter(self._batches)
+        first = next(batches, None)
+        if first is None:
+            raise UsageError("`dataset_fn` returned no batch")
+        if self._once:
+            self._batches = itertools.chain([first], batches)
+        return first
+
+
+def _peeked(source: Any) -> tuple[Any, int] | None:
+    """Return a batch and its number of examples, of what a `dataset_fn` returned that is no DataLoader."""
+    if not isinstance(source, DataLoader) or not isinstance(source.dataset, _Batches):
+        return None
+    batch = source.collate_fn(source.dataset.peek())
+    return batch, count(batch)

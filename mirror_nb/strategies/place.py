@@ -1,0 +1,88 @@
+"""Where a strategy's code stands: in the controller, in a replica, or alone. One interface, one class a place.
+
+The public strategy checks its arguments and hands over to its place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from mirror_nb.values import ReduceOp
+
+if TYPE_CHECKING:
+    from mirror_nb.strategies.base import Strategy
+
+
+class Place(ABC):
+    """What a strategy needs of the process that it is held in."""
+
+    num_replicas: int
+    devices: tuple[str, ...]
+    # One a replica.
+
+    @abstractmethod
+    def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:
+        """Return the context in which what is created is mirrored."""
+
+    @abstractmethod
+    def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `fn` on every replica this place commands; return the results, regrouped."""
+
+    @abstractmethod
+    def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None) -> Any:
+        """Reduce one leaf over the replicas, and over `axis` of each value."""
+
+    @abstractmethod
+    def gather(self, value: Any, axis: int) -> Any:
+        """Join one leaf of all replicas along an axis."""
+
+    @abstractmethod
+    def all_reduce(self, op: Any, value: Any) -> Any:
+        """Serve `ReplicaContext.all_reduce`."""
+
+    @abstractmethod
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Serve `ReplicaContext.all_gather`."""
+
+    @abstractmethod
+    def merge_call(
+        self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Serve `ReplicaContext.merge_call`."""
+
+    @abstractmethod
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the parts of a value that this place has."""
+
+    @abstractmethod
+    def distribute_dataset(self, source: Any, **options: Any) -> Any:
+        """Return an iterable of the global batches of `source`, as this place sees them."""
+
+    @abstractmethod
+    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
+        """Return an iterable over what `dataset_fn(InputContext)` gives."""
+
+    @abstractmethod
+    def values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        """Return the value that `value_fn(ValueContext)` gives for each replica."""
+
+    @abstractmethod
+    def make_variable(self, value: Any, **options: Any) -> Any:
+        """Make a Variable."""
+
+    @abstractmethod
+    def mirrors(self, obj: Any) -> bool:
+        """Whether an object was created in the strategy's scope."""
+
+    @abstractmethod
+    def update(
+        self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call `fn(component, *args, **kwargs)` for every replica's component of a Variable."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the place started."""

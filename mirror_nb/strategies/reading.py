@@ -1,0 +1,63 @@
+"""Networks of the controller whose values live in the replicas: reading one brings them here first.
+
+    model(x), model.state_dict(), model.parameters(), model.fc.weight, copy.deepcopy(model)
+
+Training steps must not pay for values that nobody reads, so nothing is brought back before. Knows networks and
+whom to ask; knows no replicas.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol, final
+
+from torch import nn
+
+from mirror_nb.replaced import Replaced
+
+_READS = ("__getattr__", "state_dict", "named_parameters", "named_buffers", "_apply", "__reduce_ex__")
+# All that leads to a network's tensors: attributes, what state_dict and parameters() are made of, moves, copies.
+
+
+class Source(Protocol):
+    """Who has the values."""
+
+    stale: bool
+    # Whether the networks here may be behind.
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether this source has the values of this network."""
+
+    def refresh(self) -> None:
+        """Bring the networks here up to date; `stale` is False afterwards."""
+
+
+@final
+class Reading:
+    """Watches the reads of all networks of the process, for as long as there are sources."""
+
+    def __init__(self) -> None:
+        self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._changes: list[Replaced] = []
+
+    def add(self, source: Source) -> None:
+        """Ask this source from now on."""
+        self._sources.add(source)
+        if not self._changes:
+            self._changes = [Replaced(nn.Module, name, before=self._read) for name in _READS]
+
+    def remove(self, source: Source) -> None:
+        """Ask this source no more."""
+        self._sources.discard(source)
+        if not self._sources:
+            while self._changes:
+                self._changes.pop().remove()
+
+    def _read(self, module: nn.Module, *_: object, **__: object) -> None:
+        for source in self._sources:
+            if source.stale and source.holds(module):
+                source.refresh()
+
+
+reading = Reading()
+# One for the process, as the methods of nn.Module are.

@@ -1,0 +1,318 @@
+"""From the values of all replicas one, and from their results a nest of PerReplica: pure functions on lists.
+
+Knows tensors, nests (torch's pytrees) and PerReplica. Knows no place: whoever has the values of all replicas
+together calls these, the controller and a `merge_call` alike.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import numbers
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from mirror_nb.errors import UsageError
+from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
+
+# --------------------------------------------------------------------------- one value from many
+
+
+def reduce_values(op: ReduceOp, values: Sequence[Any], axis: tuple[int, ...] | None) -> Tensor:
+    """Return the replicas' `values`, tensors, arrays or numbers, as one tensor, on the first one's device.
+
+    Without `axis` they are added element by element, and the mean divides by their number. With it each is summed
+    over these dimensions first, and the mean divides by the true number of elements; an empty one counts 0.
+
+    Sums keep the dtype, or widen as torch.sum does; a mean of integers is of torch's default float.
+    Raises UsageError for shapes or dtypes that differ, for an axis that is not there, and for what is no number.
+    """
+    tensors = _one_device(_alike([as_tensor(value, "reduce") for value in values], values, "reduce"))
+    parts = [sum_over(tensor, axis) for tensor in tensors]
+    check_shapes([tuple(part.shape) for part in parts], "reduce", [tuple(tensor.shape) for tensor in tensors])
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    if op is ReduceOp.SUM:
+        return total
+    count = len(tensors) if axis is None else sum(counted(tensor, axis) for tensor in tensors)
+    return mean(total, count)
+
+
+def gather_values(values: Sequence[Any], axis: int) -> Tensor:
+    """Return the replicas' tensors joined along `axis`, on the first one's device; sizes may differ along it alone.
+
+    Raises UsageError for other sizes or dtypes that differ, for scalars, and for an axis that is not there.
+    """
+    tensors = _one_device([as_tensor(value, "gather").detach() for value in values])
+    dims = {checked_axis(axis, tensor, "gather") for tensor in tensors}
+    ranks = {tensor.ndim for tensor in tensors}
+    shapes = [_without(tuple(tensor.shape), min(dims)) for tensor in tensors] if len(ranks) == 1 else []
+    if len(ranks) > 1 or len(set(shapes)) > 1 or len({tensor.dtype for tensor in tensors}) > 1:
+        forms = ", ".join(f"{form_of(tensor)} on replica {i}" for i, tensor in enumerate(tensors))
+        raise UsageError(f"cannot gather {forms}: dtypes and all sizes but that of axis {axis} must be equal")
+    return torch.cat(tensors, min(dims))
+
+
+def reduce_local(op: ReduceOp, value: Any, axis: tuple[int, ...] | None, num_replicas: int) -> Tensor:
+    """Reduce a leaf whose parts are all here; what is not distributed stands for one equal value on each replica.
+
+    `run` returns a number that is equal on all replicas as that number, so a sum counts it once a replica.
+    Raises UsageError for the sum of one tensor, which belongs to no replica (as tf.distribute does).
+    """
+    if isinstance(value, DistributedValues):
+        return reduce_values(op, value.values, axis)
+    if op is ReduceOp.SUM and num_replicas > 1 and not is_number(value):
+        raise not_distributed(value, op)
+    return reduce_values(op, [value] * num_replicas, axis)
+
+
+def gather_local(value: Any, axis: int) -> Tensor:
+    """Gather a leaf whose parts are all here; a tensor that is not distributed is returned alone."""
+    return gather_values(value.values if isinstance(value, DistributedValues) else [value], axis)
+
+
+def not_distributed(value: Any, op: ReduceOp) -> UsageError:
+    """The error for one value where one a replica is needed; tf.distribute's, and what to do."""
+    return UsageError(
+        f"A non-DistributedValues value {value} cannot be reduced with the given reduce op {op}. It is one value, "
+        "not one of each replica: give what strategy.run returned, or inside a replica a tensor "
+        f"(torch.tensor({value if is_number(value) else '…'})), to have one counted for each replica"
+    )
+
+
+# --------------------------------------------------------------------------- the steps of a reduction
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a Python or NumPy number."""
+    return isinstance(value, numbers.Number | np.generic)
+
+
+def as_tensor(value: Any, what: str, device: torch.device | None = None) -> Tensor:
+    """Return a tensor, an array or a number as a dense tensor. Raises UsageError for anything else."""
+    if not isinstance(value, Tensor | np.ndarray) and not is_number(value):
+        raise UsageError(
+            f"cannot {what} a {type(value).__name__} ({_short(value)}): only tensors, arrays, numbers and nests "
+            "of them"
+        )
+    try:
+        tensor = torch.as_tensor(value, device=device)
+    except TypeError as error:
+        raise UsageError(f"cannot {what} an array of dtype {value.dtype}: {error}") from error
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"cannot {what} a tensor in layout {tensor.layout}; make it dense with .to_dense()")
+    return tensor
+
+
+def sum_over(tensor: Tensor, axis: tuple[int, ...] | None) -> Tensor:
+    """Return what a replica adds to a sum: its tensor, summed over `axis`; flags are counted."""
+    counted_flags = tensor.long() if tensor.dtype is torch.bool else tensor
+    if not axis:
+        return counted_flags.detach()
+    return counted_flags.detach().sum(checked_axes(axis, tensor))
+
+
+def counted(tensor: Tensor, axis: tuple[int, ...]) -> int:
+    """Return how many elements went into each element of `sum_over`."""
+    return math.prod(tensor.shape[dim] for dim in checked_axes(axis, tensor))
+
+
+def mean(total: Tensor, count: int) -> Tensor:
+    """Return `total / count`, of torch's default float for integers; NaN for nothing."""
+    if not total.is_floating_point() and not total.is_complex():
+        total = total.to(torch.get_default_dtype())
+    return total / count
+
+
+def checked_axes(axis: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions that `axis` means. Raises UsageError for one that is not there or that is there twice."""
+    dims = tuple(checked_axis(single, tensor, "reduce") for single in axis)
+    if len(set(dims)) < len(dims):
+        raise UsageError(f"`axis` {axis} names a dimension twice, of a tensor of shape {tuple(tensor.shape)}")
+    return dims
+
+
+def checked_axis(axis: Any, tensor: Tensor, what: str) -> int:
+    """Return the dimension that `axis` means, from 0. Raises UsageError where there is none."""
+    try:
+        dim = operator.index(axis)
+    except TypeError:
+        dim = None
+    if dim is None or isinstance(axis, bool):
+        raise UsageError(f"`axis` must be an integer, not {axis!r}")
+    if not -tensor.ndim <= dim < tensor.ndim:
+        instead = "a scalar has none" if tensor.ndim == 0 else f"it has {tensor.ndim} dimensions"
+        raise UsageError(f"cannot {what} a tensor of shape {tuple(tensor.shape)} over axis {axis}: {instead}")
+    return dim % tensor.ndim
+
+
+def check_shapes(shapes: Sequence[tuple[int, ...]], what: str, given: Sequence[tuple[int, ...]]) -> None:
+    """Raise UsageError where the replicas' shapes differ."""
+    if len(set(shapes)) > 1:
+        named = ", ".join(f"{shape} on replica {i}" for i, shape in enumerate(given))
+        raise UsageError(
+            f"cannot {what} tensors of different shapes: {named}; with axis=0 (or another) each is reduced over that "
+            "dimension first, and only the others must be equal"
+        )
+
+
+def form_of(tensor: Tensor) -> str:
+    """Return dtype and shape in words, e.g. float32[2, 3]."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def common_dtype(dtypes: Sequence[torch.dtype], weak: Sequence[bool]) -> torch.dtype | None:
+    """Return the dtype that the replicas' values have in common; None where tensors differ.
+
+    `weak` marks numbers: as in torch's arithmetic they take the tensors' dtype if that can hold their kind.
+    """
+    strong = {dtype for dtype, number in zip(dtypes, weak, strict=True) if not number}
+    if len(strong) > 1:
+        return None
+    found = strong.pop() if strong else dtypes[0]
+    for dtype, number in zip(dtypes, weak, strict=True):
+        if number and _kind(dtype) > _kind(found):
+            found = dtype
+    return found
+
+
+def _kind(dtype: torch.dtype) -> int:
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 1 if dtype is not torch.bool else 0
+
+
+def _alike(tensors: list[Tensor], values: Sequence[Any], what: str) -> list[Tensor]:
+    dtype = common_dtype([tensor.dtype for tensor in tensors], [is_number(value) for value in values])
+    if dtype is None:
+        forms = ", ".join(f"{form_of(tensor)} on replica {i}" for i, tensor in enumerate(tensors))
+        raise UsageError(f"cannot {what} tensors of different dtypes: {forms}; convert them to one with .to(dtype)")
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _one_device(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.to(tensors[0].device) for tensor in tensors]
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape[:dim] + shape[dim + 1 :]
+
+
+# --------------------------------------------------------------------------- nests
+
+
+def regroup(results: Sequence[Any]) -> Any:
+    """Return the nest of PerReplica that the replicas' `results`, nests of equal structure, make together.
+
+    A leaf that is the same object, or an equal immutable Python value (None, a number, a string, …), on all
+    replicas stays that one; tensors and everything else become a PerReplica. With one replica its result.
+    Source: tf.distribute's `regroup`. Raises UsageError that shows two structures that differ.
+    """
+    if len(results) == 1:
+        return results[0]
+    flat, specs = zip(*(pytree.tree_flatten(result) for result in results), strict=True)
+    if any(spec != specs[0] for spec in specs[1:]):
+        ordered = [_ordered_like(results[0], result, i, results) for i, result in enumerate(results)]
+        flat = tuple(pytree.tree_leaves(result) for result in ordered)
+    return pytree.tree_unflatten([_group(leaves) for leaves in zip(*flat, strict=True)], specs[0])
+
+
+def select(nest: Any, replica_id: int) -> Any:
+    """Return what one replica gets of a nest: its part of each PerReplica, everything else as it is.
+
+    Containers without a PerReplica in them are the very objects that were given.
+    """
+    if isinstance(nest, DistributedValues):
+        if replica_id >= len(nest):
+            raise UsageError(f"a {type(nest).__name__} of {len(nest)} values has none for replica {replica_id}")
+        return nest[replica_id]
+    children, spec = _children(nest)
+    if spec is None:
+        return nest
+    chosen = [select(child, replica_id) for child in children]
+    changed = any(new is not old for new, old in zip(chosen, children, strict=True))
+    return pytree.tree_unflatten(chosen, spec) if changed else nest
+
+
+def local_parts(nest: Any, num_replicas: int) -> tuple[Any, ...]:
+    """Return what each replica has of a nest; a nest with no PerReplica in it stands alone."""
+    leaves = pytree.tree_leaves(nest)
+    if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+        return (nest,)
+    return tuple(select(nest, replica_id) for replica_id in range(num_replicas))
+
+
+def structure(nest: Any) -> str:
+    """Return a nest in words, its leaves left out: {'loss': *, 'logits': [*, *]}."""
+    return repr(pytree.tree_map(lambda leaf: _STAR, nest))
+
+
+def _children(nest: Any) -> tuple[list[Any], Any]:
+    """Return the members of a container and how to make it of them; a leaf has (itself, None)."""
+    if isinstance(nest, Tensor) or nest is None:
+        return [nest], None
+    children, spec = pytree.tree_flatten(nest, is_leaf=lambda node: node is not nest)
+    return (children, None) if len(children) == 1 and children[0] is nest else (children, spec)
+
+
+def _group(leaves: tuple[Any, ...]) -> Any:
+    first = leaves[0]
+    same = all(leaf is first for leaf in leaves) or (
+        _is_immutable(first) and all(type(leaf) is type(first) and _equal(leaf, first) for leaf in leaves)
+    )
+    # A tensor is each replica's own even where a process sees one object: the controller's twin has one replica.
+    return first if same and not isinstance(first, np.ndarray) and type(first) is not Tensor else PerReplica(leaves)
+
+
+def _is_immutable(value: Any) -> bool:
+    return value is None or isinstance(
+        value, numbers.Number | np.generic | str | bytes | enum.Enum | type | torch.dtype | torch.device
+    )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def _ordered_like(first: Any, other: Any, replica_id: int, results: Sequence[Any]) -> Any:
+    """Return `other` with the keys of its dicts in the order of `first`'s. Raises UsageError where they differ."""
+    ours, spec = _children(first)
+    theirs, kind = _children(other)
+    if spec is None and kind is None:
+        return other
+    if type(first) is not type(other) or spec is None or kind is None or len(ours) != len(theirs):
+        raise _different(results, replica_id)
+    if isinstance(first, Mapping):
+        if first.keys() != other.keys():
+            raise _different(results, replica_id)
+        theirs = [other[key] for key in first]
+    elif spec != kind and all(a == b for a, b in zip(spec.children_specs, kind.children_specs, strict=True)):
+        raise _different(results, replica_id)
+    return pytree.tree_unflatten(
+        [_ordered_like(a, b, replica_id, results) for a, b in zip(ours, theirs, strict=True)], spec
+    )
+
+
+def _different(results: Sequence[Any], replica_id: int) -> UsageError:
+    return UsageError(
+        f"the replicas' values differ in structure: {structure(results[0])} on replica 0, "
+        f"{structure(results[replica_id])} on replica {replica_id}; the same is needed on every replica"
+    )
+
+
+class _Star:
+    def __repr__(self) -> str:
+        return "*"
+
+
+_STAR = _Star()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,165 @@
+"""The home of Variables on a replica: each rule of tf.distribute for writing and reading them, in SPMD.
+
+in strategy.run     MirroredVariable: the replicas' values aggregated, then written by all; NONE: its own each
+                    SyncOnReadVariable: its own component alone
+from outside        MirroredVariable: the one value that all replicas give
+                    SyncOnReadVariable: read as the aggregate, a sum is assigned in n parts
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from mirror_nb.errors import UsageError
+from mirror_nb.mirrors import bits
+from mirror_nb.strategies.context import has_strategy, on_one_replica
+from mirror_nb.strategies.peers import Form, Leaf, Peers, form_of_nest
+from mirror_nb.strategies.reductions import is_number, not_distributed, select
+from mirror_nb.values import DistributedValues, ReduceOp, VariableAggregation
+from mirror_nb.variables import (
+    SyncOnReadVariable,
+    Variable,
+    apply_assign,
+    as_value,
+    check_readable,
+    component,
+    from_outside,
+)
+
+
+@final
+class ReplicaHome:
+    """Where the Variables of one replica ask; `merging()` tells whether a merge_call runs, the same on all.
+
+    `commanded`: a controller has this replica do things for itself too, outside of cells and calls, and not always
+    all replicas: there a Variable is its component, and no peer is asked.
+    """
+
+    def __init__(self, peers: Peers, merging: Callable[[], bool], *, commanded: bool) -> None:
+        self._peers = peers
+        self._merging = merging
+        self._commanded = commanded
+
+    def equal(self, value: Tensor) -> Tensor:
+        """Return replica 0's initial value, if the replicas have different ones."""
+        sums, _ = self._peers.agree("Variable", form_of_nest("*", [value], [False]), bits([value]))
+        return value if len(set(sums)) == 1 else self._peers.first(value)
+
+    # ------------------------------------------------------------------ what a Variable asks
+
+    def components(self, variable: Variable) -> Mapping[int, Tensor]:
+        return {self._peers.replica_id: component(variable)}
+
+    def refresh(self, variable: Variable) -> None:
+        """It is always up to date."""
+
+    def wrote(self, variable: Variable) -> None:
+        """It was written here, where it lives."""
+
+    def saved(self, variable: Variable) -> Tensor:
+        return component(variable)
+
+    def read(self, variable: Variable) -> Tensor:
+        alone = self._peers.num_replicas == 1 or on_one_replica() or self._unattended()
+        if alone or not isinstance(variable, SyncOnReadVariable):
+            return component(variable)
+        check_readable(variable)
+        mine = component(variable)
+        call, form = f"reading {variable.name}", form_of_nest("*", [mine], [False])
+        if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            self._peers.agree(call, form)
+            return self._peers.first(mine)
+        total, _ = self._peers.total(call, form, mine)
+        return total if variable.aggregation is VariableAggregation.SUM else total / self._peers.num_replicas
+
+    def assign(self, variable: Variable, how: str, value: Any) -> Any:
+        if on_one_replica():
+            self._assign_on_replica(variable, how, value)
+            return component(variable)
+        if self._unattended():
+            apply_assign(variable, how, value)
+        else:
+            self._assign_from_outside(variable, how, value)
+        return variable
+
+    def _unattended(self) -> bool:
+        return self._commanded and not has_strategy()
+
+    # ------------------------------------------------------------------ in strategy.run
+
+    def _assign_on_replica(self, variable: Variable, how: str, value: Any) -> None:
+        value = select(value, self._peers.replica_id)
+        rule = variable.aggregation
+        if isinstance(variable, SyncOnReadVariable) or self._peers.num_replicas == 1:
+            apply_assign(variable, how, value)
+        elif rule is VariableAggregation.NONE:
+            self._warn_of_divergence(variable, how, value)
+            apply_assign(variable, how, value)
+        else:
+            apply_assign(variable, how, self._aggregated(variable, how, value))
+
+    def _aggregated(self, variable: Variable, how: str, value: Any) -> Tensor:
+        """Return the one value that the replicas' values make, or raise the same error on all."""
+        tensor, form = self._offered(variable, how, value)
+        literal = is_number(value)
+        # A number shows no sign of the replica: the others' tell whether it is the same literal on all.
+        number = bits([torch.as_tensor(value, dtype=torch.float64)]) if literal else -1 - self._peers.replica_id
+        seen, _ = self._peers.agree(f"{how} to {variable.name} ({variable.aggregation.value})", form, number)
+        assert tensor is not None
+        if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return self._peers.first(tensor)
+        if variable.aggregation is VariableAggregation.MEAN:
+            return self._peers.reduced(ReduceOp.MEAN, [tensor])[0].to(variable.dtype)
+        if literal and value != 0 and len(set(seen)) == 1:
+            raise not_distributed(value, ReduceOp.SUM)
+        return self._peers.reduced(ReduceOp.SUM, [tensor])[0]
+
+    # ------------------------------------------------------------------ from outside
+
+    def _assign_from_outside(self, variable: Variable, how: str, value: Any) -> None:
+        given = isinstance(value, DistributedValues)
+        own = select(value, self._peers.replica_id)
+        own = from_outside(variable, how, own, self._peers.num_replicas)
+        if self._peers.num_replicas > 1 and not given and not self._merging():
+            self._check_equal(variable, how, own)
+        apply_assign(variable, how, own)
+
+    def _check_equal(self, variable: Variable, how: str, value: Any) -> None:
+        """See that all replicas assign the same: what they do in a cell is one assignment."""
+        tensor, form = self._offered(variable, how, value)
+        sums, _ = self._peers.agree(f"{how} to {variable.name}", form, bits([tensor]) if tensor is not None else 0)
+        if len(set(sums)) == 1:
+            return
+        if variable.aggregation is VariableAggregation.NONE:
+            self._warn_of_divergence(variable, how, tensor)
+            return
+        raise UsageError(
+            f"the replicas {how} different values to {variable.name} outside of strategy.run, on replica "
+            f"{self._peers.replica_id} {value}; do it in a function given to strategy.run to have them aggregated by "
+            f"{variable.aggregation.value}, or pass the one value that strategy.reduce(...) returns"
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    def _offered(self, variable: Variable, how: str, value: Any) -> tuple[Tensor | None, Form]:
+        try:
+            tensor = as_value(variable, how, value)
+        except UsageError as error:
+            return None, Form(problem=str(error))
+        return tensor, Form(leaves=(Leaf(tensor.dtype, tuple(tensor.shape)),))
+
+    def _warn_of_divergence(self, variable: Variable, how: str, value: Any) -> None:
+        if variable.warned or is_number(value):
+            return
+        variable.warned = True
+        warnings.warn(
+            f"{how} on replica {self._peers.replica_id} to {variable.name}, made with VariableAggregation.NONE: every "
+            "replica writes its own value, so the copies may differ from now on; make the Variable with "
+            "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA to keep them equal",
+            stacklevel=5,
+        )

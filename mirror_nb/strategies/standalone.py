@@ -1,0 +1,89 @@
+"""A replica in a process that something else started once per device, torchrun for instance: no controller."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mirror_nb.errors import UsageError
+from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.replica.scope import Scope
+
+
+@dataclass(frozen=True, slots=True)
+class OwnIdentity:
+    """Which replica this process is."""
+
+    replica_id: int
+    num_replicas: int
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Standalone:
+    """What the strategy needs of such a replica."""
+
+    identity: OwnIdentity
+    gradients: GradientSynchronizer
+    scope: Scope
+    leave: Callable[[], None]
+    # Gives back the process group, if it was made here.
+    own_process: bool = True
+
+    def emit(self, message: object, slab: int | None = None) -> None:
+        """There is no controller to hear it."""
+
+
+def standalone(reduction: str = "mean", seed: int = 0) -> Standalone:
+    """Join the others that the environment tells of (RANK, WORLD_SIZE, LOCAL_RANK, …), if that is not done yet.
+
+    The device is the GPU of number LOCAL_RANK, or the CPU where there are none. `reduction`: of gradients, "mean" or
+    "sum". Raises UsageError for an environment that is not a launcher's, and for fewer GPUs than processes.
+    """
+    replica_id, num_replicas = _number("RANK"), _number("WORLD_SIZE")
+    device = _device(_number("LOCAL_RANK", replica_id))
+    joined = dist.is_initialized()
+    if not joined:
+        dist.init_process_group("gloo" if device.type == "cpu" else None)
+    gradients = GradientSynchronizer(replica_id, num_replicas, reduction=reduction)
+    scope = Scope(replica_id, num_replicas, device, gradients, seed)
+    identity = OwnIdentity(replica_id, num_replicas, device)
+    return Standalone(identity, gradients, scope, _nothing if joined else _leave)
+
+
+def _number(name: str, default: Any = None) -> int:
+    value = os.environ.get(name, default)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"the environment variable {name} is {value!r}, not a number; start the script with torchrun, or unset "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT to let the strategy start its own replicas"
+        ) from None
+
+
+def _device(local: int) -> torch.device:
+    found = torch.cuda.device_count()
+    if not found:
+        return torch.device("cpu")
+    if local >= found:
+        raise UsageError(
+            f"LOCAL_RANK is {local}, but {found} GPUs are visible; start one process a GPU (--nproc_per_node={found}) "
+            "or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

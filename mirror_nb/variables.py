@@ -1,0 +1,484 @@
+"""Variables: a tensor that knows how several replicas write to it, and how it is read from outside.
+
+Never asks who is current: a Variable is given its home by the place that makes it, and asks that. Knows tensors;
+knows no strategy, no process group and no process.
+
+    Variable(value) ─▶ make_variable of the place whose scope this is ─▶ MirroredVariable, SyncOnReadVariable
+                    └▶ outside every scope                            ─▶ PlainVariable
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mirror_nb.errors import UsageError
+from mirror_nb.values import VariableAggregation, VariableSynchronization
+
+_SUM, _MEAN, _NONE = VariableAggregation.SUM, VariableAggregation.MEAN, VariableAggregation.NONE
+_FIRST = VariableAggregation.ONLY_FIRST_REPLICA
+
+_WRITES: dict[str, Callable[..., Tensor]] = {
+    "assign": Tensor.copy_,
+    "assign_add": Tensor.add_,
+    "assign_sub": Tensor.sub_,
+}
+
+
+class VariableHome(Protocol):
+    """What a Variable asks of the place that made it."""
+
+    def components(self, variable: Variable) -> Mapping[int, Tensor]:
+        """Return the components that this place can see, by replica id; talks to no peer."""
+
+    def assign(self, variable: Variable, how: str, value: Any) -> Any:
+        """Carry out `how` ("assign", "assign_add", "assign_sub") by the Variable's rule; return what it returns."""
+
+    def read(self, variable: Variable) -> Tensor:
+        """Return the value: a replica's own component, or what all of them make together, read from outside."""
+
+    def refresh(self, variable: Variable) -> None:
+        """Bring the tensor here up to date; called before each use of its values."""
+
+    def wrote(self, variable: Variable) -> None:
+        """The tensor here was written to in place, by `copy_` or another operation of torch."""
+
+    def saved(self, variable: Variable) -> Tensor:
+        """Return the value to pickle; talks to no peer, since one replica may save alone."""
+
+
+class Variable(torch.Tensor):
+    """A tensor to be read and assigned; in a strategy's scope, one for all of its replicas.
+
+    `value` is a number, a list, an array, a tensor, or a function that returns one. Made in a scope it is a
+    MirroredVariable, or with `synchronization` ON_READ a SyncOnReadVariable; outside, a PlainVariable. It takes part
+    in torch's arithmetic and autograd as any tensor, and what comes out is a plain tensor; a trainable one of
+    floating point requires gradients, and a module that holds it has it among its parameters.
+
+    `aggregation` tells what becomes of the values that replicas assign in `strategy.run`: SUM or MEAN of them, replica
+    0's (ONLY_FIRST_REPLICA), or each its own (NONE). Trainable is the default, but with ON_READ.
+
+    Raises UsageError for a trainable ON_READ Variable and for values that are no tensor.
+    Source: tf.Variable, tf.distribute's MirroredVariable and SyncOnReadVariable.
+    """
+
+    _home: VariableHome | None
+    _trainable: bool
+    _aggregation: VariableAggregation
+    _synchronization: VariableSynchronization
+    _label: str | None
+    warned: bool
+
+    def __new__(
+        cls,
+        value: Any,
+        *,
+        trainable: bool | None = None,
+        aggregation: Any = VariableAggregation.NONE,
+        synchronization: Any = VariableSynchronization.AUTO,
+        dtype: torch.dtype | None = None,
+        name: str | None = None,
+    ) -> Variable:
+        if cls is not Variable:
+            raise UsageError(f"a {cls.__name__} cannot be made by itself; call Variable(...) in the strategy's scope")
+        rule = _member(VariableAggregation, aggregation, "aggregation")
+        when = _member(VariableSynchronization, synchronization, "synchronization")
+        on_read = when is VariableSynchronization.ON_READ
+        if on_read and trainable:
+            raise UsageError(
+                "`synchronization` can be VariableSynchronization.ON_READ only for Variables that are not trainable, "
+                "but trainable=True was given; leave one of them out"
+            )
+        make = _making() or plain
+        made = make(
+            initial_value(value, dtype),
+            trainable=not on_read if trainable is None else bool(trainable),
+            aggregation=rule,
+            synchronization=when,
+            name=name,
+        )
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Everything was done by __new__."""
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it is meant to be trained."""
+        return self._trainable
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """What becomes of the values that several replicas assign."""
+        return self._aggregation
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When the components are made one."""
+        return self._synchronization
+
+    @property
+    def home(self) -> VariableHome | None:
+        """The place that made it; None for a PlainVariable."""
+        return self._home
+
+    @property
+    def name(self) -> str:
+        """Its name, "Variable" where none was given."""
+        return self._label or "Variable"
+
+    @property
+    def values(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """The components that can be seen here: in the controller one a replica, in a replica its own."""
+        return tuple(self._components().values())
+
+    def _components(self) -> Mapping[int, Tensor]:
+        return {0: component(self)} if self._home is None else self._home.components(self)
+
+    # ------------------------------------------------------------------ writing and reading
+
+    def assign(self, value: Any) -> Any:
+        """Set the value, of the same shape; by the Variable's aggregation where replicas do it in `strategy.run`.
+
+        Returns the new value there, a tensor, and elsewhere the Variable. Raises UsageError for another shape, for a
+        dtype that it cannot hold, and for what its aggregation does not allow.
+        """
+        return self._assign("assign", value)
+
+    def assign_add(self, value: Any) -> Any:
+        """Add to the value; else as `assign`."""
+        return self._assign("assign_add", value)
+
+    def assign_sub(self, value: Any) -> Any:
+        """Subtract from the value; else as `assign`."""
+        return self._assign("assign_sub", value)
+
+    def _assign(self, how: str, value: Any) -> Any:
+        if self._home is not None:
+            return self._home.assign(self, how, value)
+        apply_assign(self, how, value)
+        return self
+
+    def read_value(self) -> Tensor:
+        """Return a copy of the value, a plain tensor: on a replica its own, from outside the aggregated one."""
+        return component(self) if self._home is None else self._home.read(self)
+
+    value = read_value
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a copy of the value as an array."""
+        return self.read_value().cpu().numpy()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.asarray(self.numpy(), dtype=dtype)
+
+    def __float__(self) -> float:
+        return float(self.read_value())
+
+    def __int__(self) -> int:
+        return int(self.read_value())
+
+    # ------------------------------------------------------------------ as a tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if getattr(func, "__self__", None) in _ABOUT or name in _ABOUT_CALLS:
+            # Shape, dtype, gradient and the like: not the values.
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        target = args[0] if args and _writes(name) and isinstance(args[0], Variable) else None
+        if isinstance(target, SyncOnReadVariable) and name == "copy_":
+            # What load_state_dict does: the value that was read from outside comes back as such.
+            target.assign(args[1])
+            return target
+        args, kwargs = _current(args, target), _current(kwargs, target)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if target is not None and target._home is not None:
+            target._home.wrote(target)
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        # TensorFlow's layout, torch's own repr inside.
+        lines = ",\n".join(f"  {i}: {_shown(value)!r}" for i, value in self._components().items())
+        return f"{type(self).__name__}:{{\n{lines}\n}}"
+
+    def __format__(self, specification: str) -> str:
+        return format(self.read_value(), specification) if specification else repr(self)
+
+    # ------------------------------------------------------------------ copies
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "trainable": self._trainable,
+            "aggregation": self._aggregation,
+            "synchronization": self._synchronization,
+            "name": self._label,
+        }
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = component(self) if self._home is None else self._home.saved(self)
+        return rebuild, (type(self).__name__, value, self._options())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        if id(self) not in memo:
+            memo[id(self)] = rebuild(type(self).__name__, self.read_value(), self._options())
+        copied: Variable = memo[id(self)]
+        return copied
+
+
+@final
+class PlainVariable(Variable):
+    """A Variable of this process alone, made outside every scope."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Variable({_shown(component(self))!r})"
+
+
+@final
+class MirroredVariable(Variable):
+    """A Variable with a copy on each replica, kept equal when it is written."""
+
+
+@final
+class SyncOnReadVariable(Variable):
+    """A Variable that each replica writes by itself; read from outside, its components are aggregated."""
+
+
+# --------------------------------------------------------------------------- making
+
+
+def initial_value(value: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a new tensor of `value`: a number, a list, an array, a tensor, or a function that returns one."""
+    if callable(value) and not isinstance(value, Tensor):
+        value = value()
+    try:
+        if isinstance(value, Tensor):
+            return value.detach().to(dtype=dtype, copy=True) if dtype else value.detach().clone()
+        return torch.as_tensor(value, dtype=dtype).clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"a Variable holds numbers, not {value!r}: {error}") from error
+
+
+def plain(value: Tensor, **options: Any) -> PlainVariable:
+    """Make a Variable of this process alone."""
+    made = _build(PlainVariable, value, None, options)
+    assert isinstance(made, PlainVariable)
+    return made
+
+
+def distributed(value: Tensor, home: VariableHome, **options: Any) -> Variable:
+    """Make the Variable of a place: a SyncOnReadVariable with ON_READ, else a MirroredVariable."""
+    on_read = options["synchronization"] is VariableSynchronization.ON_READ
+    return _build(SyncOnReadVariable if on_read else MirroredVariable, value, home, options)
+
+
+def component_variable(variable: Variable) -> PlainVariable:
+    """Return this process's component as a Variable of its own: to write to it writes to `variable` here."""
+    options = {**variable._options(), "trainable": False}
+    made = _build(PlainVariable, _bare(variable), None, options)
+    assert isinstance(made, PlainVariable)
+    return made
+
+
+def _build(kind: type[Variable], value: Tensor, home: VariableHome | None, options: Mapping[str, Any]) -> Variable:
+    learns = options["trainable"] and (value.is_floating_point() or value.is_complex())
+    made: Variable = torch.Tensor._make_subclass(kind, value, learns)
+    made._home = home
+    made._trainable = options["trainable"]
+    made._aggregation = options["aggregation"]
+    made._synchronization = options["synchronization"]
+    made._label = options["name"]
+    made.warned = False
+    if learns:
+        # torch's own mark for what isinstance(…, nn.Parameter) is true of: modules register it.
+        made._is_param = True
+    return made
+
+
+Make = Callable[..., Variable]
+
+_scopes: list[Callable[[], Make | None]] = []
+_arrivals: list[Make] = []
+
+
+def provide_scope(find: Callable[[], Make | None]) -> None:
+    """Say how the maker of the scope that the caller is in is found; it returns None outside every scope."""
+    _scopes.append(find)
+
+
+def provide_arrivals(make: Make) -> None:
+    """Say who makes the Variables that arrive in this process by pickle: a replica's place."""
+    _arrivals.append(make)
+
+
+def _making() -> Make | None:
+    return _scopes[-1]() if _scopes else None
+
+
+def rebuild(kind: str, value: Tensor, options: dict[str, Any]) -> Variable:
+    """Make a Variable of what was pickled or copied: on a replica one of its place, elsewhere a plain one.
+
+    `value` is this process's component as it is: no peer is asked, whatever the aggregation.
+    """
+    if kind == PlainVariable.__name__ or not _arrivals:
+        return plain(value, **options)
+    return _arrivals[-1](value, **options)
+
+
+# --------------------------------------------------------------------------- the rules
+
+
+def component(variable: Variable) -> Tensor:
+    """Return a copy of the component in this process, a plain tensor."""
+    return _bare(variable).clone()
+
+
+def read_component(variable: Variable) -> Tensor:
+    """For the controller: the component of the replica that this is called on."""
+    return component(variable)
+
+
+def apply_assign(variable: Variable, how: str, value: Any) -> None:
+    """Write to the component in this process, with no word to the peers."""
+    tensor = as_value(variable, how, value)
+    with torch.no_grad():
+        _WRITES[how](_bare(variable), tensor)
+
+
+def as_value(variable: Variable, how: str, value: Any) -> Tensor:
+    """Return `value` as a tensor of the Variable's shape, dtype and device.
+
+    Raises UsageError for another shape, and for a dtype that would lose what the value holds.
+    """
+    bare = _bare(variable)
+    try:
+        with torch.no_grad():
+            tensor = value.read_value() if isinstance(value, Variable) else torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"cannot {how} {value!r} to {variable.name}: {error}") from error
+    if tensor.shape != bare.shape:
+        raise UsageError(
+            f"cannot {how} a value of shape {tuple(tensor.shape)} to {variable.name} of shape {tuple(bare.shape)}"
+        )
+    if not torch.can_cast(tensor.dtype, bare.dtype):
+        raise UsageError(
+            f"cannot {how} a value of {tensor.dtype} to {variable.name} of {bare.dtype}; make the Variable of that "
+            "dtype, or convert the value with .to(dtype)"
+        )
+    return tensor.to(bare.device, bare.dtype)
+
+
+def from_outside(variable: Variable, how: str, value: Any, num_replicas: int) -> Any:
+    """Return what each component takes when `value` is assigned in cross-replica context.
+
+    Of a sum each gets its n-th part, so that it reads back as `value`; nothing can be added to one.
+    Source: TensorFlow's SyncOnReadVariable. Raises UsageError (`assign_add` to a sum).
+    """
+    if not isinstance(variable, SyncOnReadVariable) or variable.aggregation is not _SUM:
+        return value
+    if how != "assign":
+        raise UsageError(
+            f"SyncOnReadVariable does not support `{how}` in cross-replica context when aggregation is set to "
+            "`VariableAggregation.SUM`. Add inside strategy.run, on each replica, or assign the new value"
+        )
+    share = as_value(variable, how, value) / num_replicas
+    return share.to(variable.dtype)
+
+
+def aggregate(variable: Variable, components: Sequence[Tensor]) -> Tensor:
+    """Return what a SyncOnReadVariable reads as from outside. Raises UsageError with aggregation NONE."""
+    check_readable(variable)
+    if variable.aggregation is _FIRST:
+        return components[0].clone()
+    total = components[0].clone()
+    for other in components[1:]:
+        total += other.to(total.device)
+    return total if variable.aggregation is _SUM else total / len(components)
+
+
+def check_readable(variable: Variable) -> None:
+    """Raise UsageError if the components of a SyncOnReadVariable have no common value."""
+    if variable.aggregation is _NONE:
+        raise UsageError(
+            f"{variable.name} is a SyncOnReadVariable with VariableAggregation.NONE: its components have no common "
+            "value; read it inside strategy.run, or make it with aggregation SUM, MEAN or ONLY_FIRST_REPLICA"
+        )
+
+
+# --------------------------------------------------------------------------- as a tensor
+
+
+def _bare(variable: Variable) -> Tensor:
+    """The component as a plain tensor on the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        bare: Tensor = variable.detach()
+    return bare
+
+
+def _shown(value: Tensor) -> Tensor:
+    return value.detach()
+
+
+def _about(names: Sequence[str]) -> frozenset[Any]:
+    return frozenset(getattr(Tensor, name) for name in names if hasattr(Tensor, name))
+
+
+_ABOUT = _about(
+    (
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "is_leaf", "grad_fn", "_version",
+        "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized", "is_nested", "retains_grad", "_backward_hooks",
+        "_post_accumulate_grad_hooks", "output_nr", "itemsize", "nbytes", "names", "_base", "is_mps", "is_xpu",
+    )
+)  # fmt: skip
+_ABOUT_CALLS = frozenset(
+    {"dim", "size", "stride", "numel", "nelement", "is_floating_point", "is_complex", "__hash__", "requires_grad_"}
+)
+
+
+def _writes(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+_IN_PLACE = frozenset(f"__{name}__" for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")) | {
+    "__setitem__"
+}
+
+
+def _current(nest: Any, target: Variable | None) -> Any:
+    """Return the arguments of an operation with the Variables among them up to date."""
+    if isinstance(nest, Variable):
+        return _current_value(nest, target)
+    if type(nest) in (tuple, list):
+        return type(nest)(_current(item, target) for item in nest)
+    if type(nest) is dict:
+        return {key: _current(item, target) for key, item in nest.items()}
+    return nest
+
+
+def _current_value(variable: Variable, target: Variable | None) -> Tensor:
+    home = variable._home
+    if home is None:
+        return variable
+    if isinstance(variable, SyncOnReadVariable) and variable is not target:
+        return home.read(variable)
+    home.refresh(variable)
+    return variable
+
+
+def _member(kind: Any, value: Any, argument: str) -> Any:
+    if isinstance(value, kind):
+        return value
+    name = str(getattr(value, "name", value)).upper().rpartition(".")[2]
+    if name not in kind.__members__:
+        raise UsageError(f"`{argument}` is {value!r}; it must be one of {', '.join(kind.__members__)}")
+    return operator.getitem(kind, name)

@@ -1,0 +1,294 @@
+"""The strategy as a notebook cell or a script holds it: run, what travels by reference, what is read back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import mirror_nb as mnb
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[mnb.MirroredStrategy]:
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+X = torch.arange(88.0).reshape(22, 4).sin()
+Y = X.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_loop_of_the_documents_ends_on_the_weights_of_one_process(n):
+    with mnb.MirroredStrategy([f"cpu:{i}" for i in range(n)]) as strategy:
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        alone = copy.deepcopy(model)
+        alone_optimizer = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+
+        def train_step(batch):
+            features, labels = batch
+            loss = F.mse_loss(model(features), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        # The last of these batches holds 1 of 7: replicas without examples take part.
+        dataset = strategy.experimental_distribute_dataset(DataLoader(TensorDataset(X, Y), batch_size=7))
+        for _ in range(3):
+            for batch in dataset:
+                per_replica = strategy.run(train_step, args=(batch,))
+                total = strategy.reduce(mnb.ReduceOp.SUM, per_replica, axis=None)
+                assert total.ndim == 0
+        for _ in range(3):
+            for start in range(0, 22, 7):
+                loss = F.mse_loss(alone(X[start : start + 7]), Y[start : start + 7])
+                alone_optimizer.zero_grad()
+                loss.backward()
+                alone_optimizer.step()
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+def trained(strategy: mnb.MirroredStrategy) -> nn.Linear:
+    """Return a model made in the scope whose weights are 1 in the replicas, and not yet here."""
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+
+    def fill() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+
+    strategy.run(fill)
+    return model
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: model(torch.ones(1, 2)).item() == 3.0,
+        lambda model: model.state_dict()["weight"].sum() == 2.0,
+        lambda model: next(iter(model.parameters())).sum() == 2.0,
+        lambda model: model.weight.sum() == 2.0,
+        lambda model: copy.deepcopy(model).weight.sum() == 2.0,
+        lambda model: torch.nn.utils.parameters_to_vector(model.parameters()).sum() == 3.0,
+    ],
+    ids=["call", "state_dict", "parameters", "attribute", "deepcopy", "vector"],
+)
+def test_reading_a_module_in_the_controller_gives_what_the_replicas_learned(two, read):
+    assert read(trained(two))
+
+
+def test_what_is_written_in_the_controller_reaches_the_replicas(two):
+    model = trained(two)
+    model.load_state_dict({"weight": torch.full((1, 2), 5.0), "bias": torch.zeros(1)})
+    assert two.run(lambda: model.weight.sum().item()) == 10.0
+
+
+def test_a_part_of_a_mirrored_module_is_the_part_that_the_replicas_have(two):
+    with two.scope():
+        model = Net()
+    part = model.first
+
+    def fill() -> None:
+        with torch.no_grad():
+            part.weight.fill_(2.0)
+
+    two.run(lambda: model(torch.ones(1, 4)))
+    two.run(fill)
+    assert two.run(lambda: model.first.weight.sum().item()) == 64.0
+    assert model.first.weight.sum() == 64.0
+
+
+def test_settings_of_an_optimizer_travel_both_ways(two):
+    with two.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.param_groups[0]["lr"] = 8.0
+
+    def step() -> float:
+        optimizer.step()
+        scheduler.step()
+        return optimizer.param_groups[0]["lr"]
+
+    assert two.run(step) == 4.0
+    assert optimizer.param_groups[0]["lr"] == 4.0
+
+
+def test_generators_and_scalers_of_the_scope_are_kept_by_the_replicas(two):
+    with two.scope():
+        generator = torch.Generator()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    generator.manual_seed(3)
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(3))
+    first = two.run(lambda: torch.rand((), generator=generator))
+    second = two.run(lambda: torch.rand((), generator=generator))
+    assert [first[0], second[0]] == list(expected)
+    assert two.run(lambda: scaler.scale(torch.ones(())).item()) == 2.0
+
+
+def test_what_is_not_mirrored_travels_by_value_each_time(two):
+    scale = [1.0]
+    assert two.run(lambda: scale[0]) == 1.0
+    scale[0] = 3.0
+    assert two.run(lambda: scale[0]) == 3.0
+    two.run(lambda: scale.append(0.0))
+    assert scale == [3.0]
+
+
+def test_an_optimizer_made_outside_the_scope_is_refused_before_anything_runs(two):
+    model = trained(two)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(mnb.UsageError, match=r"a SGD that was made outside.*strategy\.mirror"):
+        two.run(lambda: optimizer.step())
+    two.mirror(optimizer)
+    two.run(lambda: optimizer.step())
+
+
+def test_a_module_made_outside_the_scope_may_be_used_but_not_trained(two):
+    teacher = nn.Linear(2, 1)
+    assert two.run(lambda: teacher(torch.ones(1, 2)).shape) == (1, 1)
+    with pytest.raises(mnb.UsageError, match=r"a Linear that the function captured got gradients"):
+        two.run(lambda: teacher(torch.ones(1, 2)).sum().backward())
+
+
+def test_an_optimizer_is_not_stepped_in_the_controller(two):
+    with two.scope():
+        optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+    with pytest.raises(RuntimeError, match="cross-replica context"):
+        optimizer.step()
+
+
+def networks_of_width(width: int) -> int:
+    return sum(type(o) is nn.Linear and o.in_features == width for o in gc.get_objects())
+
+
+def test_an_object_that_is_gone_here_is_let_go_of_there(two):
+    def use() -> None:
+        with two.scope():
+            big = nn.Linear(1000, 3)
+        two.run(lambda: big.weight.sum().item())
+        assert two.run(networks_of_width, args=(1000,)) == 1
+
+    use()
+    gc.collect()
+    two.run(lambda: gc.collect() and None)
+    assert two.run(networks_of_width, args=(1000,)) == 0
+
+
+def test_an_exception_has_its_own_type_and_tells_the_replica_and_the_line(two):
+    def fail() -> None:
+        if mnb.get_replica_context().replica_id_in_sync_group == 1:
+            raise LookupError("no such thing")
+
+    with pytest.raises(LookupError, match="no such thing") as caught:
+        two.run(fail)
+    notes = "\n".join(caught.value.__notes__)
+    assert "raised by replica 1 (cpu:1)" in notes
+    assert 'raise LookupError("no such thing")' in notes
+    assert two.run(lambda: 1) == 1
+
+
+def test_prints_of_a_replica_show_here(two, capfd):
+    two.run(lambda: print("said", mnb.get_replica_context().replica_id_in_sync_group))
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[replica 1] said 1", "said 0"]
+
+
+def test_two_strategies_live_side_by_side_and_a_closed_one_says_so(two):
+    with mnb.MirroredStrategy(["cpu:0"]) as other:
+        assert other.run(lambda: mnb.get_strategy().num_replicas_in_sync) == 1
+        assert two.run(lambda: mnb.get_strategy().num_replicas_in_sync) == 2
+    with pytest.raises(mnb.PoolClosed, match="was closed"):
+        other.run(lambda: 1)
+    assert two.run(lambda: 2) == 2
+
+
+def test_a_model_keeps_what_it_learned_when_its_strategy_is_closed():
+    strategy = mnb.MirroredStrategy(["cpu:0"])
+    model = trained(strategy)
+    strategy.close()
+    assert model.weight.sum() == 2.0
+
+
+def test_a_replica_that_died_is_replaced_with_all_that_is_mirrored(two):
+    model = trained(two)
+    with two.scope():
+        counter = mnb.Variable(3.0)
+    assert two.run(lambda: float(counter)) == 3.0
+
+    def die() -> None:
+        import os
+
+        if mnb.get_replica_context().replica_id_in_sync_group == 1:
+            os._exit(7)
+
+    with pytest.raises(mnb.ReplicaDied, match=r"replica 1 \(cpu:1, pid \d+\) ended with exit code 7"):
+        two.run(die)
+    assert two.run(lambda: (model.weight.sum().item(), float(counter))) == (2.0, 3.0)
+
+
+def test_sum_is_tensorflows_rule():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"], gradient_reduction=mnb.ReduceOp.SUM) as strategy:
+        with strategy.scope():
+            model = nn.Linear(1, 1, bias=False)
+
+        def gradient(x: torch.Tensor) -> torch.Tensor:
+            model.zero_grad()
+            mnb.compute_average_loss(model(x).flatten(), global_batch_size=4).backward()
+            return model.weight.grad.clone()
+
+        batch = next(iter(strategy.distribute_dataset(torch.tensor([[1.0], [2.0], [3.0], [6.0]]), batch_size=4)))
+        assert [float(g) for g in strategy.run(gradient, args=(batch,)).values] == [3.0, 3.0]
+
+
+def test_a_script_needs_no_guard(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import mirror_nb as mnb\n"
+        "print('ran')\n"
+        "strategy = mnb.MirroredStrategy(['cpu:0', 'cpu:1'])\n"
+        "def f():\n    return mnb.get_replica_context().replica_id_in_sync_group * 10\n"
+        "print(strategy.run(f).values)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["ran", "(0, 10)"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["GPU:17"], "cuda:17 not found"),
+        (["cpu:0", "cpu:0"], "named twice"),
+        ([], "empty"),
+        (["tpu:0"], "names no device"),
+    ],
+)
+def test_devices_that_cannot_be_are_refused(devices, message):
+    with pytest.raises(ValueError, match=message):
+        mnb.MirroredStrategy(devices)

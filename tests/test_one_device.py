@@ -1,0 +1,117 @@
+"""OneDeviceStrategy and the default strategy: this process alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mirror_nb.errors import DeviceError
+from mirror_nb.strategies.context import (
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from mirror_nb.strategies.one_device import OneDeviceStrategy
+from mirror_nb.values import PerReplica, ReduceOp
+from mirror_nb.variables import Variable
+
+
+@pytest.fixture
+def strategy():
+    return OneDeviceStrategy("cpu:1")
+
+
+def test_run_returns_the_plain_value(strategy):
+    assert strategy.num_replicas_in_sync == 1
+    assert strategy.extended.worker_devices == ("cpu:1",)
+    value = strategy.run(lambda x, y: x + y, (1,), {"y": torch.tensor(2.0)})
+    assert type(value) is torch.Tensor
+    assert strategy.reduce(ReduceOp.SUM, value, axis=None) == 3
+    assert strategy.run(lambda x: x, (PerReplica([7]),)) == 7
+
+
+def test_reductions_of_one_replica(strategy):
+    assert strategy.reduce("mean", torch.tensor([1.0, 3.0]), axis=0) == 2
+    assert strategy.reduce("sum", {"a": 1, "b": [2.0]}, axis=None) == {"a": 1, "b": [2.0]}
+    assert strategy.gather(torch.ones(2), axis=0).tolist() == [1, 1]
+    assert strategy.local_results(5) == (5,)
+    with pytest.raises(ValueError, match="over axis 0"):
+        strategy.reduce("sum", 1.0, axis=0)
+
+
+def test_inside_run_there_is_a_replica_and_merge_call_leaves_it(strategy):
+    def merge(merging, x):
+        return merging is strategy, in_cross_replica_context(), get_replica_context(), x
+
+    def replica():
+        context = get_replica_context()
+        x = torch.tensor(2.0, requires_grad=True)
+        context.all_reduce("mean", {"a": x * x})["a"].backward()
+        gathered = context.all_gather([torch.ones(1)], 0)
+        return context.replica_id_in_sync_group, x.grad, gathered, context.merge_call(merge, (3,)), has_strategy()
+
+    assert strategy.run(replica) == (0, 4, [torch.ones(1)], (True, True, None, 3), True)
+    assert not has_strategy()
+
+
+def test_batches_are_whole_and_next_in_run_is_refused(strategy):
+    dataset = strategy.distribute_dataset(torch.arange(5), batch_size=2)
+    assert [batch.tolist() for batch in dataset] == [[0, 1], [2, 3], [4]]
+    iterator = iter(dataset)
+    with pytest.raises(ValueError, match="should be called from outside of replica_fn"):
+        strategy.run(lambda: next(iterator))
+    made = strategy.distribute_datasets_from_function(
+        lambda context: [torch.ones(context.get_per_replica_batch_size(4))]
+    )
+    assert [len(batch) for batch in made] == [4]
+    assert strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group + 2) == 2
+
+
+def test_training_and_variables(strategy):
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        counter = Variable(0, trainable=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = model.bias.item()
+
+    def step(x):
+        model(x).sum().backward()
+        optimizer.step()
+        counter.assign_add(1)
+
+    strategy.run(step, (torch.zeros(1, 1),))
+    assert model.bias.item() == pytest.approx(before - 0.1)
+    assert counter == 1
+    assert repr(counter) == "Variable(tensor(1))"
+    assert strategy.extended.update(counter, lambda own, by: own.assign_add(by), (5,)) == 6
+    assert counter == 6
+
+
+@pytest.mark.parametrize("devices", [["cpu:0", "cpu:1"], "cpu:0,cpu:1", None, [], "tpu:0", "cuda:99"])
+def test_it_wants_one_device_that_is_there(devices):
+    with pytest.raises(DeviceError):
+        OneDeviceStrategy(devices)
+
+
+def test_without_a_strategy_there_is_the_default_one():
+    default = get_strategy()
+    assert not has_strategy()
+    assert not in_cross_replica_context()
+    assert default.num_replicas_in_sync == 1
+    assert get_replica_context().replica_id_in_sync_group == 0
+    assert get_replica_context().strategy is default
+    assert get_strategy() is default
+    assert default.run(lambda: (has_strategy(), get_strategy() is default)) == (False, True)
+    assert repr(Variable(1.0)) == "Variable(tensor(1.))"
+
+
+@pytest.mark.gpu
+def test_modules_variables_and_batches_land_on_the_gpu():
+    strategy = OneDeviceStrategy("GPU:0")
+    with strategy.scope():
+        model, variable = nn.Linear(1, 1), Variable(1.0)
+    (batch,) = strategy.distribute_dataset(torch.ones(2, 1), batch_size=2)
+    where = {tensor.device for tensor in (*model.parameters(), variable, batch, strategy.run(model, (batch,)))}
+    assert where == {torch.device("cuda:0")}

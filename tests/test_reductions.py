@@ -1,0 +1,203 @@
+"""Values of several replicas become one, results become PerReplica: no replica is needed for that."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mirror_nb.errors import UsageError
+from mirror_nb.strategies.reductions import (
+    gather_local,
+    gather_values,
+    local_parts,
+    reduce_local,
+    reduce_values,
+    regroup,
+    select,
+    structure,
+)
+from mirror_nb.values import Mirrored, PerReplica, ReduceOp, same
+
+SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+Pt = namedtuple("Pt", "x y")
+
+
+def t(*values, **options):
+    return torch.tensor(values[0] if len(values) == 1 else values, **options)
+
+
+@pytest.mark.parametrize(
+    ("op", "values", "axis", "expected"),
+    [
+        (SUM, [1.0, 4.0], None, t(5.0)),
+        (MEAN, [1.0, 4.0], None, t(2.5)),
+        (SUM, [1.0, 2.0, 4.0], None, t(7.0)),
+        (MEAN, [t([3.0, 5.0]), t([])], (0,), t(4.0)),
+        (SUM, [t([3.0, 5.0]), t([])], (0,), t(8.0)),
+        (MEAN, [t([1.0]), t([2.0, 3.0, 6.0])], (0,), t(3.0)),
+        (MEAN, [torch.ones(2, 3), torch.zeros(4, 3)], (0,), torch.full((3,), 1 / 3)),
+        (MEAN, [torch.ones(2, 3), torch.zeros(4, 3)], (0, 1), t(1 / 3)),
+        (SUM, [torch.ones(2, 3), torch.ones(4, 3)], (-2,), torch.full((3,), 6.0)),
+        (SUM, [torch.ones(2, 3)] * 2, (1, 0), t(12.0)),
+        (SUM, [t([1, 2]), t([3, 4])], None, t([4, 6])),
+        (MEAN, [1, 4], None, t(2.5)),
+        (SUM, [t(True), t(True)], None, t(2)),
+        (SUM, [t([True, False]), t([True])], (0,), t(2)),
+        (MEAN, [t([True, False]), t([True, True])], (0,), t(0.75)),
+        (SUM, [1, 2.5], None, t(3.5)),
+        (SUM, [1, t(2.0, dtype=torch.float64)], None, t(3.0, dtype=torch.float64)),
+        (SUM, [np.float32(1), np.ones(())], None, t(2.0, dtype=torch.float64)),
+        (SUM, [t(1, dtype=torch.uint8), t(255, dtype=torch.uint8)], (), t(0, dtype=torch.uint8)),
+        (SUM, [t([200, 200], dtype=torch.uint8), t([200], dtype=torch.uint8)], (0,), t(600)),
+        (SUM, [t(1 + 2j), t(1j)], None, t(1 + 3j)),
+    ],
+)
+def test_values_are_reduced(op, values, axis, expected):
+    assert same(reduce_values(op, values, axis), expected)
+
+
+@given(st.lists(st.lists(st.integers(-1000, 1000), max_size=5), min_size=1, max_size=4))
+def test_a_mean_over_the_examples_is_that_of_all_of_them_however_they_are_cut(shares):
+    examples = [value for share in shares for value in share]
+    mean = reduce_values(MEAN, [torch.tensor(share, dtype=torch.float64) for share in shares], (0,))
+    expected = torch.tensor(examples, dtype=torch.float64).mean() if examples else torch.tensor(float("nan"))
+    torch.testing.assert_close(mean, expected.to(torch.float64), equal_nan=True)
+
+
+def test_reducing_changes_no_replicas_value_and_keeps_no_graph():
+    values = [torch.ones(2, requires_grad=True), torch.ones(2)]
+    assert not reduce_values(SUM, values, None).requires_grad
+    assert values[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "axis", "message"),
+    [
+        ([torch.ones(4), torch.ones(2)], None, r"different shapes: \(4,\) on replica 0, \(2,\) on replica 1"),
+        ([torch.ones(4, 2), torch.ones(2, 3)], (0,), "different shapes"),
+        ([t(1.0), t(2.0)], (0,), "shape .. over axis 0: a scalar has none"),
+        ([torch.ones(2)] * 2, (1,), "over axis 1: it has 1 dimensions"),
+        ([torch.ones(2)] * 2, (0, -1), "names a dimension twice"),
+        ([torch.ones(2)] * 2, ("0",), "`axis` must be an integer, not '0'"),
+        ([torch.ones(2)] * 2, (True,), "`axis` must be an integer, not True"),
+        ([t(1.0), t(1)], None, r"different dtypes: float32\[\] on replica 0, int64\[\] on replica 1"),
+        (["a", "b"], None, r"cannot reduce a str \('a'\)"),
+        ([None, None], None, "cannot reduce a NoneType"),
+        ([np.array(["a"])] * 2, None, "cannot reduce an array of dtype <U1"),
+        ([torch.eye(2).to_sparse()] * 2, None, "make it dense"),
+    ],
+)
+def test_what_cannot_be_reduced_is_named(values, axis, message):
+    with pytest.raises(UsageError, match=message):
+        reduce_values(SUM, values, axis)
+
+
+def test_gathering_joins_uneven_shares():
+    values = [t([[1, 2]]), t([[3, 4], [5, 6]]), torch.empty(0, 2, dtype=torch.int64)]
+    assert gather_values(values, 0).tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert gather_values([torch.ones(1, 2), torch.zeros(1, 1)], -1).tolist() == [[1, 1, 0]]
+    assert gather_local(t([1.0]), 0).tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "axis", "message"),
+    [
+        ([torch.ones(1, 2), torch.ones(1, 3)], 0, r"float32\[1, 2\] on replica 0, float32\[1, 3\] on replica 1"),
+        ([torch.ones(1), torch.ones(1, 1)], 0, "cannot gather"),
+        ([torch.ones(1), torch.ones(1).long()], 0, "dtypes and all sizes but that of axis 0"),
+        ([1.0, 2.0], 0, "a scalar has none"),
+    ],
+)
+def test_what_cannot_be_gathered_is_named(values, axis, message):
+    with pytest.raises(UsageError, match=message):
+        gather_values(values, axis)
+
+
+def test_a_single_value_is_reduced_as_tf_does_but_a_number_counts_once_a_replica():
+    assert reduce_local(MEAN, t(5.0), None, 2) == 5
+    assert reduce_local(SUM, 3, None, 2) == 6
+    assert reduce_local(SUM, t(5.0), None, 1) == 5
+    assert reduce_local(SUM, PerReplica([1, 2]), None, 2) == 3
+    assert reduce_local(MEAN, Mirrored([1.0, 1.0]), None, 2) == 1
+    with pytest.raises(ValueError, match=r"A non-DistributedValues value .* cannot be reduced .* ReduceOp\.SUM"):
+        reduce_local(SUM, t(5.0), None, 2)
+
+
+def test_results_are_grouped_leaf_by_leaf():
+    results = [{"l": [t(i), 1], "t": (t(2 * i),), "n": Pt(t(i), 0), "none": None} for i in range(2)]
+    grouped = regroup(results)
+    assert same(grouped["l"][0].values, (t(0), t(1)))
+    assert grouped["l"][1] == 1
+    assert same(grouped["t"][0].values, (t(0), t(2)))
+    assert type(grouped["n"]) is Pt
+    assert same(grouped["n"].x.values, (t(0), t(1)))
+    assert grouped["n"].y == 0
+    assert grouped["none"] is None
+
+
+@pytest.mark.parametrize("value", [None, 1, 1.5, "a", b"a", True, float("nan"), 1j, torch.float32, SUM, int])
+def test_an_equal_python_value_stays_one_value(value):
+    assert not isinstance(regroup([value, value]), PerReplica)
+
+
+@pytest.mark.parametrize("values", [(1, 2), (1, 1.0), (1, True), ("a", None), (t(1), t(1)), (np.ones(1), np.ones(1))])
+def test_other_values_become_a_per_replica(values):
+    assert isinstance(regroup(values), PerReplica)
+
+
+def test_one_object_on_all_replicas_stays_that_object_and_one_replica_needs_no_grouping():
+    module = torch.nn.Linear(1, 1)
+    assert regroup([module, module]) is module
+    assert isinstance(regroup([t(1)] * 2), PerReplica)
+    assert same(regroup([t(1)]), t(1))
+
+
+def test_the_order_of_keys_makes_no_difference():
+    for kind in (dict, OrderedDict):
+        first, second = kind(a=t(0), b=kind(c=1, d=2)), kind(b=kind(d=2, c=1), a=t(1))
+        grouped = regroup([first, second])
+        assert same(grouped["a"].values, (t(0), t(1)))
+        assert grouped["b"] == kind(c=1, d=2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shown"),
+    [
+        ([0], [], r"\[\*\] on replica 0, \[\] on replica 1"),
+        ({"a": 1}, {"b": 1}, r"{'a': \*} on replica 0, {'b': \*} on replica 1"),
+        ((1,), [1], r"\(\*,\) on replica 0, \[\*\]"),
+        (Pt(1, 2), (1, 2), r"Pt\(x=\*, y=\*\) on replica 0, \(\*, \*\)"),
+        (t(1), [t(1)], r"\* on replica 0, \[\*\]"),
+        ({"a": [1, 2]}, {"a": [1]}, r"{'a': \[\*, \*\]} on replica 0"),
+        (1, {}, r"\* on replica 0, {} on replica 1"),
+    ],
+)
+def test_structures_that_differ_are_both_shown(first, second, shown):
+    with pytest.raises(UsageError, match=shown):
+        regroup([first, second])
+
+
+def test_selecting_gives_a_replica_its_parts_and_leaves_other_containers_alone():
+    mine, counts = [1], defaultdict(int, a=1)
+    chosen = select((mine, PerReplica([1, 2]), {"q": [PerReplica([3, 4])]}, counts), 1)
+    assert chosen == ([1], 2, {"q": [4]}, counts)
+    assert chosen[0] is mine
+    assert chosen[3] is counts
+    with pytest.raises(UsageError, match="of 2 values has none for replica 2"):
+        select(PerReplica([1, 2]), 2)
+
+
+def test_local_parts_of_a_nest():
+    assert local_parts(PerReplica([1, 2]), 2) == (1, 2)
+    assert local_parts(3, 2) == (3,)
+    assert local_parts({"a": PerReplica([1, 2])}, 2) == ({"a": 1}, {"a": 2})
+    assert local_parts([PerReplica([1, 2]), 3], 2) == ([1, 3], [2, 3])
+
+
+def test_a_structure_in_words():
+    assert structure({"a": [t(1), 2], "b": ()}) == "{'a': [*, *], 'b': ()}"
