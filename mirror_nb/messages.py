@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import socket
 import struct
 import threading
@@ -17,6 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mirror_nb.payload import Payload
+
+_IPYTHONS = re.compile(r"In|Out|get_ipython|exit|quit|open|_{1,3}|_i{1,3}|_i?\d+|_[a-z]h|_exit_code|__\w+__")
+
+
+def travels(name: str) -> bool:
+    """Whether a name is the user's to send, not one that IPython or Python keeps for itself on each side."""
+    return _IPYTHONS.fullmatch(name) is None
+
 
 # --------------------------------------------------------------------------- controller to replica
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mirror_nb.demo.datasets import LabelledImages
-from mirror_nb.demo.progress import Meter, Predicted, Record, Tested
+from mirror_nb.demo.progress import Evaluated, Meter, Predicted, Record
 from mirror_nb.strategies.mirrored import ReplicaStrategy
 
 TEST_BATCH = 1000
@@ -77,7 +77,7 @@ def train(
             meter.step(loss, len(labels))
         meter.end()
         accuracy, predictions = evaluate(strategy, model, data.test_images, data.test_labels)
-        publish(Tested(epoch, accuracy))
+        publish(Evaluated(epoch, accuracy))
     publish(Predicted(predictions))
     return model
 

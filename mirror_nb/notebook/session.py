@@ -168,8 +168,10 @@ class Session:
         finally:
             for parcel in parcels:
                 parcel.packed.close()
+        # A replica that could not open its parcel, or died before, answers without a payload.
+        arrived = [r for r, a in report.answers.items() if a.done is not None and a.done.payload is not None]
         for parcel in parcels:
-            self._names.sent(parcel)
+            self._names.sent(parcel, arrived)
             ledger.sent += [
                 name
                 for name, value in parcel.names.items()
@@ -266,7 +268,7 @@ class Session:
             finally:
                 parcel.packed.close()
             raise_for(report, pool.devices)
-            self._names.sent(parcel)
+            self._names.sent(parcel, parcel.replicas)
             nbytes += parcel.packed.payload.nbytes
         return f"sent {_listed(list(names))} ({size(nbytes)}) to {_replicas(pool.devices)}"
 

@@ -132,7 +132,6 @@ class Pool(ABC):
     def __init__(self, devices: tuple[Device, ...]) -> None:
         self.devices = devices
         self.generation = 0
-        self._numbers = itertools.count(1)
         self._formed = False
         self._closed = False
         self._busy = threading.Lock()
@@ -268,7 +267,11 @@ class Pool(ABC):
 
     def next_number(self) -> int:
         """Return the number of a new request."""
-        return next(self._numbers)
+        return next(_numbers)
+
+
+_numbers = itertools.count(1)
+# Over all pools of this process: a class that a replica made is known by the number of its request.
 
 
 class _Interrupts:

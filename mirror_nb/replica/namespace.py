@@ -5,7 +5,6 @@ Knows payloads and networks; knows no process and no shell.
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
@@ -14,18 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from mirror_nb.contents import Content, content
 from mirror_nb.errors import TransferError
-from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed
+from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import Mirrors, averaged_statistics, bits, load, tensors
-from mirror_nb.payload import Packed, Payload, TooLarge, pack, unpack
+from mirror_nb.payload import Packed, Payload, TooLarge, label_class, pack, unpack
 
 PLAIN_BYTES = 1 << 20
 # A plain value above this stays in the replica and is fetched on request.
 MODULE_BYTES = 2 << 30
 # Likewise a network: copying it after every cell would take longer than most cells.
-WATCHED_BYTES = 1 << 16
-# Containers up to this size are compared before and after a cell, to notice what was changed in place.
-_HIDDEN = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
 _BOUND_TO_REPLICA = (
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
@@ -46,7 +43,7 @@ class Before:
     """What the namespace held when a cell began."""
 
     objects: dict[str, object]
-    contents: dict[str, bytes] = field(default_factory=dict)
+    contents: dict[str, Content] = field(default_factory=dict)
 
 
 class Namespace:
@@ -57,12 +54,13 @@ class Namespace:
     ) -> None:
         self.names = names
         self.mirrors = Mirrors("r")
-        self._own = frozenset(own) | _HIDDEN
         # Names that mirror_nb binds itself; they never travel unless the user rebinds them.
-        self._given = {name: names.get(name) for name in self._own}
+        self._given = {name: names.get(name) for name in own}
         self._scope = scope
         self._device = device
         self._sums: dict[str, int] = {}
+        self._label = ""
+        # Of the latest cell, for the classes that it made.
 
     # ------------------------------------------------------------------ in
 
@@ -101,26 +99,25 @@ class Namespace:
 
     # ------------------------------------------------------------------ out
 
-    def before(self, mentioned: Iterable[str]) -> Before:
-        """Remember what the names hold now."""
+    def before(self, mentioned: Iterable[str], tag: int) -> Before:
+        """Remember what the names hold now. `tag` is a number of the cell, the same on all replicas."""
+        self._label = str(tag)
         before = Before(dict(self.names))
         for name in mentioned:
-            with contextlib.suppress(TransferError, TooLarge, RecursionError):
-                if _watched(self.names.get(name)):
-                    before.contents[name] = self._in_band(self.names[name], WATCHED_BYTES).pickled
+            held = content(self.names.get(name), self._pickled)
+            if held is not None:
+                before.contents[name] = held
         return before
 
     def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
         """Return the names that were bound since, or whose content was changed in place, in order."""
         names = {n for n, value in self.names.items() if before.objects.get(n, _MISSING) is not value}
         names |= {n for n in bound if n in self.names}
-        for name, content in before.contents.items():
-            if name in self.names and name not in names:
-                with contextlib.suppress(TransferError, TooLarge):
-                    if self._in_band(self.names[name], WATCHED_BYTES).pickled != content:
-                        names.add(name)
+        for name, held in before.contents.items():
+            if name in self.names and not held.same(content(self.names[name], self._pickled)):
+                names.add(name)
         names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
-        return sorted(n for n in names if not n.startswith("_") and self.names[n] is not self._given.get(n, _MISSING))
+        return sorted(n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING))
 
     def export(
         self,
@@ -150,14 +147,19 @@ class Namespace:
         changed = self._changed_roots(fresh, owner, trained)
         exports.states.update(changed)
         try:
-            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle)
+            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle, label=self._label)
         except TransferError:
             self._keep_unpicklable(exports)
-            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle)
+            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle, label=self._label)
         self.mirrors.gave(fresh.values())
         for handle in changed:
             self.mirrors.mark(self.mirrors.find(handle))  # type: ignore[arg-type]
         return packed
+
+    def label(self, kind: type) -> None:
+        """Name the classes of cells that `kind` is or derives from, as `export` would: before it travels otherwise."""
+        for base in kind.__mro__:
+            label_class(base, self._label, self.names)
 
     def snapshot(self) -> tuple[Packed, tuple[str, ...]]:
         """Pack every name that can travel, as (names with their objects, networks by handle); return the others.
@@ -167,7 +169,7 @@ class Namespace:
         mine = {
             name: value
             for name, value in self.names.items()
-            if not name.startswith("_") and value is not self._given.get(name, _MISSING)
+            if travels(name) and value is not self._given.get(name, _MISSING)
         }
         left: list[str] = []
         while True:
@@ -219,8 +221,13 @@ class Namespace:
         except (TransferError, RecursionError) as reason:
             return _stayed(value, str(reason))
 
+    def _pickled(self, value: object, limit: int) -> bytes:
+        return self._in_band(value, limit).pickled
+
     def _in_band(self, value: object, limit: int | None) -> Payload:
-        packed = pack(value, namespace=self.names, reference=self.mirrors.reference, limit=limit, in_band=True)
+        packed = pack(
+            value, namespace=self.names, reference=self.mirrors.reference, limit=limit, in_band=True, label=self._label
+        )
         return packed.payload
 
     def _keep_unpicklable(self, exports: Exports) -> None:
@@ -250,10 +257,6 @@ class Namespace:
 
 def _stayed(value: object, why: str) -> Stayed:
     return Stayed(type(value).__name__, describe(value), why)
-
-
-def _watched(value: object) -> bool:
-    return isinstance(value, (list, dict, set, bytearray, torch.Tensor)) or type(value).__module__ == "numpy"
 
 
 def describe(value: object) -> str:

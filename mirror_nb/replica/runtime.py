@@ -161,7 +161,7 @@ class Replica:
             os.chdir(cell.working_directory)
         if cell.names is not None:
             self.namespace.bind(cell.names, slab)
-        before = self.namespace.before(cell.mentioned)
+        before = self.namespace.before(cell.mentioned, number)
         shell = self.shell
         failure = None
         with self._in_scope(cell.synchronize):
@@ -216,6 +216,7 @@ class Replica:
             "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
         )
         clean = error.with_traceback(None)
+        self.namespace.label(type(error))
         try:
             # Frames keep the failed cell's tensors alive, here and in the copy.
             clean.__cause__ = clean.__context__ = None

@@ -139,12 +139,12 @@ class Scope:
             # A lazy module draws its initial values in the first forward pass.
             _Replaced(UninitializedParameter, "materialize", before=self._build),
         ]
-        for owner, name, generators in _seeding_functions():
+        for owner, name, generators in _seeding_functions(self._device):
             seeded = functools.partial(streams.seeded, generators)
             self._changes.append(_Replaced(owner, name, before=self._build, after=seeded))
 
     def _build(self, *_: object, **__: object) -> None:
-        if self._depth and self._streams is not None and self._streams.running:
+        if self._streams is not None and self._streams.running:
             self._streams.build()
             self._watch_forward()
 
@@ -325,14 +325,15 @@ def _plant_numpy(seed: int, replica_id: int = 0) -> None:
     _seed_numpy((seed + replica_id) % 2**32)
 
 
-def _seeding_functions() -> Iterator[tuple[Any, str, frozenset[str]]]:
+def _seeding_functions(device: torch.device) -> Iterator[tuple[Any, str, frozenset[str]]]:
     """Where users seed, and which generators that seeds."""
     yield torch, "manual_seed", _TORCH
     yield torch.random, "manual_seed", _TORCH
-    yield torch.cuda, "manual_seed", frozenset({"cuda"})
-    yield torch.cuda, "manual_seed_all", frozenset({"cuda"})
     yield random, "seed", frozenset({"random"})
     yield np.random, "seed", frozenset({"numpy"})
+    if device.type == "cuda":
+        yield torch.cuda, "manual_seed", frozenset({"cuda"})
+        yield torch.cuda, "manual_seed_all", frozenset({"cuda"})
 
 
 @final
@@ -351,19 +352,21 @@ class _Replaced:
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            if before is not None:
+            if before is not None and not self._removed:
                 before(*args, **kwargs)
             result = original(*args, **kwargs)
-            if after is not None:
+            if after is not None and not self._removed:
                 after(*args, **kwargs)
             return result
 
-        self._owner, self._name = owner, name
+        self._owner, self._name, self._removed = owner, name, False
         self._original, self._replacement = original, replacement
         setattr(owner, name, replacement)
 
     def remove(self) -> None:
-        # Somebody who replaced ours meanwhile keeps his own; ours does nothing once the scope is left.
+        self._removed = True
+        # Who replaced ours meanwhile keeps theirs, and calls ours, which only calls the original by then. (The
+        # first torch.compile replaces Module.__init__ and __setstate__ for good.)
         if getattr(self._owner, self._name) is self._replacement:
             setattr(self._owner, self._name, self._original)
 
