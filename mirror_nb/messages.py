@@ -228,6 +228,8 @@ class Stayed:
     type_name: str
     text: str
     why: str
+    name: str = ""
+    # Under which the replica keeps it, where that is not the name it was asked for by.
 
 
 @dataclass(frozen=True, slots=True)

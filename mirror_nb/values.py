@@ -55,22 +55,27 @@ class Remote:
     Passed to a replica (read by a `%%mirrored` cell under any name), it is the value itself.
     """
 
-    def __init__(self, name: str, type_name: str, text: str, why: str, fetch: Callable[[], Any]) -> None:
+    def __init__(
+        self, name: str, type_name: str, text: str, why: str, fetch: Callable[[], Any], replica_id: int = 0
+    ) -> None:
         self.name = name
+        self.replica_id = replica_id
         self.type_name = type_name
         self._text = text
         self._why = why
         self._fetch = fetch
 
     def fetch(self) -> Any:
-        """Return replica 0's value, whatever its size.
+        """Return the value of replica `replica_id`, whatever its size.
 
         Raises TransferError if it cannot be pickled, ReplicaError if the replica no longer has it.
         """
         return self._fetch()
 
     def __repr__(self) -> str:
-        return f"<{self.name}: {self._text}, in the replicas ({self._why}); .fetch() brings replica 0's>"
+        return (
+            f"<{self.name}: {self._text}, in the replicas ({self._why}); .fetch() brings replica {self.replica_id}'s>"
+        )
 
     def _repr_html_(self) -> str:
         return f"<code>{html.escape(repr(self))}</code>"

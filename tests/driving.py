@@ -73,7 +73,7 @@ def run_cell(
         )
         for r in ids
     }
-    slabs = {r: packed.slab if packed else None for r in ids}
+    slabs = dict.fromkeys(ids, packed.slab if packed else None)
     try:
         report = pool.run(requests, slabs=slabs, on_message=take, timeout=timeout)
     finally:

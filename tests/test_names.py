@@ -105,10 +105,10 @@ class Notebook:
         packed = replica.export(bound, tag=self.number, owner=owner, trained=trained)
         return packed.payload, packed.slab
 
-    def fetch(self, name: str) -> Any:
-        packed = self.replicas[0].export([name], tag=99, owner=True, trained=True, whole=True)
+    def fetch(self, name: str, replica_id: int) -> Any:
+        packed = self.replicas[replica_id].export([name], tag=99, owner=True, trained=True, whole=True)
         before = self.user_ns.get(name)
-        self.names.absorb({0: (packed.payload, packed.slab)}, 0)
+        self.names.absorb({replica_id: (packed.payload, packed.slab)}, replica_id)
         value, self.user_ns[name] = self.user_ns[name], before
         return value
 
@@ -451,6 +451,14 @@ def test_fetching_brings_the_value_and_leaves_the_stand_in(notebook):
     assert float(stand_in.fetch().sum()) == 1_000_000
     assert notebook.user_ns["a"] is stand_in
     assert isinstance(stand_in, Remote)
+
+
+def test_fetching_brings_the_value_of_the_replica_that_has_it(notebook):
+    notebook.cell("a = torch.full((1_000_000,), float(replica_id))", [1])
+    assert "brings replica 1's" in repr(notebook.user_ns["a"])
+    assert float(notebook.user_ns["a"].fetch()[0]) == 1
+    notebook.cell("import threading\nb = threading.Lock() if replica_id else torch.ones(1)\nc = b")
+    assert notebook.user_ns["b"][1].replica_id == 1
 
 
 def test_a_value_that_cannot_be_rebuilt_here_leaves_a_stand_in(notebook):

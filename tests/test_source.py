@@ -69,7 +69,10 @@ READS = [
     ("try:\n    a = f()\nfinally:\n    g()\na", "f g"),
     ("try:\n    import a\nexcept ImportError:\n    a = None\na", "ImportError"),
     ("try:\n    pass\nexcept* E as e:\n    e", "E"),
-    ("match a:\n    case [x, *y] if x > z:\n        x, y\n    case Point(u=v):\n        v\n    case k.K:\n        w", "a z Point k w"),
+    (
+        "match a:\n    case [x, *y] if x > z:\n        x, y\n    case Point(u=v):\n        v\n    case k.K:\n        w",
+        "a z Point k w",
+    ),
     ("match a:\n    case {'k': x, **rest}:\n        x, rest\n    case _:\n        pass", "a"),
     ("assert a, b", "a b"),
     ("raise a from b", "a b"),
@@ -161,7 +164,7 @@ def test_a_name_that_only_changes_in_place_is_mentioned():
 
 # ---------------------------------------------------------------------- against Python's own symbol table
 
-NAMES = st.sampled_from("a b c d e".split())
+NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
 EXPRESSIONS = st.recursive(
     NAMES,
     lambda inner: st.one_of(

@@ -5,6 +5,7 @@ Knows payloads, networks and the replicas' ids; sends nothing itself and shows n
 
 from __future__ import annotations
 
+import functools
 import importlib
 import types
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -63,7 +64,7 @@ class Returned:
 class Names:
     """The notebook's side of the names. `user_ns` is the dictionary of ordinary cells."""
 
-    def __init__(self, user_ns: MutableMapping[str, Any], fetch: Callable[[str], Any]) -> None:
+    def __init__(self, user_ns: MutableMapping[str, Any], fetch: Callable[[str, int], Any]) -> None:
         self.user_ns = user_ns
         self.mirrors = Mirrors("k")
         self._fetch = fetch
@@ -269,7 +270,7 @@ class Names:
             self._absorb_name(name, exports, owner, opened, returned)
         results = {r: e.result for r, e in opened.items() if e.result is not None}
         if results:
-            returned.result = self._value("the result", results, owner, opened)
+            returned.result = self._value("_", results, owner, opened)
         return returned
 
     def _absorb_modules(self, opened: dict[int, Exports], owner: int) -> None:
@@ -310,36 +311,40 @@ class Names:
             returned.bound.append(name)
 
     def _value(self, name: str, exports: dict[int, Export], owner: int, opened: dict[int, Exports]) -> Any:
-        main = exports.get(owner, next(iter(exports.values())))
-        match main:
+        chosen = owner if owner in exports else min(exports)
+        match exports[chosen]:
             case Imported(path):
                 stayed = Stayed("module", f"module {path}", "it is not importable here")
-                return _imported(path) or self._remote(name, stayed)
+                return _imported(path) or self._remote(name, stayed, chosen)
             case KnownModule(handle) | NewModule(handle):
                 stayed = Stayed("Module", "network", "it did not travel")
                 network = self.mirrors.find(handle)
-                return network if network is not None else self._remote(name, stayed)
-            case Stayed():
-                return self._remote(name, main)
-        plain = {r: e for r, e in exports.items() if isinstance(e, Plain)}
-        if len({e.payload.pickled for e in plain.values()}) == 1 and len(plain) == len(exports):
-            return self._open(main.payload, name)
-        values = [
-            self._open(e.payload, name) if isinstance(e, Plain) else self._remote(name, _stand_in(e))
-            for _, e in sorted(exports.items())
-        ]
-        return merged(values)
+                return network if network is not None else self._remote(name, stayed, chosen)
+            case Stayed() as stayed:
+                return self._remote(name, stayed, chosen)
+            case Plain(payload):
+                if all(isinstance(e, Plain) and e.payload.pickled == payload.pickled for e in exports.values()):
+                    return self._open(payload, name, chosen)
+        return merged(
+            [
+                self._open(e.payload, name, r) if isinstance(e, Plain) else self._remote(name, _stand_in(e), r)
+                for r, e in sorted(exports.items())
+            ]
+        )
 
-    def _open(self, payload: Payload, name: str) -> Any:
+    def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
         try:
             value, arrivals = unpack(payload, None, namespace=self.user_ns, resolve=self.mirrors.resolve)
         except Exception as reason:
-            return self._remote(name, Stayed("object", "value", f"it cannot be rebuilt here: {reason}"))
+            stayed = Stayed("object", "value", f"it cannot be rebuilt here: {reason}")
+            return self._remote(name, stayed, replica_id)
         self.mirrors.take(arrivals)
         return value
 
-    def _remote(self, name: str, stayed: Stayed) -> Remote:
-        return Remote(name, stayed.type_name, stayed.text, stayed.why, lambda: self._fetch(name))
+    def _remote(self, name: str, stayed: Stayed, replica_id: int) -> Remote:
+        kept = stayed.name or name
+        fetch = functools.partial(self._fetch, kept, replica_id)
+        return Remote(kept, stayed.type_name, stayed.text, stayed.why, fetch, replica_id)
 
 
 def _stand_in(export: Export) -> Stayed:

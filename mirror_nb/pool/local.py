@@ -226,12 +226,12 @@ class LocalPool(Pool):
         for replica_id, member in self._members.items():
             if member.death is None and not member.process.is_alive():
                 self._died(replica_id)
-        return [member.death for member in self._members.values() if member.death is not None]
+        return [member.death for _, member in sorted(self._members.items()) if member.death is not None]
 
     def status(self) -> list[ReplicaStatus]:
         gone = {death.replica_id: death for death in self.dead()}
         lines = []
-        for replica_id, member in self._members.items():
+        for replica_id, member in sorted(self._members.items()):
             state = str(gone[replica_id]._how()) if replica_id in gone else "ready"
             memory = None
             if replica_id not in gone:

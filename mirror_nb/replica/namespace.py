@@ -5,7 +5,9 @@ Knows payloads and networks; knows no process and no shell.
 
 from __future__ import annotations
 
+import dataclasses
 import types
+from collections import deque
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,6 +25,8 @@ PLAIN_BYTES = 1 << 20
 # A plain value above this stays in the replica and is fetched on request.
 MODULE_BYTES = 2 << 30
 # Likewise a network: copying it after every cell would take longer than most cells.
+KEPT_RESULTS = 8
+# Values of last expressions that did not travel: so many are kept for the user to fetch.
 _BOUND_TO_REPLICA = (
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
@@ -59,6 +63,7 @@ class Namespace:
         self._scope = scope
         self._device = device
         self._sums: dict[str, int] = {}
+        self._results: deque[str] = deque()
         self._label = ""
         # Of the latest cell, for the classes that it made.
 
@@ -136,10 +141,9 @@ class Namespace:
         ways that only reading them shows. `whole` lifts the size limits: the user asked for it. `tag` is the same
         number on all replicas and makes their handles agree.
         """
-        exports = Exports({}, {}, {}, None if result is None else self._plain(result, whole))
         fresh: dict[str, nn.Module] = {}
-        for name in names:
-            exports.names[name] = self._export(self.names[name], f"r{tag}.{name}", fresh, whole)
+        exported = {name: self._export(self.names[name], f"r{tag}.{name}", fresh, whole) for name in names}
+        exports = Exports(exported, {}, {}, None if result is None else self._result(result, tag, fresh))
         if owner:
             exports.modules.update(fresh)
         else:
@@ -210,6 +214,20 @@ class Namespace:
         handle = self.mirrors.name(value, handle)
         fresh[handle] = value
         return NewModule(handle)
+
+    def _result(self, value: object, tag: int, fresh: dict[str, nn.Module]) -> Export:
+        """Export the value of a cell's last expression."""
+        if isinstance(value, nn.Module) and any(value is other for other in self.names.values()):
+            return self._export(value, f"r{tag}", fresh, False)
+        export = self._plain(value)
+        if not isinstance(export, Stayed):
+            return export
+        # Kept like `Out[n]`, under a name by which it can be fetched.
+        self._results.append(f"_r{tag}")
+        self.names[f"_r{tag}"] = value
+        if len(self._results) > KEPT_RESULTS:
+            self.names.pop(self._results.popleft(), None)
+        return dataclasses.replace(export, name=f"_r{tag}")
 
     def _plain(self, value: object, whole: bool = False) -> Export:
         if isinstance(value, _BOUND_TO_REPLICA) and not whole:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -53,7 +54,11 @@ def main(end: socket.socket, spec: ReplicaSpec) -> None:
     os.environ.update(spec.environment)
     torch.set_num_threads(spec.threads)
     process = _Process(Channel(end), spec)
-    process.serve()
+    try:
+        process.serve()
+    except BaseException:
+        process.say(traceback.format_exc())
+        raise
 
 
 def _leave_the_parent() -> None:
@@ -90,7 +95,9 @@ class _Process:
         self._interrupted: int | None = None
         # Number of the request that shall be interrupted.
         self._held_back = False
-        # The interrupt came inside an optimizer's step and waits for its end.
+        # The interrupt came inside an optimizer's step, or while a message was sent, and waits for the end of that.
+        self._sending = 0
+        # Messages that the main thread is sending, one inside the other.
         self._streams = Streams(self._emit)
         self._comms: Any = None
 
@@ -123,13 +130,19 @@ class _Process:
                 # It came between two requests: there was nothing left to interrupt.
                 self._running = None
 
-    def _emit(self, message: object, slab: int | None = None) -> None:
-        if isinstance(message, Done):
-            self._streams.close()
-        elif not isinstance(message, Stream):
-            self._streams.flush()
+    def say(self, text: str) -> None:
+        """Tell the controller why this process cannot go on."""
         with contextlib.suppress(ChannelClosed):
-            self._channel.send(message, slab)
+            self._channel.send(Stream("stderr", text))
+
+    def _emit(self, message: object, slab: int | None = None) -> None:
+        with self._whole_messages():
+            if isinstance(message, Done):
+                self._streams.close()
+            elif not isinstance(message, Stream):
+                self._streams.flush()
+            with contextlib.suppress(ChannelClosed):
+                self._channel.send(message, slab)
 
     def _use_comms(self) -> None:
         if self._comms is None:
@@ -171,16 +184,33 @@ class _Process:
         finally:
             self._running = None
 
+    @contextlib.contextmanager
+    def _whole_messages(self) -> Iterator[None]:
+        """Hold an interrupt back while user code sends: half a message would make nonsense of all that follow."""
+        if threading.get_ident() != self._main_thread:
+            yield
+            return
+        self._sending += 1
+        try:
+            yield
+        finally:
+            self._sending -= 1
+        self._catch_up(sys._getframe())
+
+    def _catch_up(self, frame: FrameType | None) -> None:
+        """Raise the interrupt that was held back, unless there is still a reason to hold it."""
+        if self._held_back and self._running is not None and not self._sending and not _in_optimizer_step(frame):
+            self._held_back = False
+            raise KeyboardInterrupt
+
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._running is None or self._running != self._interrupted:
             return
-        if _in_optimizer_step(frame):
-            self._held_back = True
-        else:
-            raise KeyboardInterrupt
+        self._held_back = True
+        self._catch_up(frame)
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._held_back:
+        if self._held_back and not self._sending:
             self._held_back = False
             raise KeyboardInterrupt
 

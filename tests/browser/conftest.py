@@ -10,7 +10,7 @@ import pytest
 from browser.lab import Lab, Notebook, chromium
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import BrowserContext
 
 
 @pytest.fixture(scope="package")
@@ -21,17 +21,20 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 # Not for the session: Playwright's event loop would go on in the main thread, in the way of other tests' own.
 @pytest.fixture(scope="package")
-def browser() -> Iterator[Browser]:
+def browser() -> Iterator[BrowserContext]:
     with chromium() as running:
-        yield running
+        # One for all: it keeps JupyterLab's scripts, so that only the first page waits for them.
+        context = running.new_context(viewport={"width": 1000, "height": 900})
+        yield context
+        context.close()
 
 
 @pytest.fixture
-def open_notebook(lab: Lab, browser: Browser) -> Iterator[Callable[[str], Notebook]]:
-    """Open a notebook of the server in a page; its kernel ends with the test."""
-    context = browser.new_context(viewport={"width": 1000, "height": 900})
-    yield lambda name: Notebook(context.new_page(), lab, name)
-    context.close()
+def open_notebook(lab: Lab, browser: BrowserContext) -> Iterator[Callable[[str], Notebook]]:
+    """Open a notebook of the server in a new page; page and kernel end with the test."""
+    yield lambda name: Notebook(browser.new_page(), lab, name)
+    for page in browser.pages:
+        page.close()
     lab.end_kernels()
 
 

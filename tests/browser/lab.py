@@ -81,13 +81,8 @@ class Lab:
         names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
         own = {f"JUPYTER_{name}": str(self._folder / name.lower()) for name in names}
         own |= {f"JUPYTERLAB_{name}_DIR": str(self._folder / name.lower()) for name in ("SETTINGS", "WORKSPACES")}
-        return {
-            **os.environ,
-            **own,
-            "IPYTHONDIR": str(self._folder / "ipython"),
-            "JUPYTER_TOKEN": self._token,
-            "PATH": path,
-        }
+        own |= {"IPYTHONDIR": str(self._folder / "ipython"), "JUPYTER_TOKEN": self._token, "PATH": path}
+        return os.environ | own
 
     def _address(self) -> str | None:
         assert self._server is not None
@@ -165,7 +160,7 @@ def _is_kernel(process: psutil.Process) -> bool:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Run a headless Chromium with a profile of its own."""
+    """Run a headless Chromium, with a profile of its own."""
     # Where it is not installed, tests are skipped: none of them fails on the import of this module.
     from playwright.sync_api import sync_playwright
 
@@ -211,7 +206,8 @@ class Notebook:
         self.command("notebook:run-all-cells")
 
     def run(self, *cells: int) -> None:
-        """Run cells, one after the other, each to its end."""
+        """Run cells, one after the other, each to its end, when those that run have ended."""
+        self.wait()
         for cell in cells:
             self.start(cell)
             self.wait()
@@ -229,7 +225,7 @@ class Notebook:
         """Choose Restart Kernel from the menu, say yes, and wait for the new kernel."""
         before = set(self._lab.kernel_processes())
         self.page.get_by_role("menuitem", name="Kernel", exact=True).click()
-        self.page.get_by_role("menuitem", name="Restart Kernel…", exact=True).click()
+        self.page.locator('.lm-Menu-item[data-command="kernelmenu:restart"]').click()
         self.page.locator(".jp-Dialog .jp-mod-accept").click()
         eventually(lambda: not before & set(self._lab.kernel_processes()), "the old kernel ends")
         self.page.wait_for_function(

@@ -45,7 +45,9 @@ def test_a_cell_finds_strategy_replica_id_num_replicas_and_device(pool):
 
 
 def test_names_go_in_and_names_come_out(pool):
-    ran = run_cell(pool, "total = sum(numbers) + tensor.sum().item()", {"numbers": [1, 2], "tensor": torch.ones(10_000)})
+    ran = run_cell(
+        pool, "total = sum(numbers) + tensor.sum().item()", {"numbers": [1, 2], "tensor": torch.ones(10_000)}
+    )
     assert {values["total"] for values in ran.values.values()} == {10_003}
 
 
@@ -177,7 +179,9 @@ def test_a_network_is_trained_alike_on_every_replica(pool):
 def test_values_are_loaded_into_a_network_by_its_handle(pool):
     model = nn.Linear(1, 1)
     with closing_slab(pack({"model": model}, handle=lambda module: "k0")) as packed:
-        pool.run({r: Bind(packed.payload) for r in range(pool.size)}, slabs=dict.fromkeys(range(pool.size), packed.slab))
+        pool.run(
+            {r: Bind(packed.payload) for r in range(pool.size)}, slabs=dict.fromkeys(range(pool.size), packed.slab)
+        )
     with closing_slab(pack({"k0": {"weight": torch.full((1, 1), 9.0)}})) as packed:
         assert pool.run({r: LoadModules(packed.payload) for r in range(pool.size)}, timeout=20).clean
     assert run_cell(pool, "w = float(model.weight)").values[0]["w"] == 9
