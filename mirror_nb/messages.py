@@ -85,6 +85,8 @@ class RunCell:
     # False: gradients are not synchronised (--no-sync).
     owner: bool
     # True on the one replica whose networks and results travel to the controller whole.
+    partial: bool = False
+    # True: some replicas do not run this cell, so that nothing in it may wait for all.
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
         notes = [f"interrupted on {_who(stopped, devices, among)}", *_deaths(report)]
         _raise(KeyboardInterrupt(), _lines(failures), notes)
     if report.timed_out:
-        late = sorted({*(r for r, f in failures.items() if f.interrupted), *(d.replica_id for d in report.deaths)})
-        slow = ReplicaTimeout(f"{_who(late, devices, among)} did not finish within {timeout:g} s and stopped there")
+        late = sorted({*failures, *(d.replica_id for d in report.deaths)})
+        slow = ReplicaTimeout(f"{_who(late, devices, among)} did not finish within {timeout:g} s and were stopped")
         _raise(slow, _lines(failures)[:-1], [_last_line(slow), *_deaths(report)])
     users = [f for f in failures.values() if not f.secondary and not f.interrupted]
     if report.deaths and not (users and all(death.by_us for death in report.deaths)):

@@ -23,6 +23,8 @@ from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, Stre
 TAIL_LINES = 100
 TAIL_CHARACTERS = 20_000
 # What is kept of a folded replica's text, however much it prints.
+LINE_CHARACTERS = 1 << 20
+# A line that is longer is compared by its end.
 UPDATE_SECONDS = 0.3
 SHOW_AFTER_SECONDS = 0.4
 # Cells that end sooner show no status lines: they would only flicker.
@@ -61,7 +63,7 @@ class Folded:
 
     def _add(self, text: str) -> None:
         *lines, partial = (self._partial + text).split("\n")
-        self._partial = partial[-TAIL_CHARACTERS:]
+        self._partial = partial[-LINE_CHARACTERS:]
         self._complete += len(lines)
         self._digest.update(_compared(lines))
         self._tail.extend(_overwritten(line)[-TAIL_CHARACTERS:] for line in lines[-TAIL_LINES:])

@@ -204,6 +204,7 @@ class Session:
                 count=self._shell.execution_count,
                 working_directory=os.getcwd(),
                 synchronize=options.synchronize,
+                partial=len(replicas) < self._running().size,
                 owner=replica_id == replicas[0],
             )
             slabs[replica_id] = parcel.packed.slab if parcel is not None else None

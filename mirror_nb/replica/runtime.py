@@ -81,6 +81,8 @@ class Replica:
         self.gradients = GradientSynchronizer(identity.replica_id, identity.num_replicas)
         self.scope = Scope(identity.replica_id, identity.num_replicas, identity.device, self.gradients, identity.seed)
         self._emit = emit
+        self.partial = False
+        # True while a cell runs that some replicas do not run.
         self._module = module
         self._interruptible = interruptible
         self._shell: ReplicaShell | None = None
@@ -164,7 +166,8 @@ class Replica:
         before = self.namespace.before(cell.mentioned, number)
         shell = self.shell
         failure = None
-        with self._in_scope(cell.synchronize):
+        self.partial = cell.partial
+        with self._in_scope(cell.synchronize and not cell.partial):
             try:
                 with self._interruptible(number):
                     end = shell.run(cell.source, cell.count)

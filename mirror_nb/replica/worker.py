@@ -10,6 +10,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import functools
+import importlib
 import multiprocessing
 import os
 import queue
@@ -34,6 +36,7 @@ from mirror_nb.messages import (
     CommMessage,
     Done,
     Exit,
+    Form,
     Interrupt,
     ReplicaSpec,
     Request,
@@ -46,6 +49,7 @@ from mirror_nb.replica.streams import Streams
 INTERRUPT = signal.SIGUSR1
 # Not SIGINT: Jupyter sends that to the whole process group, VS Code to every descendant.
 _PR_SET_PDEATHSIG = 1
+INSIST_SECONDS = 0.02
 
 
 def main(end: socket.socket, spec: ReplicaSpec) -> None:
@@ -64,6 +68,8 @@ def main(end: socket.socket, spec: ReplicaSpec) -> None:
 def _leave_the_parent() -> None:
     """Be safe from the terminal's and Jupyter's signals, and never outlive the forkserver."""
     os.setsid()
+    # The controller blocks it while it starts processes, so that none dies of it on its way here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # A handler, not SIG_IGN: programs that a cell starts would inherit that and could not be interrupted.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     if sys.platform == "linux":
@@ -124,8 +130,10 @@ class _Process:
                 request, slab = self._requests.get()
                 self._streams.open()
                 if isinstance(request.what, RunCell):
-                    self._use_comms()
+                    self._use_comms(replica.shell)
                 replica.handle(request, slab)
+                if isinstance(request.what, Form):
+                    _load_ahead()
             except KeyboardInterrupt:
                 # It came between two requests: there was nothing left to interrupt.
                 self._running = None
@@ -144,9 +152,9 @@ class _Process:
             with contextlib.suppress(ChannelClosed):
                 self._channel.send(message, slab)
 
-    def _use_comms(self) -> None:
+    def _use_comms(self, cells: shell.ReplicaShell) -> None:
         if self._comms is None:
-            shell.use_notebook_figures()
+            shell.use_notebook_figures(cells)
             self._comms = shell.Comms(self._emit)
 
     # ------------------------------------------------------------------ the control thread
@@ -158,7 +166,7 @@ class _Process:
                 match message:
                     case Interrupt(number):
                         self._interrupted = number
-                        signal.pthread_kill(self._main_thread, INTERRUPT)
+                        threading.Thread(target=self._insist, args=(number,), daemon=True).start()
                     case Abort(reason):
                         process_group.abort(PeerFailed(reason))
                     case CommMessage() if self._comms is not None:
@@ -170,6 +178,15 @@ class _Process:
         except BaseException:
             # The controller is gone, or the channel broke: nobody can use this replica any more.
             _end()
+
+    def _insist(self, number: int) -> None:
+        """Interrupt the main thread until it has taken it: it holds interrupts back while it imports."""
+        pause = threading.Event()
+        while self._interrupted == number:
+            signal.pthread_kill(self._main_thread, INTERRUPT)
+            pause.wait(INSIST_SECONDS)
+            if self._running != number:
+                return
 
     # ------------------------------------------------------------------ interrupts, in the main thread
 
@@ -199,9 +216,13 @@ class _Process:
 
     def _catch_up(self, frame: FrameType | None) -> None:
         """Raise the interrupt that was held back, unless there is still a reason to hold it."""
-        if self._held_back and self._running is not None and not self._sending and not _in_optimizer_step(frame):
-            self._held_back = False
-            raise KeyboardInterrupt
+        if self._held_back and self._running is not None and not self._sending and not _must_end_first(frame):
+            self._take()
+
+    def _take(self) -> None:
+        self._held_back = False
+        self._interrupted = None
+        raise KeyboardInterrupt
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._running is None or self._running != self._interrupted:
@@ -211,17 +232,30 @@ class _Process:
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._held_back and not self._sending:
-            self._held_back = False
-            raise KeyboardInterrupt
+            self._take()
 
 
-def _in_optimizer_step(frame: FrameType | None) -> bool:
-    """Whether an optimizer is changing parameters: a half-made step would leave replicas that differ."""
+def _must_end_first(frame: FrameType | None) -> bool:
+    """Whether what runs must not be left halfway.
+
+    An optimizer's step would leave replicas that differ; an import, modules that stay broken for good.
+    """
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) and frame.f_code.co_name == "step":
+        code = frame.f_code
+        if code.co_filename == "<frozen importlib._bootstrap>" and code.co_name == "_load_unlocked":
+            return True
+        if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
             return True
         frame = frame.f_back
     return False
+
+
+@functools.cache
+def _load_ahead() -> None:
+    """Load, in a thread that no interrupt reaches, what the first optimizer would wait a second for."""
+    threading.Thread(
+        target=importlib.import_module, args=("torch._dynamo",), name="mirror_nb load", daemon=True
+    ).start()
 
 
 def _end() -> None:

@@ -70,6 +70,7 @@ class ReplicaStrategy(Strategy):
         `op`: "sum", "mean", "max" or "min". `value`: a number, or a tensor of equal shape on all replicas.
         Raises UsageError for another op; what the collective raises where shapes differ.
         """
+        self._require_all("reduce")
         name = str(op).lower().rpartition(".")[2]
         if name not in _OPS:
             raise UsageError(f"`op` is {op!r}; it must be one of {', '.join(_OPS)}")
@@ -124,6 +125,7 @@ class ReplicaStrategy(Strategy):
         """Return replica 0's bytes on every replica."""
         if self.num_replicas_in_sync == 1:
             return state
+        self._require_all("distribute_dataset")
         length = torch.tensor([len(state)], device=self.device)
         dist.broadcast(length, 0)
         data = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
@@ -131,6 +133,10 @@ class ReplicaStrategy(Strategy):
             data.copy_(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         dist.broadcast(data, 0)
         return data.cpu().numpy().tobytes()
+
+    def _require_all(self, what: str) -> None:
+        if self._replica.partial:
+            raise UsageError(f"{what} needs all replicas, but --replicas leaves some out of this cell")
 
     def __repr__(self) -> str:
         return f"<MirroredStrategy: replica {self.replica_id} of {self.num_replicas_in_sync}, {self.device}>"
