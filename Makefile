@@ -40,7 +40,7 @@ $(VENV)/.has-test: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@touch $@
 
 demo: $(VENV)/.has-demo
-	$(BIN)/python -m mirror_nb.demo $(if $(DATA),--data '$(DATA)')
+	$(BIN)/python -m mirror_nb demo $(if $(DATA),--data '$(DATA)')
 
 lab: $(VENV)/.has-lab
 	$(BIN)/jupyter lab notebooks/00_index.ipynb

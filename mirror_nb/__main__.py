@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mirror_nb import __version__
+import mirror_nb
 from mirror_nb.demo import command
 
 
@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m mirror_nb",
         description="mirror_nb is used in notebooks: %load_ext mirror_nb. Its demo runs without one.",
     )
-    parser.add_argument("--version", action="version", version=f"mirror_nb {__version__}")
+    parser.add_argument("--version", action="version", version=f"mirror_nb {mirror_nb.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="train a network on all GPUs, or on two CPU replicas")
     demo.add_argument("--devices", help="e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs, else two CPU replicas")

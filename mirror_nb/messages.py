@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import socket
 import struct
 import threading
@@ -25,7 +26,16 @@ class _Compact:
     __slots__ = ()
 
     def __reduce__(self) -> Any:
-        return type(self), tuple(getattr(self, name) for name in type(self).__slots__)
+        names: tuple[str, ...] = type(self).__slots__
+        return type(self), tuple(getattr(self, name) for name in names)
+
+
+_IPYTHONS = re.compile(r"In|Out|get_ipython|exit|quit|open|_{1,3}|_i{1,3}|_i?\d+|_[a-z]h|_exit_code|__\w+__")
+
+
+def travels(name: str) -> bool:
+    """Whether a name is the user's to send, not one that IPython or Python keeps for itself on each side."""
+    return _IPYTHONS.fullmatch(name) is None
 
 
 # --------------------------------------------------------------------------- controller to replica
@@ -88,6 +98,8 @@ class RunCell(_Compact):
     # False: gradients are not synchronised (--no-sync).
     owner: bool
     # True on the one replica whose networks and results travel to the controller whole.
+    partial: bool = False
+    # True: some replicas do not run this cell, so that nothing in it may wait for all.
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +265,8 @@ class Stayed:
     type_name: str
     text: str
     why: str
+    name: str = ""
+    # Under which the replica keeps it, where that is not the name it was asked for by.
 
 
 @dataclass(frozen=True, slots=True)

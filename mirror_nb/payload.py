@@ -126,11 +126,13 @@ class _Packer(cloudpickle.Pickler):
         handle: Callable[[nn.Module], str | None],
         budget: int | None,
         in_band: bool,
+        label: str,
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=None if in_band else self._take_buffer)
         self.buffers: list[memoryview] = []
         self.global_names: set[str] = set()
         self._budget = budget
+        self._label = label
         self._namespace = namespace
         self._reference = reference
         self._handle = handle
@@ -159,6 +161,8 @@ class _Packer(cloudpickle.Pickler):
         if type(obj) is types.FunctionType and self._namespace is not None and obj.__globals__ is self._namespace:
             self.global_names |= global_names(obj.__code__)
             return super().reducer_override(self._unbound(obj))
+        if self._label and self._namespace is not None and isinstance(obj, type):
+            label_class(obj, self._label, self._namespace)
         if type(obj) is torch.Tensor and _plain(obj):
             return self._reduce_tensor(obj)
         if isinstance(obj, nn.Module) and not isinstance(obj, torch.jit.ScriptModule):
@@ -257,6 +261,22 @@ def global_names(code: types.CodeType) -> set[str]:
     return names
 
 
+def label_class(kind: type, label: str, namespace: MutableMapping[str, Any]) -> None:
+    """Let a class that a cell made be the same class wherever it comes from, if `label` is the same on all replicas.
+
+    cloudpickle knows a class by an id that each process draws for itself: the class of a cell would arrive as
+    one class from each replica, and objects of it would never be equal.
+    """
+    known = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", None)
+    by_id = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", None)
+    if known is None or by_id is None or kind in known or kind.__module__ != namespace.get("__name__"):
+        return
+    name = f"mirror_nb {label} {kind.__qualname__}"
+    while name in by_id:
+        name += "'"
+    known[kind], by_id[name] = name, kind
+
+
 _GLOBAL_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 
 
@@ -283,6 +303,7 @@ def pack(
     handle: Callable[[nn.Module], str | None] = lambda module: None,
     limit: int | None = None,
     in_band: bool = False,
+    label: str = "",
 ) -> Packed:
     """Turn `obj` into a payload.
 
@@ -290,11 +311,12 @@ def pack(
     `reference(obj)` may give a small token to send in the place of an object that the other side has;
     `handle(module)` numbers a module so that it can be referred to later. CUDA tensors travel through host
     memory. `limit`, bytes, bounds the size; `in_band` puts all of it into the pickle, so that there is no slab.
+    `label` is given to classes of the namespace that have not travelled before: see `label_class`.
 
     Raises TooLarge beyond `limit`, TransferError when something in `obj` cannot be pickled.
     """
     file = _Limited(limit)
-    packer = _Packer(file, namespace, reference, handle, limit, in_band)
+    packer = _Packer(file, namespace, reference, handle, limit, in_band, label)
     try:
         packer.dump(obj)
     except (TooLarge, KeyboardInterrupt, UsageError):

@@ -23,18 +23,20 @@ class Replaced:
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            if before is not None:
+            if before is not None and not self._removed:
                 before(*args, **kwargs)
             result = original(*args, **kwargs)
-            if after is not None:
+            if after is not None and not self._removed:
                 after(*args, **kwargs)
             return result
 
-        self._owner, self._name = owner, name
+        self._owner, self._name, self._removed = owner, name, False
         self._original, self._replacement = original, replacement
         setattr(owner, name, replacement)
 
     def remove(self) -> None:
-        # Somebody who replaced ours meanwhile keeps his own; ours does nothing once the scope is left.
+        self._removed = True
+        # Who replaced ours meanwhile keeps theirs, and calls ours, which only calls the original by then. (The
+        # first torch.compile replaces Module.__init__ and __setstate__ for good.)
         if getattr(self._owner, self._name) is self._replacement:
             setattr(self._owner, self._name, self._original)

@@ -90,36 +90,6 @@ class PerReplica(DistributedValues):
         super().__init__(values)
         self.shares = shares
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _in_arithmetic()
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _in_arithmetic()
-
-
-def _in_arithmetic() -> UsageError:
-    return UsageError(
-        "It looks like you are using a PerReplica object while not inside a replica context, which is not supported. "
-        "Run your function inside a replica context by strategy.run, make one value of it by strategy.reduce, or take "
-        "one replica's with value[0]"
-    )
-
-
-def _refuse(self: object, *others: object) -> Any:
-    raise _in_arithmetic()
-
-
-for _name in (
-    *(
-        f"__{side}{op}__"
-        for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
-        for side in ("", "r")
-    ),
-    *("__neg__", "__pos__", "__abs__", "__float__", "__int__", "__bool__", "__lt__", "__le__", "__gt__", "__ge__"),
-):
-    setattr(PerReplica, _name, _refuse)
-
 
 @final
 class Mirrored(DistributedValues):
@@ -133,22 +103,27 @@ class Remote:
     Passed to a replica (read by a `%%mirrored` cell under any name), it is the value itself.
     """
 
-    def __init__(self, name: str, type_name: str, text: str, why: str, fetch: Callable[[], Any]) -> None:
+    def __init__(
+        self, name: str, type_name: str, text: str, why: str, fetch: Callable[[], Any], replica_id: int = 0
+    ) -> None:
         self.name = name
+        self.replica_id = replica_id
         self.type_name = type_name
         self._text = text
         self._why = why
         self._fetch = fetch
 
     def fetch(self) -> Any:
-        """Return replica 0's value, whatever its size.
+        """Return the value of replica `replica_id`, whatever its size.
 
         Raises TransferError if it cannot be pickled, ReplicaError if the replica no longer has it.
         """
         return self._fetch()
 
     def __repr__(self) -> str:
-        return f"<{self.name}: {self._text}, in the replicas ({self._why}); .fetch() brings replica 0's>"
+        return (
+            f"<{self.name}: {self._text}, in the replicas ({self._why}); .fetch() brings replica {self.replica_id}'s>"
+        )
 
     def _repr_html_(self) -> str:
         return f"<code>{html.escape(repr(self))}</code>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -72,7 +73,7 @@ def run_cell(
         )
         for r in ids
     }
-    slabs = {r: packed.slab if packed else None for r in ids}
+    slabs = dict.fromkeys(ids, packed.slab if packed else None)
     try:
         report = pool.run(requests, slabs=slabs, on_message=take, timeout=timeout)
     finally:
@@ -99,6 +100,11 @@ def opened(payload: Any, slab: int | None) -> tuple[dict[str, Any], Any]:
         return exports.states.get(export.handle, export) if isinstance(export, KnownModule) else export
 
     return {name: value(export) for name, export in exports.names.items()}, value(exports.result)
+
+
+def plain(text: str) -> str:
+    """Return text without terminal colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def eventually(condition: Callable[[], Any], what: str, seconds: float = DEADLINE) -> Any:

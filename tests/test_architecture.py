@@ -14,12 +14,14 @@ PACKAGE = Path(mirror_nb.__file__).parent
 FLOORS = (
     {"errors"},
     {"devices", "telemetry"},
-    {"messages", "values", "variables", "cluster", "payload", "mirrors", "batches", "sampling", "prefetch"},
+    {"messages", "values", "variables", "cluster", "payload", "contents", "mirrors", "batches", "sampling", "prefetch"},
     {"pool", "replica", "gradients", "data", "collectives"},
     {"strategies"},
-    {"training", "bench", "losses", "__main__"},
+    {"training", "bench", "losses"},
     {"notebook"},
-    {"__init__", "demo"},
+    # A program of its own, which uses all the rest.
+    {"demo"},
+    {"__init__", "__main__"},
 )
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 NOTEBOOK_ONLY = {"IPython", "ipywidgets", "matplotlib"}

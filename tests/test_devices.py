@@ -57,7 +57,8 @@ def test_no_devices_named_means_every_gpu_else_one_cpu_replica():
 
 
 @pytest.mark.parametrize(
-    "devices", ["cpu:1,cpu:0", "cpu:1, /cpu:0,", ["cpu:1", "cpu:0"], ("CPU:1", Device("cpu", 0)), iter(["cpu:1", "cpu"])]
+    "devices",
+    ["cpu:1,cpu:0", "cpu:1, /cpu:0,", ["cpu:1", "cpu:0"], ("CPU:1", Device("cpu", 0)), iter(["cpu:1", "cpu"])],
 )
 def test_devices_keep_the_order_in_which_they_were_named(devices):
     assert resolve(devices, 0) == (Device("cpu", 1), Device("cpu", 0))

@@ -54,7 +54,7 @@ def serve(channel: Connection, replica_id: int, num_replicas: int, port: int) ->
         try:
             function, args = pickle.loads(channel.recv_bytes())
         except EOFError:
-            os._exit(0)
+            break
         if not dist.is_initialized():
             formed += 1
             prefixed = dist.PrefixStore(f"group{formed}", store)
@@ -65,6 +65,8 @@ def serve(channel: Connection, replica_id: int, num_replicas: int, port: int) ->
         except BaseException as error:
             answer = ("error", (type(error).__name__, str(error), traceback.format_exc()))
         channel.send_bytes(cloudpickle.dumps(answer))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Crew:
@@ -114,6 +116,7 @@ class Crew:
             if process.is_alive():
                 process.kill()
                 process.join()
+        del self.store
 
 
 @pytest.fixture(scope="module")
@@ -454,8 +457,30 @@ def double_precision_and_complex_numbers(r: Replica) -> list[Tensor]:
     return [torch.view_as_real(v) if v.is_complex() else v for v in values(model)]
 
 
+class Weighted(nn.Module):
+    """Its gradient is NaN where the share is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = network()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def a_loss_that_is_nan_for_no_examples(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Weighted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        (F.mse_loss(model.model(x), y) * model.scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
 RECIPES = [
     ordinary,
+    a_loss_that_is_nan_for_no_examples,
     gradients_that_are_zeroed_not_dropped,
     gradients_that_are_never_cleared,
     accumulation,
@@ -953,19 +978,20 @@ def test_an_error_of_a_collective_leaves_backward_as_it_is(two: Crew) -> None:
     two.run(look)
 
 
-def test_training_goes_on_in_a_new_process_group(two: Crew) -> None:
+def test_training_goes_on_in_a_new_process_group_with_a_new_replica_in_it(two: Crew) -> None:
     def first(r: Replica) -> None:
-        global _kept
         with r.scope:
             model = nn.Linear(2, 2)
             model(torch.ones(1, 2)).sum().backward()
-        _kept = (r, model)
-        torch._kept_by_the_test = _kept
+        sys.kept_by_the_test = (r, model, dist.group.WORLD)  # type: ignore[attr-defined]
         dist.destroy_process_group()
 
-    def second(_: Replica) -> Tensor:
-        r, model = torch._kept_by_the_test
-        del torch._kept_by_the_test
+    def second(new: Replica) -> Tensor:
+        r, model, _ = sys.kept_by_the_test  # type: ignore[attr-defined]
+        del sys.kept_by_the_test  # type: ignore[attr-defined]
+        if r.id == 1:
+            r = new
+            r.scope.adopt(model := copy.deepcopy(model))
         with r.scope:
             model.zero_grad()
             model(torch.full((1, 2), r.id + 1.0)).sum().backward()
@@ -990,9 +1016,12 @@ def test_reset_gives_back_a_gradient_that_was_set_aside() -> None:
         model = nn.Linear(2, 2)
         model.weight.grad = torch.ones(2, 2)
         r.gradients.set_shares(1, 3)
-        with r.gradients.no_sync(), pytest.raises(ValueError, match="broken layer"):
-            # Set aside for a gradient that never comes.
-            torch.autograd.grad(Breaks.apply(model.weight * 1.0).sum() + model.bias.sum(), [model.weight])
+        loss = Breaks.apply(model.bias * 1.0).sum()
+        loss = loss + (model.weight * 1.0).sum()
+        # The weight's gradient is set aside for one that never comes.
+        with pytest.raises(ValueError, match="broken layer"):
+            torch.autograd.grad(loss, [model.weight, model.bias])
+        assert model.weight.grad is None
         r.gradients.reset()
         assert torch.equal(model.weight.grad, torch.ones(2, 2))
 

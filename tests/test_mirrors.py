@@ -86,7 +86,9 @@ def test_a_reference_to_a_network_that_is_gone_says_so():
         lambda m: m.eval(),
         lambda m: m(torch.randn(4, 3)),
         lambda m: setattr(m[0].weight, "data", torch.zeros(4, 3)),
-        lambda m: torch.nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in m.parameters())), m.parameters()),
+        lambda m: torch.nn.utils.vector_to_parameters(
+            torch.zeros(sum(p.numel() for p in m.parameters())), m.parameters()
+        ),
     ],
     ids=["load_state_dict", "data", "init", "eval", "statistics", "another data", "vector"],
 )

@@ -62,7 +62,18 @@ def test_a_tensor_arrives_with_its_values(n, dtype):
         torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
         torch.randn(3, dtype=torch.complex64).conj(),
     ],
-    ids=["transposed", "sliced", "expanded", "scalar", "empty", "channels last", "large", "sparse", "quantized", "conj"],
+    ids=[
+        "transposed",
+        "sliced",
+        "expanded",
+        "scalar",
+        "empty",
+        "channels last",
+        "large",
+        "sparse",
+        "quantized",
+        "conj",
+    ],
 )
 def test_a_tensor_keeps_its_shape_and_layout(tensor):
     arrived = travel(tensor)
@@ -354,7 +365,9 @@ def test_the_namespace_itself_travels_as_a_reference():
 
 
 def test_global_names_are_found_in_functions_inside_functions():
-    code = compile("def f():\n    a = one\n    return [two for _ in a] + [lambda: three]\nclass C:\n    x = four", "", "exec")
+    code = compile(
+        "def f():\n    a = one\n    return [two for _ in a] + [lambda: three]\nclass C:\n    x = four", "", "exec"
+    )
     assert {"one", "two", "three", "four"} <= global_names(code)
     assert "a" not in global_names(code)
 

@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirror_nb.errors import UsageError
@@ -61,6 +61,7 @@ def test_values_are_reduced(op, values, axis, expected):
     assert same(reduce_values(op, values, axis), expected)
 
 
+@settings(deadline=None, database=None)
 @given(st.lists(st.lists(st.integers(-1000, 1000), max_size=5), min_size=1, max_size=4))
 def test_a_mean_over_the_examples_is_that_of_all_of_them_however_they_are_cut(shares):
     examples = [value for share in shares for value in share]

@@ -174,7 +174,9 @@ def test_a_seeding_function_from_outside_the_scope_counts_too() -> None:
 
     for results in on_each(cell), on_each(lambda _: net()(torch.ones(2, 3)), cell):
         assert all(torch.equal(initial, expected) for initial, _ in results)
-        assert distinct([draw for _, draw in results])
+        for i, (_, draw) in enumerate(results):
+            torch.manual_seed(i)
+            assert draw == float(torch.rand(1))
 
 
 def test_numpys_and_pythons_numbers_make_equal_initial_values() -> None:
@@ -353,6 +355,8 @@ def test_what_ddp_wraps_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with scope:
         model = net()
         wrapper = ddp(model)
+        plain = nn.Module()
+        plain.module = model
     ((owner, parameters),) = tracker(scope).left
     assert owner is wrapper
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
@@ -395,6 +399,25 @@ def test_everything_that_was_replaced_is_put_back_after_an_error() -> None:
     )
     assert not nn.modules.module._global_forward_pre_hooks
     assert not nn.modules.module._global_parameter_registration_hooks
+
+
+def test_what_others_replaced_meanwhile_stays_and_calls_nothing_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scope = make()
+    with scope:
+        ours = nn.Module.__setstate__
+
+        def theirs(module: nn.Module, state: Any) -> None:
+            ours(module, state)
+
+        monkeypatch.setattr(nn.Module, "__setstate__", theirs)
+    assert nn.Module.__setstate__ is theirs
+    copy.deepcopy(net())
+    assert not tracker(scope).names
+    with scope:
+        copy.deepcopy(nn.Linear(1, 1))
+    assert len(tracker(scope).names) == 4
 
 
 def test_forward_passes_are_not_watched_while_running() -> None:

@@ -30,7 +30,7 @@ from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import constants, device_mesh, distributed_c10d
 
 from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
 from mirror_nb.messages import Rendezvous
@@ -87,6 +87,9 @@ _PASSED_ON = (
 # Whoever asks torch for one of these while our default group is there gets a group of ours.
 _BACKENDS_SERVED = frozenset({"gloo", "nccl", "undefined", BACKEND})
 
+# What torch gives a subgroup when no timeout was named: half an hour, ten minutes with NCCL.
+_TORCH_TIMEOUTS = (constants.default_pg_timeout, constants.default_pg_nccl_timeout)
+
 _WORLD_TABLES = (
     "pg_map",
     "pg_names",
@@ -113,23 +116,33 @@ def install() -> None:
     Registers the backend "mirror_nb", wraps `torch.distributed.init_process_group`, and has every subgroup of
     our default group made by us too. A second call does nothing. Sets `GLOO_SOCKET_IFNAME` to the loopback
     interface, and NCCL's own error handling off (it would end the process), unless the variables are set.
+
+    A process that may have collectives under way is to be ended by `os._exit`: gloo's threads do not survive
+    the interpreter's own way out.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     if _state.torch_init is not None:
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    original = distributed_c10d.init_process_group
-    _state.torch_init = original
-    wrapped = _wrap_init(original)
-    # device_mesh imported the function by name, so it needs the wrapped one as well.
-    for names in (vars(dist), vars(distributed_c10d), vars(device_mesh)):
-        if names.get("init_process_group") is original:
-            names["init_process_group"] = wrapped
+    _state.torch_init = distributed_c10d.init_process_group
+    _replace("init_process_group", _wrap_init)
+    _replace("batch_isend_irecv", _wrap_batch)
     # Without this private function (torch 2.11 and 2.13 have it) groups still form, as backend "mirror_nb".
     helper = getattr(distributed_c10d, "_new_process_group_helper", None)
     if helper is not None and "backend_options" in inspect.signature(helper).parameters:
         distributed_c10d._new_process_group_helper = _wrap_helper(helper)
+        _state.makes_subgroups = True
+
+
+def _replace(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(distributed_c10d, name)
+    wrapped = wrap(original)
+    # device_mesh imports functions by name, so it needs the wrapped one as well.
+    for names in (vars(dist), vars(distributed_c10d), vars(device_mesh)):
+        if names.get(name) is original:
+            names[name] = wrapped
 
 
 def form(rendezvous: Rendezvous, device: torch.device) -> None:
@@ -176,8 +189,7 @@ def abort(error: BaseException) -> None:
     for operation in operations:
         operation.fail(error)
     # After the CPU's waits are free: NCCL's abort may take its time.
-    for group in groups:
-        group.abort_nccl()
+    _abort_nccl([group.take_nccl() for group in groups])
 
 
 class _State:
@@ -195,6 +207,7 @@ class _State:
         self.world: InterruptibleGroup | None = None
         self.client: _Client | None = None
         self.torch_init: Callable[..., None] | None = None
+        self.makes_subgroups = False
 
     def start(self, rendezvous: Rendezvous, device: torch.device) -> None:
         with self.lock:
@@ -260,11 +273,13 @@ class _Operation:
     its own ends the process.
     """
 
-    __slots__ = ("arguments", "done", "error", "futures", "label", "owner", "seconds", "value")
+    __slots__ = ("arguments", "cuda", "done", "error", "futures", "label", "owner", "seconds", "value")
 
     def __init__(self, label: str, arguments: tuple[Any, ...], seconds: float, owner: object = None) -> None:
         self.label = label
         self.arguments = arguments
+        tensor = next(_tensors(arguments), None)
+        self.cuda = tensor.device if tensor is not None and tensor.is_cuda else None
         self.seconds = seconds
         self.owner = id(owner)
         self.done = threading.Event()
@@ -274,6 +289,9 @@ class _Operation:
 
     def follow(self, work: dist.Work) -> None:
         """Finish when torch's own `work` does."""
+        if self.cuda is not None:
+            self.run(functools.partial(_wait_for_the_device, work, self.cuda))
+            return
         try:
             future = work.get_future()
         except RuntimeError:
@@ -331,10 +349,7 @@ class _Operation:
 
     def make_future(self) -> torch.futures.Future[Any]:
         """A future that C++ may wait for; it carries a real error, unlike `Future.set_exception`."""
-        tensor = next(_tensors(self.arguments), None)
-        devices: list[int | str | torch.device] | None = (
-            [tensor.device] if tensor is not None and tensor.is_cuda else None
-        )
+        devices: list[int | str | torch.device] | None = None if self.cuda is None else [self.cuda]
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         chained = future.then(lambda _: self.outcome())
         with _state.lock:
@@ -452,14 +467,17 @@ class InterruptibleGroup(dist.ProcessGroup):
         _state.begin(operation)
         try:
             work = call(*args, **kwargs)
-            if _has_cuda_tensor(operation.arguments):
-                _follow_to_the_host(operation, work)
-            else:
-                operation.follow(work)
+            operation.follow(work)
         except BaseException:
             _state.end(operation)
             raise
         return _InterruptibleWork(operation, work)
+
+    def inner_operation(self, operation: dist.P2POp) -> dist.P2POp:
+        """The same send or receive in the inner group, which torch's registries do not know."""
+        made = object.__new__(dist.P2POp)
+        vars(made).update(vars(operation), group=self._living())
+        return made
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         inner: Any = self._living()
@@ -483,12 +501,10 @@ class InterruptibleGroup(dist.ProcessGroup):
             operation.fail(error)
         _bury(inner, nccl)
 
-    def abort_nccl(self) -> None:
+    def take_nccl(self) -> Any:
+        """This group's NCCL, if it has one, for an abort: it is of no use afterwards."""
         nccl, self._nccl = self._nccl, None
-        if nccl is not None:
-            # Of the control thread: what NCCL says of a communicator that is broken already must not end it.
-            with contextlib.suppress(RuntimeError):
-                nccl.abort()
+        return nccl
 
     def shutdown(self) -> None:
         """What torch.distributed.destroy_process_group calls; never waits."""
@@ -496,7 +512,7 @@ class InterruptibleGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """What torch.distributed's own abort calls: ends this group's collectives, and the group."""
-        self.abort_nccl()
+        _abort_nccl([self.take_nccl()])
         self.retire(PeerFailed("the process group was aborted while this collective ran"))
 
     @property
@@ -641,6 +657,22 @@ def _open_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, devi
     return nccl
 
 
+def _abort_nccl(communicators: list[Any]) -> None:
+    """End what NCCL has under way, also of communicators that are broken already; None is passed over."""
+    found = [nccl for nccl in communicators if nccl is not None]
+    if not found:
+        return
+    # The caller is the control thread: what NCCL says of a broken communicator must not end it.
+    with contextlib.suppress(RuntimeError):
+        # As one group, as torch does it: aborts one after the other may wait for each other.
+        found[0]._group_start()
+        try:
+            for nccl in found:
+                nccl.abort()
+        finally:
+            found[0]._group_end()
+
+
 def _each_has_a_gpu(store: dist.Store, rank: int, size: int, device: torch.device) -> bool:
     """Whether every member has a GPU and no two the same; all members must ask, and all get one answer."""
     store.set(f"device/{rank}", _gpu_name(device))
@@ -656,15 +688,11 @@ def _gpu_name(device: torch.device) -> str:
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
 
 
-def _follow_to_the_host(operation: _Operation, work: dist.Work) -> None:
-    """Finish when a CUDA tensor that gloo carried is back on its device."""
-
-    def wait() -> Any:
-        work.wait()
-        torch.cuda.synchronize(_state.device)
-        return work.result()
-
-    operation.run(wait)
+def _wait_for_the_device(work: dist.Work, device: torch.device) -> Any:
+    """The result of a collective on CUDA tensors that gloo carried, once it is back on the device."""
+    work.wait()
+    torch.cuda.synchronize(device)
+    return work.result()
 
 
 def _connect(rendezvous: Rendezvous, user_group: int) -> dist.Store:
@@ -745,6 +773,19 @@ def _served(backend: object) -> bool:
     return {part.split(":")[-1] for part in str(backend).lower().split(",")} <= _BACKENDS_SERVED
 
 
+def _wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch gives NCCL a batch as one only in a group of exactly its own class; one by one they may deadlock."""
+
+    @functools.wraps(original)
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> Any:
+        group = p2p_op_list[0].group if p2p_op_list else None
+        if isinstance(group, InterruptibleGroup) and group.carrier == "nccl" and p2p_op_list[0].tensor.is_cuda:
+            p2p_op_list = [group.inner_operation(operation) for operation in p2p_op_list]
+        return original(p2p_op_list)
+
+    return batch_isend_irecv
+
+
 def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
     """torch's one place where groups are made; DeviceMesh, new_group and new_subgroups all come here."""
     signature = inspect.signature(original)
@@ -757,8 +798,8 @@ def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
         if not (subgroup and _served(given["backend"])):
             return original(*args, **kwargs)
         wanted = str(given["backend"]).lower()
-        # torch gives subgroups its own half hour when no timeout was named, whatever the default group has.
-        if given.get("timeout") == distributed_c10d._get_default_timeout(given["backend"]) and _state.rendezvous:
+        # torch gives subgroups a time of its own when none was named, whatever the default group has.
+        if given.get("timeout") in _TORCH_TIMEOUTS and _state.rendezvous is not None:
             given["timeout"] = timedelta(seconds=_state.rendezvous.timeout_seconds)
         given.update(backend=dist.Backend(BACKEND), backend_options=_Carriers(nccl=wanted != "gloo"), device_id=None)
         made = original(*bound.args, **bound.kwargs)
@@ -772,11 +813,10 @@ def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
 def _say_what_carries(group: InterruptibleGroup) -> None:
     """Have dist.get_backend() say "gloo" or "nccl": DDP, FSDP, DeviceMesh and users' code decide by it.
 
-    Needs `_new_process_group_helper` wrapped: subgroups take the default group's backend by this name.
+    Only where subgroups are made by us: torch makes them of the backend that bears the default group's name.
     """
-    helper = getattr(distributed_c10d, "_new_process_group_helper", None)
-    world = getattr(distributed_c10d, "_world", None)
-    if world is None or not hasattr(helper, "__wrapped__") or group not in getattr(world, "pg_map", {}):
+    world: Any = getattr(distributed_c10d, "_world", None)
+    if not _state.makes_subgroups or group not in getattr(world, "pg_map", {}):
         return
     _, store = world.pg_map[group]
     world.pg_map[group] = (dist.Backend(group.carrier), store)
@@ -786,7 +826,7 @@ def _say_what_carries(group: InterruptibleGroup) -> None:
 
 def _forget_world() -> None:
     """What destroy_process_group does to torch's registries, also after an init that failed half-way."""
-    world = getattr(distributed_c10d, "_world", None)
+    world: Any = getattr(distributed_c10d, "_world", None)
     strangers: list[Any] = []
     if world is not None:
         strangers += [group for group in world.pg_map if not isinstance(group, InterruptibleGroup)]
@@ -807,7 +847,8 @@ def _bury(inner: list[Any], nccl: Any) -> None:
 
     def let_go() -> None:
         if nccl is not None:
-            nccl.shutdown()
+            with contextlib.suppress(RuntimeError):
+                nccl.shutdown()
         inner.clear()
 
     threading.Thread(target=let_go, name="mirror_nb lets a process group go", daemon=True).start()
@@ -824,15 +865,11 @@ def _aside(label: str, call: Callable[[], _Value], seconds: float) -> _Value:
 
 def _on_cuda(arguments: tuple[Any, ...]) -> bool:
     """Whether torch sends a collective with these arguments to the backend of CUDA."""
-    if next(_tensors(arguments), None) is not None:
-        return _has_cuda_tensor(arguments)
+    tensor = next(_tensors(arguments), None)
+    if tensor is not None:
+        return tensor.is_cuda
     # A barrier has no tensor, but options that name a device.
     return any(getattr(getattr(option, "device", None), "type", None) == "cuda" for option in arguments)
-
-
-def _has_cuda_tensor(arguments: tuple[Any, ...]) -> bool:
-    tensor = next(_tensors(arguments), None)
-    return tensor is not None and tensor.is_cuda
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
 ENDINGS = (".png", ".svg", ".pdf")
-# Okabe and Ito's colours without yellow and black: told apart by colour-blind readers too.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+# Okabe and Ito's colours without yellow and black, which colour-blind readers tell apart, and two more.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F3C8D", "#6E7781")
 _INK, _PALE, _WRONG = "#24292f", "#8c959f", "#cf222e"
 _COLUMNS, _ROWS = 8, 5
 _POINTS = 40
+_FEW = 4
+# Up to so many replicas, the legend has room for their devices.
 _STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 9.5,
@@ -95,14 +97,15 @@ def _draw_losses(axes: Axes, history: History, devices: Sequence[Device]) -> Non
 
 
 def _draw_rates(axes: Axes, history: History, devices: Sequence[Device]) -> None:
-    for r, device in enumerate(devices):
+    for r in range(len(devices)):
         times, rates = _rates(history.steps[r], history.began)
-        axes.plot(times, rates, ".-", color=_colour(r), lw=1.4, ms=5, label=_legend(r, device, history.rate(r)))
+        axes.plot(times, rates, ".-", color=_colour(r), lw=1.4, ms=5, label=_legend(r, history, devices))
+    columns = 2 if len(devices) <= _FEW else 4
     # Room above the lines for the legend.
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
+    axes.set_ylim(0, axes.get_ylim()[1] * (1.06 + 0.12 * math.ceil(len(devices) / columns)))
     axes.set_xlim(left=0)
     axes.set(title="Throughput of each replica", xlabel="seconds", ylabel="samples/s")
-    axes.legend(loc="upper right", fontsize=8.5, ncols=min(3, len(devices)))
+    axes.legend(loc="upper right", fontsize=8.5, ncols=columns, columnspacing=1.2)
 
 
 def _rates(steps: Sequence[Stepped], began: float) -> tuple[list[float], list[float]]:
@@ -115,8 +118,10 @@ def _rates(steps: Sequence[Stepped], began: float) -> tuple[list[float], list[fl
     return times, [e / s for e, s in zip(examples, seconds, strict=True)]
 
 
-def _legend(replica_id: int, device: Device, rate: float) -> str:
-    return f"replica {replica_id} ({device}): {rate:.0f}/s"
+def _legend(replica_id: int, history: History, devices: Sequence[Device]) -> str:
+    rate = f"{history.rate(replica_id):.0f}/s"
+    few = len(devices) <= _FEW
+    return f"replica {replica_id} ({devices[replica_id]}): {rate}" if few else f"{replica_id}: {rate}"
 
 
 def _draw_images(figure: SubFigure, history: History, data: LabelledImages) -> None:

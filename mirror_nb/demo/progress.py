@@ -37,7 +37,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class Tested:
+class Evaluated:
     """The test after an epoch."""
 
     epoch: int
@@ -52,8 +52,8 @@ class Predicted:
     shares: tuple[tuple[int, ...], ...]
 
 
-Record = Stepped | Tested | Predicted
-_KINDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Stepped, Tested, Predicted)}
+Record = Stepped | Evaluated | Predicted
+_KINDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Stepped, Evaluated, Predicted)}
 
 
 def publish(record: Record) -> None:
@@ -109,7 +109,7 @@ class History:
     num_replicas: int
     steps: dict[int, list[Stepped]] = field(default_factory=dict)
     # By replica id.
-    tested: dict[int, list[Tested]] = field(default_factory=dict)
+    evaluated: dict[int, list[Evaluated]] = field(default_factory=dict)
     predicted: dict[int, Predicted] = field(default_factory=dict)
 
     def take(self, replica_id: int, record: Record) -> None:
@@ -117,8 +117,8 @@ class History:
         match record:
             case Stepped():
                 self.steps.setdefault(replica_id, []).append(record)
-            case Tested():
-                self.tested.setdefault(replica_id, []).append(record)
+            case Evaluated():
+                self.evaluated.setdefault(replica_id, []).append(record)
             case Predicted():
                 self.predicted[replica_id] = record
 
@@ -136,12 +136,12 @@ class History:
     def accuracy(self) -> float:
         """Of the last test, from 0 to 1; NaN before the first."""
         # Equal on all replicas.
-        return self.tested[0][-1].accuracy if self.tested.get(0) else math.nan
+        return self.evaluated[0][-1].accuracy if self.evaluated.get(0) else math.nan
 
     @property
     def epochs_done(self) -> int:
         """Epochs that every replica has done, their tests included."""
-        return min(len(self.tested.get(r, ())) for r in range(self.num_replicas))
+        return min(len(self.evaluated.get(r, ())) for r in range(self.num_replicas))
 
     def losses(self, replica_id: int) -> list[float]:
         """Return the loss of each step on the replica's own examples."""

@@ -12,7 +12,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from mirror_nb.demo.progress import History, Record, Tested
+from mirror_nb.demo.progress import Evaluated, History, Record
 from mirror_nb.devices import Device
 
 _FEW = 4
@@ -55,7 +55,7 @@ class Terminal:
 
     def take(self, record: Record) -> None:
         """Show what a record changed that the history has taken."""
-        if isinstance(record, Tested) and record.epoch == self._history.epochs_done:
+        if isinstance(record, Evaluated) and record.epoch == self._history.epochs_done:
             self.say(self._epoch_line(record))
         done = self._history.steps_done
         if done and not self._bar.disable:
@@ -65,7 +65,7 @@ class Terminal:
             )
             self._bar.update(done - self._bar.n)
 
-    def _epoch_line(self, tested: Tested) -> str:
+    def _epoch_line(self, tested: Evaluated) -> str:
         spent = time.monotonic() - self._began
         left = spent / tested.epoch * (self._epochs - tested.epoch)
         number = f"{tested.epoch:{len(str(self._epochs))}}"

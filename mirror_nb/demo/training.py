@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mirror_nb.demo.datasets import LabelledImages
-from mirror_nb.demo.progress import Meter, Predicted, Record, Tested
-from mirror_nb.strategies.mirrored import ReplicaStrategy
+from mirror_nb.demo.progress import Evaluated, Meter, Predicted, Record
+from mirror_nb.strategies.base import Strategy
 
 TEST_BATCH = 1000
 
@@ -52,7 +52,7 @@ def network(image_side: int, classes: int, channels: int) -> nn.Sequential:
 
 
 def train(
-    strategy: ReplicaStrategy, data: LabelledImages, recipe: Recipe, publish: Callable[[Record], None]
+    strategy: Strategy, data: LabelledImages, recipe: Recipe, publish: Callable[[Record], None]
 ) -> nn.Sequential:
     """Train a network on `data` and return it, evaluated after each epoch; `publish` is told how it goes."""
     torch.manual_seed(recipe.seed)
@@ -77,7 +77,7 @@ def train(
             meter.step(loss, len(labels))
         meter.end()
         accuracy, predictions = evaluate(strategy, model, data.test_images, data.test_labels)
-        publish(Tested(epoch, accuracy))
+        publish(Evaluated(epoch, accuracy))
     publish(Predicted(predictions))
     return model
 
@@ -91,7 +91,7 @@ def shifted(images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    strategy: ReplicaStrategy, model: nn.Module, images: Tensor, labels: Tensor
+    strategy: Strategy, model: nn.Module, images: Tensor, labels: Tensor
 ) -> tuple[float, tuple[tuple[int, ...], ...]]:
     """Return the accuracy over all of `images`, from 0 to 1, and this replica's predictions, batch by batch."""
     model.eval()

@@ -5,6 +5,7 @@ Knows payloads, networks and the replicas' ids; sends nothing itself and shows n
 
 from __future__ import annotations
 
+import functools
 import importlib
 import types
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -14,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirror_nb.contents import Content, content
 from mirror_nb.errors import TransferError
-from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed
+from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import Mirrors, absorb_states, tensors
 from mirror_nb.payload import Packed, Payload, global_names, pack, unpack
 from mirror_nb.values import Remote, merged
 
 RESERVED = frozenset({"strategy", "replica_id", "num_replicas", "device"})
 # Bound in every replica by mirror_nb; the notebook's own names of that kind stay in the notebook.
-_HIDDEN = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
 
 
 @dataclass(slots=True)
@@ -32,6 +33,18 @@ class Parcel:
     replicas: tuple[int, ...]
     names: dict[str, object]
     packed: Packed
+    modules: list[nn.Module]
+    # The networks in it and their parts, however deep inside a value.
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A value that a replica has too, as it was then. Kept, so that an id cannot be reused."""
+
+    value: object
+    content: Content | None
+    needs: frozenset[str]
+    # Names of the notebook that it looks up when it is used, as far as packing it has shown.
 
 
 @dataclass(slots=True)
@@ -51,12 +64,12 @@ class Returned:
 class Names:
     """The notebook's side of the names. `user_ns` is the dictionary of ordinary cells."""
 
-    def __init__(self, user_ns: MutableMapping[str, Any], fetch: Callable[[str], Any]) -> None:
+    def __init__(self, user_ns: MutableMapping[str, Any], fetch: Callable[[str, int], Any]) -> None:
         self.user_ns = user_ns
         self.mirrors = Mirrors("k")
         self._fetch = fetch
-        self._sent: dict[int, dict[str, object]] = {}
-        # By replica: the very objects that it was sent, or that came from it. Kept so that an id cannot be reused.
+        self._sent: dict[int, dict[str, _Shared]] = {}
+        # By replica: what it was sent, or what came from it.
         self._holders: dict[str, set[int]] = {}
         # By handle of a network: the replicas that have it.
 
@@ -80,7 +93,14 @@ class Names:
 
     def note(self, replica_id: int, name: str, value: object) -> None:
         """The replica's name stands for this value of the notebook."""
-        self._sent.setdefault(replica_id, {})[name] = value
+        self._share((replica_id,), {name: value})
+
+    def _share(
+        self, replicas: Iterable[int], values: Mapping[str, object], needs: frozenset[str] = frozenset()
+    ) -> None:
+        shared = {name: _Shared(value, content(value, self._pickled), needs) for name, value in values.items()}
+        for replica_id in replicas:
+            self._sent.setdefault(replica_id, {}).update(shared)
 
     # ------------------------------------------------------------------ out
 
@@ -90,11 +110,13 @@ class Names:
         Raises TransferError, naming the first name that cannot be sent, before anything was sent.
         """
         self._prune()
+        replicas = list(replicas)
         wanted = {name for name in read if self._travels(name)}
         wanted |= self._needed_by(wanted)
         groups: dict[frozenset[str], list[int]] = {}
+        now = {name: content(self.user_ns[name], self._pickled) for name in wanted}
         for replica_id in replicas:
-            lacking = frozenset(name for name in wanted if not self._has(replica_id, name))
+            lacking = frozenset(name for name in wanted if not self._has(replica_id, name, now[name]))
             if lacking:
                 groups.setdefault(lacking, []).append(replica_id)
         parcels: list[Parcel] = []
@@ -110,33 +132,37 @@ class Names:
     def _parcel(self, lacking: frozenset[str], replicas: tuple[int, ...]) -> Parcel:
         while True:
             values = {name: self.user_ns[name] for name in sorted(lacking)}
+            modules: list[nn.Module] = []
             try:
-                packed = self._pack(values, replicas)
+                packed = self._pack(values, replicas, modules)
             except TransferError:
                 raise self._culprit(values, replicas) from None
             # Methods of classes deep inside a value may read names that no one has seen yet.
-            more = {
-                name
-                for name in packed.global_names - lacking
-                if self._travels(name) and not all(self._has(r, name) for r in replicas)
-            }
+            more = {name for name in packed.global_names - lacking if self._lacked(name, replicas)}
             if not more:
-                return Parcel(replicas, values, packed)
+                return Parcel(replicas, values, packed, modules)
             packed.close()
             lacking |= more
 
-    def _pack(self, values: object, replicas: tuple[int, ...]) -> Packed:
+    def _pack(self, values: object, replicas: tuple[int, ...], modules: list[nn.Module]) -> Packed:
+        def handle(module: nn.Module) -> str:
+            modules.append(module)
+            return self.mirrors.handle(module)
+
         return pack(
-            values,
-            namespace=self.user_ns,
-            reference=lambda obj: self._reference(obj, replicas),
-            handle=self.mirrors.handle,
+            values, namespace=self.user_ns, reference=lambda obj: self._reference(obj, replicas), handle=handle
         )
+
+    def _pickled(self, value: object, limit: int) -> bytes:
+        packed = pack(
+            value, namespace=self.user_ns, reference=self._token, handle=self.mirrors.handle, limit=limit, in_band=True
+        )
+        return packed.payload.pickled
 
     def _culprit(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> TransferError:
         for name, value in values.items():
             try:
-                self._pack(value, replicas).close()
+                self._pack(value, replicas, []).close()
             except TransferError as reason:
                 return TransferError(
                     f"`{name}` ({type(value).__name__}) cannot be sent to the replicas: {reason.__cause__ or reason}. "
@@ -144,23 +170,32 @@ class Names:
                 )
         return TransferError(f"these names cannot be sent together: {', '.join(values)}")
 
-    def _reference(self, obj: object, replicas: tuple[int, ...]) -> Any:
-        if isinstance(obj, Remote):
-            return ("name", obj.name)
-        token = self.mirrors.reference(obj)
-        if token is not None and not self._holders.get(token[1], set()).issuperset(replicas):
-            return None
-        return token
+    def _token(self, obj: object) -> Any:
+        return ("name", obj.name) if isinstance(obj, Remote) else self.mirrors.reference(obj)
 
-    def sent(self, parcel: Parcel) -> None:
-        """The parcel is on its way: these replicas have its names from now on."""
-        for replica_id in parcel.replicas:
-            self._sent.setdefault(replica_id, {}).update(parcel.names)
-        modules = [value for value in parcel.names.values() if isinstance(value, nn.Module)]
-        self.mirrors.gave(modules)
-        for handle, _ in self.mirrors.roots():
-            if any(self.mirrors.find(handle) is module for module in modules):
-                self._hold(handle, parcel.replicas)
+    def _reference(self, obj: object, replicas: tuple[int, ...]) -> Any:
+        if isinstance(obj, torch.optim.Optimizer):
+            # A scheduler that is sent later must drive the replicas' optimizer, not a copy.
+            return next(
+                (("name", name) for name in self._sent.get(replicas[0], {}) if self._is(name, obj, replicas)), None
+            )
+        token = self._token(obj)
+        if token is None or isinstance(obj, Remote):
+            return token
+        return token if self._holders.get(token[1], set()).issuperset(replicas) else None
+
+    def _is(self, name: str, obj: object, replicas: tuple[int, ...]) -> bool:
+        """Whether all these replicas have the object under the name."""
+        shared = [self._sent.get(r, {}).get(name) for r in replicas]
+        return all(one is not None and one.value is obj for one in shared)
+
+    def sent(self, parcel: Parcel, replicas: Iterable[int]) -> None:
+        """These replicas have opened the parcel and have its names from now on."""
+        arrived = [r for r in parcel.replicas if r in set(replicas)]
+        self.mirrors.gave(parcel.modules)
+        for module in parcel.modules:
+            self._holders.setdefault(self.mirrors.handle(module), set()).update(arrived)
+        self._share(arrived, parcel.names, parcel.packed.global_names)
 
     def _hold(self, handle: str, replicas: Iterable[int]) -> None:
         root = self.mirrors.find(handle)
@@ -177,34 +212,46 @@ class Names:
         return changed
 
     def _travels(self, name: str) -> bool:
-        if name not in self.user_ns or name in RESERVED or name in _HIDDEN or name.startswith("_"):
+        if name not in self.user_ns or name in RESERVED or not travels(name):
             return False
         # A stand-in under its own name means what the replicas have there, or have not.
         value = self.user_ns[name]
         return not (isinstance(value, Remote) and value.name == name)
 
-    def _has(self, replica_id: int, name: str) -> bool:
+    def _lacked(self, name: str, replicas: tuple[int, ...]) -> bool:
+        if not self._travels(name):
+            return False
+        now = content(self.user_ns[name], self._pickled)
+        return not all(self._has(r, name, now) for r in replicas)
+
+    def _has(self, replica_id: int, name: str, now: Content | None) -> bool:
         value = self.user_ns[name]
-        if self._sent.get(replica_id, {}).get(name, _MISSING) is not value:
+        shared = self._sent.get(replica_id, {}).get(name)
+        if shared is None or shared.value is not value:
+            return False
+        if shared.content is not None and not shared.content.same(now):
             return False
         # A network with other parts than it was sent with is another network.
         return not isinstance(value, nn.Module) or self.mirrors.known(value) is not None
 
     def _needed_by(self, names: set[str]) -> set[str]:
-        """Names that functions and classes among these read in turn."""
+        """Names that functions, classes and objects among these read in turn."""
         needed: set[str] = set()
         queue = list(names)
         while queue:
-            for name in _reads(self.user_ns[queue.pop()], self.user_ns):
-                if name not in needed and name not in names and self._travels(name):
-                    needed.add(name)
-                    queue.append(name)
+            name = queue.pop()
+            found = _reads(self.user_ns[name], self.user_ns)
+            found |= {n for has in self._sent.values() if name in has for n in has[name].needs}
+            for more in found:
+                if more not in needed and more not in names and self._travels(more):
+                    needed.add(more)
+                    queue.append(more)
         return needed
 
     def _prune(self) -> None:
         """Let go of objects that the notebook no longer has under their name."""
         for has in self._sent.values():
-            for name in [n for n, value in has.items() if self.user_ns.get(n, _MISSING) is not value]:
+            for name in [n for n, shared in has.items() if self.user_ns.get(n, _MISSING) is not shared.value]:
                 del has[name]
 
     # ------------------------------------------------------------------ in
@@ -223,7 +270,7 @@ class Names:
             self._absorb_name(name, exports, owner, opened, returned)
         results = {r: e.result for r, e in opened.items() if e.result is not None}
         if results:
-            returned.result = self._value("the result", results, owner, opened)
+            returned.result = self._value("_", results, owner, opened)
         return returned
 
     def _absorb_modules(self, opened: dict[int, Exports], owner: int) -> None:
@@ -245,44 +292,47 @@ class Names:
         before = self.user_ns.get(name, _MISSING)
         value = self._value(name, exports, owner, opened)
         self.user_ns[name] = value
-        for replica_id in exports:
-            self._sent.setdefault(replica_id, {})[name] = value
+        self._share(exports, {name: value})
         if isinstance(value, Remote):
             returned.stayed.append(name)
         elif not known or before is not value or any(exports[owner].handle in e.states for e in opened.values()):  # type: ignore[union-attr]
             returned.bound.append(name)
 
     def _value(self, name: str, exports: dict[int, Export], owner: int, opened: dict[int, Exports]) -> Any:
-        main = exports.get(owner, next(iter(exports.values())))
-        match main:
+        chosen = owner if owner in exports else min(exports)
+        match exports[chosen]:
             case Imported(path):
                 stayed = Stayed("module", f"module {path}", "it is not importable here")
-                return _imported(path) or self._remote(name, stayed)
+                return _imported(path) or self._remote(name, stayed, chosen)
             case KnownModule(handle) | NewModule(handle):
                 stayed = Stayed("Module", "network", "it did not travel")
                 network = self.mirrors.find(handle)
-                return network if network is not None else self._remote(name, stayed)
-            case Stayed():
-                return self._remote(name, main)
-        plain = {r: e for r, e in exports.items() if isinstance(e, Plain)}
-        if len({e.payload.pickled for e in plain.values()}) == 1 and len(plain) == len(exports):
-            return self._open(main.payload, name)
-        values = [
-            self._open(e.payload, name) if isinstance(e, Plain) else self._remote(name, _stand_in(e))
-            for _, e in sorted(exports.items())
-        ]
-        return merged(values)
+                return network if network is not None else self._remote(name, stayed, chosen)
+            case Stayed() as stayed:
+                return self._remote(name, stayed, chosen)
+            case Plain(payload):
+                if all(isinstance(e, Plain) and e.payload.pickled == payload.pickled for e in exports.values()):
+                    return self._open(payload, name, chosen)
+        return merged(
+            [
+                self._open(e.payload, name, r) if isinstance(e, Plain) else self._remote(name, _stand_in(e), r)
+                for r, e in sorted(exports.items())
+            ]
+        )
 
-    def _open(self, payload: Payload, name: str) -> Any:
+    def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
         try:
             value, arrivals = unpack(payload, None, namespace=self.user_ns, resolve=self.mirrors.resolve)
         except Exception as reason:
-            return self._remote(name, Stayed("object", "value", f"it cannot be rebuilt here: {reason}"))
+            stayed = Stayed("object", "value", f"it cannot be rebuilt here: {reason}")
+            return self._remote(name, stayed, replica_id)
         self.mirrors.take(arrivals)
         return value
 
-    def _remote(self, name: str, stayed: Stayed) -> Remote:
-        return Remote(name, stayed.type_name, stayed.text, stayed.why, lambda: self._fetch(name))
+    def _remote(self, name: str, stayed: Stayed, replica_id: int) -> Remote:
+        kept = stayed.name or name
+        fetch = functools.partial(self._fetch, kept, replica_id)
+        return Remote(kept, stayed.type_name, stayed.text, stayed.why, fetch, replica_id)
 
 
 def _stand_in(export: Export) -> Stayed:
@@ -297,16 +347,28 @@ def _imported(name: str) -> types.ModuleType | None:
 
 
 def _reads(value: object, namespace: Mapping[str, Any]) -> set[str]:
-    """Names that a function or class of the notebook looks up in the notebook."""
-    if isinstance(value, types.FunctionType) and value.__globals__ is namespace:
-        return global_names(value.__code__)
-    if isinstance(value, type) and value.__module__ == namespace.get("__name__"):
-        names = {base.__name__ for base in value.__bases__}
-        for member in vars(value).values():
-            inner = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
-            names |= _reads(inner, namespace)
-        return names
-    return set()
+    """Names that a function, a class or an object of a class of the notebook looks up in the notebook."""
+    if isinstance(value, types.FunctionType):
+        return global_names(value.__code__) if value.__globals__ is namespace else set()
+    if isinstance(value, nn.Module):
+        kinds = {type(part) for part in value.modules()}
+    else:
+        kinds = {value if isinstance(value, type) else type(value)}
+    return {name for kind in kinds for name in _class_reads(kind, namespace)}
+
+
+def _class_reads(kind: type, namespace: Mapping[str, Any]) -> set[str]:
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__ != namespace.get("__name__"):
+            continue
+        names.add(base.__name__)
+        for member in vars(base).values():
+            parts = [getattr(member, part, None) for part in ("__func__", "fget", "fset", "func")]
+            for inner in (member, *parts):
+                if isinstance(inner, types.FunctionType) and inner.__globals__ is namespace:
+                    names |= global_names(inner.__code__)
+    return names
 
 
 _MISSING = object()

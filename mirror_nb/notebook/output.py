@@ -24,6 +24,8 @@ from mirror_nb.pool.failures import spans
 TAIL_LINES = 100
 TAIL_CHARACTERS = 20_000
 # What is kept of a folded replica's text, however much it prints.
+LINE_CHARACTERS = 1 << 20
+# A line that is longer is compared by its end.
 UPDATE_SECONDS = 0.3
 SHOW_AFTER_SECONDS = 0.4
 # Cells that end sooner show no status lines: they would only flicker.
@@ -32,8 +34,9 @@ _WIDGET = "application/vnd.jupyter.widget-view+json"
 _PALE = "var(--jp-ui-font-color2,var(--vscode-descriptionForeground,#767676))"
 _BUSY = "var(--jp-brand-color1,var(--vscode-charts-blue,#2f7fd6))"
 _DONE = "var(--jp-success-color1,var(--vscode-charts-green,#388e3c))"
-_INDENT = "var(--jp-code-padding,5px)"
-# Where JupyterLab lets text output begin.
+# Where text begins in JupyterLab, from where HTML and widgets begin; elsewhere they begin together.
+_INDENT_HTML = "calc(var(--jp-code-padding,-3px) + 3px)"
+_INDENT_WIDGET = "calc(var(--jp-code-padding,-1px) + 1px)"
 
 
 class Folded:
@@ -61,7 +64,7 @@ class Folded:
 
     def _add(self, text: str) -> None:
         *lines, partial = (self._partial + text).split("\n")
-        self._partial = partial[-TAIL_CHARACTERS:]
+        self._partial = partial[-LINE_CHARACTERS:]
         self._complete += len(lines)
         self._digest.update(_compared(lines))
         self._tail.extend(_overwritten(line)[-TAIL_CHARACTERS:] for line in lines[-TAIL_LINES:])
@@ -174,12 +177,13 @@ class CellView:
             rows.append(
                 f"<tr><td style='color:{colour}'>●</td><td style='padding:0 .6em'>{r}</td><td>{self._devices[r]}</td>"
                 f"<td style='padding:0 1.2em;min-width:4em;text-align:right'>{state}</td>"
-                # No width of its own, all that is left, and cut where that ends.
-                f"<td style='max-width:0;width:100%;color:{_PALE};overflow:hidden;text-overflow:ellipsis'>{last}</td></tr>"
+                # All the width that is left, and cut where that ends.
+                f"<td style='max-width:0;width:100%;overflow:hidden;text-overflow:ellipsis;color:{_PALE}'>"
+                f"{last}</td></tr>"
             )
         return (
             "<table style='width:100%;border-collapse:collapse;white-space:pre;line-height:1.5;"
-            f"font-family:var(--jp-code-font-family,monospace);font-size:12px;margin-left:{_INDENT};"
+            f"font-family:var(--jp-code-font-family,monospace);font-size:12px;margin-left:{_INDENT_WIDGET};"
             f"color:var(--jp-ui-font-color1,inherit)'>{''.join(rows)}</table>"
         )
 
@@ -195,7 +199,7 @@ class CellView:
             return
         text = " · ".join(parts)
         folds = [self._fold(*group) for group in self._groups()]
-        style = f"font-size:12px;line-height:1.6;color:{_PALE};padding-left:{_INDENT}"
+        style = f"font-size:12px;line-height:1.6;color:{_PALE};padding-left:{_INDENT_HTML}"
         body = f"<div style='{style}'><div>{html.escape(text)}</div>{''.join(rich for _, rich in folds)}</div>"
         plain = "\n".join([text, *(fold for fold, _ in folds)])
         self._shell.display_pub.publish({"text/plain": plain, "text/html": body})

@@ -71,6 +71,7 @@ class Session:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._pool: Pool | None = None
+        self._seed = 0
         self._names = Names(shell.user_ns, self.fetch)
 
     # ------------------------------------------------------------------ life
@@ -94,6 +95,7 @@ class Session:
                 f"use %mirror restart --devices {devices} (their names are lost then), or %mirror stop"
             )
         began = time.perf_counter()
+        self._seed = seed
         pool = (InProcessPool if in_process else LocalPool)(chosen, setup=SETUP, seed=seed)
         try:
             pool.start()
@@ -114,7 +116,7 @@ class Session:
         in_process = isinstance(self._pool, InProcessPool)
         self._pool.close()
         self._pool = None
-        return self.start(names, in_process=in_process)
+        return self.start(names, self._seed, in_process)
 
     def stop(self) -> str:
         """Stop the replicas and all that they started; return a line that says so."""
@@ -168,8 +170,10 @@ class Session:
         finally:
             for parcel in parcels:
                 parcel.packed.close()
+        # A replica that could not open its parcel, or died before, answers without a payload.
+        arrived = [r for r, a in report.answers.items() if a.done is not None and a.done.payload is not None]
         for parcel in parcels:
-            self._names.sent(parcel)
+            self._names.sent(parcel, arrived)
             ledger.sent += [
                 name
                 for name, value in parcel.names.items()
@@ -200,6 +204,7 @@ class Session:
                 count=self._shell.execution_count,
                 working_directory=os.getcwd(),
                 synchronize=options.synchronize,
+                partial=len(replicas) < self._running().size,
                 owner=replica_id == replicas[0],
             )
             slabs[replica_id] = parcel.packed.slab if parcel is not None else None
@@ -266,7 +271,7 @@ class Session:
             finally:
                 parcel.packed.close()
             raise_for(report, pool.devices)
-            self._names.sent(parcel)
+            self._names.sent(parcel, parcel.replicas)
             nbytes += parcel.packed.payload.nbytes
         return f"sent {_listed(list(names))} ({size(nbytes)}) to {_replicas(pool.devices)}"
 
@@ -282,16 +287,19 @@ class Session:
         whence = f"replica {spans(replicas)}"
         return f"pulled {_listed(returned.bound + returned.stayed)} ({size(returned.nbytes)}) from {whence}"
 
-    def fetch(self, name: str) -> Any:
-        """Return the first replica's value of a name, whatever its size; the notebook's name is left alone."""
+    def fetch(self, name: str, replica_id: int) -> Any:
+        """Return a replica's value of a name, whatever its size; the notebook's name is left alone."""
         self._mend()
-        report = self._fetch((name,), [0])
+        report = self._fetch((name,), [replica_id])
         raise_for(report, self._running().devices)
-        before = self._shell.user_ns.get(name)
-        self._absorb(report, 0)
-        value = self._shell.user_ns[name]
-        self._shell.user_ns[name] = before
-        self._names.note(0, name, before)
+        before = self._shell.user_ns.get(name, _MISSING)
+        self._absorb(report, replica_id)
+        value = self._shell.user_ns.pop(name)
+        if before is _MISSING:
+            self._names.forget(replica_id, (name,))
+        else:
+            self._shell.user_ns[name] = before
+            self._names.note(replica_id, name, before)
         return value
 
     def _fetch(self, names: tuple[str, ...], replicas: Sequence[int]) -> Report:
@@ -362,3 +370,6 @@ def _replicas(devices: Sequence[Device]) -> str:
 def _listed(names: Sequence[str], most: int = 8) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+_MISSING = object()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+import symtable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+from IPython.core.inputtransformer2 import TransformerManager
 
 # What IPython expands in `!echo {name} $name` and in the arguments of magics.
 _EXPANDED = re.compile(r"\{\s*([A-Za-z_]\w*)|\$\{?([A-Za-z_]\w*)")
-_MAGIC_CALLS = {"system", "getoutput", "run_line_magic", "run_cell_magic"}
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# Which arguments of a magic's call hold text of the user's; for a magic, it may be Python.
+_MAGIC_CALLS = {"system": 0, "getoutput": 0, "run_line_magic": 1, "run_cell_magic": 1}
+_MAGIC_OPTIONS = re.compile(r"^(?:\s*--?[A-Za-z]\w*(?:[ =]?\d+)?(?=\s))+")
+# `-n 1 -q` of `%timeit -n 1 -q f(x)`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +37,34 @@ def cell_names(source: str) -> CellNames:
     """
     try:
         tree = ast.parse(source)
-    except SyntaxError:
+        scopes = symtable.symtable(source, "cell", "exec")
+    except (SyntaxError, ValueError):
         return CellNames(frozenset(), frozenset(), frozenset())
     reader = _Reader()
     reader.walk(tree.body, set())
-    late = {name for name in reader.late if name not in reader.bound}
-    return CellNames(frozenset(reader.read | late), frozenset(reader.mentioned | reader.late), frozenset(reader.bound))
+    # Read inside functions: these run later, when the rest of the cell may have bound the name.
+    late = _globals_of_functions(scopes)
+    return CellNames(
+        frozenset(reader.read | (late - reader.bound)),
+        frozenset(reader.mentioned | late),
+        frozenset(reader.bound),
+    )
+
+
+def _globals_of_functions(scope: symtable.SymbolTable, inside: bool = False) -> set[str]:
+    """Names that functions look up in the globals; `inside`: the scope itself belongs to a function."""
+    names: set[str] = set()
+    for child in scope.get_children():
+        # The body of a class at the top level is no function: its names are read at once, in the cell's order.
+        late = inside or child.get_type() != "class"
+        if late:
+            names |= {
+                symbol.get_name()
+                for symbol in child.get_symbols()
+                if symbol.is_global() and (symbol.is_referenced() or symbol.is_declared_global())
+            }
+        names |= _globals_of_functions(child, late)
+    return names
 
 
 class _Reader:
@@ -46,8 +72,6 @@ class _Reader:
 
     def __init__(self) -> None:
         self.read: set[str] = set()
-        self.late: set[str] = set()
-        # Read inside function bodies: these run later, when the rest of the cell may have bound the name.
         self.mentioned: set[str] = set()
         self.bound: set[str] = set()
 
@@ -59,20 +83,18 @@ class _Reader:
     def _statement(self, node: ast.stmt, known: set[str]) -> set[str]:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                outer = [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
-                self._load(outer, known)
-                self.late |= free_names(node)
+                self._load([*node.decorator_list, *_evaluated(node.args), *_some(node.returns)], known)
                 return self._bind({node.name}, known)
             case ast.ClassDef():
                 self._load([*node.decorator_list, *node.bases, *(k.value for k in node.keywords)], known)
                 inside = _Reader()
                 inside.walk(node.body, set(known))
                 self._note(inside.read, known)
-                self.late |= inside.late
                 return self._bind({node.name}, known)
             case ast.If():
                 self._load([node.test], known)
-                return self.walk(node.body, set(known)) & self.walk(node.orelse, set(known)) | known
+                after = self.walk(node.body, known | _walrus(node.test))
+                return after & self.walk(node.orelse, set(known)) | known
             case ast.For() | ast.AsyncFor():
                 self._load([node.iter], known)
                 self.walk(node.body, self._bind(self._targets([node.target], known), set(known)))
@@ -80,7 +102,7 @@ class _Reader:
                 return known
             case ast.While():
                 self._load([node.test], known)
-                self.walk(node.body, set(known))
+                self.walk(node.body, known | _walrus(node.test))
                 self.walk(node.orelse, set(known))
                 return known
             case ast.With() | ast.AsyncWith():
@@ -92,7 +114,7 @@ class _Reader:
             case ast.Try() | ast.TryStar():
                 after = self.walk(node.body, set(known))
                 for handler in node.handlers:
-                    self._load([handler.type] if handler.type else [], known)
+                    self._load(_some(handler.type), known)
                     after &= self._handler(handler, known)
                 after = self.walk(node.orelse, after)
                 return self.walk(node.finalbody, after | known)
@@ -100,9 +122,10 @@ class _Reader:
                 return self._bind({(a.asname or a.name).partition(".")[0] for a in node.names}, known)
             case ast.Assign():
                 self._load([node.value], known)
+                self._embedded(node.value, known)
                 return self._bind(self._targets(node.targets, known), known)
             case ast.AnnAssign():
-                self._load([node.annotation, *([node.value] if node.value else [])], known)
+                self._load([node.annotation, *_some(node.value)], known)
                 targets = self._targets([node.target], known)
                 return self._bind(targets, known) if node.value else known
             case ast.AugAssign():
@@ -113,38 +136,57 @@ class _Reader:
             case ast.Match():
                 self._load([node.subject], known)
                 for arm in node.cases:
-                    names = {
-                        n.name for n in ast.walk(arm.pattern) if isinstance(n, ast.MatchAs | ast.MatchStar) and n.name
-                    }
-                    self._load([n.value for n in ast.walk(arm.pattern) if isinstance(n, ast.MatchValue)], known)
-                    self.walk(arm.body, self._bind(names, set(known)))
+                    inner = known | self._pattern(arm.pattern, known)
+                    self._load(_some(arm.guard), inner)
+                    self.walk(arm.body, inner)
                 return known
             case _:
                 self._load([node], known)
-                return self._bind(_walrus(node), known)
+                return self._bind(_walrus(node) | self._embedded(node, known), known)
 
     def _handler(self, handler: ast.ExceptHandler, known: set[str]) -> set[str]:
         return self.walk(handler.body, set(known) | ({handler.name} if handler.name else set()))
 
+    def _pattern(self, pattern: ast.pattern, known: set[str]) -> set[str]:
+        """Names that a pattern of `match` binds; the values and classes that it compares with are read."""
+        names: set[str] = set()
+        for node in ast.walk(pattern):
+            match node:
+                case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                    names.add(name)
+                case ast.expr():
+                    self._load([node], known)
+        return self._bind(names, set()) if names else names
+
     def _targets(self, targets: Iterable[ast.expr], known: set[str]) -> set[str]:
         """Names that the targets bind; what `a[i] = …` and `a.b = …` need is read."""
-        names = set()
+        names: set[str] = set()
         for target in targets:
-            for node in ast.walk(target):
-                if isinstance(node, ast.Name):
-                    if isinstance(node.ctx, ast.Store):
-                        names.add(node.id)
-                    else:
-                        self._note({node.id}, known)
+            match target:
+                case ast.Name(id=name):
+                    names.add(name)
+                case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                    names |= self._targets(parts, known)
+                case ast.Starred(value=part):
+                    names |= self._targets([part], known)
+                case _:
+                    self._load([target], known)
         return names
 
     def _load(self, nodes: Iterable[ast.AST], known: set[str]) -> None:
         for node in nodes:
             self._note(_loaded(node), known)
             self.bound |= _walrus(node)
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Lambda):
-                    self.late |= free_names(inner)
+
+    def _embedded(self, node: ast.AST, known: set[str]) -> set[str]:
+        """Names that the Python in the magics of a statement binds (`%%time` and the like); what it needs is read."""
+        names: set[str] = set()
+        for text in _texts_of_magics(node):
+            inner = cell_names(_TRANSFORMER.transform_cell(_MAGIC_OPTIONS.sub("", text).lstrip()))
+            self._note(set(inner.read), known)
+            self.mentioned |= inner.mentioned
+            names |= inner.bound
+        return names
 
     def _note(self, names: set[str], known: set[str]) -> None:
         self.mentioned |= names
@@ -160,52 +202,55 @@ def _walrus(node: ast.AST) -> set[str]:
     return {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
 
 
+def _some(node: ast.expr | None) -> list[ast.expr]:
+    return [] if node is None else [node]
+
+
+def _evaluated(arguments: ast.arguments) -> Iterator[ast.expr]:
+    """Yield what defining a function evaluates of its parameters: defaults and annotations."""
+    a = arguments
+    yield from (*a.defaults, *filter(None, a.kw_defaults))
+    for parameter in (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))):
+        yield from _some(parameter.annotation)
+
+
 def _loaded(node: ast.AST) -> set[str]:
     """Names that evaluating `node` reads at once (comprehensions included, bodies of lambdas not)."""
-    if isinstance(node, _FUNCTIONS):
-        return set()
-    if isinstance(node, _COMPREHENSIONS):
-        own = {n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name)}
-        return {name for child in ast.iter_child_nodes(node) for name in _loaded(child)} - own
-    names = {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load | ast.Del) else set()
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MAGIC_CALLS:
-        for argument in node.args:
-            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                # `%time f(x)` and `%%time` hold Python; what does not parse reads nothing.
-                names |= {a or b for a, b in _EXPANDED.findall(argument.value)} | cell_names(argument.value).read
-    for child in ast.iter_child_nodes(node):
-        names |= _loaded(child)
-    return names
+    match node:
+        case ast.Lambda(args=arguments):
+            parts: Iterable[ast.AST] = _evaluated(arguments)
+        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            first, *_ = node.generators
+            inside = {name for child in ast.iter_child_nodes(node) for name in _loaded(child)}
+            own = {n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name)}
+            # Only the first iterable is evaluated outside the comprehension's own scope.
+            return (inside - own) | _loaded(first.iter)
+        case ast.Name(id=name, ctx=ast.Load() | ast.Del()):
+            return {name}
+        case _:
+            parts = ast.iter_child_nodes(node)
+    names = {name for part in parts for name in _loaded(part)}
+    return names.union(*(_expanded(text) for text in _texts(node)))
 
 
-def free_names(function: ast.AST) -> set[str]:
-    """Names that a function reads and neither it nor a function inside it owns."""
-    if not isinstance(function, _FUNCTIONS):
-        return set()
-    a = function.args
-    own = {arg.arg for arg in [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, [a.vararg, a.kwarg])]}
-    body = function.body if isinstance(function.body, list) else [function.body]
-    shared: set[str] = set()
-    read: set[str] = set()
-    stack: list[ast.AST] = list(body)
-    while stack:
-        node = stack.pop()
-        if isinstance(node, _FUNCTIONS):
-            read |= free_names(node)
-            if not isinstance(node, ast.Lambda):
-                own.add(node.name)
-                stack += node.decorator_list
-            stack += [*node.args.defaults, *filter(None, node.args.kw_defaults)]
-            continue
-        if isinstance(node, ast.Global):
-            shared |= set(node.names)
-        elif isinstance(node, ast.Name):
-            (own if isinstance(node.ctx, ast.Store) else read).add(node.id)
-        elif isinstance(node, ast.ClassDef):
-            own.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            own |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            own.add(node.name)
-        stack += ast.iter_child_nodes(node)
-    return read - (own - shared)
+def _expanded(text: str) -> set[str]:
+    return {a or b for a, b in _EXPANDED.findall(text)}
+
+
+def _texts(node: ast.AST) -> list[str]:
+    """The user's texts in the call that IPython makes of a magic or a `!command`; nothing for another node."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=called), args=arguments) if called in _MAGIC_CALLS:
+            given = arguments[_MAGIC_CALLS[called] :]
+            return [a.value for a in given if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    return []
+
+
+def _texts_of_magics(node: ast.AST) -> Iterator[str]:
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call) and getattr(inner.func, "attr", "").startswith("run_"):
+            # What is not Python (an option, a file's name, another language) does not parse and reads nothing.
+            yield from _texts(inner)
+
+
+_TRANSFORMER = TransformerManager()

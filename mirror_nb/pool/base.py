@@ -21,7 +21,7 @@ from typing import Any
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, ReplicaError
-from mirror_nb.messages import Abort, Done, Failure, Form, Interrupt, Meeting, Rendezvous, Request
+from mirror_nb.messages import Abort, Done, Failure, Form, Interrupt, Meeting, Rendezvous, Request, Stream
 
 ABORT_AFTER = 0.05
 # Seconds from a replica's failure to the end of its peers' waits: time for them to raise the same by themselves.
@@ -69,7 +69,7 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How one replica ended a request: with `done`, or by dying."""
+    """How one replica ended a request: with `done`, or by dying, or by dying after it was done."""
 
     done: Done | None
     slab: int | None = None
@@ -134,7 +134,6 @@ class Pool(ABC):
     def __init__(self, devices: tuple[Device, ...]) -> None:
         self.devices = devices
         self.generation = 0
-        self._numbers = itertools.count(1)
         self._formed = False
         self._closed = False
         self._busy = threading.Lock()
@@ -197,29 +196,38 @@ class Pool(ABC):
         if gone:
             self._start([death.replica_id for death in gone])
             self._formed = False
-        if not self._formed:
-            self.form()
-        return gone
+        return gone if self._formed else gone + self.form()
 
     def unform(self) -> None:
         """The group is no longer usable; `mend` makes a new one."""
         self._formed = False
 
-    def form(self) -> None:
-        """Form the process group of a new generation over all replicas; replicas that cannot join are replaced."""
+    def form(self) -> list[Death]:
+        """Form the process group of a new generation over all replicas; replace and return those that cannot join."""
+        replaced: list[Death] = []
         report = None
+        said: dict[int, str] = {}
+
+        def take(replica_id: int, message: Any) -> None:
+            if isinstance(message, Stream):
+                said[replica_id] = said.get(replica_id, "") + message.text
+
         for _attempt in range(3):
             self.generation += 1
+            said.clear()
             requests = {r: Form(self._rendezvous(r)) for r in range(self.size)}
-            report = self.run(requests, timeout=FORM_SECONDS)
+            report = self.run(requests, on_message=take, timeout=FORM_SECONDS)
             if report.clean:
                 self._formed = True
-                return
+                return replaced
             if report.interrupted:
                 raise KeyboardInterrupt
-            self._start([death.replica_id for death in self.dead()])
+            gone = self.dead()
+            replaced += gone
+            self._start([death.replica_id for death in gone])
         assert report is not None
-        reasons = [str(d) for d in report.deaths]
+        # Of a replica that could not begin, the last line of what it said tells why.
+        reasons = [": ".join([str(d), *said.get(d.replica_id, "").splitlines()[-1:]]) for d in report.deaths]
         reasons += [f"replica {r}: {f.type_name}: {f.message}" for r, f in report.failures.items()]
         raise ReplicaError(f"the replicas could not form a process group: {'; '.join(reasons)}")
 
@@ -270,7 +278,11 @@ class Pool(ABC):
 
     def next_number(self) -> int:
         """Return the number of a new request."""
-        return next(self._numbers)
+        return next(_numbers)
+
+
+_numbers = itertools.count(1)
+# Over all pools of this process: a class that a replica made is known by the number of its request.
 
 
 class _Interrupts:
@@ -363,8 +375,10 @@ class _Following:
 
     def _take(self, replica_id: int, message: Any, slab: int | None) -> None:
         if isinstance(message, Death):
-            if replica_id in self._pending:
-                self._end_of(replica_id, Answer(None, None, message))
+            answered = self._answers.get(replica_id, Answer(None))
+            if answered.death is None:
+                # Also of a replica that was not asked or is done: it is why the others are stopped.
+                self._end_of(replica_id, Answer(answered.done, answered.slab, message))
             self._fail(str(message), abort_after=0.0)
         elif isinstance(message, Done):
             answer = Answer(message, slab)

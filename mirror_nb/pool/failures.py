@@ -29,17 +29,18 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
         notes = [f"interrupted on {_who(stopped, devices, among)}", *_deaths(report)]
         _raise(KeyboardInterrupt(), _lines(failures), notes)
     if report.timed_out:
-        late = sorted({*(r for r, f in failures.items() if f.interrupted), *(d.replica_id for d in report.deaths)})
-        slow = ReplicaTimeout(f"{_who(late, devices, among)} did not finish within {timeout:g} s and stopped there")
+        late = sorted({*failures, *(d.replica_id for d in report.deaths)})
+        slow = ReplicaTimeout(f"{_who(late, devices, among)} did not finish within {timeout:g} s and were stopped")
         _raise(slow, _lines(failures)[:-1], [_last_line(slow), *_deaths(report)])
-    if report.deaths:
+    users = [f for f in failures.values() if not f.secondary and not f.interrupted]
+    if report.deaths and not (users and all(death.by_us for death in report.deaths)):
         died = _died(report)
         _raise(died, [], [_last_line(died)])
     if failures:
-        _raise_users(failures, devices, among)
+        _raise_users(failures, devices, among, _deaths(report))
 
 
-def _raise_users(failures: dict[int, Failure], devices: Sequence[Device], among: int) -> NoReturn:
+def _raise_users(failures: dict[int, Failure], devices: Sequence[Device], among: int, deaths: list[str]) -> NoReturn:
     primary = {r: f for r, f in failures.items() if not f.secondary and not f.interrupted}
     groups: dict[tuple[str, str], list[int]] = {}
     for replica_id, failure in (primary or failures).items():
@@ -53,7 +54,8 @@ def _raise_users(failures: dict[int, Failure], devices: Sequence[Device], among:
     freed = [r for r in failures if primary and r not in primary]
     if freed:
         notes.append(f"{_who(freed, devices, among)} waited for it and was freed")
-    _raise(rebuilt(failure), list(failure.traceback), notes)
+    # A replica that would not stop for another's error was ended: the error is what the user has to know.
+    _raise(rebuilt(failure), list(failure.traceback), notes + deaths)
 
 
 def rebuilt(failure: Failure) -> BaseException:

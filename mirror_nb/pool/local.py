@@ -17,6 +17,7 @@ import importlib
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,7 +36,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from mirror_nb.devices import Device
-from mirror_nb.errors import ReplicaError
+from mirror_nb.errors import DeviceError, ReplicaError
 from mirror_nb.messages import Channel, ChannelClosed, Exit, Rendezvous, ReplicaSpec
 from mirror_nb.pool import nanny
 from mirror_nb.pool.base import Death, Incoming, Pool, ReplicaStatus
@@ -60,6 +61,8 @@ class LocalPool(Pool):
     """One process a device on this machine."""
 
     def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int = 0, reduction: str = "mean") -> None:
+        if sys.platform == "win32":
+            raise DeviceError("mirror_nb's replicas need Linux or macOS; on Windows run the notebook in WSL 2")
         super().__init__(devices)
         self._setup = setup
         self._seed = seed
@@ -91,7 +94,7 @@ class LocalPool(Pool):
                 daemon=False,
                 # A daemon may not have children, and a DataLoader's workers are children.
             )
-            with _no_main_module():
+            with _starting():
                 process.start()
             theirs.close()
             began = nanny.start_time(process.pid)
@@ -227,12 +230,12 @@ class LocalPool(Pool):
         for replica_id, member in self._members.items():
             if member.death is None and not member.process.is_alive():
                 self._died(replica_id)
-        return [member.death for member in self._members.values() if member.death is not None]
+        return [member.death for _, member in sorted(self._members.items()) if member.death is not None]
 
     def status(self) -> list[ReplicaStatus]:
         gone = {death.replica_id: death for death in self.dead()}
         lines = []
-        for replica_id, member in self._members.items():
+        for replica_id, member in sorted(self._members.items()):
             state = str(gone[replica_id]._how()) if replica_id in gone else "ready"
             memory = None
             if replica_id not in gone:
@@ -270,7 +273,7 @@ def warm_up() -> None:
     """Start the forkserver, so that torch is loaded in it by the time replicas are wanted; does not wait."""
     if sys.platform == "linux":
         _context()
-        with _no_main_module():
+        with _starting():
             multiprocessing.forkserver.ensure_running()
 
 
@@ -278,18 +281,24 @@ def stop_forkserver() -> None:
     """End the forkserver, if no pool needs it; the next pool starts another."""
     server = multiprocessing.forkserver._forkserver
     if not _open_pools and hasattr(server, "_stop"):
+        pid = getattr(server, "_forkserver_pid", None)
+        if pid is not None:
+            # It has nothing to finish, and unloading torch would take it a second.
+            os.kill(pid, signal.SIGKILL)
         server._stop()
 
 
 @contextlib.contextmanager
-def _no_main_module() -> Iterator[None]:
-    """Hide the main script while a process starts: multiprocessing would run it again in there."""
+def _starting() -> Iterator[None]:
+    """Hide the main script while a process starts, which would run it again, and keep Ctrl-C from it."""
     main = sys.modules["__main__"]
     with _main_lock:
         sys.modules["__main__"] = types.ModuleType("__main__")
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             yield
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             sys.modules["__main__"] = main
 
 

@@ -5,9 +5,10 @@ Knows payloads and networks; knows no process and no shell.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import types
+from collections import deque
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,8 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from mirror_nb.contents import Content, content
 from mirror_nb.errors import TransferError
-from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed
+from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import (
     Mirrors,
     averaged_statistics,
@@ -26,15 +28,14 @@ from mirror_nb.mirrors import (
     settings_of,
     tensors,
 )
-from mirror_nb.payload import Packed, Payload, TooLarge, pack, unpack
+from mirror_nb.payload import Packed, Payload, TooLarge, label_class, pack, unpack
 
 PLAIN_BYTES = 1 << 20
 # A plain value above this stays in the replica and is fetched on request.
 MODULE_BYTES = 2 << 30
 # Likewise a network: copying it after every cell would take longer than most cells.
-WATCHED_BYTES = 1 << 16
-# Containers up to this size are compared before and after a cell, to notice what was changed in place.
-_HIDDEN = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
+KEPT_RESULTS = 8
+# Values of last expressions that did not travel: so many are kept for the user to fetch.
 _BOUND_TO_REPLICA = (
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
@@ -55,7 +56,7 @@ class Before:
     """What the namespace held when a cell began."""
 
     objects: dict[str, object]
-    contents: dict[str, bytes] = field(default_factory=dict)
+    contents: dict[str, Content] = field(default_factory=dict)
 
 
 class Namespace:
@@ -66,9 +67,8 @@ class Namespace:
     ) -> None:
         self.names = names
         self.mirrors = Mirrors("r")
-        self._own = frozenset(own) | _HIDDEN
         # Names that mirror_nb binds itself; they never travel unless the user rebinds them.
-        self._given = {name: names.get(name) for name in self._own}
+        self._given = {name: names.get(name) for name in own}
         self._scope = scope
         self._device = device
         self._sums: dict[str, int] = {}
@@ -76,6 +76,9 @@ class Namespace:
         # Objects that the controller made in its scope, by handle; they live here as long as there.
         self._settings: dict[str, Any] = {}
         # Of optimizers among these: what the controller knows.
+        self._results: deque[str] = deque()
+        self._label = ""
+        # Of the latest cell, for the classes that it made.
 
     # ------------------------------------------------------------------ in
 
@@ -167,26 +170,25 @@ class Namespace:
 
     # ------------------------------------------------------------------ out
 
-    def before(self, mentioned: Iterable[str]) -> Before:
-        """Remember what the names hold now."""
+    def before(self, mentioned: Iterable[str], tag: int) -> Before:
+        """Remember what the names hold now. `tag` is a number of the cell, the same on all replicas."""
+        self._label = str(tag)
         before = Before(dict(self.names))
         for name in mentioned:
-            with contextlib.suppress(TransferError, TooLarge, RecursionError):
-                if _watched(self.names.get(name)):
-                    before.contents[name] = self._in_band(self.names[name], WATCHED_BYTES).pickled
+            held = content(self.names.get(name), self._pickled)
+            if held is not None:
+                before.contents[name] = held
         return before
 
     def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
         """Return the names that were bound since, or whose content was changed in place, in order."""
         names = {n for n, value in self.names.items() if before.objects.get(n, _MISSING) is not value}
         names |= {n for n in bound if n in self.names}
-        for name, content in before.contents.items():
-            if name in self.names and name not in names:
-                with contextlib.suppress(TransferError, TooLarge):
-                    if self._in_band(self.names[name], WATCHED_BYTES).pickled != content:
-                        names.add(name)
+        for name, held in before.contents.items():
+            if name in self.names and not held.same(content(self.names[name], self._pickled)):
+                names.add(name)
         names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
-        return sorted(n for n in names if not n.startswith("_") and self.names[n] is not self._given.get(n, _MISSING))
+        return sorted(n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING))
 
     def export(
         self,
@@ -205,10 +207,9 @@ class Namespace:
         ways that only reading them shows. `whole` lifts the size limits: the user asked for it. `tag` is the same
         number on all replicas and makes their handles agree.
         """
-        exports = Exports({}, {}, {}, None if result is None else self._plain(result, whole))
         fresh: dict[str, nn.Module] = {}
-        for name in names:
-            exports.names[name] = self._export(self.names[name], f"r{tag}.{name}", fresh, whole)
+        exported = {name: self._export(self.names[name], f"r{tag}.{name}", fresh, whole) for name in names}
+        exports = Exports(exported, {}, {}, None if result is None else self._result(result, tag, fresh))
         if owner:
             exports.modules.update(fresh)
         else:
@@ -216,14 +217,19 @@ class Namespace:
         changed = self._changed_roots(fresh, owner, trained)
         exports.states.update(changed)
         try:
-            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle)
+            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle, label=self._label)
         except TransferError:
             self._keep_unpicklable(exports)
-            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle)
+            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle, label=self._label)
         self.mirrors.gave(fresh.values())
         for handle in changed:
             self.mirrors.mark(self.mirrors.find(handle))  # type: ignore[arg-type]
         return packed
+
+    def label(self, kind: type) -> None:
+        """Name the classes of cells that `kind` is or derives from, as `export` would: before it travels otherwise."""
+        for base in kind.__mro__:
+            label_class(base, self._label, self.names)
 
     def snapshot(self) -> tuple[Packed, tuple[str, ...]]:
         """Pack every name that can travel, as (names with their objects, networks by handle); return the others.
@@ -233,7 +239,7 @@ class Namespace:
         mine = {
             name: value
             for name, value in self.names.items()
-            if not name.startswith("_") and value is not self._given.get(name, _MISSING)
+            if travels(name) and value is not self._given.get(name, _MISSING)
         }
         left: list[str] = []
         while True:
@@ -278,6 +284,20 @@ class Namespace:
         fresh[handle] = value
         return NewModule(handle)
 
+    def _result(self, value: object, tag: int, fresh: dict[str, nn.Module]) -> Export:
+        """Export the value of a cell's last expression."""
+        if isinstance(value, nn.Module) and any(value is other for other in self.names.values()):
+            return self._export(value, f"r{tag}", fresh, False)
+        export = self._plain(value)
+        if not isinstance(export, Stayed):
+            return export
+        # Kept like `Out[n]`, under a name by which it can be fetched.
+        self._results.append(f"_r{tag}")
+        self.names[f"_r{tag}"] = value
+        if len(self._results) > KEPT_RESULTS:
+            self.names.pop(self._results.popleft(), None)
+        return dataclasses.replace(export, name=f"_r{tag}")
+
     def _plain(self, value: object, whole: bool = False) -> Export:
         if isinstance(value, _BOUND_TO_REPLICA) and not whole:
             return _stayed(value, "it belongs to the replica")
@@ -288,8 +308,13 @@ class Namespace:
         except (TransferError, RecursionError) as reason:
             return _stayed(value, str(reason))
 
+    def _pickled(self, value: object, limit: int) -> bytes:
+        return self._in_band(value, limit).pickled
+
     def _in_band(self, value: object, limit: int | None) -> Payload:
-        packed = pack(value, namespace=self.names, reference=self.mirrors.reference, limit=limit, in_band=True)
+        packed = pack(
+            value, namespace=self.names, reference=self.mirrors.reference, limit=limit, in_band=True, label=self._label
+        )
         return packed.payload
 
     def _keep_unpicklable(self, exports: Exports) -> None:
@@ -334,10 +359,6 @@ def _count_steps(optimizer: torch.optim.Optimizer) -> None:
 
 def _stayed(value: object, why: str) -> Stayed:
     return Stayed(type(value).__name__, describe(value), why)
-
-
-def _watched(value: object) -> bool:
-    return isinstance(value, (list, dict, set, bytearray, torch.Tensor)) or type(value).__module__ == "numpy"
 
 
 def describe(value: object) -> str:

@@ -90,6 +90,8 @@ class Replica:
         self.invoke: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] = _plainly
         self.cell_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.own_process = module is None
+        self.partial = False
+        # True while a cell runs that some replicas do not run.
         self._module = module
         self._interruptible = interruptible
         self._shell: ReplicaShell | None = None
@@ -174,10 +176,11 @@ class Replica:
             os.chdir(cell.working_directory)
         if cell.names is not None:
             self.namespace.bind(cell.names, slab)
-        before = self.namespace.before(cell.mentioned)
+        before = self.namespace.before(cell.mentioned, number)
         shell = self.shell
         failure = None
-        with self._in_scope(cell.synchronize), self.cell_context():
+        self.partial = cell.partial
+        with self._in_scope(cell.synchronize and not cell.partial), self.cell_context():
             try:
                 with self._interruptible(number):
                     end = shell.run(cell.source, cell.count)
@@ -239,6 +242,7 @@ class Replica:
             "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
         )
         clean = error.with_traceback(None)
+        self.namespace.label(type(error))
         try:
             # Frames keep the failed cell's tensors alive, here and in the copy.
             clean.__cause__ = clean.__context__ = None
@@ -269,8 +273,8 @@ def _check_visitors(modules: list[nn.Module]) -> None:
     for module in reversed(modules):
         if any(parameter.grad is not None for parameter in module.parameters()):
             raise UsageError(
-                f"a {type(module).__name__} that the function captured got gradients, but it is not mirrored: this was a "
-                "copy, and what it learns would be lost. Create it inside `with strategy.scope():`, or mirror it "
+                f"a {type(module).__name__} the function captured got gradients, but it is not mirrored: this was "
+                "a copy, and what it learns would be lost. Create it inside `with strategy.scope():`, or mirror it "
                 "with strategy.mirror(module)"
             )
 

@@ -140,12 +140,12 @@ class Scope:
             # A lazy module draws its initial values in the first forward pass.
             Replaced(UninitializedParameter, "materialize", before=self._build),
         ]
-        for owner, name, generators in _seeding_functions():
+        for owner, name, generators in _seeding_functions(self._device):
             seeded = functools.partial(streams.seeded, generators)
             self._changes.append(Replaced(owner, name, before=self._build, after=seeded))
 
     def _build(self, *_: object, **__: object) -> None:
-        if self._depth and self._streams is not None and self._streams.running:
+        if self._streams is not None and self._streams.running:
             self._streams.build()
             self._watch_forward()
 
@@ -326,14 +326,15 @@ def _plant_numpy(seed: int, replica_id: int = 0) -> None:
     _seed_numpy((seed + replica_id) % 2**32)
 
 
-def _seeding_functions() -> Iterator[tuple[Any, str, frozenset[str]]]:
+def _seeding_functions(device: torch.device) -> Iterator[tuple[Any, str, frozenset[str]]]:
     """Where users seed, and which generators that seeds."""
     yield torch, "manual_seed", _TORCH
     yield torch.random, "manual_seed", _TORCH
-    yield torch.cuda, "manual_seed", frozenset({"cuda"})
-    yield torch.cuda, "manual_seed_all", frozenset({"cuda"})
     yield random, "seed", frozenset({"random"})
     yield np.random, "seed", frozenset({"numpy"})
+    if device.type == "cuda":
+        yield torch.cuda, "manual_seed", frozenset({"cuda"})
+        yield torch.cuda, "manual_seed_all", frozenset({"cuda"})
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
-from mirror_nb.errors import MirrorError
+from mirror_nb.errors import MirrorError, PeerFailed
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display
 
 
@@ -86,6 +86,10 @@ class ReplicaShell(InteractiveShell):
         """Render an exception without the frames of mirror_nb that a deliberate error ends in."""
         shown: Any = exc_tuple or sys.exc_info()
         kind, error, trace = shown
+        if isinstance(error, PeerFailed):
+            # It only tells of another replica's failure. Rendering it may take longer than the others wait.
+            self._traceback, self._shown = (f"{kind.__name__}: {error}",), error
+            return
         if isinstance(error, KeyboardInterrupt | MirrorError):
             shown = (kind, error, _users_frames(trace))
         super().showtraceback(shown, *args, **kwargs)
@@ -161,9 +165,18 @@ def refuse_input(prompt: object = "") -> str:
     )
 
 
-def use_notebook_figures() -> None:
-    """Let matplotlib draw into the notebook; it is not imported for that."""
-    os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
+def use_notebook_figures(shell: ReplicaShell) -> None:
+    """Let matplotlib draw into the notebook, as it does in a kernel."""
+    backend = "module://matplotlib_inline.backend_inline"
+    os.environ["MPLBACKEND"] = backend
+    # The forkserver has loaded these when there was no shell yet that they could have hooked into.
+    from matplotlib import interactive, rcParams
+    from matplotlib_inline.backend_inline import configure_inline_support
+
+    rcParams["backend"] = backend
+    # Or figures that no show() follows would be lost.
+    interactive(True)
+    configure_inline_support(shell, backend)
 
 
 class Comms:

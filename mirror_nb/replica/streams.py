@@ -5,6 +5,7 @@ Knows no process and no notebook: it is handed a function that takes the message
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import os
@@ -20,6 +21,9 @@ IDLE_CHARACTERS = 1 << 20
 # While no request runs, nobody reads: text from threads left running is kept up to this and then dropped.
 
 
+_DECODER = codecs.getincrementaldecoder("utf-8")
+
+
 class Streams:
     """Collects the text of both streams; `flush` sends it. Safe from any thread."""
 
@@ -31,9 +35,11 @@ class Streams:
         self._characters = 0
         self._dropped = 0
         self._open = False
+        self._forked = False
+        # This is a child of the replica, a DataLoader's worker say: its text goes by the captured descriptors.
         self._pending = threading.Event()
-        self._captured: list[tuple[int, str]] = []
-        # Readable ends of pipes, and the stream that each stands for.
+        self._captured: list[tuple[int, str, codecs.IncrementalDecoder]] = []
+        # Readable ends of pipes, the stream that each stands for, and the half of a character that came last.
         self._draining = threading.Lock()
         self._ticker: threading.Thread | None = None
         self.stdout = _Text("stdout", self)
@@ -41,6 +47,9 @@ class Streams:
 
     def write(self, name: str, text: str) -> None:
         """Take text for a stream; it is sent within BATCH_SECONDS while a request runs."""
+        if self._forked:
+            os.write(1 if name == "stdout" else 2, text.encode("utf-8", "backslashreplace"))
+            return
         with self._lock:
             if not self._open and self._characters > IDLE_CHARACTERS:
                 self._dropped += len(text)
@@ -97,20 +106,25 @@ class Streams:
             os.set_blocking(readable, False)
             os.dup2(writable, descriptor)
             os.close(writable)
-            self._captured.append((readable, name))
+            self._captured.append((readable, name, _DECODER(errors="backslashreplace")))
         threading.Thread(target=self._drain, name="mirror_nb descriptors", daemon=True).start()
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        # The locks may be held by threads that are not here, and the channel is the replica's.
+        self._forked = True
 
     def _drain(self) -> None:
         while True:
-            select.select([readable for readable, _ in self._captured], [], [])
+            select.select([readable for readable, *_ in self._captured], [], [])
             self._take_captured()
 
     def _take_captured(self) -> None:
         with self._draining:
-            for readable, name in self._captured:
+            for readable, name, decoder in self._captured:
                 with contextlib.suppress(BlockingIOError):
-                    while text := os.read(readable, 1 << 16):
-                        self.write(name, text.decode("utf-8", errors="backslashreplace"))
+                    # One pipe's capacity: a child process that never stops writing must not hold a request's end up.
+                    self.write(name, decoder.decode(os.read(readable, 1 << 16)))
 
 
 def _merged(chunks: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import functools
+import importlib
 import multiprocessing
 import os
 import queue
@@ -17,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -33,6 +36,7 @@ from mirror_nb.messages import (
     CommMessage,
     Done,
     Exit,
+    Form,
     Interrupt,
     ReplicaSpec,
     Request,
@@ -45,6 +49,7 @@ from mirror_nb.replica.streams import Streams
 INTERRUPT = signal.SIGUSR1
 # Not SIGINT: Jupyter sends that to the whole process group, VS Code to every descendant.
 _PR_SET_PDEATHSIG = 1
+INSIST_SECONDS = 0.02
 
 
 def main(end: socket.socket, spec: ReplicaSpec) -> None:
@@ -53,12 +58,18 @@ def main(end: socket.socket, spec: ReplicaSpec) -> None:
     os.environ.update(spec.environment)
     torch.set_num_threads(spec.threads)
     process = _Process(Channel(end), spec)
-    process.serve()
+    try:
+        process.serve()
+    except BaseException:
+        process.say(traceback.format_exc())
+        raise
 
 
 def _leave_the_parent() -> None:
     """Be safe from the terminal's and Jupyter's signals, and never outlive the forkserver."""
     os.setsid()
+    # The controller blocks it while it starts processes, so that none dies of it on its way here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # A handler, not SIG_IGN: programs that a cell starts would inherit that and could not be interrupted.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     if sys.platform == "linux":
@@ -90,7 +101,9 @@ class _Process:
         self._interrupted: int | None = None
         # Number of the request that shall be interrupted.
         self._held_back = False
-        # The interrupt came inside an optimizer's step and waits for its end.
+        # The interrupt came inside an optimizer's step, or while a message was sent, and waits for the end of that.
+        self._sending = 0
+        # Messages that the main thread is sending, one inside the other.
         self._streams = Streams(self._emit)
         self._comms: Any = None
 
@@ -119,23 +132,31 @@ class _Process:
                 request, slab = self._requests.get()
                 self._streams.open()
                 if isinstance(request.what, RunCell):
-                    self._use_comms()
+                    self._use_comms(replica.shell)
                 replica.handle(request, slab)
+                if isinstance(request.what, Form):
+                    _load_ahead()
             except KeyboardInterrupt:
                 # It came between two requests: there was nothing left to interrupt.
                 self._running = None
 
-    def _emit(self, message: object, slab: int | None = None) -> None:
-        if isinstance(message, Done):
-            self._streams.close()
-        elif not isinstance(message, Stream):
-            self._streams.flush()
+    def say(self, text: str) -> None:
+        """Tell the controller why this process cannot go on."""
         with contextlib.suppress(ChannelClosed):
-            self._channel.send(message, slab)
+            self._channel.send(Stream("stderr", text))
 
-    def _use_comms(self) -> None:
+    def _emit(self, message: object, slab: int | None = None) -> None:
+        with self._whole_messages():
+            if isinstance(message, Done):
+                self._streams.close()
+            elif not isinstance(message, Stream):
+                self._streams.flush()
+            with contextlib.suppress(ChannelClosed):
+                self._channel.send(message, slab)
+
+    def _use_comms(self, cells: shell.ReplicaShell) -> None:
         if self._comms is None:
-            shell.use_notebook_figures()
+            shell.use_notebook_figures(cells)
             self._comms = shell.Comms(self._emit)
 
     # ------------------------------------------------------------------ the control thread
@@ -147,7 +168,7 @@ class _Process:
                 match message:
                     case Interrupt(number):
                         self._interrupted = number
-                        signal.pthread_kill(self._main_thread, INTERRUPT)
+                        threading.Thread(target=self._insist, args=(number,), daemon=True).start()
                     case Abort(reason):
                         process_group.abort(PeerFailed(reason))
                     case CommMessage() if self._comms is not None:
@@ -159,6 +180,15 @@ class _Process:
         except BaseException:
             # The controller is gone, or the channel broke: nobody can use this replica any more.
             _end()
+
+    def _insist(self, number: int) -> None:
+        """Interrupt the main thread until it has taken it: it holds interrupts back while it imports."""
+        pause = threading.Event()
+        while self._interrupted == number:
+            signal.pthread_kill(self._main_thread, INTERRUPT)
+            pause.wait(INSIST_SECONDS)
+            if self._running != number:
+                return
 
     # ------------------------------------------------------------------ interrupts, in the main thread
 
@@ -173,27 +203,61 @@ class _Process:
         finally:
             self._running = None
 
+    @contextlib.contextmanager
+    def _whole_messages(self) -> Iterator[None]:
+        """Hold an interrupt back while user code sends: half a message would make nonsense of all that follow."""
+        if threading.get_ident() != self._main_thread:
+            yield
+            return
+        self._sending += 1
+        try:
+            yield
+        finally:
+            self._sending -= 1
+        self._catch_up(sys._getframe())
+
+    def _catch_up(self, frame: FrameType | None) -> None:
+        """Raise the interrupt that was held back, unless there is still a reason to hold it."""
+        if self._held_back and self._running is not None and not self._sending and not _must_end_first(frame):
+            self._take()
+
+    def _take(self) -> None:
+        self._held_back = False
+        self._interrupted = None
+        raise KeyboardInterrupt
+
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._running is None or self._running != self._interrupted:
             return
-        if _in_optimizer_step(frame):
-            self._held_back = True
-        else:
-            raise KeyboardInterrupt
+        self._held_back = True
+        self._catch_up(frame)
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._held_back:
-            self._held_back = False
-            raise KeyboardInterrupt
+        if self._held_back and not self._sending:
+            self._take()
 
 
-def _in_optimizer_step(frame: FrameType | None) -> bool:
-    """Whether an optimizer is changing parameters: a half-made step would leave replicas that differ."""
+def _must_end_first(frame: FrameType | None) -> bool:
+    """Whether what runs must not be left halfway.
+
+    An optimizer's step would leave replicas that differ; an import, modules that stay broken for good.
+    """
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) and frame.f_code.co_name == "step":
+        code = frame.f_code
+        if code.co_filename == "<frozen importlib._bootstrap>" and code.co_name == "_load_unlocked":
+            return True
+        if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
             return True
         frame = frame.f_back
     return False
+
+
+@functools.cache
+def _load_ahead() -> None:
+    """Load, in a thread that no interrupt reaches, what the first optimizer would wait a second for."""
+    threading.Thread(
+        target=importlib.import_module, args=("torch._dynamo",), name="mirror_nb load", daemon=True
+    ).start()
 
 
 def _end() -> None:

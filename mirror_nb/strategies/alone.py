@@ -112,6 +112,9 @@ class AlonePlace(Place):
     def make_variable(self, value: Any, **options: Any) -> Any:
         return plain(value.to(self.device), **options)
 
+    def mirror(self, obj: Any) -> Any:
+        return obj
+
     def mirrors(self, obj: Any) -> bool:
         # With one replica nothing tells what was made in the scope from what was not.
         return True

@@ -6,7 +6,7 @@ places"); only its place differs. Every `experimental_x` of tf.distribute is als
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +26,9 @@ class Strategy(ABC):
     def __init__(self, place: Place) -> None:
         self._place = place
         self._extended = StrategyExtended(self)
+
+    @abstractmethod
+    def __repr__(self) -> str: ...
 
     # ------------------------------------------------------------------ what it is
 
@@ -82,7 +85,7 @@ class Strategy(ABC):
 
     # ------------------------------------------------------------------ from many values one
 
-    def reduce(self, op: Any, value: Any, axis: int | tuple[int, ...] | None) -> Any:
+    def reduce(self, op: Any, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
         """Return `value`, a nest, reduced over the replicas.
 
         `op`: ReduceOp.SUM or MEAN, or their names. With `axis` each replica's tensor is reduced over that axis (or

@@ -11,7 +11,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -50,6 +50,7 @@ class ControllerPlace(Place):
     def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int, reduction: str) -> None:
         self.num_replicas = len(devices)
         self.devices = tuple(str(device) for device in devices)
+        self.replica_id = None
         self.stale = False
         self.calls = 0
         self._names = devices
@@ -76,6 +77,9 @@ class ControllerPlace(Place):
         if isinstance(obj, torch.optim.Optimizer):
             _refuse_steps(obj)
         return obj
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        raise ContextError("no_sync belongs to a replica: use it in the function given to strategy.run")
 
     def mirrors(self, obj: Any) -> bool:
         return self._objects.has(obj)
@@ -386,7 +390,7 @@ def _not_mirrored(obj: object) -> UsageError:
     kind = type(obj).__name__
     return UsageError(
         f"the function captures a {kind} that was made outside this strategy's scope; what a replica did with its "
-        f"copy would be lost. Create the {kind} inside `with strategy.scope():`, or mirror it with strategy.mirror(...)"
+        f"copy would be lost. Create it inside `with strategy.scope():`, or mirror it with strategy.mirror(...)"
     )
 
 

@@ -97,16 +97,14 @@ class ReplicaPlace(Place):
     def __init__(self, replica: OnReplica) -> None:
         who = replica.identity
         self.num_replicas = who.num_replicas
-        self.replica_id = who.replica_id
+        self.replica_id: int = who.replica_id
         self.device = who.device
         self.devices = _names_of_devices(who)
         self._replica = replica
-        self._peers = Peers(who.replica_id, who.num_replicas, who.device, lambda: replica.emit(Meeting()))
+        self._peers = Peers(who.replica_id, who.num_replicas, who.device, self._announce)
         self._merges = 0
         # merge_calls that run now: in them every replica has all values.
-        self._home = ReplicaHome(
-            self._peers, lambda: self._merges > 0, commanded=not isinstance(replica, Standalone)
-        )
+        self._home = ReplicaHome(self._peers, lambda: self._merges > 0, commanded=not isinstance(replica, Standalone))
         self._input = ReplicaInput(
             replica_id=who.replica_id,
             num_replicas=who.num_replicas,
@@ -119,6 +117,12 @@ class ReplicaPlace(Place):
         )
         if replica.own_process:
             provide_arrivals(self._take_variable)
+
+    def _announce(self) -> None:
+        """Tell whoever follows the replicas that this one waits for all the others now."""
+        if getattr(self._replica, "partial", False):
+            raise UsageError("this call needs all replicas, but --replicas leaves some out of this cell")
+        self._replica.emit(Meeting())
 
     # ------------------------------------------------------------------ scope and run
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from mirror_nb import devices as device_names
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import ContextError, UsageError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import ReplicaContext, entered
 from mirror_nb.strategies.controller import ControllerPlace
@@ -64,6 +64,8 @@ class MirroredStrategy(Strategy):
     @property
     def replica_id(self) -> int:
         """This replica's id, from 0. Raises RuntimeError in the controller, which is none."""
+        if self._place.replica_id is None:
+            raise ContextError("the controller is no replica; ask in the function given to strategy.run")
         return self._place.replica_id
 
     def __repr__(self) -> str:

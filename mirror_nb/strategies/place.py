@@ -22,6 +22,8 @@ class Place(ABC):
     num_replicas: int
     devices: tuple[str, ...]
     # One a replica.
+    replica_id: int | None
+    # Of the replica that this is; None in the controller, which is none.
 
     @abstractmethod
     def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:
@@ -72,6 +74,14 @@ class Place(ABC):
     @abstractmethod
     def make_variable(self, value: Any, **options: Any) -> Any:
         """Make a Variable."""
+
+    @abstractmethod
+    def mirror(self, obj: Any) -> Any:
+        """Treat an object as created in the scope, and return it."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward() accumulates local gradients; RuntimeError in the controller."""
 
     @abstractmethod
     def mirrors(self, obj: Any) -> bool:

@@ -17,12 +17,14 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nbformat
 import psutil
 from driving import eventually
-from playwright.sync_api import Browser, Page, sync_playwright
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
 
 START_SECONDS = 90.0
 CELL_SECONDS = 60.0
@@ -79,7 +81,8 @@ class Lab:
         names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
         own = {f"JUPYTER_{name}": str(self._folder / name.lower()) for name in names}
         own |= {f"JUPYTERLAB_{name}_DIR": str(self._folder / name.lower()) for name in ("SETTINGS", "WORKSPACES")}
-        return {**os.environ, **own, "IPYTHONDIR": str(self._folder / "ipython"), "JUPYTER_TOKEN": self._token, "PATH": path}
+        own |= {"IPYTHONDIR": str(self._folder / "ipython"), "JUPYTER_TOKEN": self._token, "PATH": path}
+        return os.environ | own
 
     def _address(self) -> str | None:
         assert self._server is not None
@@ -157,7 +160,10 @@ def _is_kernel(process: psutil.Process) -> bool:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Run a headless Chromium with a profile of its own."""
+    """Run a headless Chromium, with a profile of its own."""
+    # Where it is not installed, tests are skipped: none of them fails on the import of this module.
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=list(_CHROMIUM))
         try:
@@ -200,7 +206,8 @@ class Notebook:
         self.command("notebook:run-all-cells")
 
     def run(self, *cells: int) -> None:
-        """Run cells, one after the other, each to its end."""
+        """Run cells, one after the other, each to its end, when those that run have ended."""
+        self.wait()
         for cell in cells:
             self.start(cell)
             self.wait()
@@ -215,11 +222,12 @@ class Notebook:
         self.page.locator('.jp-NotebookPanel-toolbar [data-command="notebook:interrupt-kernel"]').click()
 
     def restart_kernel(self) -> None:
-        """Press the toolbar's restart button, say yes, and wait for the new kernel."""
-        before = self._lab.kernel_processes()
-        self.page.locator('.jp-NotebookPanel-toolbar [data-command="notebook:restart-kernel"]').click()
+        """Choose Restart Kernel from the menu, say yes, and wait for the new kernel."""
+        before = set(self._lab.kernel_processes())
+        self.page.get_by_role("menuitem", name="Kernel", exact=True).click()
+        self.page.locator('.lm-Menu-item[data-command="kernelmenu:restart"]').click()
         self.page.locator(".jp-Dialog .jp-mod-accept").click()
-        eventually(lambda: not set(before) & set(self._lab.kernel_processes()), "the old kernel ends")
+        eventually(lambda: not before & set(self._lab.kernel_processes()), "the old kernel ends")
         self.page.wait_for_function(
             "() => window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'"
         )
@@ -253,7 +261,7 @@ class Notebook:
         self.page.wait_for_function(f"([cell, text]) => ({_SHOWN})(cell).includes(text)", arg=[cell, text])
         return self.shown(cell)
 
-    def output(self, cell: int) -> Any:
+    def output(self, cell: int) -> Locator:
         """Return the locator of what is below a cell."""
         return self.page.locator(".jp-Notebook .jp-Cell").nth(cell).locator(".jp-OutputArea")
 

@@ -1,0 +1,151 @@
+"""What the user sees raised, from reports that are built by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import pytest
+from driving import plain
+
+from mirror_nb import RemoteException, ReplicaDied, ReplicaTimeout
+from mirror_nb.devices import Device
+from mirror_nb.messages import Done, Failure
+from mirror_nb.notebook.failures import raise_for, rebuilt
+from mirror_nb.pool.base import Answer, Death, Report
+
+DEVICES = [Device("cuda", i) for i in range(4)]
+OK = Answer(Done(1))
+
+
+def failed(error: BaseException, **flags: bool) -> Answer:
+    lines = ("Traceback", f"----> 3 {type(error).__name__} here")
+    return Answer(Done(1, Failure(type(error).__name__, str(error), lines, cloudpickle.dumps(error), **flags)))
+
+
+def freed() -> Answer:
+    return failed(RuntimeError("freed"), secondary=True)
+
+
+def stopped() -> Answer:
+    return failed(KeyboardInterrupt(), interrupted=True)
+
+
+def died(replica_id: int, by_us: bool = False) -> Answer:
+    return Answer(None, None, Death(replica_id, DEVICES[replica_id], 70 + replica_id, -9, by_us))
+
+
+def raised(*answers: Answer, interrupted: bool = False, timed_out: bool = False) -> tuple[BaseException, str]:
+    """The exception of such a report, and what IPython shows of it."""
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        raise_for(Report(dict(enumerate(answers)), interrupted, timed_out), DEVICES, 2.0)
+    error: Any = caught.value
+    return error, plain("\n".join(error._render_traceback_()))
+
+
+def test_nothing_is_raised_when_all_went_well():
+    raise_for(Report({0: OK, 1: OK}, False, False), DEVICES)
+
+
+def test_one_replicas_error_is_raised_as_itself_and_says_who_raised_it():
+    error, shown = raised(OK, failed(KeyError("x")), OK)
+    assert type(error) is KeyError
+    assert error.args == ("x",)
+    assert "----> 3 KeyError here" in shown
+    assert shown.endswith("raised by replica 1 (cuda:1)")
+
+
+def test_the_same_error_of_all_is_shown_once():
+    error, shown = raised(*[failed(ValueError("bad"))] * 4)
+    assert type(error) is ValueError
+    assert shown.count("----> 3") == 1
+    assert shown.endswith("raised by all 4 replicas")
+
+
+def test_different_errors_are_told_in_a_line_each():
+    _, shown = raised(failed(ValueError("a")), failed(OSError("b")), failed(ValueError("a")), OK)
+    assert "raised by replicas 0, 2 (cuda:0, cuda:2)" in shown
+    assert "replica 1 (cuda:1) raised OSError: b" in shown
+    assert shown.count("----> 3") == 1
+
+
+def test_who_only_waited_for_the_one_that_failed_is_not_the_error():
+    error, shown = raised(freed(), failed(ValueError("bad")), stopped())
+    assert type(error) is ValueError
+    assert "raised by replica 1 (cuda:1)" in shown
+    assert "replicas 0, 2 (cuda:0, cuda:2) waited for it and was freed" in shown or "were freed" in shown
+
+
+def test_a_death_is_told_with_who_and_how_and_what_is_next():
+    error, shown = raised(freed(), died(1), freed())
+    assert type(error) is ReplicaDied
+    assert "replica 1 (cuda:1, pid 71) was killed by signal 9 (SIGKILL)" in shown
+    assert "Replicas 0, 2 kept their names" in shown
+    assert "%mirror restart" in shown
+    assert str(error) in shown.replace("ReplicaDied: ", "")
+
+
+def test_when_all_died_nobody_is_said_to_have_kept_anything():
+    _, shown = raised(died(0), died(1))
+    assert "kept" not in shown
+    assert "replica 0 (cuda:0, pid 70)" in shown
+    assert "replica 1 (cuda:1, pid 71)" in shown
+
+
+def test_the_users_error_stands_before_the_end_of_who_would_not_stop_for_it():
+    error, shown = raised(failed(ValueError("bad")), died(1, by_us=True))
+    assert type(error) is ValueError
+    assert "----> 3 ValueError here" in shown
+    assert "replica 1 (cuda:1, pid 71) did not stop when asked and was ended" in shown
+
+
+def test_a_real_death_stands_before_errors_that_it_may_have_caused():
+    error, _ = raised(failed(ValueError("bad")), died(1))
+    assert type(error) is ReplicaDied
+
+
+def test_an_interrupt_shows_where_the_replicas_were():
+    error, shown = raised(stopped(), stopped(), interrupted=True)
+    assert type(error) is KeyboardInterrupt
+    assert "----> 3 KeyboardInterrupt here" in shown
+    assert "interrupted on all 2 replicas" in shown
+
+
+def test_an_interrupt_that_came_too_late_for_any_replica_is_one_still():
+    error, _ = raised(OK, OK, interrupted=True)
+    assert type(error) is KeyboardInterrupt
+
+
+def test_an_interrupt_tells_who_would_not_stop():
+    _, shown = raised(stopped(), died(1, by_us=True), interrupted=True)
+    assert "replica 1 (cuda:1, pid 71) did not stop when asked and was ended" in shown
+
+
+def test_a_timeout_says_how_long_and_who_was_late():
+    error, shown = raised(OK, stopped(), stopped(), timed_out=True)
+    assert type(error) is ReplicaTimeout
+    assert "replicas 1–2 (cuda:1, cuda:2) did not finish within 2 s" in shown
+    assert "----> 3 KeyboardInterrupt here" in shown
+
+
+def test_a_timeout_that_no_replica_noticed_names_them_all():
+    _, shown = raised(OK, OK, timed_out=True)
+    assert "all 2 replicas did not finish within 2 s" in shown
+
+
+class Picky(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_error_whose_class_cannot_be_rebuilt_keeps_its_name_and_message():
+    failure = Failure("Picky", "1 and 2", (), cloudpickle.dumps(Picky(1, 2)))
+    error = rebuilt(failure)
+    assert isinstance(error, RemoteException)
+    assert type(error).__name__ == "Picky"
+    assert str(error) == "1 and 2"
+    assert type(rebuilt(Failure("Gone", "m", (), None))).__name__ == "Gone"
+
+
+def test_a_syntax_error_is_shown_as_the_replicas_shell_showed_it():
+    assert not isinstance(rebuilt(failed(SyntaxError("bad")).failure), SyntaxError)

@@ -1,0 +1,532 @@
+"""Replicas as processes: death, interrupts, what will not stop, and that nothing outlives the controller."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from driving import DEADLINE, doing, eventually, gone, press_ctrl_c, run_cell
+
+from mirror_nb.devices import Device
+from mirror_nb.errors import ReplicaError
+from mirror_nb.pool import base
+from mirror_nb.pool.base import Death
+from mirror_nb.pool.local import LocalPool
+
+WAIT_IN_A_COLLECTIVE = "strategy.reduce('sum', 1.0)"
+HOLD_THE_GIL = "import ctypes\nctypes.PyDLL(None).sleep(1000)"
+
+
+@pytest.fixture
+def two(replicas: Callable[[int], LocalPool]) -> LocalPool:
+    return replicas(2)
+
+
+@pytest.fixture
+def three(replicas: Callable[[int], LocalPool]) -> LocalPool:
+    return replicas(3)
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "GRACE", 0.3)
+    monkeypatch.setattr(base, "INTERRUPT_AFTER", 0.2)
+
+
+def pids(pool: LocalPool) -> list[int]:
+    return [line.pid for line in pool.status()]
+
+
+# ---------------------------------------------------------------------- start
+
+
+def test_replicas_look_like_torchruns_workers(two):
+    ran = run_cell(
+        two,
+        "import os, torch.distributed as dist\n"
+        "env = {k: os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')}\n"
+        "port = int(os.environ['MASTER_PORT'])\n"
+        "group = dist.is_torchelastic_launched(), dist.get_rank(), dist.get_world_size()",
+    )
+    for r in range(2):
+        values = ran.values[r]
+        assert values["env"] == {
+            "RANK": str(r),
+            "LOCAL_RANK": str(r),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        assert values["port"] > 0
+        assert values["group"] == (True, r, 2)
+
+
+def test_a_script_that_initialises_torch_distributed_itself_works(two):
+    ran = run_cell(
+        two,
+        "import torch, torch.distributed as dist\n"
+        "if dist.is_initialized(): dist.destroy_process_group()\n"
+        "dist.init_process_group('gloo')\nt = torch.ones(1); dist.all_reduce(t); total = t.item()",
+    )
+    assert ran.report.clean, ran.report.failures
+    assert ran.values[0]["total"] == 2
+    two.unform()
+    two.mend()
+
+
+def test_only_loopback_is_listened_on(two):
+    ours = [os.getpid(), *pids(two)]
+    family = [child.pid for pid in ours for child in psutil.Process(pid).children(recursive=True)]
+    listening = {
+        connection.laddr.ip
+        for pid in {*ours, *family}
+        if not gone(pid)
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+
+
+def test_the_cores_are_shared_out(two):
+    ran = run_cell(two, "import torch\nthreads = torch.get_num_threads()")
+    assert ran.values[0]["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_data_loader_workers_find_classes_of_the_cell(two):
+    ran = run_cell(
+        two,
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "class Squares(Dataset):\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, i):\n        print('loading', i)\n        return i * i\n"
+        "total = sum(int(b.sum()) for b in DataLoader(Squares(), batch_size=2, num_workers=2))",
+    )
+    assert ran.report.clean, ran.report.failures
+    assert ran.values[1]["total"] == sum(i * i for i in range(8))
+    assert sorted(line for line in ran.text[1].splitlines()) == [f"loading {i}" for i in range(8)]
+
+
+def test_text_of_child_processes_and_of_c_code_comes_back(two):
+    ran = run_cell(
+        two,
+        "import os, subprocess\nprint('python')\nsubprocess.run(['sh', '-c', 'echo child; echo bad >&2'])\n"
+        "os.write(1, b'x' + '€'.encode() * 100_000)",
+    )
+    for r in range(2):
+        assert "python" in ran.text[r]
+        assert "child\n" in ran.text[r]
+        assert "bad\n" in ran.text[r]
+        assert ran.text[r].count("€") == 100_000
+
+
+def test_a_child_process_that_never_stops_writing_does_not_hold_the_cell_up(two):
+    ran = run_cell(two, "import subprocess\nchatter = subprocess.Popen(['yes'])\nx = 1")
+    assert ran.report.clean
+    ran = run_cell(two, "chatter.kill()\ncode = chatter.wait()")
+    assert ran.values[0]["code"] == -9
+    assert all("y\n" in text for text in ran.text.values())
+
+
+def test_a_cell_runs_in_the_notebooks_folder(two, tmp_path):
+    ran = run_cell(two, "import os\nhere = os.getcwd()", working_directory=str(tmp_path))
+    assert ran.values[1]["here"] == str(tmp_path)
+    run_cell(two, "pass")
+
+
+def test_pools_beside_each_other_do_not_meet(two, three):
+    assert run_cell(two, "n = int(strategy.reduce('sum', 1.0))").values[0]["n"] == 2
+    assert run_cell(three, "n = int(strategy.reduce('sum', 1.0))").values[0]["n"] == 3
+
+
+# ---------------------------------------------------------------------- death
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_dead_replica_is_named_with_its_device_and_signal_and_the_others_are_freed(three, number):
+    before = pids(three)
+    began = time.monotonic()
+    ran = run_cell(
+        three,
+        f"kept = replica_id\nimport os\nif replica_id == 1: os.kill(os.getpid(), {int(number)})\n{WAIT_IN_A_COLLECTIVE}",
+    )
+    assert time.monotonic() - began < DEADLINE / 2
+    (death,) = ran.report.deaths
+    assert (death.replica_id, str(death.device), death.pid, death.exit_code) == (1, "cpu:1", before[1], -number)
+    assert f"replica 1 (cpu:1, pid {before[1]}) was killed by signal {int(number)} ({number.name})" in str(death)
+    # The others waited in a collective.
+    assert set(ran.report.failures) == {0, 2}
+    assert all(failure.secondary for failure in ran.report.failures.values())
+
+
+def test_only_the_dead_replica_is_replaced_and_the_others_keep_their_names(three):
+    run_cell(three, "mine = replica_id * 10")
+    before = pids(three)
+    os.kill(before[2], signal.SIGKILL)
+    eventually(three.dead, "the death is noticed")
+    assert "was killed by signal 9" in three.status()[2].state
+    (replaced,) = three.mend()
+    assert replaced.replica_id == 2
+    assert pids(three)[:2] == before[:2]
+    assert pids(three)[2] != before[2]
+    ran = run_cell(three, "left = 'mine' in globals()\nn = int(strategy.reduce('sum', 1.0))")
+    assert [ran.values[r]["left"] for r in range(3)] == [True, True, False]
+    assert ran.values[2]["n"] == 3
+
+
+def test_a_replica_that_ends_itself_says_its_exit_code(two):
+    ran = run_cell(two, "import os\nif replica_id == 0: os._exit(7)")
+    assert "replica 0" in str(ran.report.deaths[0])
+    assert "ended with exit code 7" in str(ran.report.deaths[0])
+    two.mend()
+
+
+def test_all_replicas_dead_are_all_replaced(two):
+    ran = run_cell(two, "import os\nos.kill(os.getpid(), 9)")
+    assert {death.replica_id for death in ran.report.deaths} == {0, 1}
+    assert len(two.mend()) == 2
+    assert run_cell(two, "x = 1").report.clean
+
+
+def test_a_replica_that_dies_while_the_cell_runs_elsewhere_is_named(three, tmp_path):
+    started = tmp_path / "started"
+    victim = pids(three)[1]
+    with doing(lambda: os.kill(victim, signal.SIGKILL), when=started.exists):
+        ran = run_cell(
+            three,
+            f"open({str(started)!r}, 'w')\nimport time\nend = time.monotonic() + 10\n"
+            "while time.monotonic() < end: time.sleep(0.01)",
+            replicas=[0],
+        )
+    assert [death.replica_id for death in ran.report.deaths] == [1]
+
+
+def test_what_a_dead_replica_said_last_is_not_lost(two):
+    ran = run_cell(
+        two, "import os\nprint('last words')\nimport time; time.sleep(0.3)\nif replica_id == 1: os._exit(1)"
+    )
+    assert "last words" in ran.text[1]
+
+
+def test_what_the_cell_started_ends_with_its_replica(two, tmp_path):
+    file = tmp_path / "pid"
+    ran = run_cell(
+        two,
+        "import subprocess, os\nif replica_id == 0:\n"
+        f"    p = subprocess.Popen(['sleep', '1000']); open({str(file)!r}, 'w').write(str(p.pid)); os.kill(os.getpid(), 9)",
+    )
+    assert ran.report.deaths
+    eventually(lambda: gone(int(file.read_text())), "the shell of the dead replica ends")
+    two.mend()
+
+
+def test_descriptors_do_not_pile_up_over_deaths_and_cells(two):
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    run_cell(two, "x = 1")
+    before = descriptors()
+    for _ in range(3):
+        os.kill(pids(two)[1], signal.SIGKILL)
+        eventually(two.dead, "the death is noticed")
+        two.mend()
+        run_cell(two, "y = x0", {"x0": 1})
+    assert descriptors() <= before + 1
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def test_an_error_in_one_replica_frees_those_that_wait_in_a_collective(three):
+    ran = run_cell(three, f"kept = 5\nif replica_id == 1: raise OSError('full')\n{WAIT_IN_A_COLLECTIVE}")
+    assert ran.errors == {0: "PeerFailed", 1: "OSError", 2: "PeerFailed"}
+    assert [r for r, failure in ran.report.failures.items() if failure.secondary] == [0, 2]
+    three.mend()
+    ran = run_cell(three, "n = kept + int(strategy.reduce('sum', 1.0))")
+    assert {values["n"] for values in ran.values.values()} == {8}
+
+
+def test_an_error_in_one_replica_stops_those_that_loop(two, short_grace):
+    ran = run_cell(two, "if replica_id == 0: raise OSError('full')\nwhile True: pass")
+    assert ran.errors == {0: "OSError", 1: "KeyboardInterrupt"}
+    two.mend()
+
+
+def test_a_replica_that_swallows_every_error_does_not_hold_the_others_up(two, short_grace, tmp_path):
+    before = pids(two)
+    file = tmp_path / "in"
+    ran = run_cell(
+        two,
+        "import os\nif replica_id == 0:\n"
+        f"    while not os.path.exists({str(file)!r}): pass\n"
+        "    raise OSError('full')\n"
+        "while True:\n    try:\n        try:\n"
+        f"            open({str(file)!r}, 'w').close()\n            while True: pass\n"
+        "        except BaseException: pass\n    except BaseException: pass",
+    )
+    assert ran.errors == {0: "OSError"}
+    (death,) = ran.report.deaths
+    assert (death.replica_id, death.by_us) == (1, True)
+    assert "did not stop when asked and was ended" in str(death)
+    two.mend()
+    assert pids(two)[0] == before[0]
+
+
+# ---------------------------------------------------------------------- interrupts and timeouts
+
+
+def interrupted(pool: LocalPool, source: str, tmp_path: Path) -> base.Report:
+    """Run a cell and press Ctrl-C once every replica is in it."""
+    files = [tmp_path / f"in{r}" for r in range(pool.size)]
+    mark = f"open({str(tmp_path)!r} + f'/in{{replica_id}}', 'w').close()"
+    whole = source.replace("MARK", mark) if "MARK" in source else f"{mark}\n{source}"
+    with doing(press_ctrl_c, when=lambda: all(file.exists() for file in files)):
+        return run_cell(pool, whole).report
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "while True: pass",
+        "import time\nwhile True: time.sleep(100)",
+        f"if replica_id == 0: {WAIT_IN_A_COLLECTIVE}\nwhile True: pass",
+        "import torch, torch.distributed as dist\nif replica_id: dist.barrier()\nelse: dist.recv(torch.ones(1), 1)",
+        "import subprocess; subprocess.run(['sleep', '1000'])",
+    ],
+    ids=["a Python loop", "a sleep", "a collective", "point to point", "a child process"],
+)
+def test_an_interrupt_stops_all_and_they_keep_their_names(two, tmp_path, source):
+    before = pids(two)
+    report = interrupted(two, "kept = 6\n" + source, tmp_path)
+    assert report.interrupted
+    assert {failure.type_name for failure in report.failures.values()} == {"KeyboardInterrupt"}
+    assert all(failure.interrupted for failure in report.failures.values())
+    two.mend()
+    assert pids(two) == before
+    assert run_cell(two, "n = kept * int(strategy.reduce('sum', 1.0))").values[0]["n"] == 12
+
+
+def test_an_interrupt_in_a_training_loop_leaves_replicas_that_agree(two, tmp_path):
+    interrupted(
+        two,
+        "import torch\nfrom torch import nn\nmodel = nn.Linear(20, 20)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\nsteps = 0\n"
+        "while True:\n    optimizer.zero_grad(); model(torch.randn(4, 20)).sum().backward(); optimizer.step(); steps += 1\n"
+        "    if steps == 3: MARK",
+        tmp_path,
+    )
+    two.mend()
+    ran = run_cell(
+        two,
+        "import torch\nw = model.weight.detach().clone()\nspread = float(strategy.reduce('max', w).sub(w).abs().max())",
+    )
+    assert ran.report.clean, ran.report.failures
+    # They may have been stopped one step apart, never in the middle of one.
+    assert ran.values[0]["spread"] < 1
+
+
+@pytest.mark.parametrize("show", ["print(text)", "display({'text/plain': text}, raw=True)"])
+def test_an_interrupt_while_much_is_shown_leaves_the_channel_whole(two, tmp_path, show):
+    for i in range(3):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        source = f"from IPython.display import display\ntext = 'é' * 3_000_000\nMARK\nwhile True: {show}"
+        report = interrupted(two, source, folder)
+        assert report.interrupted
+        assert not report.deaths
+        assert set(report.failures) == {0, 1}
+        two.mend()
+        assert run_cell(two, "x = 1").report.clean
+
+
+def test_a_replica_that_holds_the_gil_is_replaced_alone(two, tmp_path, short_grace):
+    before = pids(two)
+    report = interrupted(two, f"kept = 1\nif replica_id == 1:\n{textwrap.indent(HOLD_THE_GIL, '    ')}", tmp_path)
+    (death,) = report.deaths
+    assert (death.replica_id, death.by_us) == (1, True)
+    two.mend()
+    assert pids(two)[0] == before[0]
+    assert pids(two)[1] != before[1]
+    assert run_cell(two, "k = kept", replicas=[0]).values[0]["k"] == 1
+
+
+def test_a_stopped_replica_is_replaced_alone(two, tmp_path, short_grace):
+    report = interrupted(two, "import os, signal\nif replica_id == 1: os.kill(os.getpid(), signal.SIGSTOP)", tmp_path)
+    assert [(death.replica_id, death.by_us) for death in report.deaths] == [(1, True)]
+    two.mend()
+
+
+def test_a_second_interrupt_does_not_wait_for_the_grace(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "GRACE", 1000.0)
+    file = tmp_path / "in1"
+
+    def press_twice() -> None:
+        press_ctrl_c()
+        time.sleep(0.2)
+        # Two that are pending together would be delivered as one.
+        press_ctrl_c()
+
+    with doing(press_twice, when=file.exists):
+        ran = run_cell(two, f"open({str(tmp_path)!r} + f'/in{{replica_id}}', 'w').close()\n{HOLD_THE_GIL}")
+    assert {death.replica_id for death in ran.report.deaths} == {0, 1}
+    two.mend()
+
+
+def test_a_cell_that_takes_longer_than_its_timeout_is_stopped(two):
+    ran = run_cell(two, "kept = 2\nwhile True: pass", timeout=0.3)
+    assert ran.report.timed_out
+    assert not ran.report.interrupted
+    assert set(ran.errors.values()) == {"KeyboardInterrupt"}
+    two.mend()
+    assert run_cell(two, "k = kept").values[0]["k"] == 2
+
+
+def test_an_interrupt_between_requests_is_an_ordinary_one(two):
+    run_cell(two, "x = 1")
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+        eventually(lambda: False, "the interrupt")
+    assert run_cell(two, "x = 2").report.clean
+
+
+def test_two_requests_at_once_are_refused(two, tmp_path):
+    import threading
+
+    problems: list[BaseException] = []
+
+    def second() -> None:
+        try:
+            run_cell(two, "pass")
+        except BaseException as problem:
+            problems.append(problem)
+
+    def while_busy() -> None:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        (tmp_path / "go").touch()
+
+    with doing(while_busy, when=(tmp_path / "started").exists):
+        run_cell(
+            two,
+            f"open({str(tmp_path / 'started')!r}, 'w')\nimport os, time\n"
+            f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)",
+        )
+    assert isinstance(problems[0], ReplicaError)
+    assert "at work for another thread" in str(problems[0])
+
+
+# ---------------------------------------------------------------------- the end
+
+
+def controller(source: str, tmp_path: Path) -> subprocess.Popen[str]:
+    """A plain script with no guard that starts two replicas and goes on with `source`."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from driving import run_cell\n"
+        "from mirror_nb.devices import Device\nfrom mirror_nb.pool.local import LocalPool\n"
+        "from mirror_nb.strategies.mirrored import SETUP\n"
+        "open('ran', 'a').write('x')\n"
+        "pool = LocalPool((Device('cpu', 0), Device('cpu', 1)), setup=SETUP)\npool.start()\n" + textwrap.dedent(source)
+    )
+    return subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(source: str) -> subprocess.Popen[str]:
+        started.append(controller(source, tmp_path))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+SAY = "ran = run_cell(pool, 'import os; pid = os.getpid()')\nprint(*[v['pid'] for v in ran.values.values()], flush=True)\n"
+
+
+def test_a_plain_script_needs_no_guard_and_ends_its_replicas(script, tmp_path):
+    process = script(SAY)
+    replicas = [int(pid) for pid in process.stdout.readline().split()]
+    assert process.wait(DEADLINE) == 0
+    assert len(replicas) == 2
+    eventually(lambda: all(map(gone, replicas)), "the replicas end with the script")
+    assert (tmp_path / "ran").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    "stuck",
+    ["import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", HOLD_THE_GIL],
+    ids=["stopped", "holding the GIL"],
+)
+def test_kill_9_of_the_controller_leaves_nothing(script, stuck, tmp_path):
+    cell = f"""
+import subprocess, sys
+child = subprocess.Popen(['sleep', '1000'])
+sys.__stdout__.flush()
+open({str(tmp_path)!r} + f'/family{{replica_id}}', 'w').write(f'{{__import__("os").getpid()}} {{child.pid}}')
+if replica_id == 1:
+{textwrap.indent(stuck, "    ")}
+{WAIT_IN_A_COLLECTIVE}
+"""
+    process = script(f"run_cell(pool, {cell!r}, timeout=None)\nimport time; time.sleep(1000)\n")
+    files = [tmp_path / f"family{r}" for r in range(2)]
+    eventually(lambda: all(file.exists() and file.read_text().count(" ") for file in files), "the cell runs")
+    family = {int(pid) for file in files for pid in file.read_text().split()}
+    family |= {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+    assert len(family) >= 6
+    process.kill()
+    eventually(lambda: all(map(gone, family)), "replicas, their children, forkserver and nanny end")
+
+
+def test_a_fork_of_the_controller_does_not_keep_replicas_alive(script):
+    process = script(
+        "import os, sys\n"
+        "if os.fork() == 0:\n    import time; time.sleep(1000)\n"
+        "ran = run_cell(pool, 'import os; pid = os.getpid()')\n"
+        "print(*[v['pid'] for v in ran.values.values()], flush=True)\nimport time; time.sleep(1000)"
+    )
+    replicas = [int(pid) for pid in process.stdout.readline().split()]
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    try:
+        eventually(lambda: all(map(gone, replicas)), "the replicas end with their controller")
+    finally:
+        for child in children:
+            if not gone(child.pid):
+                child.kill()
+
+
+def test_a_death_reads_well():
+    device = Device("cuda", 3)
+    assert str(Death(3, device, 77, -9)).endswith("SIGKILL) (kill -9, or the system was out of memory)")
+    assert str(Death(3, device, 77, -11)).endswith("(SIGSEGV) (a crash in native code)")
+    assert str(Death(3, device, 77, 0)) == "replica 3 (cuda:3, pid 77) ended with exit code 0"
+    assert str(Death(3, device, 77, None)) == "replica 3 (cuda:3, pid 77) ended"
+    assert str(Death(3, device, 77, -64)) == "replica 3 (cuda:3, pid 77) was killed by signal 64 (SIGRTMAX)"
+
+
+@pytest.fixture
+def unstarted() -> Iterator[LocalPool]:
+    pool = LocalPool((Device("cpu", 0),), setup="mirror_nb.nowhere:setup")
+    yield pool
+    pool.close()
+
+
+def test_replicas_that_cannot_start_say_why(unstarted):
+    with pytest.raises(ReplicaError, match=r"could not form a process group.*No module named 'mirror_nb\.nowhere'"):
+        unstarted.start()
