@@ -90,6 +90,42 @@ class PerReplica(DistributedValues):
         super().__init__(values)
         self.shares = shares
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _in_arithmetic()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _in_arithmetic()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        # torch.as_tensor asks for these two; without them it takes a PerReplica for a sequence and joins its values.
+        raise _in_arithmetic()
+
+    __dlpack_device__ = __dlpack__
+
+
+def _in_arithmetic() -> UsageError:
+    return UsageError(
+        "It looks like you are using a PerReplica object while not inside a replica context, which is not supported. "
+        "Run your function inside a replica context by strategy.run, make one value of it by strategy.reduce, or take "
+        "one replica's with value[0]"
+    )
+
+
+def _refuse(self: object, *others: object) -> Any:
+    raise _in_arithmetic()
+
+
+for _name in (
+    *(
+        f"__{side}{op}__"
+        for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+        for side in ("", "r")
+    ),
+    *("__neg__", "__pos__", "__abs__", "__float__", "__int__", "__bool__", "__lt__", "__le__", "__gt__", "__ge__"),
+):
+    setattr(PerReplica, _name, _refuse)
+
 
 @final
 class Mirrored(DistributedValues):

@@ -13,7 +13,7 @@ import mirror_nb
 PACKAGE = Path(mirror_nb.__file__).parent
 FLOORS = (
     {"errors"},
-    {"devices", "telemetry"},
+    {"devices", "telemetry", "replaced"},
     {"messages", "values", "variables", "cluster", "payload", "contents", "mirrors", "batches", "sampling", "prefetch"},
     {"pool", "replica", "gradients", "data", "collectives"},
     {"strategies"},

@@ -21,6 +21,9 @@ class TwoReplicas(Strategy):
 
     num_replicas_in_sync = 2
 
+    def __repr__(self):
+        return "two replicas"
+
 
 @pytest.fixture
 def replica():

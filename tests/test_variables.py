@@ -207,7 +207,9 @@ def made(home, aggregation="SUM", synchronization="AUTO", value=1.0):
 
 def test_the_repr_has_tensorflows_layout():
     assert repr(made(Home())) == "MirroredVariable:{\n  0: tensor(1.),\n  1: tensor(2.)\n}"
-    assert repr(made(Home(), synchronization="ON_READ")) == "SyncOnReadVariable:{\n  0: tensor(1.),\n  1: tensor(2.)\n}"
+    assert (
+        repr(made(Home(), synchronization="ON_READ")) == "SyncOnReadVariable:{\n  0: tensor(1.),\n  1: tensor(2.)\n}"
+    )
 
 
 def test_a_mirrored_one_is_refreshed_before_its_value_is_used_but_not_for_its_shape():

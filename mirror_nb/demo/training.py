@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mirror_nb.demo.datasets import LabelledImages
 from mirror_nb.demo.progress import Evaluated, Meter, Predicted, Record
-from mirror_nb.strategies.base import Strategy
+from mirror_nb.strategies.mirrored import MirroredStrategy
 
 TEST_BATCH = 1000
 
@@ -52,7 +52,7 @@ def network(image_side: int, classes: int, channels: int) -> nn.Sequential:
 
 
 def train(
-    strategy: Strategy, data: LabelledImages, recipe: Recipe, publish: Callable[[Record], None]
+    strategy: MirroredStrategy, data: LabelledImages, recipe: Recipe, publish: Callable[[Record], None]
 ) -> nn.Sequential:
     """Train a network on `data` and return it, evaluated after each epoch; `publish` is told how it goes."""
     torch.manual_seed(recipe.seed)
@@ -91,7 +91,7 @@ def shifted(images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    strategy: Strategy, model: nn.Module, images: Tensor, labels: Tensor
+    strategy: MirroredStrategy, model: nn.Module, images: Tensor, labels: Tensor
 ) -> tuple[float, tuple[tuple[int, ...], ...]]:
     """Return the accuracy over all of `images`, from 0 to 1, and this replica's predictions, batch by batch."""
     model.eval()

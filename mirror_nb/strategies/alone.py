@@ -41,7 +41,10 @@ class AlonePlace(Place):
 
     def __init__(self, device: Device) -> None:
         self.devices = (str(device),)
-        self.device = torch.device("cpu") if device.kind == "cpu" else torch.device(device.kind, device.index)
+        self.replica_id = 0
+        self.device: torch.device = (
+            torch.device("cpu") if device.kind == "cpu" else torch.device(device.kind, device.index)
+        )
         self._scope = Scope(0, 1, self.device, GradientSynchronizer(0, 1), seed=0)
         self._input = ReplicaInput(
             replica_id=0,

@@ -103,7 +103,7 @@ def _top() -> _Frame | None:
 def entered(strategy: Strategy, replica: ReplicaContext | None, *, cross: bool) -> Iterator[Strategy]:
     """Make `strategy` current inside; `replica` is its context there, if the code is one replica's."""
     top = _top()
-    if top is not None and top.strategy is not strategy:
+    if top is not None and top.strategy._place is not strategy._place:
         raise ContextError(f"Mixing different mirror_nb Strategy objects: {top.strategy!r} is not {strategy!r}")
     _stack.frames.append(_Frame(strategy, replica, cross))
     try:

@@ -30,7 +30,7 @@ from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.controller_variables import ControllerHome, update_component
 from mirror_nb.strategies.place import Place
 from mirror_nb.strategies.reading import reading
-from mirror_nb.strategies.reductions import gather_values, reduce_values, regroup, select
+from mirror_nb.strategies.reductions import gather_values, local_parts, reduce_local, regroup, select
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ControllerPlace(Place):
     def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int, reduction: str) -> None:
         self.num_replicas = len(devices)
         self.devices = tuple(str(device) for device in devices)
-        self.replica_id = None
+        self.replica_id = self.device = None
         self.stale = False
         self.calls = 0
         self._names = devices
@@ -268,19 +268,14 @@ class ControllerPlace(Place):
     # ------------------------------------------------------------------ values
 
     def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None) -> Any:
-        if not isinstance(value, DistributedValues):
-            return _reduce_plain(op, value, self.num_replicas, axis)
-        return reduce_values(op, value.values, axis)
+        return reduce_local(op, value, axis, self.num_replicas)
 
     def gather(self, value: Any, axis: int) -> Any:
         values = value.values if isinstance(value, DistributedValues) else [value] * self.num_replicas
         return gather_values(values, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        leaves = pytree.tree_leaves(value, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
-        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
-            return (value,)
-        return tuple(select(value, replica_id) for replica_id in range(self.num_replicas))
+        return local_parts(value, self.num_replicas)
 
     def all_reduce(self, op: Any, value: Any) -> Any:
         raise ContextError("all_reduce belongs to a replica: call it in the function given to strategy.run")
@@ -498,20 +493,6 @@ def _shares_of(parts: Sequence[DistributedValues], replica_id: int) -> tuple[int
         if isinstance(part, PerReplica) and shares is not None and sum(shares) > 0:
             return shares[replica_id], sum(shares)
     return None
-
-
-def _reduce_plain(op: ReduceOp, value: Any, num_replicas: int, axis: tuple[int, ...] | None) -> Any:
-    """Reduce a value that is the same for all replicas. Source: TensorFlow's reduce_non_distributed_value."""
-    if num_replicas > 1 and op is ReduceOp.SUM and not _is_zero(value):
-        raise UsageError(
-            f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op {op}; "
-            "give a PerReplica, as strategy.run returns"
-        )
-    return reduce_values(op, [value], axis) if axis is not None else value
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == 0
 
 
 def _show(replica_id: int, message: Any) -> None:

@@ -98,7 +98,7 @@ class ReplicaPlace(Place):
         who = replica.identity
         self.num_replicas = who.num_replicas
         self.replica_id: int = who.replica_id
-        self.device = who.device
+        self.device: torch.device = who.device
         self.devices = _names_of_devices(who)
         self._replica = replica
         self._peers = Peers(who.replica_id, who.num_replicas, who.device, self._announce)
@@ -251,7 +251,7 @@ class ReplicaPlace(Place):
             nest if replica_id == self.replica_id else self._opened(pickled, leaves)
             for replica_id, pickled in enumerate(self._peers.exchanged(data, lengths))
         ]
-        return regroup(received)
+        return regroup([args for args, _ in received]), regroup([kwargs for _, kwargs in received])
 
     def _opened(self, pickled: bytes, own: list[Any]) -> Any:
         """Rebuild another replica's nest, with this replica's own objects where the other one has its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -68,6 +69,13 @@ class MirroredStrategy(Strategy):
             raise ContextError("the controller is no replica; ask in the function given to strategy.run")
         return self._place.replica_id
 
+    @property
+    def device(self) -> torch.device:
+        """This replica's device. Raises RuntimeError in the controller."""
+        if self._place.device is None:
+            raise ContextError("the controller has no device; ask in the function given to strategy.run")
+        return self._place.device
+
     def __repr__(self) -> str:
         return f"<MirroredStrategy: {', '.join(self._place.devices)}>"
 
@@ -77,12 +85,18 @@ def _place(devices: Any, reduction: str | None, seed: int) -> Place:
         if reduction is not None:
             _here[-1].gradients.reduction = reduction
             _here[-1].gradients.clear_shares()
-        return ReplicaPlace(_here[-1])
+        return _place_here(_here[-1])
     reduction = reduction or "mean"
     if _started_by_a_launcher():
         return ReplicaPlace(standalone(reduction, seed))
     chosen = device_names.resolve(devices, torch.cuda.device_count())
     return ControllerPlace(chosen, setup=SETUP, seed=seed, reduction=reduction)
+
+
+@functools.cache
+def _place_here(replica: Replica) -> ReplicaPlace:
+    """Return the place of a replica: one, however many strategies its cells make."""
+    return ReplicaPlace(replica)
 
 
 def _started_by_a_launcher() -> bool:

@@ -255,6 +255,7 @@ class Peers:
 
     def first_bytes(self, mine: bytes) -> bytes:
         """Return replica 0's bytes on every replica, whatever the lengths."""
+        self._announce()
         length = self.sizes([len(mine)])[0][0]
         if self.num_replicas == 1:
             return mine

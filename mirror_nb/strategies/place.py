@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mirror_nb.values import ReduceOp
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ class Place(ABC):
     # One a replica.
     replica_id: int | None
     # Of the replica that this is; None in the controller, which is none.
+    device: torch.device | None
+    # This process's, likewise.
 
     @abstractmethod
     def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:

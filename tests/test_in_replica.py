@@ -1,0 +1,437 @@
+"""Code on a replica: in a cell and under torchrun; what replicas say to each other, and what they agree on first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from driving import run_cell
+
+IMPORTS = """
+import torch
+from mirror_nb.strategies.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
+from mirror_nb.values import PerReplica, ReduceOp
+
+context = get_replica_context()
+mine = torch.tensor(replica_id + 1.0)
+
+def values(nest):
+    return torch.utils._pytree.tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, nest)
+
+def raised(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+"""
+
+
+def cell(pool, source):
+    """Run a cell and return the value of its last line on each replica."""
+    ran = run_cell(pool, IMPORTS + source)
+    assert not ran.errors, ran.report.failures
+    return [ran.results[replica_id] for replica_id in range(pool.size)]
+
+
+# --------------------------------------------------------------------------- where the code stands
+
+
+def test_a_cell_is_in_both_contexts_and_run_in_a_replicas(replicas):
+    source = """
+def where():
+    replica = get_replica_context()
+    return get_strategy() is strategy, in_cross_replica_context(), replica and replica.replica_id_in_sync_group
+
+with strategy.scope() as entered:
+    scope = where()
+devices = strategy.extended.worker_devices
+[where(), strategy.run(where), scope, entered is strategy, strategy.num_replicas_in_sync, devices]
+"""
+    for i, found in enumerate(cell(replicas(2), source)):
+        assert found == [(True, False, i), (True, False, i), (True, True, None), True, 2, ("cpu:0", "cpu:1")]
+
+
+def test_what_belongs_to_all_replicas_is_refused_inside_run(replicas):
+    source = """
+[raised(lambda: strategy.run(call)) for call in (
+    lambda: strategy.run(len, ("",)),
+    lambda: strategy.reduce("sum", mine, axis=None),
+    lambda: strategy.gather(mine, axis=0),
+)]
+"""
+    for nested, reduced, gathered in cell(replicas(2), source):
+        assert {nested[0], reduced[0], gathered[0]} == {"ContextError"}
+        assert "merge_call()" in nested[1]
+        assert "all_reduce()" in reduced[1]
+        assert "Strategy.gather method requires being in cross-replica context" in gathered[1]
+
+
+def test_run_takes_this_replicas_part_of_its_arguments(replicas):
+    source = """
+seen = []
+parts = {"x": [PerReplica([10, 20])]}
+result = strategy.run(lambda a, b, log: log.append(a["x"][0]) or a["x"][0] + b, (parts,), {"b": 1, "log": seen})
+(result, seen, raised(lambda: strategy.run(len, "ab")), raised(lambda: strategy.run(len, (), [1])))
+"""
+    for i, (result, seen, args, kwargs) in enumerate(cell(replicas(2), source)):
+        assert (result, seen) == (10 * (i + 1) + 1, [10 * (i + 1)])
+        assert args == ("UsageError", "positional args must be a list or tuple, got <class 'str'>; write args=(x,)")
+        assert kwargs[0] == "UsageError"
+
+
+# --------------------------------------------------------------------------- reduce and gather
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_values_are_reduced_over_the_peers(replicas, n):
+    source = """
+share = torch.arange(float(2 * replica_id))
+values([
+    strategy.reduce("SUM", mine, axis=None),
+    strategy.reduce(ReduceOp.MEAN, {"a": [mine, replica_id + 1]}, axis=None),
+    strategy.reduce("mean", share, axis=0),
+    strategy.reduce("sum", torch.ones(replica_id + 1, 2, 100) * mine, axis=(0, 1)),
+    strategy.reduce("sum", torch.tensor([True, False]), axis=0),
+    strategy.reduce("sum", torch.tensor([replica_id], dtype=torch.int16), axis=None),
+])
+"""
+    total = sum(i + 1 for i in range(n))
+    shares = [x for i in range(n) for x in range(2 * i)]
+    squares = 2.0 * sum((i + 1) ** 2 for i in range(n))
+    for summed, means, by_share, over_two, flags, small in cell(replicas(n), source):
+        assert summed == total
+        assert means == {"a": [total / n, total / n]}
+        assert by_share == pytest.approx(sum(shares) / len(shares) if shares else float("nan"), nan_ok=True)
+        assert over_two == [squares] * 100
+        assert flags == n
+        assert small == [sum(range(n))]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_uneven_tensors_are_gathered(replicas, n):
+    source = """
+rows = torch.full((replica_id, 2), replica_id, dtype=torch.int16)
+values([
+    strategy.gather(rows, axis=0),
+    strategy.gather({"flags": torch.ones(1, replica_id + 1, dtype=torch.bool)}, axis=-1),
+    context.all_gather([torch.tensor([1j * replica_id]), torch.zeros(2, replica_id)], axis=-1),
+    strategy.gather(torch.empty(0, 2), axis=0).shape == (0, 2),
+])
+"""
+    rows = [[i, i] for i in range(n) for _ in range(i)]
+    columns = sum(range(n))
+    expected = [
+        rows,
+        {"flags": [[True] * (columns + n)]},
+        [[1j * i for i in range(n)], [[0.0] * columns] * 2],
+        True,
+    ]
+    assert cell(replicas(n), source) == [expected] * n
+
+
+def test_a_number_takes_the_dtype_of_the_others_tensor(replicas):
+    source = """
+loss = torch.tensor(2.0, dtype=torch.float64) if replica_id else 1
+total = strategy.reduce("sum", loss, axis=None)
+[total.item(), str(total.dtype), context.all_reduce("sum", [loss])[0].item()]
+"""
+    assert cell(replicas(2), source) == [[3, "torch.float64", 3]] * 2
+
+
+MISTAKES = [
+    ("strategy.reduce('sum', torch.ones(4 - 2 * replica_id), axis=None)", "float32[4] on replica 0, float32[2] on"),
+    ("context.all_reduce('sum', torch.ones(4 - 2 * replica_id))", "float32[4] on replica 0, float32[2] on replica 1"),
+    ("context.all_reduce('sum', mine.long() if replica_id else mine)", "float32[] on replica 0, int64[] on replica 1"),
+    ("context.all_reduce('sum', [mine] if replica_id else (mine,))", "float32[] in (*,) on replica 0"),
+    (
+        "strategy.gather(torch.ones(1, 2 + replica_id), axis=0)",
+        "float32[*, 2] on replica 0, float32[*, 3] on replica 1",
+    ),
+    ("context.all_gather(mine if replica_id else mine[None], axis=0)", "“cannot all_gather a tensor of shape ()"),
+    ("strategy.reduce('sum', 'a' if replica_id else mine, axis=None)", "“cannot reduce a str ('a')"),
+    ("strategy.reduce('sum', 'a', axis=None)", "cannot reduce a str ('a')"),
+    (
+        "strategy.reduce('sum', mine, axis=None) if replica_id else strategy.gather(mine[None], axis=0)",
+        "different calls: gather axis=0 on replica 0, reduce SUM axis=None on replica 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), MISTAKES)
+def test_what_does_not_fit_is_the_same_error_on_every_replica_and_the_next_call_works(replicas, call, message):
+    source = f"[raised(lambda: {call}), strategy.reduce('sum', mine, axis=None).item()]"
+    results = cell(replicas(2), source)
+    (kind, text), total = results[0]
+    assert results[0] == results[1]
+    assert (kind, total) == ("UsageError", 3)
+    assert message in text
+
+
+def test_a_call_that_one_replica_leaves_out_ends_with_an_error_and_not_in_a_hang(replicas):
+    pool = replicas(2)
+    ran = run_cell(pool, "if replica_id == 0:\n    strategy.reduce('sum', 1.0, axis=None)")
+    assert ran.errors == {0: "ReplicaError"}
+    assert "waited in reduce SUM axis=None, but another one has returned" in ran.report.failures[0].message
+    assert cell(replicas(2), "strategy.reduce('sum', mine, axis=None).item()") == [3, 3]
+
+
+# --------------------------------------------------------------------------- all_reduce and all_gather
+
+
+@pytest.mark.parametrize(("op", "factor"), [("SUM", 2.0), ("MEAN", 1.0)])
+def test_the_gradient_of_a_reduction_is_that_reduction_of_the_gradients(replicas, op, factor):
+    # Golden: all_reduce/*/gradient.
+    source = f"""
+x = torch.tensor(replica_id + 2.0, requires_grad=True)
+context.all_reduce("{op}", x * x).backward()
+first = x.grad.clone()
+(gradient,) = torch.autograd.grad(context.all_reduce("{op}", x**3), x, create_graph=True)
+gradient.backward()
+values([first, x.grad - first])
+"""
+    x = [2.0, 3.0]
+    assert cell(replicas(2), source) == [[factor * 2 * x[i], factor * 6 * x[i]] for i in range(2)]
+
+
+def test_the_gradient_of_gathering_is_summed_and_cut(replicas):
+    # Golden: all_gather/gradient, and with shares of other sizes.
+    source = """
+x = torch.tensor([1.0, 2.0]) + 2 * replica_id
+x.requires_grad_()
+context.all_gather(x * x, axis=0).sum().backward()
+y = torch.ones(2, replica_id, requires_grad=True)
+(context.all_gather({"y": y}, axis=1)["y"] * mine).sum().backward()
+values([x.grad, y.grad])
+"""
+    assert cell(replicas(2), source) == [[[4, 8], [[], []]], [[12, 16], [[3], [3]]]]
+
+
+def test_a_nest_is_reduced_leaf_by_leaf(replicas):
+    # Golden: all_reduce/SUM/nest.
+    source = """
+nest = {"a": mine + 1, "l": [torch.tensor([1.0, 2.0]) + 2 * replica_id, [torch.tensor(4.0 + 2 * replica_id), True, 2]]}
+reduced = strategy.run(lambda: get_replica_context().all_reduce("sum", nest))
+mean = context.all_reduce("mean", [PerReplica([1, 2]), 3])
+values([reduced, mean, context.all_reduce("sum", {})])
+"""
+    expected = [{"a": 5, "l": [[4, 6], [10, 2, 4]]}, [1.5, 3], {}]
+    assert cell(replicas(2), source) == [expected] * 2
+
+
+# --------------------------------------------------------------------------- merge_call
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_merge_call_sees_all_values_and_gives_each_replica_its_part(replicas, n):
+    source = """
+model = torch.nn.Linear(1, 1)
+
+def merge(merging, x, same, nest, model_, by):
+    assert merging is strategy and in_cross_replica_context() and get_replica_context() is None
+    total = merging.reduce("sum", x, axis=None)
+    gathered = merging.gather(nest["rows"], axis=0)
+    parts = [part.item() for part in merging.local_results(x)]
+    return total, gathered, parts, same, model_ is model, x, by
+
+def replica():
+    nest = {"rows": torch.full((replica_id, 1), replica_id)}
+    return get_replica_context().merge_call(merge, (mine, "same", nest, model), {"by": replica_id})
+
+values(strategy.run(replica))
+"""
+    rows = [[i] for i in range(n) for _ in range(i)]
+    for i, found in enumerate(cell(replicas(n), source)):
+        assert found == (sum(range(1, n + 1)), rows, [j + 1.0 for j in range(n)], "same", True, i + 1.0, i)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("[1] * replica_id", "differ in structure: ([],) on replica 0, ([*],) on replica 1"),
+        ("(__import__('threading').Lock() if replica_id else 1)", "the arguments of merge_call cannot travel"),
+    ],
+)
+def test_arguments_that_cannot_be_merged_are_an_error_on_every_replica(replicas, argument, message):
+    source = f"""
+call = lambda: strategy.run(lambda: get_replica_context().merge_call(lambda merging, x: x, ({argument},)))
+(raised(call), strategy.reduce("sum", mine, axis=None).item())
+"""
+    for (kind, text), total in cell(replicas(2), source):
+        assert (kind, total) == ("UsageError", 3)
+        assert message in text
+
+
+DIFFERENT = "Some replicas made a different number of replica_context().merge_call() calls."
+
+
+@pytest.mark.parametrize("after", ["", "strategy.reduce('sum', mine, axis=None)"])
+def test_different_numbers_of_merge_calls_are_an_error_instead_of_a_hang(replicas, after):
+    # Golden: merge_call/count_mismatch.
+    source = f"""
+def replica():
+    for _ in range(2 - replica_id):
+        get_replica_context().merge_call(lambda merging: None)
+
+strategy.run(replica)
+{after}
+"""
+    ran = run_cell(replicas(2), IMPORTS + source)
+    assert ran.errors[0] == "ReplicaError"
+    assert DIFFERENT in ran.report.failures[0].message
+    assert cell(replicas(2), "strategy.reduce('sum', mine, axis=None).item()") == [3, 3]
+
+
+def test_what_a_merge_function_raises_leaves_the_context_as_it_was(replicas):
+    source = """
+failed = raised(lambda: strategy.run(lambda: get_replica_context().merge_call(lambda merging: 1 / 0)))
+(failed[0], get_replica_context().replica_id_in_sync_group, strategy.reduce("sum", mine, axis=None).item())
+"""
+    assert cell(replicas(2), source) == [("ZeroDivisionError", i, 3) for i in range(2)]
+
+
+# --------------------------------------------------------------------------- input
+
+
+@pytest.mark.parametrize(
+    ("n", "examples", "batch", "expected"),
+    [
+        (2, 10, 4, [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]),
+        (3, 10, 4, [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []], [[8], [9], []]]),
+    ],
+)
+def test_global_batches_are_cut_and_next_belongs_outside_of_run(replicas, n, examples, batch, expected):
+    source = f"""
+dataset = strategy.experimental_distribute_dataset(torch.arange({examples}), batch_size={batch})
+iterator = iter(dataset)
+error = raised(lambda: strategy.run(lambda: next(iterator)))
+(len(dataset), values(list(iterator)), values(list(dataset)), error)
+"""
+    for i, (length, once, again, error) in enumerate(cell(replicas(n), source)):
+        assert length == len(expected)
+        assert once == again == [step[i] for step in expected]
+        assert error[0] == "UsageError"
+        assert "next(iterator) should be called from outside of replica_fn" in error[1]
+
+
+def test_values_and_datasets_from_functions(replicas):
+    source = """
+value = strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group * 10 + 2)
+contexts = []
+
+def make(context):
+    contexts.append((context.num_replicas_in_sync, context.num_input_pipelines, context.get_per_replica_batch_size(8)))
+    return torch.utils.data.DataLoader(list(range(10)), context.get_per_replica_batch_size(8))
+
+dataset = strategy.distribute_datasets_from_function(make)
+(value, values(list(dataset)), contexts)
+"""
+    steps = [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9], []]]
+    expected = [(i * 10 + 2, [step[i] for step in steps], [(2, 1, 4)]) for i in range(2)]
+    assert cell(replicas(2), source) == expected
+
+
+def test_an_uneven_batch_weighs_gradients_by_examples_and_no_sync_keeps_them_local(replicas):
+    source = """
+torch.manual_seed(0)
+model = torch.nn.Linear(1, 1, bias=False)
+for batch in strategy.distribute_dataset(torch.tensor([[1.0], [2.0], [6.0]]), batch_size=3):
+    strategy.run(lambda x: model(x).mean().backward(), (batch,))
+whole = model.weight.grad.item()
+model.zero_grad()
+with strategy.no_sync():
+    model(mine[None]).sum().backward()
+(whole, model.weight.grad.item())
+"""
+    assert cell(replicas(2), source) == [(3, 1), (3, 2)]
+
+
+# --------------------------------------------------------------------------- under torchrun
+
+SCRIPT = """
+import json, os, sys
+import torch
+from torch import nn
+from mirror_nb.strategies.context import get_replica_context
+from mirror_nb.strategies.mirrored import MirroredStrategy
+from mirror_nb.variables import Variable
+
+strategy = MirroredStrategy()
+replica_id = int(os.environ["RANK"])
+mine = torch.tensor(replica_id + 1.0)
+
+def raised(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+found = {"n": strategy.num_replicas_in_sync}
+with strategy.scope():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    total = Variable(0.0, aggregation="SUM", synchronization="ON_READ")
+    counter = Variable(10.0, aggregation="SUM")
+
+def step(x, y):
+    loss = nn.functional.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    total.assign_add(mine)
+    counter.assign_add(mine)
+    gathered = get_replica_context().all_gather(mine[None], axis=0)
+    return loss.detach(), gathered, get_replica_context().merge_call(lambda s, x: s.reduce("sum", x, None), (mine,))
+
+x = torch.linspace(-1, 1, 10)[:, None]
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), batch_size=4, shuffle=True)
+losses = []
+for epoch in range(2):
+    for batch in strategy.distribute_dataset(loader):
+        loss, gathered, merged = strategy.run(step, batch)
+        losses.append(strategy.reduce("mean", loss, axis=None).item())
+found.update(losses=losses, weight=model.weight.item(), gathered=gathered.tolist(), merged=merged.item())
+found.update(total=total.read_value().item(), counter=counter.read_value().item())
+found["error"] = raised(lambda: strategy.reduce("sum", torch.ones(replica_id + 1), axis=None))
+found["after"] = strategy.reduce("sum", mine, axis=None).item()
+if len(sys.argv) > 1:
+    with open(os.path.join(sys.argv[1], str(replica_id)), "w") as file:
+        json.dump(found, file)
+strategy.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory):
+    """What each of two processes found that torchrun started."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [*command, str(script), str(folder)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads((folder / str(i)).read_text()) for i in range(2)]
+
+
+def test_a_script_under_torchrun_has_the_same_calls(under_torchrun):
+    for found in under_torchrun:
+        assert (found["n"], found["gathered"], found["merged"], found["after"]) == (2, [1, 2], 3, 3)
+        assert (found["total"], found["counter"]) == (6 * 3, 10 + 6 * 3)
+        assert found["error"][0] == "UsageError"
+        assert "float32[1] on replica 0, float32[2] on replica 1" in found["error"][1]
+    assert under_torchrun[0]["losses"] == under_torchrun[1]["losses"]
+    assert under_torchrun[0]["weight"] == under_torchrun[1]["weight"]
+
+
+def test_the_same_loop_in_a_cell_gives_the_same_numbers(under_torchrun, replicas):
+    # The cell's strategy is bound; the script makes its own. Seeded alike, since the shared pool's streams have moved.
+    body = SCRIPT.partition("found = {")[2].partition("if len(sys.argv)")[0]
+    start = SCRIPT.partition("strategy = ")[0]
+    helper = SCRIPT.partition("mine = ")[2].partition("found = ")[0]
+    source = f"{start}\ntorch.manual_seed(0)\nmine = {helper}found = {{{body}\nfound"
+    assert [json.loads(json.dumps(found)) for found in cell(replicas(2), source)] == under_torchrun
