@@ -402,7 +402,7 @@ class _Following:
     def _check_meetings(self) -> None:
         """End the wait in a merge_call that some replica has left out: it has returned and will never come."""
         waiting = max((self._meetings[r] for r in self._pending), default=0)
-        if any(self._meetings[r] < waiting for r in self._answers):
+        if any(self._meetings[r] < waiting for r, answer in self._answers.items() if answer.failure is None):
             self._fail(UNEVEN_MERGE_CALLS, abort_after=0.0)
 
     def _end_of(self, replica_id: int, answer: Answer) -> None:

@@ -14,9 +14,9 @@ import atexit
 import contextlib
 import functools
 import importlib
-import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -57,6 +57,9 @@ class _Member:
     killed: bool = False
 
 
+_CHANNEL, _SENTINEL = "channel", "sentinel"
+
+
 class LocalPool(Pool):
     """One process a device on this machine."""
 
@@ -68,6 +71,8 @@ class LocalPool(Pool):
         self._seed = seed
         self._reduction = reduction
         self._members: dict[int, _Member] = {}
+        self._selector = selectors.DefaultSelector()
+        # Kept: to register four descriptors anew for every message would take longer than the message.
         self._store: Any = None
         self._port = 0
         self._nanny: subprocess.Popen[bytes] | None = None
@@ -98,7 +103,9 @@ class LocalPool(Pool):
                 process.start()
             theirs.close()
             began = nanny.start_time(process.pid)
-            self._members[replica_id] = _Member(process, Channel(ours), began)
+            member = self._members[replica_id] = _Member(process, Channel(ours), began)
+            self._selector.register(member.channel, selectors.EVENT_READ, (replica_id, _CHANNEL))
+            self._selector.register(process.sentinel, selectors.EVENT_READ, (replica_id, _SENTINEL))
             self._tell_nanny(f"+ {process.pid} {began}")
 
     def _spec(self, replica_id: int) -> ReplicaSpec:
@@ -143,21 +150,17 @@ class LocalPool(Pool):
             self._members[replica_id].channel.send(message, slab)
 
     def _poll(self, timeout: float, wake: int | None) -> list[Incoming]:
-        waiting: dict[Any, int] = {}
-        dead: list[Incoming] = []
-        for replica_id, member in self._members.items():
-            if member.death is not None:
-                dead.append((replica_id, member.death, None))
-                continue
-            waiting[member.channel] = replica_id
-            waiting[member.process.sentinel] = replica_id
-        ready = multiprocessing.connection.wait(
-            [*waiting, *([wake] if wake is not None else [])], 0.0 if dead else timeout
-        )
+        dead: list[Incoming] = [(r, m.death, None) for r, m in self._members.items() if m.death is not None]
+        if wake is not None:
+            self._selector.register(wake, selectors.EVENT_READ)
+        try:
+            ready = [key.data for key, _ in self._selector.select(0.0 if dead else timeout) if key.data is not None]
+        finally:
+            if wake is not None:
+                self._selector.unregister(wake)
         found: list[Incoming] = []
-        sources = [source for source in ready if source in waiting]
-        for replica_id in sorted({waiting[source] for source in sources}):
-            found += self._receive(replica_id, self._members[replica_id].process.sentinel in sources)
+        for replica_id in sorted({replica_id for replica_id, _ in ready}):
+            found += self._receive(replica_id, (replica_id, _SENTINEL) in ready)
         return found + dead
 
     def _receive(self, replica_id: int, ended: bool) -> list[Incoming]:
@@ -175,6 +178,7 @@ class LocalPool(Pool):
 
     def _died(self, replica_id: int) -> Incoming:
         member = self._members[replica_id]
+        self._stop_watching(member)
         member.process.join(EXIT_SECONDS)
         self._end_session(member)
         code = member.process.exitcode
@@ -198,9 +202,16 @@ class LocalPool(Pool):
             self._end_session(member)
             member.process.join(EXIT_SECONDS)
             self._tell_nanny(f"- {member.process.pid}")
+            self._stop_watching(member)
             member.channel.close()
             with contextlib.suppress(ValueError):
                 member.process.close()
+
+    def _stop_watching(self, member: _Member) -> None:
+        for source in (member.channel, member.process.sentinel):
+            # Its death may have been told before it is buried.
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(source)
 
     def _close(self) -> None:
         if os.getpid() != self._pid:
@@ -217,6 +228,7 @@ class LocalPool(Pool):
             self._nanny.stdin.close()
             self._nanny.wait()
         self._store = None
+        self._selector.close()
 
     def _tell_nanny(self, line: str) -> None:
         if self._nanny is not None and self._nanny.stdin is not None:
@@ -227,8 +239,9 @@ class LocalPool(Pool):
     # ------------------------------------------------------------------ questions
 
     def dead(self) -> list[Death]:
-        for replica_id, member in self._members.items():
-            if member.death is None and not member.process.is_alive():
+        ready = [key.data for key, _ in self._selector.select(0)]
+        for replica_id, source in ready:
+            if source is _SENTINEL:
                 self._died(replica_id)
         return [member.death for _, member in sorted(self._members.items()) if member.death is not None]
 

@@ -1,0 +1,94 @@
+"""The public names: the README lists them all, each says what it is, and to import them does nothing."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mirror_nb as mnb
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+CLASSES = sorted(name for name in mnb.__all__ if inspect.isclass(getattr(mnb, name)))
+
+IMPORT = """
+import json, sys, threading
+import psutil, torch
+
+native = psutil.Process().num_threads()
+import mirror_nb
+
+print(json.dumps({
+    "threads": [thread.name for thread in threading.enumerate()],
+    "native": psutil.Process().num_threads() - native,
+    "children": len(psutil.Process().children()),
+    "jupyter": sorted({"IPython", "ipywidgets", "ipykernel", "matplotlib"} & set(sys.modules)),
+    "cuda": torch.cuda.is_initialized(),
+}))
+"""
+
+
+def section(title: str) -> str:
+    """Return the text under a heading of the README, up to the next one."""
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    assert found is not None, f"the README has no section {title!r}"
+    return found[1]
+
+
+def run_python(source: str) -> str:
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_the_readme_lists_every_public_name_once():
+    cells = re.findall(r"^\| (`.*?) \|", section("Names"), re.MULTILINE)
+    listed = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(listed) == sorted(mnb.__all__)
+
+
+def test_the_example_of_the_readme_runs_as_it_stands():
+    example = re.search(r"```python\n(.*?)```", section("From plain Python"), re.DOTALL)
+    assert example is not None
+    check = "\nprint(float(step), torch.allclose(model.weight, torch.ones(4), atol=0.01))\n"
+    lines = run_python(example[1] + check).splitlines()
+    assert lines[0] == "2"
+    assert lines[-1] == "48.0 True"
+
+
+def own_members(kind: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties of a class that mirror_nb itself defines, with those it inherits."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] == "mirror_nb":
+            for name, member in vars(base).items():
+                function = getattr(member, "__func__", member)
+                if not name.startswith("_") and (inspect.isfunction(function) or isinstance(member, property)):
+                    yield f"{base.__name__}.{name}", member
+
+
+def says_what_it_is(thing: Any) -> bool:
+    # A dataclass without a docstring is given its signature for one.
+    doc = thing.__doc__ or ""
+    return bool(doc.strip()) and not doc.startswith(f"{getattr(thing, '__name__', '')}(")
+
+
+def test_every_public_class_and_function_has_a_docstring():
+    public = {name: getattr(mnb, name) for name in mnb.__all__ if name != "__version__"}
+    assert [name for name, thing in public.items() if not says_what_it_is(thing)] == []
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_public_method_has_a_docstring(name):
+    assert [path for path, member in own_members(getattr(mnb, name)) if not says_what_it_is(member)] == []
+
+
+def test_to_import_the_package_starts_nothing_and_needs_no_jupyter():
+    found = json.loads(run_python(IMPORT))
+    assert found == {"threads": ["MainThread"], "native": 0, "children": 0, "jupyter": [], "cuda": False}
