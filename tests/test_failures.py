@@ -19,7 +19,7 @@ OK = Answer(Done(1))
 
 
 def failed(error: BaseException, **flags: bool) -> Answer:
-    lines = ("Traceback", f"----> 3 {type(error).__name__} here")
+    lines = ("Traceback", f"----> 3 {type(error).__name__} here", f"{type(error).__name__}: {error}")
     return Answer(Done(1, Failure(type(error).__name__, str(error), lines, cloudpickle.dumps(error), **flags)))
 
 
