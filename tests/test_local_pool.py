@@ -23,6 +23,15 @@ from mirror_nb.pool.local import LocalPool
 
 WAIT_IN_A_COLLECTIVE = "strategy.reduce('sum', 1.0)"
 HOLD_THE_GIL = "import ctypes\nctypes.PyDLL(None).sleep(1000)"
+# An interrupt that comes just before the replica is stuck changes nothing.
+STUCK = """
+import ctypes, os, signal
+while True:
+    try:
+        MARK
+        {}
+    except KeyboardInterrupt: pass
+"""
 
 
 @pytest.fixture
@@ -283,12 +292,12 @@ def test_a_replica_that_swallows_every_error_does_not_hold_the_others_up(two, sh
 # ---------------------------------------------------------------------- interrupts and timeouts
 
 
-def interrupted(pool: LocalPool, source: str, tmp_path: Path) -> base.Report:
+def interrupted(pool: LocalPool, source: str, tmp_path: Path, press: Callable[[], None] = press_ctrl_c) -> base.Report:
     """Run a cell and press Ctrl-C once every replica is in it."""
     files = [tmp_path / f"in{r}" for r in range(pool.size)]
     mark = f"open({str(tmp_path)!r} + f'/in{{replica_id}}', 'w').close()"
     whole = source.replace("MARK", mark) if "MARK" in source else f"{mark}\n{source}"
-    with doing(press_ctrl_c, when=lambda: all(file.exists() for file in files)):
+    with doing(press, when=lambda: all(file.exists() for file in files)):
         return run_cell(pool, whole).report
 
 
@@ -348,9 +357,15 @@ def test_an_interrupt_while_much_is_shown_leaves_the_channel_whole(two, tmp_path
         assert run_cell(two, "x = 1").report.clean
 
 
-def test_a_replica_that_holds_the_gil_is_replaced_alone(two, tmp_path, short_grace):
+@pytest.mark.parametrize(
+    "stuck",
+    ["ctypes.PyDLL(None).sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"],
+    ids=["holding the GIL", "stopped"],
+)
+def test_a_replica_that_will_not_stop_is_replaced_alone(two, tmp_path, short_grace, stuck):
     before = pids(two)
-    report = interrupted(two, f"kept = 1\nif replica_id == 1:\n{textwrap.indent(HOLD_THE_GIL, '    ')}", tmp_path)
+    others = "MARK\nkept = 1\nif replica_id == 1:\n"
+    report = interrupted(two, others + textwrap.indent(STUCK.format(stuck), "    "), tmp_path)
     (death,) = report.deaths
     assert (death.replica_id, death.by_us) == (1, True)
     two.mend()
@@ -359,25 +374,17 @@ def test_a_replica_that_holds_the_gil_is_replaced_alone(two, tmp_path, short_gra
     assert run_cell(two, "k = kept", replicas=[0]).values[0]["k"] == 1
 
 
-def test_a_stopped_replica_is_replaced_alone(two, tmp_path, short_grace):
-    report = interrupted(two, "import os, signal\nif replica_id == 1: os.kill(os.getpid(), signal.SIGSTOP)", tmp_path)
-    assert [(death.replica_id, death.by_us) for death in report.deaths] == [(1, True)]
-    two.mend()
-
-
 def test_a_second_interrupt_does_not_wait_for_the_grace(two, tmp_path, monkeypatch):
     monkeypatch.setattr(base, "GRACE", 1000.0)
-    file = tmp_path / "in1"
 
     def press_twice() -> None:
         press_ctrl_c()
-        time.sleep(0.2)
         # Two that are pending together would be delivered as one.
+        time.sleep(0.5)
         press_ctrl_c()
 
-    with doing(press_twice, when=file.exists):
-        ran = run_cell(two, f"open({str(tmp_path)!r} + f'/in{{replica_id}}', 'w').close()\n{HOLD_THE_GIL}")
-    assert {death.replica_id for death in ran.report.deaths} == {0, 1}
+    report = interrupted(two, STUCK.format("ctypes.PyDLL(None).sleep(1000)"), tmp_path, press_twice)
+    assert {death.replica_id for death in report.deaths} == {0, 1}
     two.mend()
 
 

@@ -315,7 +315,8 @@ def test_the_last_expression_is_the_cells_result(notebook):
 def test_await_time_shell_and_run_work_in_a_cell(notebook):
     notebook.run("%%writefile script.py\nimport sys\nfrom_script = sys.argv[1] + '!'\nprint('script ran')")
     shown = notebook.run(
-        "%%mirrored\nimport asyncio\nawait asyncio.sleep(0)\n!echo from the shell\n%run script.py hi\ngot = from_script"
+        "%%mirrored\nimport asyncio\nawait asyncio.sleep(0)\n!echo from the shell\n"
+        "%run script.py hi\ngot = from_script"
     )
     assert shown.error is None, shown.error
     assert shown.stdout.index("from the shell") < shown.stdout.index("script ran")
