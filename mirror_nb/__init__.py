@@ -88,11 +88,13 @@ __version__ = "0.1.0"
 def load_ipython_extension(shell: Any) -> None:
     """Register `%mirror` and `%%mirrored`; torch begins to load for the replicas meanwhile."""
     from mirror_nb.notebook.magics import MirrorMagics
-    from mirror_nb.pool.local import warm_up
+    from mirror_nb.pool.local import end_children, warm_up
 
     warm_up()
     if "mirrored" not in shell.magics_manager.magics["cell"]:
         shell.register_magics(MirrorMagics(shell))
+        # Set by a kernel that was asked to shut down or to restart.
+        shell.observe(lambda change: end_children(), "exit_now")
 
 
 def unload_ipython_extension(shell: Any) -> None:

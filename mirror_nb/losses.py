@@ -6,6 +6,7 @@ reduction, the exact mean, a plain mean loss is right as it is.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         _require_replica("compute_average_loss")
         global_batch_size = losses.shape[0] * get_strategy().num_replicas_in_sync
     size = _size(global_batch_size)
+    if losses.requires_grad:
+        _check_reduction()
     total = losses.sum()
     # No examples: 0, with its gradient, where 0 / 0 would be NaN.
     return total / size if size else total * 0
@@ -49,6 +52,17 @@ def scale_regularization_loss(regularization_loss: Any) -> Tensor:
     """
     _require_replica("scale_regularization_loss")
     return torch.as_tensor(regularization_loss).sum() / get_strategy().num_replicas_in_sync
+
+
+def _check_reduction() -> None:
+    strategy = get_strategy()
+    if strategy.num_replicas_in_sync > 1 and getattr(strategy._place, "reduction", "sum") == "mean":
+        warnings.warn(
+            "compute_average_loss divides by the global batch size, which belongs to summed gradients, but this strategy "
+            f"averages them: they come out {strategy.num_replicas_in_sync} times too small. Make the strategy with "
+            "gradient_reduction=ReduceOp.SUM, or take a plain mean loss",
+            stacklevel=3,
+        )
 
 
 def _weighted(losses: Tensor, weights: Tensor) -> Tensor:

@@ -81,6 +81,17 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """Where functions that travel were written: tracebacks show these lines."""
+
+    file: str
+    # As their code names it; there is no such file.
+    text: str
+    number: int | None
+    # Of the notebook's cell.
+
+
+@dataclass(frozen=True, slots=True)
 class RunCell(_Compact):
     """Run a cell in the replica's shell."""
 
@@ -98,6 +109,8 @@ class RunCell(_Compact):
     # False: gradients are not synchronised (--no-sync).
     owner: bool
     # True on the one replica whose networks and results travel to the controller whole.
+    sources: tuple[Source, ...] = ()
+    # Of the functions among `names`.
     partial: bool = False
     # True: some replicas do not run this cell, so that nothing in it may wait for all.
 

@@ -131,6 +131,7 @@ class _Packer(cloudpickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=None if in_band else self._take_buffer)
         self.buffers: list[memoryview] = []
         self.global_names: set[str] = set()
+        self.files: set[str] = set()
         self._budget = budget
         self._label = label
         self._namespace = namespace
@@ -160,6 +161,7 @@ class _Packer(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.FunctionType and self._namespace is not None and obj.__globals__ is self._namespace:
             self.global_names |= global_names(obj.__code__)
+            self.files.add(obj.__code__.co_filename)
             return super().reducer_override(self._unbound(obj))
         if self._label and self._namespace is not None and isinstance(obj, type):
             label_class(obj, self._label, self._namespace)
@@ -288,6 +290,8 @@ class Packed:
     slab: int | None
     global_names: frozenset[str]
     # Names that functions of the namespace look up; they are not part of the payload.
+    files: frozenset[str] = frozenset()
+    # Where these functions were written, as their code says it.
 
     def close(self) -> None:
         """Close this process's descriptor of the slab; those who received it keep theirs."""
@@ -325,7 +329,9 @@ def pack(
         raise TransferError(f"{type(obj).__name__} cannot be sent: {type(reason).__name__}: {reason}") from reason
     extents, slab = _write_slab(packer.buffers)
     size = extents[-1][0] + extents[-1][1] if extents else 0
-    return Packed(Payload(file.getvalue(), extents, size), slab, frozenset(packer.global_names))
+    return Packed(
+        Payload(file.getvalue(), extents, size), slab, frozenset(packer.global_names), frozenset(packer.files)
+    )
 
 
 def _write_slab(buffers: list[memoryview]) -> tuple[tuple[tuple[int, int], ...], int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -81,10 +82,8 @@ def unused(files: list[Path]) -> list[Path]:
     """Return those that no process has mapped: what is in use is somebody else's, since ours have all ended."""
     mapped = set()
     for process in psutil.process_iter() if files else ():
-        try:
+        with contextlib.suppress(psutil.Error):
             mapped |= {m.path.removesuffix(" (deleted)") for m in process.memory_maps()}
-        except psutil.Error:
-            pass
     return [path for path in files if str(path) not in mapped and path.exists()]
 
 

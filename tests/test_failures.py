@@ -7,11 +7,11 @@ from typing import Any
 import cloudpickle
 import pytest
 from driving import plain
+from mirror_nb.notebook.failures import raise_for, rebuilt
 
 from mirror_nb import RemoteException, ReplicaDied, ReplicaTimeout
 from mirror_nb.devices import Device
 from mirror_nb.messages import Done, Failure
-from mirror_nb.notebook.failures import raise_for, rebuilt
 from mirror_nb.pool.base import Answer, Death, Report
 
 DEVICES = [Device("cuda", i) for i in range(4)]
@@ -19,7 +19,7 @@ OK = Answer(Done(1))
 
 
 def failed(error: BaseException, **flags: bool) -> Answer:
-    lines = ("Traceback", f"----> 3 {type(error).__name__} here")
+    lines = ("Traceback", f"----> 3 {type(error).__name__} here", f"{type(error).__name__}: {error}")
     return Answer(Done(1, Failure(type(error).__name__, str(error), lines, cloudpickle.dumps(error), **flags)))
 
 

@@ -125,7 +125,7 @@ def test_without_replicas_the_magics_say_how_to_start_them(run):
         ("%mirror push", "push which names"),
         ("%mirror push nowhere", "the notebook has no name `nowhere`"),
         ("%mirror pull", "pull which names"),
-        ("%mirror pull --replica 7 x", "there is no replica 7"),
+        ("%mirror pull x --replica 7", "there is no replica 7"),
         ("%mirror pull nowhere", "has no name `nowhere`"),
     ],
 )

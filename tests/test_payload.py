@@ -266,24 +266,18 @@ def test_a_network_that_says_itself_how_it_is_rebuilt_travels():
     assert torch.equal(travel(traced)(x), traced(x))
 
 
-def test_a_parametrized_network_travels_or_says_why_not():
-    net = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
-    try:
-        arrived = travel(net)
-    except TransferError as reason:
-        assert "parametri" in str(reason)
-    else:
-        assert torch.equal(arrived(torch.ones(1, 3)), net(torch.ones(1, 3)))
-
-
-def test_a_scripted_network_travels_or_says_why_not():
-    scripted = torch.jit.script(nn.Linear(2, 2))
-    try:
-        arrived = travel(scripted)
-    except TransferError as reason:
-        assert "ScriptModule" in str(reason) or "RecursiveScript" in str(reason)
-    else:
-        assert torch.equal(arrived(torch.ones(1, 2)), scripted(torch.ones(1, 2)))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+        lambda: torch.jit.script(nn.Linear(2, 2)),
+    ],
+    ids=["parametrized", "scripted"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_network_that_torch_itself_does_not_pickle_is_an_error(make):
+    with pytest.raises(TransferError, match="cannot be sent"):
+        travel(make())
 
 
 # ---------------------------------------------------------------------- functions of a namespace
@@ -402,7 +396,7 @@ def test_what_cannot_be_pickled_is_an_error_that_says_its_type_and_why(value):
 def test_a_reference_that_is_not_known_here_is_an_error():
     marker = object()
     packed = pack([marker], reference=lambda obj: ("module", "k7") if obj is marker else None)
-    with pytest.raises(TransferError, match="refers to .*k7.* not known here"):
+    with pytest.raises(TransferError, match=r"refers to .*k7.* not known here"):
         unpack(packed.payload, None)
 
 

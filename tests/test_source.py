@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import symtable
 import textwrap
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -70,8 +72,8 @@ READS = [
     ("try:\n    import a\nexcept ImportError:\n    a = None\na", "ImportError"),
     ("try:\n    pass\nexcept* E as e:\n    e", "E"),
     (
-        "match a:\n    case [x, *y] if x > z:\n        x, y\n    case Point(u=v):\n        v\n    case k.K:\n        w",
-        "a z Point k w",
+        "match a:\n    case [x, *y] if x > z:\n        x, y\n    case P(u=v):\n        v\n    case k.K:\n        w",
+        "a z P k w",
     ),
     ("match a:\n    case {'k': x, **rest}:\n        x, rest\n    case _:\n        pass", "a"),
     ("assert a, b", "a b"),
@@ -256,11 +258,20 @@ class Record(dict):
 class Anything:
     """Stands for any value of the notebook, whatever a cell does to it."""
 
-    x = property(lambda self: self)
-    __add__ = __iadd__ = __radd__ = __getitem__ = __call__ = __enter__ = lambda self, *args: self
-    __exit__ = lambda self, *args: None
-    __iter__ = lambda self: iter([self])
-    __mro_entries__ = lambda self, bases: ()
+    def itself(self, *args: object) -> Anything:
+        return self
+
+    x = property(itself)
+    __add__ = __iadd__ = __radd__ = __getitem__ = __call__ = __enter__ = itself
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Anything]:
+        return iter([self])
+
+    def __mro_entries__(self, bases: object) -> tuple[type, ...]:
+        return ()
 
 
 @settings(max_examples=150, deadline=None)
@@ -268,8 +279,6 @@ class Anything:
 def test_whatever_running_the_cell_looks_up_was_foreseen(source):
     # At the top level names are looked up in the mapping that exec was given; in functions they are not.
     names = Record()
-    try:
+    with contextlib.suppress(NameError, TypeError, AttributeError):
         exec(compile(source, "cell", "exec"), {}, names)
-    except (NameError, TypeError, AttributeError, UnboundLocalError):
-        pass
     assert {name for name in names.lacked if len(name) == 1} <= cell_names(source).read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import time
 import types
@@ -16,7 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from mirror_nb import devices as device_names
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, UsageError
-from mirror_nb.messages import Bind, CommSent, Fetch, LoadModules, Restore, RunCell, Snapshot
+from mirror_nb.messages import Bind, CommSent, Fetch, LoadModules, Restore, RunCell, Snapshot, Source
 from mirror_nb.notebook.names import Names, Parcel, Returned
 from mirror_nb.notebook.output import CellView, CommProxy, duration, size
 from mirror_nb.notebook.source import cell_names
@@ -201,14 +202,21 @@ class Session:
                 names=parcel.packed.payload if parcel is not None else None,
                 bound=names.bound,
                 mentioned=names.mentioned,
-                count=self._shell.execution_count,
+                # Not execution_count: since IPython 9 that is the next cell's already.
+                count=self._shell.displayhook.prompt_count,
                 working_directory=os.getcwd(),
                 synchronize=options.synchronize,
                 partial=len(replicas) < self._running().size,
                 owner=replica_id == replicas[0],
+                sources=self._sources(parcel) if parcel is not None else (),
             )
             slabs[replica_id] = parcel.packed.slab if parcel is not None else None
         return requests, slabs
+
+    def _sources(self, parcel: Parcel) -> tuple[Source, ...]:
+        numbers = getattr(self._shell.compile, "_filename_map", {})
+        texts = {file: "".join(linecache.getlines(file)) for file in sorted(parcel.packed.files)}
+        return tuple(Source(file, text, numbers.get(file)) for file, text in texts.items() if text)
 
     def _shown_by(self, view: CellView) -> Any:
         kernel = getattr(self._shell, "kernel", None)

@@ -29,7 +29,7 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
         notes = [f"interrupted on {_who(stopped, devices, among)}", *_deaths(report)]
         _raise(KeyboardInterrupt(), _lines(failures), notes)
     if report.timed_out:
-        late = sorted({*failures, *(d.replica_id for d in report.deaths)})
+        late = sorted({*failures, *(d.replica_id for d in report.deaths)}) or sorted(report.answers)
         slow = ReplicaTimeout(f"{_who(late, devices, among)} did not finish within {timeout:g} s and were stopped")
         _raise(slow, _lines(failures)[:-1], [_last_line(slow), *_deaths(report)])
     users = [f for f in failures.values() if not f.secondary and not f.interrupted]

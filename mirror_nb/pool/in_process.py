@@ -6,9 +6,13 @@ interrupted while it does not return to Python.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import threading
 import types
 from collections import deque
+from collections.abc import Iterator
 
 import psutil
 import torch
@@ -46,6 +50,7 @@ class InProcessPool(Pool):
             self._emit,
             self._setup,
             types.ModuleType("__mirrored__"),
+            _interruptible,
         )
 
     def _emit(self, message: object, slab: int | None = None) -> None:
@@ -81,3 +86,16 @@ class InProcessPool(Pool):
     def status(self) -> list[ReplicaStatus]:
         memory = psutil.Process().memory_info().rss
         return [ReplicaStatus(0, self.devices[0], os.getpid(), memory, "ready, in this process")]
+
+
+@contextlib.contextmanager
+def _interruptible(number: int) -> Iterator[None]:
+    """Let Ctrl-C raise in user code, as in any function call; outside it, the pool only takes note of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import selectors
 import signal
@@ -295,10 +296,33 @@ def stop_forkserver() -> None:
     server = multiprocessing.forkserver._forkserver
     if not _open_pools and hasattr(server, "_stop"):
         pid = getattr(server, "_forkserver_pid", None)
-        if pid is not None:
-            # It has nothing to finish, and unloading torch would take it a second.
-            os.kill(pid, signal.SIGKILL)
-        server._stop()
+        # Two threads may come here when a kernel ends; one of them finds nothing left to end.
+        with contextlib.suppress(OSError):
+            if pid is not None:
+                # It has nothing to finish, and unloading torch would take it a second.
+                os.kill(pid, signal.SIGKILL)
+            server._stop()
+
+
+def end_children() -> None:
+    """End all pools, the forkserver and multiprocessing's resource tracker, and reap them.
+
+    For a kernel that shuts down. ipykernel waits up to 4 s for its children to be gone, dead ones that nobody reaped
+    among them; after 2.5 s Jupyter kills it, before what was registered for its end has run.
+    """
+    _close_pools()
+    stop_forkserver()
+    tracker: Any = multiprocessing.resource_tracker._resource_tracker
+    descriptor, pid = getattr(tracker, "_fd", None), getattr(tracker, "_pid", None)
+    if descriptor is None or pid is None:
+        return
+    tracker._fd = tracker._pid = None
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+        # It lives on while a process of the user's has its descriptor.
+        deadline = time.monotonic() + EXIT_SECONDS
+        while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.005)
 
 
 @contextlib.contextmanager

@@ -178,6 +178,7 @@ class Replica:
             self.namespace.bind(cell.names, slab)
         before = self.namespace.before(cell.mentioned, number)
         shell = self.shell
+        shell.learn(cell.sources)
         failure = None
         self.partial = cell.partial
         with self._in_scope(cell.synchronize and not cell.partial), self.cell_context():

@@ -5,10 +5,11 @@ The only module below the notebook floor that imports IPython.
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
 from mirror_nb.errors import MirrorError, PeerFailed
-from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display
+from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, Source
 
 
 @dataclass(slots=True)
@@ -97,6 +98,16 @@ class ReplicaShell(InteractiveShell):
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
         self._traceback, self._shown = tuple(stb), evalue
 
+    def learn(self, sources: Iterable[Source]) -> None:
+        """Know the lines of the notebook's own cells, for tracebacks through their functions."""
+        numbers = getattr(self.compile, "_filename_map", {})
+        for source in sources:
+            # Without a time of change, since there is no file to look at.
+            lines = source.text.splitlines(keepends=True)
+            linecache.cache[source.file] = (len(source.text), None, lines, source.file)
+            if source.number is not None:
+                numbers[source.file] = source.number
+
     def run(self, source: str, count: int) -> CellEnd:
         """Run one cell and return how it ended; `count` is its number in tracebacks."""
         self.execution_count = count
@@ -116,16 +127,23 @@ class ReplicaShell(InteractiveShell):
         return end
 
 
+_WAITING = ("mirror_nb.collectives", "mirror_nb.gradients")
+# They call nothing of the user's.
+
+
 def _users_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Return the traceback up to the last frame that is not of mirror_nb."""
+    """Return the traceback without the frames of mirror_nb that it ends in, nor of a wait and what led to it."""
     frames = []
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    while frames and frames[-1].tb_frame.f_globals.get("__name__", "").startswith("mirror_nb."):
-        frames.pop()
+    modules = [frame.tb_frame.f_globals.get("__name__", "") for frame in frames]
+    end = next((i for i, module in enumerate(modules) if module.startswith(_WAITING)), len(frames))
+    ours = ("mirror_nb.", "torch.distributed.") if end < len(frames) else ("mirror_nb.",)
+    while end and modules[end - 1].startswith(ours):
+        end -= 1
     short = None
-    for frame in reversed(frames):
+    for frame in reversed(frames[:end]):
         short = types.TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return short
 

@@ -37,6 +37,8 @@ class Streams:
         self._open = False
         self._forked = False
         # This is a child of the replica, a DataLoader's worker say: its text goes by the captured descriptors.
+        self._lines: dict[str, str] = {}
+        # What such a child has written since its last whole line.
         self._pending = threading.Event()
         self._captured: list[tuple[int, str, codecs.IncrementalDecoder]] = []
         # Readable ends of pipes, the stream that each stands for, and the half of a character that came last.
@@ -48,7 +50,10 @@ class Streams:
     def write(self, name: str, text: str) -> None:
         """Take text for a stream; it is sent within BATCH_SECONDS while a request runs."""
         if self._forked:
-            os.write(1 if name == "stdout" else 2, text.encode("utf-8", "backslashreplace"))
+            # Whole lines, since others write to the same pipe.
+            lines, newline, rest = (self._lines.pop(name, "") + text).rpartition("\n")
+            self._lines[name] = rest
+            _write(name, lines + newline)
             return
         with self._lock:
             if not self._open and self._characters > IDLE_CHARACTERS:
@@ -61,6 +66,11 @@ class Streams:
             self.flush()
         elif self._open and not self._pending.is_set():
             self._pending.set()
+
+    def end_line(self, name: str) -> None:
+        """In a child of the replica: write what was begun of a line."""
+        if self._forked:
+            _write(name, self._lines.pop(name, ""))
 
     def flush(self) -> None:
         """Send what was collected, if a request runs."""
@@ -127,6 +137,11 @@ class Streams:
                     self.write(name, decoder.decode(os.read(readable, 1 << 16)))
 
 
+def _write(name: str, text: str) -> None:
+    if text:
+        os.write(1 if name == "stdout" else 2, text.encode("utf-8", "backslashreplace"))
+
+
 def _merged(chunks: list[tuple[str, str]]) -> list[tuple[str, str]]:
     merged: list[tuple[str, list[str]]] = []
     for name, text in chunks:
@@ -161,7 +176,7 @@ class _Text(io.TextIOBase):
 
     def flush(self) -> None:
         # The ticker sends soon; a print(flush=True) in a loop must not make a message a line.
-        pass
+        self._streams.end_line(self._name)
 
     def fileno(self) -> int:
         # Programs that a user starts get the captured descriptor, whose text comes back the same way.

@@ -10,8 +10,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
-import functools
-import importlib
 import multiprocessing
 import os
 import queue
@@ -36,7 +34,6 @@ from mirror_nb.messages import (
     CommMessage,
     Done,
     Exit,
-    Form,
     Interrupt,
     ReplicaSpec,
     Request,
@@ -134,8 +131,6 @@ class _Process:
                 if isinstance(request.what, RunCell):
                     self._use_comms(replica.shell)
                 replica.handle(request, slab)
-                if isinstance(request.what, Form):
-                    _load_ahead()
             except KeyboardInterrupt:
                 # It came between two requests: there was nothing left to interrupt.
                 self._running = None
@@ -250,14 +245,6 @@ def _must_end_first(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@functools.cache
-def _load_ahead() -> None:
-    """Load, in a thread that no interrupt reaches, what the first optimizer would wait a second for."""
-    threading.Thread(
-        target=importlib.import_module, args=("torch._dynamo",), name="mirror_nb load", daemon=True
-    ).start()
 
 
 def _end() -> None:

@@ -86,6 +86,8 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         self.chosen: Strategy | None = None
+        self.ground: _Frame | None = None
+        # Of a script that a launcher started once per device: below every scope.
 
 
 _stack = _Stack()
@@ -96,7 +98,7 @@ def _top() -> _Frame | None:
         return _stack.frames[-1]
     if _stack.chosen is not None:
         return _Frame(_stack.chosen, None, True)
-    return None
+    return _stack.ground
 
 
 @contextmanager
@@ -110,6 +112,11 @@ def entered(strategy: Strategy, replica: ReplicaContext | None, *, cross: bool) 
         yield strategy
     finally:
         _stack.frames.pop()
+
+
+def stand_on(strategy: Strategy, replica: ReplicaContext) -> None:
+    """Say that this whole process is one replica: code outside every scope stands in both contexts."""
+    _stack.ground = _Frame(strategy, replica, True)
 
 
 def get_strategy() -> Strategy:

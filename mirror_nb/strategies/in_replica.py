@@ -136,6 +136,11 @@ class ReplicaPlace(Place):
         with entered(strategy, context, cross=False), self._replica.scope:
             return fn(*select(args, self.replica_id), **select(kwargs, self.replica_id))
 
+    @property
+    def reduction(self) -> str:
+        """How gradients are reduced: "mean" or "sum"."""
+        return self._replica.gradients.reduction
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward() accumulates local gradients; the first one after it reduces all."""
         return self._replica.gradients.no_sync()

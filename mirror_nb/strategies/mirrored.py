@@ -12,7 +12,7 @@ import torch
 from mirror_nb import devices as device_names
 from mirror_nb.errors import ContextError, UsageError
 from mirror_nb.strategies.base import Strategy
-from mirror_nb.strategies.context import ReplicaContext, entered
+from mirror_nb.strategies.context import ReplicaContext, entered, stand_on
 from mirror_nb.strategies.controller import ControllerPlace
 from mirror_nb.strategies.in_replica import ReplicaPlace, standalone
 from mirror_nb.strategies.place import Place
@@ -50,6 +50,8 @@ class MirroredStrategy(Strategy):
             raise UsageError("`cross_device_ops` cannot be chosen yet; leave it out")
         reduction = None if gradient_reduction is None else ReduceOp.of(gradient_reduction).value.lower()
         super().__init__(_place(devices, reduction, seed))
+        if not _here and self._place.replica_id is not None:
+            stand_on(self, ReplicaContext(self, self._place.replica_id))
 
     def mirror(self, obj: Any) -> Any:
         """Treat `obj` as created in this strategy's scope, and return it."""

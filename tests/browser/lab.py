@@ -192,13 +192,17 @@ class Notebook:
 
     # ------------------------------------------------------------------ what a person does
 
-    def start(self, cell: int) -> None:
-        """Run a cell; does not wait for its end."""
+    def select(self, cell: int) -> None:
+        """Make a cell the active one."""
         self.page.evaluate(
             "cell => { const content = window.jupyterapp.shell.currentWidget.content;"
             " content.deselectAll(); content.activeCellIndex = cell }",
             cell,
         )
+
+    def start(self, cell: int) -> None:
+        """Run a cell; does not wait for its end."""
+        self.select(cell)
         self.command("notebook:run-cell")
 
     def start_all(self) -> None:
@@ -247,8 +251,13 @@ class Notebook:
         )
 
     def wait(self, seconds: float = CELL_SECONDS) -> None:
-        """Wait until what was begun has ended."""
-        self.page.wait_for_function("() => !window.running", timeout=seconds * 1000)
+        """Wait until what was begun has ended, and no cell runs or waits for its turn."""
+        # Run All's own promise ends at the first error, expected or not.
+        self.page.wait_for_function(
+            "() => !window.running && window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status"
+            " === 'idle' && ![...document.querySelectorAll('.jp-InputPrompt')].some(p => p.innerText.includes('*'))",
+            timeout=seconds * 1000,
+        )
 
     # ------------------------------------------------------------------ what a person sees
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -89,7 +90,8 @@ def test_the_first_tutorial_runs_from_its_first_cell_to_its_last(
     opened.run_all(seconds=100)
     for index, cell in enumerate(saved.cells):
         if cell.cell_type == "code":
-            assert opened.number(index) is not None, f"cell {index} did not run: {cell.source}"
+            # The last answer may come after the kernel has said that it is idle.
+            eventually(partial(opened.number, index), f"cell {index} ran: {cell.source}")
             kinds = [output["output_type"] for output in opened.outputs(index)]
             assert kinds == [output["output_type"] for output in cell.outputs], opened.shown(index)
 
@@ -203,14 +205,10 @@ def test_status_lines_are_there_while_a_cell_runs_and_gone_when_it_has_ended(not
     shown = opened.shown(1)
     assert "cpu:1" not in shown
     assert shown.index("hello from 0") < shown.index("2 replicas ·") < shown.index("replica 1: 1 line, differing")
-
-
-def test_the_output_of_another_replica_is_folded_and_can_be_opened(notebook: Opened) -> None:
-    opened = notebook("%%mirrored\nprint('my number is', replica_id)")
-    opened.run(1)
-    assert "my number is 1" not in opened.shown(1)
+    # Folded, to be opened.
+    assert "hello from 1" not in shown
     opened.output(1).locator("summary").click()
-    assert "my number is 1" in opened.shown(1)
+    assert "hello from 1" in opened.shown(1)
 
 
 def test_a_progress_bar_reaches_its_end_and_a_figure_is_shown(notebook: Opened) -> None:

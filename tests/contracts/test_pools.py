@@ -147,7 +147,8 @@ def test_rich_displays_come_back_in_their_order(pool):
     ran = run_cell(
         pool,
         "from IPython.display import HTML, display, clear_output\n"
-        "display(HTML('<b>1</b>'))\nclear_output(wait=True)\nh = display({'text/plain': '2'}, raw=True, display_id='d')\n"
+        "display(HTML('<b>1</b>'))\nclear_output(wait=True)\n"
+        "h = display({'text/plain': '2'}, raw=True, display_id='d')\n"
         "h.update({'text/plain': '3'}, raw=True)",
     )
     assert ran.report.clean, ran.report.failures
