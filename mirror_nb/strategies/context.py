@@ -171,7 +171,9 @@ def on_one_replica() -> bool:
 
 def _maker_of_scope() -> Callable[..., Any] | None:
     """Return what makes a Variable where the caller stands; None outside every scope."""
-    return get_strategy()._place.make_variable if has_strategy() else None
+    # To stand on a replica is not to be in a scope: a script under torchrun enters one, as elsewhere.
+    in_scope = has_strategy() and _top() is not _stack.ground
+    return get_strategy()._place.make_variable if in_scope else None
 
 
 provide_scope(_maker_of_scope)
