@@ -59,7 +59,7 @@ def _check_reduction() -> None:
     if strategy.num_replicas_in_sync > 1 and getattr(strategy._place, "reduction", "sum") == "mean":
         warnings.warn(
             "compute_average_loss divides by the global batch size, which belongs to summed gradients, but this "
-            f"strategy averages them: they come out {strategy.num_replicas_in_sync} times too small. Make the strategy with "
+            f"strategy averages them: they come out {strategy.num_replicas_in_sync} times too small. Make it with "
             "gradient_reduction=ReduceOp.SUM, or take a plain mean loss",
             stacklevel=3,
         )

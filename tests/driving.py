@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from mirror_nb.mirrors import Mirrors
 from mirror_nb.notebook.source import cell_names
 from mirror_nb.payload import pack, unpack
 from mirror_nb.pool.base import Pool, Report
+from mirror_nb.pool.local import _listen
 
 DEADLINE = 20.0
 # Seconds. Far more than anything takes; a test that reaches it has failed.
@@ -156,3 +158,28 @@ def doing(action: Callable[[], None], when: Callable[[], Any]) -> Iterator[None]
 def press_ctrl_c() -> None:
     """Send this process what a terminal or Jupyter sends for an interrupt."""
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def launch(command: list[str], n: int, environment: Mapping[str, str], seconds: float = 120.0) -> None:
+    """Start a program once per replica as torchrun does, and wait for all; fail with their words if one fails.
+
+    torchrun itself would listen on every interface of the machine; here the store listens on loopback.
+    """
+    store, port = _listen()
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    processes = []
+    for i in range(n):
+        mine = {"RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+        full = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **shared, **mine, **environment}
+        processes.append(
+            subprocess.Popen(command, env=full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    deadline = time.monotonic() + seconds
+    try:
+        said = [process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * n, "\n".join(said)[-4000:]
+    del store

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import cloudpickle
 import golden_cases
 import pytest
 import torch
-from driving import run_cell
+from driving import launch, run_cell
 from golden_cases import outcome, plain, train
 
 import mirror_nb as mnb
@@ -272,18 +271,8 @@ def script(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("torchrun")
     inputs = {name: [GOLDEN[name]["inputs"], options] for name, options in TRAINING.items()}
     (folder / "asked.json").write_text(json.dumps([SCRIPT, inputs]))
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={request.param}", "--no-python"]
-    command += [sys.executable, str(HERE / "golden_cases.py"), str(folder)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        # torchrun leaves its logs there.
-        "TMPDIR": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(Path(mnb.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    paths = os.pathsep.join([str(Path(mnb.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    launch([sys.executable, str(HERE / "golden_cases.py"), str(folder)], request.param, {"PYTHONPATH": paths}, SECONDS)
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(request.param)]
 
 
