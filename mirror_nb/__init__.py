@@ -28,7 +28,7 @@ from mirror_nb.strategies.context import (
     in_cross_replica_context,
     set_strategy,
 )
-from mirror_nb.strategies.input import InputContext, InputOptions, ValueContext
+from mirror_nb.strategies.input import InputContext, InputOptions, InputReplicationMode, ValueContext
 from mirror_nb.strategies.mirrored import MirroredStrategy
 from mirror_nb.strategies.one_device import OneDeviceStrategy
 from mirror_nb.values import (
@@ -48,6 +48,7 @@ __all__ = [
     "DistributedValues",
     "InputContext",
     "InputOptions",
+    "InputReplicationMode",
     "MirrorError",
     "Mirrored",
     "MirroredStrategy",

@@ -292,3 +292,24 @@ def test_a_script_needs_no_guard(tmp_path: Path):
 def test_devices_that_cannot_be_are_refused(devices, message):
     with pytest.raises(ValueError, match=message):
         mnb.MirroredStrategy(devices)
+
+
+def test_a_read_that_was_interrupted_is_not_taken_for_done(two, monkeypatch):
+    model = trained(two)
+    place = two._place
+    monkeypatch.setattr(place, "_push_changes", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model.state_dict()
+    monkeypatch.undo()
+    assert model.weight.sum() == 2.0
+
+
+def test_variables_stay_readable_when_their_strategy_is_closed():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            value = mnb.Variable(1.0)
+            total = mnb.Variable(0.0, aggregation="SUM", synchronization="ON_READ")
+        strategy.run(lambda: [value.assign_add(1.0), total.assign_add(torch.tensor(3.0))])
+    assert float(value) == 2.0
+    assert float(total) == 6.0
+    assert repr(value) == "MirroredVariable:{\n  0: tensor(2.),\n  1: tensor(2.)\n}"

@@ -105,7 +105,7 @@ class Strategy(ABC):
         Raises UsageError where other sizes differ, RuntimeError inside a replica.
         """
         require_cross_replica(
-            "tf.distribute.Strategy.gather method".replace("tf.distribute.", ""),
+            "Strategy.gather method",
             "use get_replica_context().all_gather() instead",
         )
         return _map(lambda leaf: self._place.gather(leaf, axis), value)

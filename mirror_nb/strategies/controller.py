@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mirror_nb.devices import Device
-from mirror_nb.errors import ContextError, PoolClosed, UsageError
+from mirror_nb.errors import ContextError, MirrorError, PoolClosed, UsageError
 from mirror_nb.messages import Call, Fetch, LoadModules, Mirror, Restore, Snapshot, Stream
 from mirror_nb.mirrors import Mirrors, absorb_states, change_settings, settings_of, tensors
 from mirror_nb.payload import Packed, pack, unpack
@@ -32,6 +33,7 @@ from mirror_nb.strategies.place import Place
 from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import gather_values, local_parts, reduce_local, regroup, select
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
+from mirror_nb.variables import Variable
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
@@ -53,6 +55,7 @@ class ControllerPlace(Place):
         self.replica_id = self.device = None
         self.stale = False
         self.calls = 0
+        self._refreshing = False
         self._names = devices
         self._make_pool = lambda: LocalPool(devices, setup=setup, seed=seed, reduction=reduction)
         self._pool: LocalPool | None = None
@@ -87,7 +90,11 @@ class ControllerPlace(Place):
     # ------------------------------------------------------------------ run
 
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return regroup(self._call(fn, args, kwargs, plain=False))
+        try:
+            return regroup(self._call(fn, args, kwargs, plain=False))
+        except UsageError as error:
+            # The caller's lines tell where; those of the pickling below them help nobody.
+            raise error.with_traceback(None) from None
 
     def command(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), *, changes: bool = True) -> list[Any]:
         """Call a function of our own on every replica, outside the user's context; return the results in order.
@@ -251,19 +258,24 @@ class ControllerPlace(Place):
 
     def refresh(self) -> None:
         """Bring the networks here up to date with replica 0, statistics averaged over the replicas."""
-        self.stale = False
-        if self._pool is None or self._pool.closed:
+        if self._refreshing or self._pool is None or self._closed:
             return
-        pool = self._ready()
-        self._push_changes()
-        report = pool.run({r: Fetch((), r == 0) for r in range(self.num_replicas)})
-        raise_for(report, self._names)
-        states = {}
-        for replica_id, answer in report.answers.items():
-            if answer.done is not None and answer.done.payload is not None:
-                exports, _ = unpack(answer.done.payload, answer.slab, resolve=self._resolve)
-                states[replica_id] = exports.states
-        absorb_states(self._mirrors, states, 0)
+        self._refreshing = True
+        try:
+            pool = self._ready()
+            self._push_changes()
+            report = pool.run({r: Fetch((), r == 0) for r in range(self.num_replicas)})
+            raise_for(report, self._names)
+            states = {}
+            for replica_id, answer in report.answers.items():
+                if answer.done is not None and answer.done.payload is not None:
+                    exports, _ = unpack(answer.done.payload, answer.slab, resolve=self._resolve)
+                    states[replica_id] = exports.states
+            absorb_states(self._mirrors, states, 0)
+            # Only now: after a read that was interrupted the next one has to ask again.
+            self.stale = False
+        finally:
+            self._refreshing = False
 
     # ------------------------------------------------------------------ values
 
@@ -340,6 +352,11 @@ class ControllerPlace(Place):
         assert pool is not None
         living = [r for r in range(self.num_replicas) if r not in lost]
         if not living:
+            warnings.warn(
+                "all replicas had died: networks and Variables go on from the values that were last read here, "
+                "optimizers from their start",
+                stacklevel=2,
+            )
             self._mirrors = Mirrors("k")
             self._objects.forget_sent()
             return
@@ -372,9 +389,25 @@ class ControllerPlace(Place):
     def close(self) -> None:
         if self._closed:
             return
-        if self.stale and self._pool is not None and not self._pool.dead():
-            # What was learned stays readable here.
-            self.refresh()
+        try:
+            self._keep_what_was_learned()
+        finally:
+            self._end()
+
+    def _keep_what_was_learned(self) -> None:
+        """Bring networks and Variables here, where they stay readable."""
+        if self._pool is None:
+            return
+        try:
+            if self.stale:
+                self.refresh()
+            for obj in self._objects.all():
+                if isinstance(obj, Variable) and self._objects.is_sent(obj):
+                    self._home.keep(obj)
+        except MirrorError as reason:
+            warnings.warn(f"closed without the latest values of networks and Variables: {reason}", stacklevel=4)
+
+    def _end(self) -> None:
         self._closed = True
         reading.remove(self)
         if self._pool is not None:

@@ -48,7 +48,15 @@ class ControllerHome:
         made._seen = 0  # type: ignore[attr-defined]
         return made
 
+    def keep(self, variable: Variable) -> None:
+        """Bring the components here for good: the replicas are about to end."""
+        variable._kept = self.components(variable)  # type: ignore[attr-defined]
+        self.refresh(variable)
+
     def components(self, variable: Variable) -> Mapping[int, Tensor]:
+        kept: Mapping[int, Tensor] | None = getattr(variable, "_kept", None)
+        if kept is not None:
+            return kept
         if self._replicas.has_sent(variable):
             values = self._replicas.command(read_component, (variable,), changes=False)
         else:
@@ -75,10 +83,10 @@ class ControllerHome:
         seen: int = getattr(variable, "_seen", 0)
         if seen == self._replicas.calls or not self._replicas.has_sent(variable):
             return
-        variable._seen = self._replicas.calls  # type: ignore[attr-defined]
         values = list(self.components(variable).values())
         mirrored = not isinstance(variable, SyncOnReadVariable)
         apply_assign(variable, "assign", values[0] if mirrored else aggregate(variable, values))
+        variable._seen = self._replicas.calls  # type: ignore[attr-defined]
 
     def wrote(self, variable: Variable) -> None:
         if self._replicas.has_sent(variable):
