@@ -7,7 +7,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from driving import plain
-from mirror_nb.notebook.failures import raise_for, rebuilt
+from mirror_nb.pool.failures import raise_for, rebuilt
 
 from mirror_nb import RemoteException, ReplicaDied, ReplicaTimeout
 from mirror_nb.devices import Device
