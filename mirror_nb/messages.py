@@ -324,6 +324,8 @@ class Exports:
     # Changed values by handle and tensor name; from the others only statistics that replicas average.
     result: Export | None = None
     # The value of the cell's last expression.
+    gone: tuple[str, ...] = ()
+    # Handles of networks that the replica no longer has.
 
 
 @dataclass(frozen=True, slots=True)

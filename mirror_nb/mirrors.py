@@ -104,12 +104,17 @@ class Mirrors:
             if handle is not None and id(module) not in parts:
                 self._roots.add(handle)
 
+    def gone(self) -> tuple[str, ...]:
+        """Return, once, the handles of networks that the other side may refer to and that no longer live here."""
+        gone = tuple(handle for handle in self._marks if handle not in self._by_handle)
+        for handle in gone:
+            del self._marks[handle]
+            self._roots.discard(handle)
+        return gone
+
     def roots(self) -> list[tuple[str, nn.Module]]:
         """Return the networks that travelled as such, not as a part of another, with their handles."""
-        for handle in [h for h in self._roots if h not in self._by_handle]:
-            self._roots.discard(handle)
-            self._marks.pop(handle, None)
-        return [(handle, self._by_handle[handle]) for handle in sorted(self._roots)]
+        return [(handle, self._by_handle[handle]) for handle in sorted(self._roots) if handle in self._by_handle]
 
     def known(self, module: nn.Module) -> str | None:
         """Return the handle of a network that the other side has with the same structure, else None."""

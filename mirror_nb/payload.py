@@ -27,6 +27,9 @@ from mirror_nb.errors import TransferError, UsageError
 
 IN_BAND_BYTES = 16 * 1024
 # Smaller buffers stay in the pickle: making and mapping a slab costs about 50 µs.
+MESSAGE_BYTES = 64 * 1024
+# A longer pickle lies in the slab too: a message that a socket's buffer holds is sent without waiting for a
+# receiver that may be stopped, and what is sent to many is not copied for each.
 ALIGNMENT = 64
 _NAMESPACE = "namespace"
 
@@ -36,6 +39,7 @@ class Payload:
     """A pickled object and where its large buffers lie in the slab that travels beside it."""
 
     pickled: bytes
+    # Empty: the last extent holds it.
     extents: tuple[tuple[int, int], ...] = ()
     # Offset and length of each buffer in the slab, bytes.
     slab_bytes: int = 0
@@ -327,11 +331,12 @@ def pack(
         raise
     except Exception as reason:
         raise TransferError(f"{type(obj).__name__} cannot be sent: {type(reason).__name__}: {reason}") from reason
-    extents, slab = _write_slab(packer.buffers)
+    pickled, buffers = file.getvalue(), packer.buffers
+    if len(pickled) > MESSAGE_BYTES and not in_band:
+        pickled, buffers = b"", [*buffers, memoryview(pickled)]
+    extents, slab = _write_slab(buffers)
     size = extents[-1][0] + extents[-1][1] if extents else 0
-    return Packed(
-        Payload(file.getvalue(), extents, size), slab, frozenset(packer.global_names), frozenset(packer.files)
-    )
+    return Packed(Payload(pickled, extents, size), slab, frozenset(packer.global_names), frozenset(packer.files))
 
 
 def _write_slab(buffers: list[memoryview]) -> tuple[tuple[tuple[int, int], ...], int | None]:
@@ -378,13 +383,13 @@ def anonymous_file(size: int) -> int:
 class _Opener(pickle.Unpickler):
     def __init__(
         self,
-        payload: Payload,
+        pickled: Any,
         buffers: Iterable[Any],
         namespace: MutableMapping[str, Any] | None,
         resolve: Callable[[Any], object] | None,
         device: torch.device | None,
     ) -> None:
-        super().__init__(io.BytesIO(payload.pickled), buffers=buffers)
+        super().__init__(io.BytesIO(pickled), buffers=buffers)
         self.arrivals = Arrivals()
         self.device = device
         self._namespace = namespace
@@ -424,7 +429,8 @@ def unpack(
         finally:
             os.close(slab)
         buffers = [view[start : start + length] for start, length in payload.extents]
-    opener = _Opener(payload, buffers, namespace, resolve, device)
+    pickled: Any = payload.pickled or buffers.pop()
+    opener = _Opener(pickled, buffers, namespace, resolve, device)
     before, _opening = _opening, opener
     try:
         return opener.load(), opener.arrivals

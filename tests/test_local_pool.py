@@ -374,6 +374,14 @@ def test_a_replica_that_will_not_stop_is_replaced_alone(two, tmp_path, short_gra
     assert run_cell(two, "k = kept", replicas=[0]).values[0]["k"] == 1
 
 
+def test_sending_much_to_a_stopped_replica_does_not_block_the_controller(two, short_grace):
+    os.kill(pids(two)[1], signal.SIGSTOP)
+    ran = run_cell(two, "n = len(text)", {"text": "x" * 10_000_000}, timeout=0.5)
+    assert ran.values[0]["n"] == 10_000_000
+    assert [(death.replica_id, death.by_us) for death in ran.report.deaths] == [(1, True)]
+    two.mend()
+
+
 def test_a_second_interrupt_does_not_wait_for_the_grace(two, tmp_path, monkeypatch):
     monkeypatch.setattr(base, "GRACE", 1000.0)
 

@@ -250,6 +250,25 @@ def test_what_cannot_be_sent_is_named_before_anything_runs(notebook):
     assert notebook.value("'ran_anyway' in globals()") == "False"
 
 
+def test_a_name_that_one_replica_could_not_open_is_sent_to_it_again(notebook):
+    notebook.run(
+        """
+        def taste():
+            import os
+            if os.environ.get('RANK') == '1':
+                raise ValueError('sour')
+        class Fruit:
+            def __reduce__(self):
+                return taste, ()
+        fruit = Fruit()
+        """
+    )
+    for _ in range(2):
+        shown = notebook.run("%%mirrored\nfruit")
+        assert shown.error[:2] == ("ValueError", "sour")
+        assert "replica 1 (cpu:1)" in shown.error[2]
+
+
 def test_what_is_too_large_stays_and_is_fetched_on_request(notebook):
     shown = notebook.run("%%mirrored\nlarge = torch.arange(1_000_000.)")
     assert "stays in the replicas: large" in shown.closing

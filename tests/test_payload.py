@@ -379,6 +379,16 @@ def test_too_large_is_said_before_all_of_it_was_packed():
     assert pack(torch.zeros(1000), limit=1 << 20).payload.nbytes < 1 << 20
 
 
+def test_a_long_pickle_lies_in_the_slab_so_that_the_message_is_short():
+    value = ["x" * 1_000_000, torch.arange(LARGE)]
+    packed = pack(value)
+    assert packed.payload.pickled == b""
+    assert packed.payload.nbytes > 1_000_000
+    text, tensor = unpack(packed.payload, packed.slab)[0]
+    assert text == value[0]
+    assert torch.equal(tensor, value[1])
+
+
 def test_in_band_there_is_no_slab():
     packed = pack([torch.arange(LARGE), np.arange(LARGE)], in_band=True)
     assert packed.slab is None

@@ -262,6 +262,9 @@ class Names:
         for replica_id, (payload, slab) in payloads.items():
             opened[replica_id], arrivals = unpack(payload, slab, namespace=self.user_ns, resolve=self.mirrors.resolve)
             self.mirrors.take(arrivals)
+            for handle in opened[replica_id].gone:
+                self._holders.get(handle, set()).discard(replica_id)
+        self.mirrors.gone()
         returned = Returned(nbytes=sum(payload.nbytes for payload, _ in payloads.values()))
         self._absorb_modules(opened, owner)
         names = sorted({name for exports in opened.values() for name in exports.names})

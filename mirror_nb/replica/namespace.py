@@ -181,13 +181,16 @@ class Namespace:
         return before
 
     def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
-        """Return the names that were bound since, or whose content was changed in place, in order."""
+        """Return the names that were bound since, or whose content was changed in place; uses `before` up."""
         names = {n for n, value in self.names.items() if before.objects.get(n, _MISSING) is not value}
         names |= {n for n in bound if n in self.names}
         for name, held in before.contents.items():
             if name in self.names and not held.same(content(self.names[name], self._pickled)):
                 names.add(name)
         names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
+        # What the cell let go of must be gone by the time the controller is told what is here.
+        before.objects.clear()
+        before.contents.clear()
         return sorted(n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING))
 
     def export(
@@ -209,7 +212,8 @@ class Namespace:
         """
         fresh: dict[str, nn.Module] = {}
         exported = {name: self._export(self.names[name], f"r{tag}.{name}", fresh, whole) for name in names}
-        exports = Exports(exported, {}, {}, None if result is None else self._result(result, tag, fresh))
+        shown = None if result is None else self._result(result, tag, fresh)
+        exports = Exports(exported, {}, {}, shown, self.mirrors.gone())
         if owner:
             exports.modules.update(fresh)
         else:
@@ -223,7 +227,10 @@ class Namespace:
             packed = pack(exports, namespace=self.names, handle=self.mirrors.handle, label=self._label)
         self.mirrors.gave(fresh.values())
         for handle in changed:
-            self.mirrors.mark(self.mirrors.find(handle))  # type: ignore[arg-type]
+            module = self.mirrors.find(handle)
+            if module is not None:
+                # It may have been collected meanwhile.
+                self.mirrors.mark(module)
         return packed
 
     def label(self, kind: type) -> None:

@@ -185,7 +185,9 @@ def test_values_are_loaded_into_a_network_by_its_handle(pool):
         )
     with closing_slab(pack({"k0": {"weight": torch.full((1, 1), 9.0)}})) as packed:
         assert pool.run({r: LoadModules(packed.payload) for r in range(pool.size)}, timeout=20).clean
-    assert run_cell(pool, "w = float(model.weight)").values[0]["w"] == 9
+    ran = run_cell(pool, "w = model.weight.item()")
+    assert ran.report.clean, ran.report.failures
+    assert ran.values[0]["w"] == 9
 
 
 def test_a_snapshot_restores_names_and_ties(pool):
