@@ -526,7 +526,7 @@ def test_a_replica_that_died_is_named_and_the_next_cell_starts_it_again(notebook
     assert shown.error is None, shown.error
     assert shown.result == "2"
     assert "started anew" in shown.closing
-    notebook.run("%%mirrored\nspread = float((strategy.reduce('max', mine.weight) - mine.weight).abs().max())")
+    notebook.run("%%mirrored\nspread = float((strategy.reduce('mean', mine.weight) - mine.weight).abs().max())")
     assert notebook.value("spread") == "0.0"
 
 

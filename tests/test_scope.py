@@ -381,6 +381,8 @@ def test_everything_that_was_replaced_is_put_back_after_an_error() -> None:
         random.seed,
         np.random.seed,
     )
+    hooks = nn.modules.module
+    registered = (len(hooks._global_forward_pre_hooks), len(hooks._global_parameter_registration_hooks))
 
     def cell() -> None:
         with make():
@@ -397,8 +399,10 @@ def test_everything_that_was_replaced_is_put_back_after_an_error() -> None:
         random.seed,
         np.random.seed,
     )
-    assert not nn.modules.module._global_forward_pre_hooks
-    assert not nn.modules.module._global_parameter_registration_hooks
+    assert registered == (
+        len(hooks._global_forward_pre_hooks),
+        len(hooks._global_parameter_registration_hooks),
+    )
 
 
 def test_what_others_replaced_meanwhile_stays_and_calls_nothing_of_ours(

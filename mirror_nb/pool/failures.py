@@ -112,7 +112,8 @@ def _died(report: Report) -> ReplicaDied:
     )
     again = "them" if len(dead) > 1 else "it"
     return ReplicaDied(
-        f"{'; '.join(_deaths(report))}. {kept}The next %%mirrored cell, or strategy.run, starts {again} anew."
+        f"{'; '.join(_deaths(report))}. {kept}"
+        f"The next %%mirrored cell, or strategy.run, starts {again} anew (%mirror restart: all)."
     )
 
 

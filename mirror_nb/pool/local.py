@@ -240,7 +240,7 @@ class LocalPool(Pool):
     # ------------------------------------------------------------------ questions
 
     def dead(self) -> list[Death]:
-        ready = [key.data for key, _ in self._selector.select(0)]
+        ready = [] if self._closed else [key.data for key, _ in self._selector.select(0)]
         for replica_id, source in ready:
             if source is _SENTINEL:
                 self._died(replica_id)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from mirror_nb.devices import Device
 from mirror_nb.errors import DeviceError, PoolClosed
 from mirror_nb.messages import Bind, Call, ClearOutput, Display, Fetch, LoadModules, Restore, Snapshot, Stayed
 from mirror_nb.payload import closing_slab, pack, unpack
-from mirror_nb.pool.base import Pool
+from mirror_nb.pool.base import Pool, Report
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.strategies.mirrored import SETUP
@@ -75,10 +76,13 @@ def test_fetching_what_is_not_there_is_an_error_that_names_it(pool):
     assert report.failures[0].message == "replica 0 has no name `nowhere`, `total_nonsense`"
 
 
+def call(pool: Pool, function: Callable[..., Any], *args: Any) -> Report:
+    what = Call(pack(function, in_band=True).payload, pack((args, {}), in_band=True).payload)
+    return pool.run(dict.fromkeys(range(pool.size), what), timeout=20)
+
+
 def test_a_function_is_called_and_its_value_comes_back(pool):
-    with closing_slab(pack((lambda a, b: a * b, (torch.ones(3), 2), {}))) as packed:
-        report = pool.run({r: Call(packed.payload, True) for r in range(pool.size)}, timeout=20)
-    for answer in report.answers.values():
+    for answer in call(pool, lambda a, b: a * b, torch.ones(3), 2).answers.values():
         assert torch.equal(unpack(answer.done.payload, answer.slab)[0], torch.full((3,), 2.0))
 
 
@@ -86,9 +90,7 @@ def test_a_called_functions_exception_comes_back(pool):
     def fail() -> None:
         raise KeyError("gone")
 
-    with closing_slab(pack((fail, (), {}))) as packed:
-        report = pool.run({r: Call(packed.payload, True) for r in range(pool.size)}, timeout=20)
-    assert {failure.type_name for failure in report.failures.values()} == {"KeyError"}
+    assert {failure.type_name for failure in call(pool, fail).failures.values()} == {"KeyError"}
 
 
 def test_an_exception_comes_back_with_its_type_and_the_users_line(pool):
