@@ -313,3 +313,21 @@ def test_variables_stay_readable_when_their_strategy_is_closed():
     assert float(value) == 2.0
     assert float(total) == 6.0
     assert repr(value) == "MirroredVariable:{\n  0: tensor(2.),\n  1: tensor(2.)\n}"
+
+
+def test_a_function_may_use_the_strategy_that_runs_it(two):
+    assert two.run(lambda: two.num_replicas_in_sync) == 2
+    assert two.run(lambda: mnb.get_strategy() is two)
+
+
+def test_run_inside_a_replica_function_is_an_error(two):
+    with pytest.raises(RuntimeError, match="requires being in cross-replica context"):
+        two.run(lambda: two.run(lambda: 1))
+
+
+def test_a_function_that_captures_another_strategy_is_refused(two):
+    with (
+        mnb.MirroredStrategy(["cpu:0"]) as other,
+        pytest.raises(mnb.UsageError, match="another strategy than the one that runs it"),
+    ):
+        two.run(lambda: other.num_replicas_in_sync)

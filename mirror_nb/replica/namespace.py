@@ -158,6 +158,8 @@ class Namespace:
         return tuple(changed)
 
     def _resolve(self, token: Any) -> object:
+        if token == ("strategy",):
+            return self._given["strategy"]
         if isinstance(token, tuple) and token[0] == "object":
             if token[1] not in self._kept:
                 raise TransferError(f"the payload refers to {token!r}, which does not exist in this replica")

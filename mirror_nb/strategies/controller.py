@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -28,15 +28,13 @@ from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for
 from mirror_nb.pool.local import LocalPool, warm_up
 from mirror_nb.strategies import creation, input
+from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome, update_component
 from mirror_nb.strategies.place import Place
 from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import gather_values, local_parts, reduce_local, regroup, select
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
 from mirror_nb.variables import Variable
-
-if TYPE_CHECKING:
-    from mirror_nb.strategies.base import Strategy
 
 _BELONGS_TO_SCOPE = (
     torch.optim.Optimizer,
@@ -157,6 +155,10 @@ class ControllerPlace(Place):
 
     def _reference(self, obj: Any, wanted: list[Any]) -> Any:
         """For `pack`: a token for what is mirrored; what the replicas lack of it is added to `wanted`."""
+        if isinstance(obj, Strategy):
+            if obj._place is not self:
+                raise UsageError(f"the function captures {obj!r}, which is another strategy than the one that runs it")
+            return ("strategy",)
         token = self._mirrors.reference(obj)
         if token is not None:
             return token
