@@ -23,6 +23,7 @@ from mirror_nb.demo.terminal import Terminal
 from mirror_nb.devices import Device
 from mirror_nb.pool.local import stop_forkserver
 
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 TWO = "cpu:0,cpu:1"
 
 
@@ -70,6 +71,16 @@ def test_the_digits_are_learned_as_promised_and_a_picture_is_left(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     # A log has no bars.
     assert "\r" not in out
+
+
+@pytest.mark.skipif(not FASHION_MNIST.exists(), reason="needs Debian's package dataset-fashion-mnist")
+def test_fashion_mnist_is_learned_as_promised(tmp_path):
+    code, out, err = told(Options(devices=TWO, data=str(FASHION_MNIST), picture=str(tmp_path / "demo.png")))
+    assert (code, err) == (0, "")
+    accuracy = float(
+        next(line for line in out.splitlines() if line.startswith("test accuracy")).split()[-1].rstrip("%")
+    )
+    assert accuracy >= 88
 
 
 def test_accuracy_below_the_promise_is_said_and_is_the_exit_code(few_images):
