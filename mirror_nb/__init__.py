@@ -1,46 +1,52 @@
-"""TensorFlow's MirroredStrategy for PyTorch and the notebook: `%load_ext mirror_nb`, then `%%mirrored`."""
+"""TensorFlow's MirroredStrategy for PyTorch and the notebook: `%load_ext mirror_nb`, then `%%mirrored`.
+
+The public names are loaded when they are first used: the forkserver of the replicas wants to prepare before torch
+is imported.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from mirror_nb.errors import (
-    ContextError,
-    DeviceError,
-    MirrorError,
-    PeerFailed,
-    PoolClosed,
-    RemoteException,
-    ReplicaDied,
-    ReplicaError,
-    ReplicaTimeout,
-    TransferError,
-    UsageError,
-)
-from mirror_nb.losses import compute_average_loss, scale_regularization_loss
-from mirror_nb.strategies.base import Strategy
-from mirror_nb.strategies.context import (
-    ReplicaContext,
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-    set_strategy,
-)
-from mirror_nb.strategies.input import InputContext, InputOptions, InputReplicationMode, ValueContext
-from mirror_nb.strategies.mirrored import MirroredStrategy
-from mirror_nb.strategies.one_device import OneDeviceStrategy
-from mirror_nb.values import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    ReduceOp,
-    Remote,
-    VariableAggregation,
-    VariableSynchronization,
-)
-from mirror_nb.variables import MirroredVariable, SyncOnReadVariable, Variable
+if TYPE_CHECKING:
+    from mirror_nb.errors import (
+        ContextError,
+        DeviceError,
+        MirrorError,
+        PeerFailed,
+        PoolClosed,
+        RemoteException,
+        ReplicaDied,
+        ReplicaError,
+        ReplicaTimeout,
+        TransferError,
+        UsageError,
+    )
+    from mirror_nb.losses import compute_average_loss, scale_regularization_loss
+    from mirror_nb.strategies.base import Strategy
+    from mirror_nb.strategies.context import (
+        ReplicaContext,
+        experimental_set_strategy,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+        set_strategy,
+    )
+    from mirror_nb.strategies.input import InputContext, InputOptions, InputReplicationMode, ValueContext
+    from mirror_nb.strategies.mirrored import MirroredStrategy
+    from mirror_nb.strategies.one_device import OneDeviceStrategy
+    from mirror_nb.values import (
+        DistributedValues,
+        Mirrored,
+        PerReplica,
+        ReduceOp,
+        Remote,
+        VariableAggregation,
+        VariableSynchronization,
+    )
+    from mirror_nb.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 __all__ = [
     "ContextError",
@@ -84,6 +90,60 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_PLACES = {
+    "mirror_nb.errors": (
+        "ContextError",
+        "DeviceError",
+        "MirrorError",
+        "PeerFailed",
+        "PoolClosed",
+        "RemoteException",
+        "ReplicaDied",
+        "ReplicaError",
+        "ReplicaTimeout",
+        "TransferError",
+        "UsageError",
+    ),
+    "mirror_nb.losses": ("compute_average_loss", "scale_regularization_loss"),
+    "mirror_nb.strategies.base": ("Strategy",),
+    "mirror_nb.strategies.context": (
+        "ReplicaContext",
+        "experimental_set_strategy",
+        "get_replica_context",
+        "get_strategy",
+        "has_strategy",
+        "in_cross_replica_context",
+        "set_strategy",
+    ),
+    "mirror_nb.strategies.input": ("InputContext", "InputOptions", "InputReplicationMode", "ValueContext"),
+    "mirror_nb.strategies.mirrored": ("MirroredStrategy",),
+    "mirror_nb.strategies.one_device": ("OneDeviceStrategy",),
+    "mirror_nb.values": (
+        "DistributedValues",
+        "Mirrored",
+        "PerReplica",
+        "ReduceOp",
+        "Remote",
+        "VariableAggregation",
+        "VariableSynchronization",
+    ),
+    "mirror_nb.variables": ("MirroredVariable", "SyncOnReadVariable", "Variable"),
+}
+# Where each public name is made.
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -150,6 +150,11 @@ class Mirrors:
         mark = self._marks.get(self._handles.get(module, ""))
         return mark is None or mark.versions != versions(module, mark.tensors)
 
+    def marked(self, module: nn.Module, tensor: torch.Tensor | None) -> bool:
+        """Whether the network had this very tensor at its `mark`."""
+        mark = self._marks.get(self._handles.get(module, ""))
+        return mark is not None and any(other is tensor for other in mark.tensors)
+
     def written(self, module: nn.Module) -> set[str]:
         """Return the names of the tensors that were written to, or replaced, since `mark`."""
         mark = self._marks.get(self._handles.get(module, ""))
@@ -245,10 +250,14 @@ def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.
         shares = [sent[handle] for r, sent in states.items() if r != owner and handle in sent]
         own = dict(tensors(module))
         for name in {name for share in shares for name in share}:
-            mine = state.get(name, own[name])
+            mine = state.get(name, own.get(name, shares[0][name]))
             state[name] = torch.stack([mine, *(share[name] for share in shares if name in share)]).mean(0)
-        load(module, state)
-        mirrors.mark(module)
+        if mirrors.known(module) is not None:
+            load(module, state)
+            mirrors.mark(module)
+        else:
+            # Parts were replaced here since: what is left of the old ones takes its values, and it goes out anew.
+            load(module, {name: value for name, value in state.items() if mirrors.marked(module, own.get(name))})
 
 
 def averaged_statistics(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -331,3 +331,44 @@ def test_a_function_that_captures_another_strategy_is_refused(two):
         pytest.raises(mnb.UsageError, match="another strategy than the one that runs it"),
     ):
         two.run(lambda: other.num_replicas_in_sync)
+
+
+def test_a_kept_pickle_is_not_used_when_what_the_function_captures_has_changed(two):
+    factor = 1.0
+    settings = {"scale": 2.0}
+    with two.scope():
+        model = nn.Linear(1, 1, bias=False)
+
+    def scaled() -> float:
+        return factor * settings["scale"]
+
+    def through() -> float:
+        return scaled() + factor
+
+    assert [two.run(scaled), two.run(scaled), two.run(through)] == [2.0, 2.0, 3.0]
+    factor = 10.0
+    settings["scale"] = 3.0
+    assert [two.run(scaled), two.run(through)] == [30.0, 40.0]
+
+    def weight() -> float:
+        return model.weight.item()
+
+    first = two.run(weight)
+    assert two.run(weight) == first
+    with two.scope():
+        model = nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 7.0)
+    assert two.run(weight) == 7.0
+
+
+def test_a_part_that_was_replaced_in_the_controller_reaches_the_replicas(two):
+    with two.scope():
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+
+    def widths() -> list[int]:
+        return [layer.out_features for layer in model]
+
+    assert two.run(widths) == [1, 1]
+    with two.scope():
+        model[1] = nn.Linear(1, 5)
+    assert two.run(widths) == [1, 5]

@@ -45,7 +45,7 @@ from mirror_nb.pool.base import Death, Incoming, Pool, ReplicaStatus
 COLLECTIVE_SECONDS = 600.0
 # A collective that waits longer fails; the controller frees waits much earlier when it knows of a failure.
 EXIT_SECONDS = 0.5
-_PRELOAD = ["mirror_nb.replica.worker", "ipykernel.zmqshell", "matplotlib_inline.backend_inline"]
+_PRELOAD = ["mirror_nb.strategies.preload"]
 
 
 @dataclass(slots=True)

@@ -183,18 +183,9 @@ def refuse_input(prompt: object = "") -> str:
     )
 
 
-def use_notebook_figures(shell: ReplicaShell) -> None:
-    """Let matplotlib draw into the notebook, as it does in a kernel."""
-    backend = "module://matplotlib_inline.backend_inline"
-    os.environ["MPLBACKEND"] = backend
-    # The forkserver has loaded these when there was no shell yet that they could have hooked into.
-    from matplotlib import interactive, rcParams
-    from matplotlib_inline.backend_inline import configure_inline_support
-
-    rcParams["backend"] = backend
-    # Or figures that no show() follows would be lost.
-    interactive(True)
-    configure_inline_support(shell, backend)
+def use_notebook_figures() -> None:
+    """Let matplotlib draw into the notebook, as it does in a kernel; it is not imported for that."""
+    os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
 
 
 class Comms:

@@ -129,7 +129,7 @@ class _Process:
                 request, slab = self._requests.get()
                 self._streams.open()
                 if isinstance(request.what, RunCell):
-                    self._use_comms(replica.shell)
+                    self._use_comms()
                 replica.handle(request, slab)
             except KeyboardInterrupt:
                 # It came between two requests: there was nothing left to interrupt.
@@ -149,9 +149,9 @@ class _Process:
             with contextlib.suppress(ChannelClosed):
                 self._channel.send(message, slab)
 
-    def _use_comms(self, cells: shell.ReplicaShell) -> None:
+    def _use_comms(self) -> None:
         if self._comms is None:
-            shell.use_notebook_figures(cells)
+            shell.use_notebook_figures()
             self._comms = shell.Comms(self._emit)
 
     # ------------------------------------------------------------------ the control thread

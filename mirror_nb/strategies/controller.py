@@ -30,6 +30,7 @@ from mirror_nb.pool.local import LocalPool, warm_up
 from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome, update_component
+from mirror_nb.strategies.functions import Functions
 from mirror_nb.strategies.place import Place
 from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import gather_values, local_parts, reduce_local, regroup, select
@@ -59,6 +60,7 @@ class ControllerPlace(Place):
         self._pool: LocalPool | None = None
         self._closed = False
         self._objects = _Objects()
+        self._functions = Functions(self._travels_by_reference)
         self._mirrors = Mirrors("k")
         self._home = ControllerHome(self)
         # The forkserver loads torch while the caller goes on.
@@ -116,12 +118,15 @@ class ControllerPlace(Place):
         wanted: list[Any] = []
         function, packed = None, []
         try:
-            function = pack(fn, reference=lambda obj: self._reference(obj, wanted), in_band=True)
+            kept = self._functions.get(fn)
+            function = kept or pack(fn, reference=lambda obj: self._reference(obj, wanted), in_band=True).payload
             for replica_id in range(self.num_replicas) if parts else [0]:
                 own = select((args, kwargs), replica_id) if parts else (args, kwargs)
                 packed.append(pack(own, reference=lambda obj: self._reference(obj, wanted)))
             if wanted:
                 self._send_objects(wanted)
+            if kept is None:
+                self._functions.keep(fn, function)
             self._push_changes()
             calls, slabs = {}, {}
             changed = tuple(self._objects.changed_settings())
@@ -129,7 +134,7 @@ class ControllerPlace(Place):
             for replica_id in range(self.num_replicas):
                 mine = packed[replica_id if parts else 0]
                 shares = _shares_of(parts, replica_id)
-                calls[replica_id] = Call(function.payload, mine.payload, plain, shares, released, changed)
+                calls[replica_id] = Call(function, mine.payload, plain, shares, released, changed)
                 slabs[replica_id] = mine.slab
             report = pool.run(calls, slabs=slabs, on_message=_show)
         finally:
@@ -178,6 +183,14 @@ class ControllerPlace(Place):
         if not self._objects.is_sent(obj):
             wanted.append(obj)
         return ("object", handle)
+
+    def _travels_by_reference(self, obj: object) -> bool:
+        """Whether the replicas have the object, so that a token stands for it."""
+        if isinstance(obj, Strategy):
+            return obj._place is self
+        if isinstance(obj, nn.Module):
+            return self._mirrors.known(obj) is not None
+        return self._objects.is_sent(obj)
 
     def _owner(self, parameter: nn.Parameter) -> tuple[nn.Module, str] | None:
         """Return the module made in the scope that registered this parameter, and its name there."""
