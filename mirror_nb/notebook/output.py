@@ -11,6 +11,7 @@ import html
 import re
 import sys
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -123,8 +124,12 @@ class CellView:
         self._began = time.monotonic()
         self._updated = 0.0
         self._status: Any = None
-        if len(self._replicas) > 1 and not quiet:
-            self._place_status()
+        self._place = ""
+        # Id of the display where the status lines go; empty: there is none.
+        if len(self._replicas) > 1 and not quiet and getattr(shell, "kernel", None) is not None:
+            self._place = uuid.uuid4().hex
+            # Before anything else of the cell, and the same in every run; the widget follows when it takes long.
+            self._show_status({"text/plain": ""}, update=False)
 
     # ------------------------------------------------------------------ while it runs
 
@@ -149,23 +154,22 @@ class CellView:
     def tick(self, pending: set[int]) -> None:
         """Refresh the status lines, a few times a second."""
         now = time.monotonic()
-        if self._status is None or now - self._began < SHOW_AFTER_SECONDS or now - self._updated < UPDATE_SECONDS:
+        if not self._place or now - self._began < SHOW_AFTER_SECONDS or now - self._updated < UPDATE_SECONDS:
             return
         self._updated = now
+        if self._status is None:
+            self._make_status()
         self._status.value = self._status_html(pending, now - self._began)
 
-    def _place_status(self) -> None:
-        """Put the status lines' place on the screen, empty, before anything else of the cell."""
-        if getattr(self._shell, "kernel", None) is None:
-            return
+    def _make_status(self) -> None:
         from ipywidgets import HTML
 
         self._status = HTML()
         view = {"version_major": 2, "version_minor": 0, "model_id": self._status.model_id}
-        self._show_status({"text/plain": "", _WIDGET: view})
+        self._show_status({"text/plain": "", _WIDGET: view}, update=True)
 
-    def _show_status(self, bundle: dict[str, Any], update: bool = False) -> None:
-        transient = {"display_id": self._status.model_id}
+    def _show_status(self, bundle: dict[str, Any], update: bool) -> None:
+        transient = {"display_id": self._place}
         self._shell.display_pub.publish(bundle, transient=transient, update=update)
 
     def _status_html(self, pending: set[int], seconds: float) -> str:
