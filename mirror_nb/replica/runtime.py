@@ -90,6 +90,9 @@ class Replica:
         self.invoke: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] = _plainly
         self.cell_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.own_process = module is None
+        if self.own_process:
+            # Entered for good: to put the hooks in place and away again would take half the time of a small call.
+            self.scope.__enter__()
         self.partial = False
         # True while a cell runs that some replicas do not run.
         self._module = module
@@ -233,6 +236,7 @@ class Replica:
                 yield
         finally:
             self.gradients.enabled = True
+            self.scope.settle()
 
     # ------------------------------------------------------------------ failures
 

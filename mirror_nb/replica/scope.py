@@ -84,6 +84,11 @@ class Scope:
             self._changes.pop().remove()
         self._move_waiting()
 
+    def settle(self) -> None:
+        """A cell or call has ended: what it made is complete and moves to the device."""
+        if self._waiting:
+            self._move_waiting()
+
     def adopt(self, module: nn.Module) -> None:
         """Move a module that arrived complete to the device and track its parameters; twice is once."""
         module.to(self._device)
