@@ -349,9 +349,12 @@ def _write_slab(buffers: list[memoryview]) -> tuple[tuple[tuple[int, int], ...],
     size = extents[-1][0] + extents[-1][1]
     slab = anonymous_file(size)
     try:
-        with mmap.mmap(slab, size) as view:
-            for (start, length), buffer in zip(extents, buffers, strict=True):
-                view[start : start + length] = buffer.cast("B")
+        # Half the time of a copy into a mapping, which faults for every page.
+        for (start, _), buffer in zip(extents, buffers, strict=True):
+            rest = buffer.cast("B")
+            while rest.nbytes:
+                written = os.pwrite(slab, rest, start)
+                start, rest = start + written, rest[written:]
     except BaseException:
         os.close(slab)
         raise

@@ -803,3 +803,23 @@ def test_a_loader_that_is_already_sharded_is_refused():
     sampler = torch.utils.data.DistributedSampler(Range(8), num_replicas=2, rank=1)
     with pytest.raises(UsageError, match="already sharded"):
         controller(DataLoader(Range(8), batch_size=2, sampler=sampler), 2)
+
+
+def test_loading_leaves_the_number_of_threads_as_it_was():
+    seen = []
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            seen.append(torch.get_num_threads())
+            return torch.tensor(float(i))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        batches = list(ControllerDataset(torch.utils.data.DataLoader(Rows(), batch_size=2), num_replicas=2))
+        assert (len(batches), set(seen), torch.get_num_threads()) == (2, {1}, 2)
+    finally:
+        torch.set_num_threads(before)

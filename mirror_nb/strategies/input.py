@@ -170,7 +170,13 @@ class DistributedIterator:
     def __next__(self) -> Any:
         if on_one_replica():
             raise _next_in_replica()
-        return next(self._batches)
+        # OpenMP's threads spin for a while after each operation, on cores that CPU replicas are about to need.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return next(self._batches)
+        finally:
+            torch.set_num_threads(threads)
 
     def get_next(self) -> Any:
         """Return the next batch, as `next(iterator)` does; StopIteration after the last one."""
