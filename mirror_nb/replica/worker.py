@@ -72,7 +72,9 @@ def _leave_the_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         # A replica that wakes must not push the controller aside while that sends to the next one.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        # Some containers forbid it; nothing depends on it.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if sys.platform != "win32" and sys.platform != "darwin":
         # Otherwise a DataLoader's workers would be spawned and could not find classes made in a cell.
         multiprocessing.set_start_method("fork", force=True)
