@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -512,6 +513,20 @@ def test_the_stop_square_stops_a_cell_and_names_are_kept(notebook, source):
     assert shown.error[0] == "KeyboardInterrupt"
     assert "interrupted on all 2 replicas" in shown.error[2]
     assert notebook.run("%%mirrored\nheld * int(strategy.reduce('sum', 1))").result == "18"
+
+
+def test_a_replica_that_dies_while_no_cell_runs_is_told_at_once_and_once(notebook):
+    notebook.run("%%mirrored --out pids\nimport os\nos.getpid()")
+    os.kill(int(notebook.value("pids[1]")), signal.SIGKILL)
+    told = ""
+    deadline = time.monotonic() + CELL_SECONDS
+    while "SIGKILL" not in told and time.monotonic() < deadline:
+        message = notebook.client.get_iopub_msg(timeout=CELL_SECONDS)
+        told += message["content"].get("text", "") if message["msg_type"] == "stream" else ""
+    assert "replica 1 (cpu:1, pid" in told
+    shown = notebook.run("%%mirrored\n'goes on'")
+    assert shown.error is None, shown.error
+    assert shown.closing.count("started anew") == 1
 
 
 def test_a_replica_that_died_is_named_and_the_next_cell_starts_it_again(notebook):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import linecache
 import os
+import sys
 import time
 import types
 from collections.abc import Sequence
@@ -27,6 +29,9 @@ from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 from mirror_nb.strategies.mirrored import SETUP
+
+IDLE_SECONDS = 0.2
+# Between two looks at the replicas while no cell runs; one takes 10 µs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,8 @@ class Session:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._pool: Pool | None = None
+        self._told: set[int] = set()
+        # Pids of dead replicas that the user has been told of.
         self._seed = 0
         self._names = Names(shell.user_ns, self.fetch)
 
@@ -104,8 +111,28 @@ class Session:
             pool.close()
             raise
         self._pool = pool
+        self._watch(pool)
         self._names = Names(self._shell.user_ns, self.fetch)
         return f"{_replicas(chosen)} ready in {duration(time.perf_counter() - began)}"
+
+    def _watch(self, pool: Pool) -> None:
+        """Tell of a replica that dies while no cell runs, below the last cell, as soon as the kernel is idle."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            # No event loop runs under the shell, as in a terminal: the next cell tells.
+            return
+
+        def look() -> None:
+            if self._pool is not pool or pool.closed:
+                return
+            for death in pool.dead():
+                if death.pid not in self._told:
+                    self._told.add(death.pid)
+                    print(f"{death}. The next %%mirrored cell starts it anew.", file=sys.stderr, flush=True)
+            loop.call_later(IDLE_SECONDS, look)
+
+        loop.call_later(IDLE_SECONDS, look)
 
     def restart(self, devices: str | None = None) -> str:
         """Stop the replicas and start new ones, on the same devices unless others are named."""
@@ -171,6 +198,7 @@ class Session:
         finally:
             for parcel in parcels:
                 parcel.packed.close()
+        self._told |= {death.pid for death in report.deaths}
         # A replica that could not open its parcel, or died before, answers without a payload.
         arrived = [r for r, a in report.answers.items() if a.done is not None and a.done.payload is not None]
         for parcel in parcels:

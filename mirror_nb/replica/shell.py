@@ -218,8 +218,3 @@ class Comms:
         target = self._manager.comms.get(message.content["comm_id"])
         if target is not None:
             target.handle_msg({"content": message.content, "buffers": list(message.buffers), "metadata": {}})
-
-
-def install_streams(stdout: Any, stderr: Any) -> None:
-    """Make these the process's standard streams."""
-    sys.stdout, sys.stderr = stdout, stderr
