@@ -361,6 +361,8 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        # Room for a whole message: the sender must not wait for a receiver that may be stopped.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         self._ended = False
         self._lock = threading.Lock()
         self._bytes = bytearray()
