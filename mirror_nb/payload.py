@@ -44,10 +44,12 @@ class Payload:
     # Offset and length of each buffer in the slab, bytes.
     slab_bytes: int = 0
     # 0: there is no slab.
+    simple: bool = False
+    # Made by pickle's own pickler, of what refers to nothing.
 
     def __reduce__(self) -> Any:
         # Three times as fast as dataclasses' own way, in every message.
-        return Payload, (self.pickled, self.extents, self.slab_bytes)
+        return Payload, (self.pickled, self.extents, self.slab_bytes, self.simple)
 
     @property
     def nbytes(self) -> int:
@@ -406,7 +408,7 @@ def pack(
         outside = _Outside()
         with contextlib.suppress(_NotSimpleError, RecursionError):
             bare = _bare(obj, reference, set())
-            return _beside(pickle.dumps(bare, 5, buffer_callback=outside), outside.buffers)
+            return _beside(pickle.dumps(bare, 5, buffer_callback=outside), outside.buffers, simple=True)
     file = _Limited(limit)
     packer = _Packer(file, namespace, reference, handle, limit, in_band, label)
     try:
@@ -426,13 +428,14 @@ def _beside(
     buffers: list[memoryview],
     names: frozenset[str] = frozenset(),
     files: frozenset[str] = frozenset(),
+    simple: bool = False,
 ) -> Packed:
     """Put the buffers into a slab, and the pickle too if it is long."""
     if len(pickled) > MESSAGE_BYTES:
         pickled, buffers = b"", [*buffers, memoryview(pickled)]
     extents, slab = _write_slab(buffers)
     size = extents[-1][0] + extents[-1][1] if extents else 0
-    return Packed(Payload(pickled, extents, size), slab, names, files)
+    return Packed(Payload(pickled, extents, size, simple), slab, names, files)
 
 
 def _write_slab(buffers: list[memoryview]) -> tuple[tuple[tuple[int, int], ...], int | None]:
@@ -529,6 +532,8 @@ def unpack(
             os.close(slab)
         buffers = [view[start : start + length] for start, length in payload.extents]
     pickled: Any = payload.pickled or buffers.pop()
+    if payload.simple:
+        return pickle.loads(pickled, buffers=buffers), Arrivals()
     opener = _Opener(pickled, buffers, namespace, resolve, device)
     before, _opening = _opening, opener
     try:
