@@ -10,13 +10,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint lab clean
+.PHONY: help demo test chaos leaks lint lab clean
 
 help:
 	@echo "make demo    train a network on handwritten digits, on all GPUs or two CPU replicas; leaves demo.png"
 	@echo "             (make demo DATA=folder: Fashion-MNIST's four idx files instead)"
 	@echo "make lab     open the tutorials in JupyterLab"
 	@echo "make test    lint, types, tests, and the notebooks against their saved output"
+	@echo "make chaos   faults at random, ROUNDS of them drawn from SEED; the report goes to benchmarks/results/chaos.txt"
+	@echo "make leaks   200 starts and 10,000 cells, with memory, descriptors and threads watched"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make clean   remove $(VENV) and what the tools left"
 
@@ -53,6 +55,15 @@ lint: $(VENV)/.has-test
 test: lint
 	$(BIN)/python -m pytest tests
 	$(BIN)/python -m pytest --nbval --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout=120 notebooks
+
+ROUNDS ?= 500
+SEED ?= 1
+
+chaos: $(VENV)/.has-test
+	$(BIN)/python tests/faults/chaos.py --rounds $(ROUNDS) --seed $(SEED) --report benchmarks/results/chaos.txt
+
+leaks: $(VENV)/.has-test
+	MIRROR_NB_LEAKS=long $(BIN)/python -m pytest tests/test_leaks.py --timeout 7200 -q
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo.png

@@ -178,6 +178,25 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class Steps:
+    """Tell how often each optimizer stepped in the last cell or call: {key: count}, below 0 if left halfway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Send what these optimizers have made of their parameters, and their state."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StandAt:
+    """Go on from another replica's standing, in place."""
+
+    standing: Payload
+
+
+@dataclass(frozen=True, slots=True)
 class Interrupt:
     """Raise KeyboardInterrupt in what runs now; read by the control thread at once."""
 
@@ -209,7 +228,7 @@ class Request(_Compact):
     """A message that the replica's main thread answers with `Done` bearing the same number."""
 
     number: int
-    what: Form | RunCell | Call | Mirror | Bind | LoadModules | Fetch | Snapshot | Restore
+    what: Form | RunCell | Call | Mirror | Bind | LoadModules | Fetch | Snapshot | Restore | Steps | Standing | StandAt
 
 
 # --------------------------------------------------------------------------- replica to controller

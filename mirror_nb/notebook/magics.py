@@ -37,8 +37,8 @@ class MirrorMagics(Magics):
         `strategy`, `replica_id`, `num_replicas` and `device` are bound there. Names of the notebook that the cell
         reads are sent; names that it binds come back. Gradients of modules made in it are synchronised.
         """
-        given = parse_argstring(self.mirrored, line)
-        if given.timeout is not None and given.timeout <= 0:
+        given = _parsed(self.mirrored, line)
+        if given.timeout is not None and not given.timeout > 0:
             raise MagicUsageError(f"--timeout is {given.timeout:g}; it must be more than 0 seconds")
         if given.out is not None and not given.out.isidentifier():
             raise MagicUsageError(f"--out {given.out!r} is no name")
@@ -65,7 +65,7 @@ class MirrorMagics(Magics):
     @line_magic
     def mirror(self, line: str) -> None:
         """Start, stop and look at the replicas; push names to them and pull names from them."""
-        given = parse_argstring(self.mirror, line)
+        given = _parsed(self.mirror, line)
         with _short_tracebacks():
             print(self._mirror(given))
 
@@ -84,6 +84,17 @@ class MirrorMagics(Magics):
                 return session.pull(given.names, given.replica)
             case _:
                 return session.status()
+
+
+MOST_IDS = 1024
+
+
+def _parsed(magic: Any, line: str) -> Any:
+    try:
+        return parse_argstring(magic, line)
+    except ValueError as reason:
+        # A quotation mark without its other half.
+        raise MagicUsageError(f"{line!r} cannot be read: {reason}") from None
 
 
 @contextlib.contextmanager
@@ -106,7 +117,9 @@ def _ids(text: str | None) -> tuple[int, ...] | None:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         try:
-            ids += range(int(first), int(last if dash else first) + 1)
-        except ValueError:
+            span = range(int(first), int(last if dash else first) + 1)
+            # Not a billion ids for a slip of the finger.
+            ids += span if len(span) <= MOST_IDS else [span[0], span[-1]]
+        except (ValueError, OverflowError):
             raise UsageError(f"--replicas {text!r}: {part!r} is no replica id; write 0,2-3, say") from None
     return tuple(ids)

@@ -19,7 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from mirror_nb import devices as device_names
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, UsageError
-from mirror_nb.messages import Bind, CommSent, Fetch, LoadModules, Restore, RunCell, Snapshot, Source
+from mirror_nb.messages import Bind, CommSent, Fetch, LoadModules, RunCell, Source
 from mirror_nb.notebook.names import Names, Parcel, Returned
 from mirror_nb.notebook.output import CellView, CommProxy, duration, size
 from mirror_nb.notebook.source import cell_names
@@ -28,6 +28,7 @@ from mirror_nb.pool.base import Death, Pool, Report
 from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool, stop_forkserver
+from mirror_nb.pool.recovery import recover
 from mirror_nb.strategies.mirrored import SETUP
 
 IDLE_SECONDS = 0.2
@@ -347,31 +348,15 @@ class Session:
         """Replace dead replicas, refill them from a survivor, and return what there is to say of it."""
         pool = self._running()
         gone = pool.mend()
-        if not gone:
-            return []
-        lost = {death.replica_id for death in gone}
-        for replica_id in lost:
+        for replica_id in pool.blank:
             self._names.forget_replica(replica_id)
-        living = [r for r in range(pool.size) if r not in lost]
-        left = self._refill(living[0], sorted(lost)) if living else []
-        return [_mended(death, living, left) for death in gone]
-
-    def _refill(self, source: int, lost: list[int]) -> list[str]:
-        pool = self._running()
-        report = pool.run({source: Snapshot()})
-        raise_for(report, pool.devices)
-        answer = report.answers[source]
-        done = answer.done
-        assert done is not None
-        assert done.payload is not None
-        try:
-            slabs = dict.fromkeys(lost, answer.slab)
-            raise_for(pool.run({r: Restore(done.payload) for r in lost}, slabs=slabs), pool.devices)
-        finally:
-            answer.close()
-        for replica_id in lost:
-            self._names.restored(replica_id, source)
-        return list(done.left)
+        if not (pool.blank or pool.apart):
+            return []
+        recovery = recover(pool)
+        if recovery.source is not None:
+            for replica_id in recovery.filled:
+                self._names.restored(replica_id, recovery.source)
+        return [_mended(death, recovery.source, recovery.left) for death in gone]
 
     # ------------------------------------------------------------------ checks
 
@@ -390,10 +375,10 @@ class Session:
         return sorted(set(replicas))
 
 
-def _mended(death: Death, living: list[int], left: list[str]) -> str:
+def _mended(death: Death, source: int | None, left: Sequence[str]) -> str:
     text = f"{death}; it was started anew"
-    if living:
-        text += f" with the names of replica {living[0]}"
+    if source is not None:
+        text += f" with the names of replica {source}"
     if left:
         text += f", except {_listed(left)}, which cannot travel"
     return text

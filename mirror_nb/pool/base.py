@@ -21,12 +21,28 @@ from typing import Any
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, ReplicaError
-from mirror_nb.messages import Abort, Done, Failure, Form, Interrupt, Meeting, Rendezvous, Request, Stream
+from mirror_nb.messages import (
+    Abort,
+    Call,
+    Done,
+    Failure,
+    Form,
+    Interrupt,
+    Meeting,
+    Rendezvous,
+    Request,
+    RunCell,
+    Stream,
+)
 
 ABORT_AFTER = 0.05
 # Seconds from a replica's failure to the end of its peers' waits: time for them to raise the same by themselves.
+ABORT_AGAIN = (0.0, 0.1, 0.3, 0.7, 1.5)
+# Seconds after that, as long as they do not answer.
 INTERRUPT_AFTER = 0.8
 # Seconds from a replica's failure to the interrupt of peers that do not wait in a collective.
+INTERRUPT_AFTER_DEATH = 0.3
+# Less after a death: the user is to know of it within half a second, and nothing that goes on will be whole.
 GRACE = 3.0
 # Seconds from an interrupt to the kill.
 UNEVEN_MERGE_CALLS = "Some replicas made a different number of replica_context().merge_call() calls."
@@ -45,6 +61,8 @@ class Death:
     # Negative: the signal that killed it.
     by_us: bool = False
     # It would not stop and was killed by the pool.
+    last_words: tuple[str, ...] = ()
+    # Lines: what its C code wrote to stderr at the end, and the stack of a crash.
 
     def __str__(self) -> str:
         return f"replica {self.replica_id} ({self.device}, pid {self.pid}) {self._how()}"
@@ -63,6 +81,7 @@ class Death:
         hint = {
             "SIGKILL": " (kill -9, or the system was out of memory)",
             "SIGSEGV": " (a crash in native code)",
+            "SIGABRT": " (native code gave up)",
         }.get(name, "")
         return f"was killed by signal {-self.exit_code} ({name}){hint}"
 
@@ -134,6 +153,10 @@ class Pool(ABC):
     def __init__(self, devices: tuple[Device, ...]) -> None:
         self.devices = devices
         self.generation = 0
+        self.blank: set[int] = set()
+        # Replicas that were started anew and have nobody's names yet.
+        self.apart = False
+        # A cell or call failed, which may have left the replicas at different steps.
         self._formed = False
         self._closed = False
         self._busy = threading.Lock()
@@ -189,15 +212,20 @@ class Pool(ABC):
         """Start every replica and form the group; returns when each has done an all-reduce."""
         self._start(list(range(self.size)))
         self.form()
+        self.blank.clear()
 
     def mend(self) -> list[Death]:
         """Replace dead replicas and form the group anew where that is needed; return who was replaced."""
         self._check_open()
         gone = self.dead()
         if gone:
-            self._start([death.replica_id for death in gone])
+            self._replace(gone)
             self._formed = False
         return gone if self._formed else gone + self.form()
+
+    def _replace(self, gone: list[Death]) -> None:
+        self.blank |= {death.replica_id for death in gone}
+        self._start([death.replica_id for death in gone])
 
     def unform(self) -> None:
         """The group is no longer usable; `mend` makes a new one."""
@@ -225,7 +253,7 @@ class Pool(ABC):
                 raise KeyboardInterrupt
             gone = self.dead()
             replaced += gone
-            self._start([death.replica_id for death in gone])
+            self._replace(gone)
         assert report is not None
         # Of a replica that could not begin, the last line of what it said tells why.
         reasons = [": ".join([str(d), *said.get(d.replica_id, "").splitlines()[-1:]]) for d in report.deaths]
@@ -274,13 +302,20 @@ class Pool(ABC):
             raise ReplicaError("the replicas are at work for another thread; wait for it to end")
         try:
             with self._interrupts as interrupts:
-                return _Following(self, requests, slabs or {}, on_message, on_tick, timeout, interrupts).follow()
+                report = _Following(self, requests, slabs or {}, on_message, on_tick, timeout, interrupts).follow()
+                self.apart = self.apart or (not report.clean and any(map(_trains_together, requests.values())))
+                return report
         finally:
             self._busy.release()
 
     def next_number(self) -> int:
         """Return the number of a new request."""
         return next(_numbers)
+
+
+def _trains_together(what: object) -> bool:
+    """Whether replicas that are stopped in this request may differ by a step that was meant for all."""
+    return isinstance(what, Call) or (isinstance(what, RunCell) and what.synchronize and not what.partial)
 
 
 _numbers = itertools.count(1)
@@ -389,7 +424,7 @@ class _Following:
             if answered.death is None:
                 # Also of a replica that was not asked or is done: it is why the others are stopped.
                 self._end_of(replica_id, Answer(answered.done, answered.slab, message))
-            self._fail(str(message), abort_after=0.0)
+            self._fail(str(message), abort_after=0.0, interrupt_after=INTERRUPT_AFTER_DEATH)
         elif isinstance(message, Done):
             answer = Answer(message, slab)
             if message.request != self._number or replica_id not in self._pending:
@@ -419,16 +454,17 @@ class _Following:
         self._pending.discard(replica_id)
         self._answers[replica_id] = answer
 
-    def _fail(self, reason: str, abort_after: float) -> None:
+    def _fail(self, reason: str, abort_after: float, interrupt_after: float | None = None) -> None:
         if self._reason is not None:
             return
         self._reason = reason
         now = time.monotonic()
-        self._steps = [
-            (now + abort_after, self._abort),
-            (now + INTERRUPT_AFTER, self._interrupt),
-            (now + INTERRUPT_AFTER + GRACE, self._kill),
-        ]
+        patience = INTERRUPT_AFTER if interrupt_after is None else interrupt_after
+        self._plan(
+            *self._aborts(now + abort_after),
+            (now + patience, self._interrupt),
+            (now + patience + GRACE, self._kill),
+        )
 
     def _escalate(self) -> None:
         now = time.monotonic()
@@ -445,7 +481,15 @@ class _Following:
 
     def _end_now(self, reason: str, now: float) -> None:
         self._reason = reason
-        self._steps = [(now, self._interrupt), (now, self._abort), (now + GRACE, self._kill)]
+        self._plan((now, self._interrupt), *self._aborts(now), (now + GRACE, self._kill))
+
+    def _plan(self, *steps: tuple[float, Callable[[], None]]) -> None:
+        self._steps = sorted(steps, key=lambda step: step[0])
+
+    def _aborts(self, when: float) -> list[tuple[float, Callable[[], None]]]:
+        # More than once: one that reaches a replica just before it begins to join a group is over by then, and the
+        # replica would wait for who is gone until it is killed.
+        return [(when + later, self._abort) for later in ABORT_AGAIN]
 
     def _abort(self) -> None:
         for replica_id in self._pending:

@@ -35,9 +35,19 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
     users = [f for f in failures.values() if not f.secondary and not f.interrupted]
     if report.deaths and not (users and all(death.by_us for death in report.deaths)):
         died = _died(report)
-        _raise(died, [], [_last_line(died)])
+        _raise(died, _last_words(report), [_last_line(died)])
     if failures:
         _raise_users(failures, devices, among, _deaths(report))
+
+
+def settle(report: Report, devices: Sequence[Device]) -> None:
+    """As `raise_for`; what other replicas answered is closed then, since nobody will open it."""
+    try:
+        raise_for(report, devices)
+    except BaseException:
+        for answer in report.answers.values():
+            answer.close()
+        raise
 
 
 def _raise_users(failures: dict[int, Failure], devices: Sequence[Device], among: int, deaths: list[str]) -> NoReturn:
@@ -119,6 +129,14 @@ def _died(report: Report) -> ReplicaDied:
 
 def _deaths(report: Report) -> list[str]:
     return [str(death) for death in report.deaths]
+
+
+def _last_words(report: Report) -> list[str]:
+    lines: list[str] = []
+    for death in report.deaths:
+        if death.last_words:
+            lines += [f"replica {death.replica_id}'s last words:", *(f"  {line}" for line in death.last_words)]
+    return lines
 
 
 def _who(ids: list[int], devices: Sequence[Device], among: int) -> str:

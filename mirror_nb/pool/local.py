@@ -41,6 +41,7 @@ from mirror_nb.errors import DeviceError, ReplicaError
 from mirror_nb.messages import Channel, ChannelClosed, Exit, Rendezvous, ReplicaSpec
 from mirror_nb.pool import nanny
 from mirror_nb.pool.base import Death, Incoming, Pool, ReplicaStatus
+from mirror_nb.pool.last_words import Ends, LastWords
 
 COLLECTIVE_SECONDS = 600.0
 # A collective that waits longer fails; the controller frees waits much earlier when it knows of a failure.
@@ -54,6 +55,7 @@ class _Member:
     channel: Channel
     began: str
     # Start time of the process, to tell it from a later one with the same pid.
+    last_words: LastWords
     death: Death | None = None
     killed: bool = False
 
@@ -94,9 +96,10 @@ class LocalPool(Pool):
         for replica_id in ids:
             self._bury(replica_id)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            last_words = LastWords()
             process = context.Process(
                 target=_be_a_replica,
-                args=(theirs, self._spec(replica_id)),
+                args=(theirs, last_words.ends(), self._spec(replica_id)),
                 name=f"mirror_nb replica {replica_id}",
                 daemon=False,
                 # A daemon may not have children, and a DataLoader's workers are children.
@@ -104,8 +107,9 @@ class LocalPool(Pool):
             with _starting():
                 process.start()
             theirs.close()
+            last_words.started()
             began = nanny.start_time(process.pid)
-            member = self._members[replica_id] = _Member(process, Channel(ours), began)
+            member = self._members[replica_id] = _Member(process, Channel(ours), began, last_words)
             self._selector.register(member.channel, selectors.EVENT_READ, (replica_id, _CHANNEL))
             self._selector.register(process.sentinel, selectors.EVENT_READ, (replica_id, _SENTINEL))
             self._tell_nanny(f"+ {process.pid} {began}")
@@ -182,7 +186,8 @@ class LocalPool(Pool):
         member.process.join(EXIT_SECONDS)
         self._end_session(member)
         code = member.process.exitcode
-        member.death = Death(replica_id, self.devices[replica_id], member.process.pid, code, member.killed)
+        last_words = member.last_words.take()
+        member.death = Death(replica_id, self.devices[replica_id], member.process.pid, code, member.killed, last_words)
         return replica_id, member.death, None
 
     # ------------------------------------------------------------------ ends
@@ -190,6 +195,8 @@ class LocalPool(Pool):
     def _kill(self, replica_id: int) -> None:
         member = self._members[replica_id]
         member.killed = True
+        if member.death is None:
+            member.last_words.ask(member.process.pid)
         self._end_session(member)
 
     def _end_session(self, member: _Member) -> None:
@@ -204,6 +211,7 @@ class LocalPool(Pool):
             self._tell_nanny(f"- {member.process.pid}")
             self._stop_watching(member)
             member.channel.close()
+            member.last_words.close()
             with contextlib.suppress(ValueError):
                 member.process.close()
 
@@ -260,6 +268,7 @@ class LocalPool(Pool):
         """In a forked child: close what would hide the controller's end from replicas and nanny."""
         for member in self._members.values():
             member.channel.close()
+            member.last_words.close()
         if self._nanny is not None and self._nanny.stdin is not None:
             self._nanny.stdin.close()
 
@@ -267,9 +276,9 @@ class LocalPool(Pool):
 # --------------------------------------------------------------------------- what a pool starts
 
 
-def _be_a_replica(end: socket.socket, spec: ReplicaSpec) -> None:
+def _be_a_replica(end: socket.socket, ends: Ends, spec: ReplicaSpec) -> None:
     # By name: what a pool starts is not what a pool knows.
-    importlib.import_module("mirror_nb.replica.worker").main(end, spec)
+    importlib.import_module("mirror_nb.replica.worker").main(end, spec, ends.use())
 
 
 def _context() -> Any:

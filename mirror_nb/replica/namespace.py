@@ -119,6 +119,11 @@ class Namespace:
             elif isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
                 _count_steps(obj.optimizer)
 
+    def held(self) -> dict[str, object]:
+        """Return what this replica holds, by keys that are equal on all replicas: names, and handles after a colon."""
+        # A copy: threads that a cell left running bind names too.
+        return {**dict(self.names), **{f":{handle}": obj for handle, obj in self._kept.items()}}
+
     def release(self, handles: Iterable[str]) -> None:
         """Let go of objects that the controller has no more."""
         for handle in handles:

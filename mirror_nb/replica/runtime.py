@@ -7,6 +7,7 @@ in by `handle`, everything else goes out by `emit`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pickle
@@ -41,9 +42,13 @@ from mirror_nb.messages import (
     Restore,
     RunCell,
     Snapshot,
+    StandAt,
+    Standing,
+    Steps,
 )
 from mirror_nb.payload import Packed, closing_slab, pack
 from mirror_nb.replica.namespace import Namespace
+from mirror_nb.replica.progress import Progress
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.shell import ReplicaShell, make_shell
 
@@ -95,6 +100,8 @@ class Replica:
         if self.own_process:
             # Entered for good: to put the hooks in place and away again would take half the time of a small call.
             self.scope.__enter__()
+        self._failed: list[types.TracebackType] = []
+        # Of what the present request raised: their frames hold what the failed code held.
         self._functions: dict[bytes, Any] = {}
         # By their pickles: those that the controller calls again and again.
         self.partial = False
@@ -116,6 +123,9 @@ class Replica:
             self.names = module.__dict__
         self.names.update(self._own)
         self.namespace = Namespace(self.names, self._own, self.scope, identity.device)
+        self._progress = Progress(self.namespace.held)
+        if identity.num_replicas > 1:
+            self._progress.watch()
 
     @property
     def shell(self) -> ReplicaShell:
@@ -155,6 +165,12 @@ class Replica:
                     packed, left = self.namespace.snapshot()
                 case Restore(names):
                     self.namespace.restore(names, slab)
+                case Steps():
+                    packed = pack(self._progress.steps(), in_band=True)
+                case Standing(keys):
+                    packed = pack(self._progress.standing(keys))
+                case StandAt(standing):
+                    self._progress.stand_at(self.namespace.open(standing, slab))
         except BaseException as error:
             failure = self.failure(error)
         seconds = time.perf_counter() - began
@@ -165,6 +181,22 @@ class Replica:
                 Done(request.number, failure, payload, seconds, bundle, left, grouped, settings),
                 packed.slab if packed is not None else None,
             )
+        self._release()
+
+    def _release(self) -> None:
+        """Let go of what failed code held: a large tensor, a DataLoader's workers.
+
+        Only now that the controller has been told: a loader waits up to 5 s for workers that are busy, and who does
+        not answer an interrupt is ended.
+        """
+        if not self._failed:
+            return
+        if self._shell is not None:
+            self._shell.forget_failure()
+        while self._failed:
+            traceback.clear_frames(self._failed.pop())
+        # Exceptions and frames refer to each other.
+        gc.collect()
 
     def form(self, rendezvous: Rendezvous) -> None:
         """Join the group of this generation; ready means that an all-reduce gave the right sum."""
@@ -179,6 +211,7 @@ class Replica:
     def _run_cell(
         self, cell: RunCell, slab: int | None, number: int
     ) -> tuple[Failure | None, Packed, dict[str, Any] | None]:
+        self._progress.begin()
         with contextlib.suppress(OSError):
             os.chdir(cell.working_directory)
         if cell.names is not None:
@@ -207,6 +240,7 @@ class Replica:
         return failure, packed, bundle
 
     def _call(self, call: Call, slab: int | None, number: int) -> tuple[Failure | None, Packed | None]:
+        self._progress.begin()
         if call.released:
             self.namespace.release(call.released)
             self._functions.clear()
@@ -263,6 +297,7 @@ class Replica:
         lines = rendered or tuple(
             "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
         )
+        self._keep_until_told(error)
         clean = error.with_traceback(None)
         self.namespace.label(type(error))
         try:
@@ -283,6 +318,13 @@ class Replica:
             interrupted=isinstance(error, KeyboardInterrupt),
             secondary=isinstance(error, PeerFailed) or "PeerFailed" in str(error),
         )
+
+    def _keep_until_told(self, error: BaseException) -> None:
+        chain: BaseException | None = error
+        while chain is not None:
+            if chain.__traceback__ is not None:
+                self._failed.append(chain.__traceback__)
+            chain = chain.__cause__ or chain.__context__
 
 
 def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

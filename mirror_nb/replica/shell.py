@@ -98,6 +98,13 @@ class ReplicaShell(InteractiveShell):
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
         self._traceback, self._shown = tuple(stb), evalue
 
+    def forget_failure(self) -> None:
+        """Let go of the traceback that was shown last; IPython keeps it, and the frames keep what they held."""
+        for holder in (self.InteractiveTB, self.SyntaxTB):
+            for name in ("etype", "value", "tb"):
+                if hasattr(holder, name):
+                    setattr(holder, name, None)
+
     def learn(self, sources: Iterable[Source]) -> None:
         """Know the lines of the notebook's own cells, for tracebacks through their functions."""
         numbers = getattr(self.compile, "_filename_map", {})

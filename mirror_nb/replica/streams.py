@@ -111,10 +111,13 @@ class Streams:
             self._pending.clear()
             self.flush()
 
-    def capture_descriptors(self) -> None:
-        """Send what C code and child processes write to descriptors 1 and 2 the same way; never blocks them."""
-        for descriptor, name in ((1, "stdout"), (2, "stderr")):
-            readable, writable = os.pipe()
+    def capture_descriptors(self, stderr: tuple[int, int] | None = None) -> None:
+        """Send what C code and child processes write to descriptors 1 and 2 the same way; never blocks them.
+
+        `stderr` is a pipe to use for descriptor 2: its readable and its writable end.
+        """
+        for descriptor, name, pipe in ((1, "stdout", None), (2, "stderr", stderr)):
+            readable, writable = pipe or os.pipe()
             os.set_blocking(readable, False)
             os.dup2(writable, descriptor)
             os.close(writable)

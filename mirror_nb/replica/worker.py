@@ -11,7 +11,9 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import functools
 import multiprocessing
+import multiprocessing.process
 import os
 import select
 import signal
@@ -20,14 +22,15 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import dataloader
 
-from mirror_nb.collectives import process_group
+from mirror_nb.collectives import process_group, sealed
 from mirror_nb.errors import PeerFailed
 from mirror_nb.messages import (
     Abort,
@@ -54,12 +57,12 @@ LOOK_AFTER = 0.005
 # Seconds from the start of a request until the control thread reads the channel.
 
 
-def main(end: socket.socket, spec: ReplicaSpec) -> None:
-    """Live as a replica until the controller ends it or is gone."""
+def main(end: socket.socket, spec: ReplicaSpec, stderr: tuple[int, int] | None = None) -> None:
+    """Live as a replica until the controller ends it or is gone; `stderr` is a pipe that it can read too."""
     _leave_the_parent()
     os.environ.update(spec.environment)
     torch.set_num_threads(spec.threads)
-    process = _Process(Channel(end), spec)
+    process = _Process(Channel(end), spec, stderr)
     try:
         process.serve()
     except BaseException:
@@ -97,7 +100,8 @@ def _close_forkserver_descriptor() -> None:
 
 
 class _Process:
-    def __init__(self, channel: Channel, spec: ReplicaSpec) -> None:
+    def __init__(self, channel: Channel, spec: ReplicaSpec, stderr: tuple[int, int] | None) -> None:
+        self._stderr = stderr
         self._channel = channel
         self._spec = spec
         self._requests: deque[tuple[Any, int | None]] = deque()
@@ -124,14 +128,17 @@ class _Process:
 
     def serve(self) -> None:
         sys.stdout, sys.stderr = self._streams.stdout, self._streams.stderr
-        self._streams.capture_descriptors()
+        self._streams.capture_descriptors(self._stderr)
         signal.signal(INTERRUPT, self._on_interrupt)
+        sys.unraisablehook = functools.partial(self._on_unraisable, sys.unraisablehook)
         register_optimizer_step_post_hook(self._after_optimizer_step)
         threading.Thread(target=self._control, name="mirror_nb control", daemon=True).start()
         device = torch.device(self._spec.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         process_group.install()
+        # The forkserver hands every replica the controller's key, which no other user can read.
+        sealed.seal_objects(bytes(multiprocessing.current_process().authkey))
         replica = runtime.Replica(
             runtime.Identity(
                 self._spec.replica_id, self._spec.num_replicas, device, self._spec.seed, self._spec.reduction
@@ -298,18 +305,38 @@ class _Process:
         self._held_back = True
         self._catch_up(frame)
 
+    def _on_unraisable(self, show: Callable[[Any], object], lost: Any) -> None:
+        """Raise an interrupt anew that came while an object was being deleted, where Python drops exceptions."""
+        running = self._running
+        if running is None or not issubclass(lost.exc_type, KeyboardInterrupt):
+            show(lost)
+        elif self._interrupted is None:
+            # Held back until this function has ended: raised in here it would be dropped again.
+            self._sending += 1
+            try:
+                self._act(Interrupt(running), None)
+            finally:
+                self._sending -= 1
+
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._held_back and not self._sending:
             self._take()
 
 
+_WHOLE = frozenset({(dataloader.__file__, "__init__"), (multiprocessing.process.__file__, "start")})
+# By file and name: constructors of DataLoaders and their iterators, and the start of a process.
+
+
 def _must_end_first(frame: FrameType | None) -> bool:
     """Whether what runs must not be left halfway.
 
-    An optimizer's step would leave replicas that differ; an import, modules that stay broken for good.
+    An optimizer's step would leave replicas that differ; an import, modules that stay broken for good; the start of
+    a DataLoader, workers that nobody ends.
     """
     while frame is not None:
         code = frame.f_code
+        if (code.co_filename, code.co_name) in _WHOLE:
+            return True
         if code.co_filename == "<frozen importlib._bootstrap>" and code.co_name == "_load_unlocked":
             return True
         if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):

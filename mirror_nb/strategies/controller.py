@@ -21,12 +21,13 @@ from torch.utils import _pytree as pytree
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, MirrorError, PoolClosed, UsageError
-from mirror_nb.messages import Call, Fetch, LoadModules, Mirror, Restore, Snapshot, Stream
+from mirror_nb.messages import Call, Fetch, LoadModules, Mirror, Stream
 from mirror_nb.mirrors import Mirrors, absorb_states, change_settings, settings_of, tensors
 from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
-from mirror_nb.pool.failures import raise_for
+from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
+from mirror_nb.pool.recovery import recover
 from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome, update_component
@@ -142,7 +143,7 @@ class ControllerPlace(Place):
                 sent.close()
         self.calls += 1
         self.stale = self.stale or self._objects.any_sent
-        raise_for(report, self._names)
+        settle(report, self._names)
         return self._results(report)
 
     def _results(self, report: Report) -> list[Any]:
@@ -280,7 +281,7 @@ class ControllerPlace(Place):
             pool = self._ready()
             self._push_changes()
             report = pool.run({r: Fetch((), r == 0) for r in range(self.num_replicas)})
-            raise_for(report, self._names)
+            settle(report, self._names)
             states = {}
             for replica_id, answer in report.answers.items():
                 if answer.done is not None and answer.done.payload is not None:
@@ -356,17 +357,14 @@ class ControllerPlace(Place):
                 raise
             self._pool = pool
             return pool
-        gone = {death.replica_id for death in self._pool.mend()}
-        if gone:
-            self._refill(sorted(gone))
+        self._pool.mend()
+        if self._pool.blank or self._pool.apart:
+            self._recover(self._pool)
         return self._pool
 
-    def _refill(self, lost: list[int]) -> None:
+    def _recover(self, pool: LocalPool) -> None:
         """Give replicas that were started anew what a survivor has; without one, what is here."""
-        pool = self._pool
-        assert pool is not None
-        living = [r for r in range(self.num_replicas) if r not in lost]
-        if not living:
+        if recover(pool).source is None:
             warnings.warn(
                 "all replicas had died: networks and Variables go on from the values that were last read here, "
                 "optimizers from their start",
@@ -374,17 +372,6 @@ class ControllerPlace(Place):
             )
             self._mirrors = Mirrors("k")
             self._objects.forget_sent()
-            return
-        report = pool.run({living[0]: Snapshot()})
-        raise_for(report, self._names)
-        answer = report.answers[living[0]]
-        try:
-            assert answer.done is not None
-            assert answer.done.payload is not None
-            restore = {r: Restore(answer.done.payload) for r in lost}
-            raise_for(pool.run(restore, slabs=dict.fromkeys(lost, answer.slab)), self._names)
-        finally:
-            answer.close()
 
     def _request(self, make: Callable[[], Any], packed: Packed) -> None:
         """Send every replica the same request, whose payload is `packed`."""

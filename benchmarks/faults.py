@@ -1,0 +1,221 @@
+"""What faults cost: from a kill -9 to the error that tells of it, and to the end of the next cell.
+
+    python benchmarks/faults.py [trials]
+
+Two, three and four CPU replicas; one of them is killed while no cell runs, in Python, and in a collective. A fresh
+start of one replica (its process and its first all-reduce with the others) is what the next cell is compared with.
+Interrupts are timed from Ctrl-C to the end of the cell; the kill of the controller, to the last process gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from IPython.core.interactiveshell import InteractiveShell
+from machine import report
+
+from mirror_nb.notebook.session import CellOptions, Session
+
+TRIALS = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+HOLD = {
+    "in Python": "while True: pass",
+    "in a collective": "if replica_id != VICTIM: strategy.reduce('sum', 1.0)\nelse:\n    while True: pass",
+    "as it waits itself": "if replica_id == VICTIM: strategy.reduce('sum', 1)\nimport time; time.sleep(100)",
+}
+SETUP = (
+    "import torch\nfrom torch import nn\nmodel = nn.Linear(100, 100)\n"
+    "optimizer = torch.optim.Adam(model.parameters())\nkept = 5\n"
+    "model(torch.ones(2, 100)).sum().backward(); optimizer.step()"
+)
+NEXT = "total = int(strategy.reduce('sum', kept))"
+
+
+class Notebook:
+    """A session that shows nothing."""
+
+    def __init__(self, n: int) -> None:
+        self.session = Session(InteractiveShell.instance())
+        self.n = n
+        self.session.start(",".join(f"cpu:{i}" for i in range(n)))
+        self.cell(SETUP)
+
+    def cell(self, source: str) -> Any:
+        silent = io.StringIO()
+        with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+            return self.session.run_cell(source, CellOptions(quiet=True))
+
+    def pid(self, replica_id: int) -> int:
+        pool = self.session.pool
+        assert pool is not None
+        return pool.status()[replica_id].pid
+
+
+def struck(notebook: Notebook, source: str, strike: Any) -> tuple[float, str]:
+    """Run a cell, strike once every replica is in it; return the seconds from the strike to its error, and which."""
+    with tempfile.TemporaryDirectory() as folder:
+        began: list[float] = []
+
+        def wait() -> None:
+            while len(list(Path(folder).iterdir())) < notebook.n:
+                time.sleep(0.001)
+            time.sleep(0.05)
+            began.append(time.perf_counter())
+            strike()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        name = "nothing"
+        try:
+            notebook.cell(f"open({folder!r} + f'/{{replica_id}}', 'w').close()\n{source}")
+        except BaseException as error:
+            name = type(error).__name__
+        seconds = time.perf_counter() - began[0]
+        thread.join()
+    return seconds, name
+
+
+def next_cell(notebook: Notebook) -> float:
+    """Return the seconds of the next cell, which mends; it has to be right."""
+    began = time.perf_counter()
+    notebook.cell(NEXT)
+    assert notebook.session._shell.user_ns["total"] == 5 * notebook.n
+    return time.perf_counter() - began
+
+
+def deaths(n: int) -> list[str]:
+    notebook = Notebook(n)
+    lines = []
+    try:
+        fresh = [_fresh(notebook) for _ in range(TRIALS)]
+        usual = statistics.median(fresh)
+        for where, source in HOLD.items():
+            told, mended = [], []
+            for trial in range(TRIALS):
+                victim = trial % n
+                strike = lambda victim=victim: os.kill(notebook.pid(victim), signal.SIGKILL)  # noqa: E731
+                seconds, name = struck(notebook, source.replace("VICTIM", str(victim)), strike)
+                assert name == "ReplicaDied", name
+                told.append(seconds)
+                mended.append(next_cell(notebook))
+            lines.append(_line(f"{n} replicas, one killed {where}", told, mended, usual))
+        told, mended = [], []
+        for trial in range(TRIALS):
+            pid = notebook.pid(trial % n)
+            began = time.perf_counter()
+            os.kill(pid, signal.SIGKILL)
+            while not notebook.session.pool.dead():  # type: ignore[union-attr]
+                time.sleep(0.001)
+            told.append(time.perf_counter() - began)
+            mended.append(next_cell(notebook))
+        lines.append(_line(f"{n} replicas, one killed idle", told, mended, usual))
+    finally:
+        notebook.session.stop()
+    return lines
+
+
+def _fresh(notebook: Notebook) -> float:
+    """Return the seconds that one replica takes to start and join, with no names to get."""
+    pool = notebook.session.pool
+    assert pool is not None
+    os.kill(notebook.pid(0), signal.SIGKILL)
+    while not pool.dead():
+        time.sleep(0.001)
+    began = time.perf_counter()
+    pool.mend()
+    seconds = time.perf_counter() - began
+    notebook.session._mend()
+    return seconds
+
+
+def _line(what: str, told: list[float], mended: list[float], fresh: float) -> str:
+    return (
+        f"{what:<44} told {statistics.median(told):.3f} s (worst {max(told):.3f}), "
+        f"next cell {statistics.median(mended):.3f} s (a fresh start of one: {fresh:.3f})"
+    )
+
+
+def interrupts() -> list[str]:
+    notebook = Notebook(2)
+    lines = []
+    cells = {
+        "a loop": "while True: pass",
+        "a collective": "if replica_id: strategy.reduce('sum', 1.0)\nwhile True: pass",
+        "a DataLoader's wait": (
+            "import time\nfrom torch.utils.data import DataLoader, Dataset\nclass Slow(Dataset):\n"
+            "    def __len__(self): return 1000\n    def __getitem__(self, i): time.sleep(0.2); return i\n"
+            "for batch in DataLoader(Slow(), num_workers=1): pass"
+        ),
+        "a C call that holds the GIL": "import ctypes\nctypes.PyDLL(None).sleep(1000)",
+    }
+    try:
+        for where, source in cells.items():
+            times = []
+            for _ in range(TRIALS):
+                seconds, name = struck(notebook, source, lambda: os.kill(os.getpid(), signal.SIGINT))
+                assert name == "KeyboardInterrupt", name
+                times.append(seconds)
+                if "GIL" in where:
+                    notebook.cell(SETUP)
+                next_cell(notebook)
+            lines.append(f"interrupt in {where:<28} {statistics.median(times):.3f} s (worst {max(times):.3f})")
+        times = []
+        for _ in range(TRIALS):
+            source = "if replica_id: strategy.reduce('sum', 1.0)\nelse: raise OSError"
+            began = time.perf_counter()
+            with contextlib.suppress(OSError):
+                notebook.cell(source)
+            times.append(time.perf_counter() - began)
+            next_cell(notebook)
+        lines.append(
+            f"one raises, the other in a collective     {statistics.median(times):.3f} s (worst {max(times):.3f})"
+        )
+    finally:
+        notebook.session.stop()
+    return lines
+
+
+def controller_killed() -> str:
+    source = (
+        "import mirror_nb as mnb, time\ns = mnb.MirroredStrategy(['cpu:0', 'cpu:1'])\n"
+        "s.run(lambda: None)\nprint('ready', flush=True)\ntime.sleep(100)"
+    )
+    times = []
+    for _ in range(TRIALS):
+        process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        family = psutil.Process(process.pid).children(recursive=True)
+        began = time.perf_counter()
+        process.kill()
+        while any(_lives(child) for child in family):
+            time.sleep(0.001)
+        times.append(time.perf_counter() - began)
+        process.wait()
+        process.stdout.close()
+    return f"kill -9 of the controller, all gone       {statistics.median(times):.3f} s (worst {max(times):.3f})"
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+if __name__ == "__main__":
+    found = [f"faults over CPU replicas, medians of {TRIALS}"]
+    for count in (2, 3, 4):
+        found += deaths(count)
+    report("faults", [*found, *interrupts(), controller_killed()])

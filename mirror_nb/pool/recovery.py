@@ -1,0 +1,87 @@
+"""After a failure: replicas that were started anew get what a survivor has, and survivors stand at the same step.
+
+Knows messages; knows neither what the payloads hold nor whose names they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mirror_nb.messages import Restore, Snapshot, StandAt, Standing, Steps
+from mirror_nb.payload import unpack
+from mirror_nb.pool.base import Pool
+from mirror_nb.pool.failures import raise_for
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What was done."""
+
+    source: int | None
+    # The survivor whose values the others have now; None: there was none.
+    filled: tuple[int, ...]
+    # Replicas that got all its names.
+    left: tuple[str, ...]
+    # Names that could not travel to them.
+
+
+def recover(pool: Pool) -> Recovery:
+    """Fill the replicas that are blank, and bring the others to one step if a failure left them apart.
+
+    What fails half-way (a replica dies meanwhile, the user interrupts) is done by the next call: a replica stays
+    blank until it has everything. Raises what happened to the replicas.
+    """
+    living = [r for r in range(pool.size) if r not in pool.blank]
+    if not living:
+        pool.blank.clear()
+        pool.apart = False
+        return Recovery(None, (), ())
+    source = living[0]
+    if pool.apart:
+        source = _level(pool, living)
+        pool.apart = False
+    filled = tuple(sorted(pool.blank))
+    left = _fill(pool, source, filled) if filled else ()
+    pool.blank.clear()
+    return Recovery(source, filled, left)
+
+
+def _level(pool: Pool, living: Sequence[int]) -> int:
+    """Give the furthest replica's values to those that stand elsewhere; return its id."""
+    report = pool.run({r: Steps() for r in living})
+    raise_for(report, pool.devices)
+    steps: dict[int, dict[str, int]] = {}
+    for replica_id, answer in report.answers.items():
+        assert answer.done is not None
+        assert answer.done.payload is not None
+        steps[replica_id] = unpack(answer.done.payload, answer.slab)[0]
+    # One that was left halfway is none to go on from, however far it came.
+    source = max(living, key=lambda r: (not any(n < 0 for n in steps[r].values()), sum(steps[r].values()), -r))
+    apart = {r: [key for key, n in steps[source].items() if steps[r].get(key, n) != n] for r in living}
+    keys = sorted({key for mine in apart.values() for key in mine})
+    behind = [r for r in living if apart[r]]
+    if behind:
+        _send(pool, Standing(tuple(keys)), source, StandAt, behind)
+    return source
+
+
+def _fill(pool: Pool, source: int, blank: Sequence[int]) -> tuple[str, ...]:
+    return _send(pool, Snapshot(), source, Restore, blank)
+
+
+def _send(
+    pool: Pool, question: object, source: int, kind: type[Restore] | type[StandAt], replicas: Sequence[int]
+) -> tuple[str, ...]:
+    """Hand a replica's answer on to others; return what it had to leave out."""
+    report = pool.run({source: question})
+    raise_for(report, pool.devices)
+    answer = report.answers[source]
+    try:
+        assert answer.done is not None
+        assert answer.done.payload is not None
+        requests = {r: kind(answer.done.payload) for r in replicas}
+        raise_for(pool.run(requests, slabs=dict.fromkeys(replicas, answer.slab)), pool.devices)
+        return answer.done.left
+    finally:
+        answer.close()

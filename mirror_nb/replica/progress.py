@@ -1,0 +1,114 @@
+"""How far this replica's optimizers came in the last cell or call, and taking over how far another's came.
+
+Replicas that are stopped in a training loop may stand one step apart: one had its gradients when another died,
+was interrupted or raised. Nothing later would bring them together, since equal gradients keep a difference for
+good. Knows optimizers; knows neither who is furthest nor how values travel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one optimizer has made of its parameters."""
+
+    parameters: tuple[torch.Tensor, ...]
+    # In the order of its groups.
+    state: dict[str, Any]
+    # Its state_dict.
+    schedulers: dict[str, dict[str, Any]]
+    # State of the schedulers that drive it, by key.
+
+
+@final
+class Progress:
+    """Counts steps; `objects` gives what the replica holds, under keys that are the same on all replicas."""
+
+    def __init__(self, objects: Callable[[], Mapping[str, object]]) -> None:
+        self._objects = objects
+        self._begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._ended: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def watch(self) -> None:
+        """Count the steps of every optimizer of this process."""
+        register_optimizer_step_pre_hook(lambda optimizer, *_: _count(self._begun, optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, *_: _count(self._ended, optimizer))
+
+    def begin(self) -> None:
+        """A cell or call begins."""
+        if self._begun:
+            self._begun.clear()
+            self._ended.clear()
+
+    def steps(self) -> dict[str, int]:
+        """Return the steps since `begin` by key; -1 - steps for an optimizer that was left in the middle of one."""
+        steps = {}
+        for key, optimizer in self._optimizers().items():
+            begun, ended = self._begun.get(optimizer, 0), self._ended.get(optimizer, 0)
+            steps[key] = ended if begun == ended else -1 - ended
+        return steps
+
+    def standing(self, keys: Iterable[str]) -> dict[str, Standing]:
+        """Return the standing of these optimizers, as far as they are here and can tell."""
+        optimizers, found = self._optimizers(), {}
+        for key in keys:
+            # A sharded optimizer cannot tell its whole state; its replicas are left as they are.
+            with contextlib.suppress(RuntimeError):
+                if key in optimizers:
+                    optimizer = optimizers[key]
+                    parameters = tuple(p.detach() for p in _parameters(optimizer))
+                    driven = {name: dict(s.state_dict()) for name, s in self._schedulers(optimizer).items()}
+                    found[key] = Standing(parameters, optimizer.state_dict(), driven)
+        return found
+
+    def stand_at(self, standings: Mapping[str, Standing]) -> None:
+        """Go on from these standings, in place: modules and optimizers stay the objects that they are."""
+        optimizers = self._optimizers()
+        for key, standing in standings.items():
+            optimizer = optimizers.get(key)
+            if optimizer is None or not _alike(_parameters(optimizer), standing.parameters):
+                continue
+            with torch.no_grad():
+                for mine, theirs in zip(_parameters(optimizer), standing.parameters, strict=True):
+                    mine.copy_(theirs)
+            optimizer.load_state_dict(standing.state)
+            for name, scheduler in self._schedulers(optimizer).items():
+                if name in standing.schedulers:
+                    scheduler.load_state_dict(standing.schedulers[name])
+        self.begin()
+
+    def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {
+            key: obj
+            for key, obj in self._objects().items()
+            # Parameters of another type are parts of a whole (DTensor): each replica's are its own.
+            if isinstance(obj, torch.optim.Optimizer)
+            and all(type(p) in (torch.Tensor, torch.nn.Parameter) for p in _parameters(obj))
+        }
+
+    def _schedulers(self, optimizer: torch.optim.Optimizer) -> dict[str, LRScheduler]:
+        objects = self._objects().items()
+        return {key: obj for key, obj in objects if isinstance(obj, LRScheduler) and obj.optimizer is optimizer}
+
+
+def _count(counts: weakref.WeakKeyDictionary[Any, int], optimizer: Any) -> None:
+    counts[optimizer] = counts.get(optimizer, 0) + 1
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _alike(mine: list[torch.Tensor], theirs: tuple[torch.Tensor, ...]) -> bool:
+    return [p.shape for p in mine] == [p.shape for p in theirs]

@@ -1,0 +1,104 @@
+"""Starts, stops and many cells keep memory, descriptors and threads flat.
+
+Short in `make test`; `make leaks` (MIRROR_NB_LEAKS=long) does 200 starts and 10,000 cells.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+from driving import run_cell
+
+from mirror_nb.devices import Device
+from mirror_nb.pool.local import LocalPool
+from mirror_nb.strategies.mirrored import SETUP
+
+LONG = os.environ.get("MIRROR_NB_LEAKS") == "long"
+STARTS, CELLS, DEATHS = (200, 10_000, 50) if LONG else (6, 300, 4)
+MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a process holds."""
+
+    descriptors: int
+    threads: int
+    resident: int
+    # Bytes.
+
+
+def held(pid: int | None = None) -> Held:
+    gc.collect()
+    process = psutil.Process(pid)
+    return Held(process.num_fds(), process.num_threads(), process.memory_info().rss)
+
+
+def assert_flat(before: Held, after: Held, megabytes: float) -> None:
+    assert after.descriptors <= before.descriptors + 2, (before, after)
+    assert after.threads <= before.threads + 1, (before, after)
+    assert after.resident <= before.resident + megabytes * MEGABYTE, (before, after)
+
+
+def start_and_stop() -> None:
+    with LocalPool((Device("cpu", 0), Device("cpu", 1)), setup=SETUP) as pool:
+        pool.start()
+        assert run_cell(pool, "n = int(strategy.reduce('sum', 1))").values[0]["n"] == 2
+
+
+def test_starting_and_stopping_leaves_the_controller_as_it_was():
+    for _ in range(2):
+        start_and_stop()
+    before, children = held(), len(psutil.Process().children(recursive=True))
+    for _ in range(STARTS):
+        start_and_stop()
+    # 20 kB a start would be 4 MB after two hundred.
+    assert_flat(before, held(), megabytes=8)
+    assert len(psutil.Process().children(recursive=True)) <= children
+
+
+def test_many_cells_leave_controller_and_replicas_as_they_were(replicas: Callable[[int], LocalPool]):
+    two = replicas(2)
+    cell = (
+        "import torch\nx = torch.ones(100_000) * replica_id\ny = sum(text.count('a') for _ in range(2))\n"
+        "print('said', y)\nn = int(strategy.reduce('sum', 1))"
+    )
+    for i in range(50):
+        run_cell(two, cell, {"text": f"a{i}"})
+    pids = [None, *(line.pid for line in two.status())]
+    before = [held(pid) for pid in pids]
+    for i in range(CELLS):
+        ran = run_cell(two, cell, {"text": f"a{i}"})
+        assert ran.values[1]["n"] == 2
+    for pid, then in zip(pids, before, strict=True):
+        assert_flat(then, held(pid), megabytes=16)
+
+
+def test_deaths_and_failures_leave_controller_and_survivor_as_they_were(replicas: Callable[[int], LocalPool]):
+    two = replicas(2)
+
+    def fail_and_die() -> None:
+        run_cell(two, "big = [0] * 1000\nif replica_id == 1: raise OSError('full')\nstrategy.reduce('sum', 1)")
+        two.mend()
+        run_cell(two, "import os\nif replica_id == 1: os.kill(os.getpid(), 9)\nstrategy.reduce('sum', 1)")
+        two.mend()
+        assert run_cell(two, "n = int(strategy.reduce('sum', 1))").values[0]["n"] == 2
+
+    for _ in range(3):
+        fail_and_die()
+    survivor = two.status()[0].pid
+    before, then, threads = held(), held(survivor), threading.active_count()
+    for _ in range(DEATHS):
+        fail_and_die()
+    assert two.status()[0].pid == survivor
+    assert_flat(before, held(), megabytes=8)
+    # A group that was left with work in flight goes with its threads a moment later.
+    after = held(survivor)
+    assert after.descriptors <= then.descriptors + 30, (then, after)
+    assert after.threads <= then.threads + 10, (then, after)
+    assert threading.active_count() <= threads

@@ -1,0 +1,113 @@
+"""After a failure all replicas stand at one step, and who was started anew has what the others have."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+from driving import eventually, run_cell
+
+from mirror_nb.errors import ReplicaDied
+from mirror_nb.pool.local import LocalPool
+from mirror_nb.pool.recovery import recover
+
+TRAIN = """
+import torch
+from torch import nn
+model = nn.Linear(3, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).square().mean().backward()
+    optimizer.step()
+for _ in range(3): step()
+kept = 3
+"""
+LOOK = """
+steps = int(optimizer.state[model.weight]['step'])
+weight = model.weight.detach().clone()
+rate = optimizer.param_groups[0]['lr']
+same = optimizer.param_groups[0]['params'][0] is model.weight
+"""
+
+
+@pytest.fixture
+def three(replicas: Callable[[int], LocalPool]) -> LocalPool:
+    pool = replicas(3)
+    recover(pool)
+    assert run_cell(pool, TRAIN).report.clean
+    return pool
+
+
+def look(pool: LocalPool) -> list[dict[str, object]]:
+    return [values for _, values in sorted(run_cell(pool, LOOK).values.items())]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_replicas_go_on_from_the_one_that_came_furthest_and_the_objects_are_the_same(three, ahead):
+    run_cell(
+        three,
+        "step()\noptimizer.zero_grad()\nmodel(torch.ones(2, 3)).square().mean().backward()\n"
+        f"if replica_id == {ahead}:\n    optimizer.step(); scheduler.step()\n    raise OSError('after the step')\n"
+        "strategy.reduce('sum', 1.0)",
+    )
+    three.mend()
+    assert recover(three).source == ahead
+    assert not three.apart
+    seen = look(three)
+    assert [each["steps"] for each in seen] == [5, 5, 5]
+    assert all((each["weight"] == seen[0]["weight"]).all() for each in seen)
+    assert {each["rate"] for each in seen} == {0.05}
+    assert all(each["same"] for each in seen)
+
+
+def test_a_replica_that_was_left_in_the_middle_of_a_step_takes_anothers(three):
+    run_cell(
+        three,
+        "class Half(torch.optim.SGD):\n    def step(self):\n        super().step()\n"
+        "        if replica_id == 0 and fails: raise OSError('half-way')\n"
+        "fails = False\nhalf = Half(model.parameters(), lr=0.1)\nhalf.step()\nfails = True\nhalf.step()",
+    )
+    three.mend()
+    assert recover(three).source != 0
+    seen = look(three)
+    assert all((each["weight"] == seen[1]["weight"]).all() for each in seen)
+
+
+def test_replicas_that_differ_on_purpose_are_left_alone(three):
+    run_cell(three, "with torch.no_grad(): model.bias.fill_(replica_id)")
+    run_cell(three, "raise OSError('on all')")
+    three.mend()
+    recover(three)
+    ran = run_cell(three, "bias = float(model.bias)")
+    assert [ran.values[r]["bias"] for r in range(3)] == [0, 1, 2]
+
+
+def test_a_replica_that_dies_during_the_recovery_is_filled_by_the_next(three, monkeypatch):
+    """A replica that has been started and not been filled is none to fill others from."""
+    first, second = three.status()[0].pid, three.status()[2].pid
+    os.kill(first, signal.SIGKILL)
+    eventually(three.dead, "the death is noticed")
+    three.mend()
+    assert three.blank == {0}
+    os.kill(three.status()[0].pid, signal.SIGKILL)
+    with pytest.raises(ReplicaDied):
+        recover(three)
+    three.mend()
+    assert three.blank == {0}
+    recovery = recover(three)
+    assert (recovery.source, recovery.filled) == (1, (0,))
+    assert three.status()[2].pid == second
+    assert {values["k"] for values in run_cell(three, "k = kept").values.values()} == {3}
+
+
+def test_when_nobody_is_left_there_is_no_source(three):
+    for line in three.status():
+        os.kill(line.pid, signal.SIGKILL)
+    eventually(lambda: len(three.dead()) == 3, "the deaths are noticed")
+    three.mend()
+    assert recover(three).source is None
+    assert three.blank == set()

@@ -1,0 +1,415 @@
+"""What users do to their replicas: each is an error with a name, or works, and the next cell is right."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from driving import doing, eventually, gone, plain, run_cell
+
+from mirror_nb import payload
+from mirror_nb.devices import Device, resolve
+from mirror_nb.errors import DeviceError, TransferError
+from mirror_nb.pool.failures import raise_for
+from mirror_nb.pool.local import LocalPool
+from mirror_nb.strategies.mirrored import SETUP
+
+
+@pytest.fixture
+def two(replicas: Callable[[int], LocalPool]) -> LocalPool:
+    return replicas(2)
+
+
+def pids(pool: LocalPool) -> list[int]:
+    return [line.pid for line in pool.status()]
+
+
+def goes_on(pool: LocalPool, name: str = "kept") -> None:
+    """The next cell is right on every replica, which have kept their names."""
+    pool.mend()
+    ran = run_cell(pool, f"n = int(strategy.reduce('sum', {name}))")
+    assert ran.report.clean, ran.report.failures
+    assert {values["n"] for values in ran.values.values()} == {3 * pool.size}
+
+
+# ---------------------------------------------------------------------- leaving
+
+
+@pytest.mark.parametrize("leave", ["import sys; sys.exit(1)", "exit()", "quit()", "raise SystemExit"])
+def test_leaving_a_cell_ends_no_replica(two, leave):
+    before = pids(two)
+    run_cell(two, f"kept = 3\nif replica_id == 1:\n    {leave}\n")
+    assert pids(two) == before
+    goes_on(two)
+
+
+def test_a_replica_that_ends_itself_is_named_with_its_code_and_the_others_keep_theirs(two):
+    before = pids(two)
+    ran = run_cell(two, "kept = 3\nimport os\nif replica_id == 1: os._exit(9)\nstrategy.reduce('sum', 1)")
+    with pytest.raises(Exception, match=r"replica 1 .* ended with exit code 9"):
+        raise_for(ran.report, two.devices)
+    two.mend()
+    assert pids(two)[0] == before[0]
+    run_cell(two, "kept = 3")
+    goes_on(two)
+
+
+def test_a_destroyed_process_group_is_there_again_in_the_next_cell(two):
+    run_cell(two, "kept = 3\nimport torch.distributed as dist\ndist.destroy_process_group()")
+    goes_on(two)
+
+
+def test_only_one_replica_destroys_the_group(two):
+    run_cell(two, "kept = 3\nimport torch.distributed as dist\nif replica_id == 1: dist.destroy_process_group()")
+    goes_on(two)
+
+
+def test_a_group_may_be_destroyed_and_made_again_in_a_cell(two):
+    ran = run_cell(
+        two,
+        "kept = 3\nimport torch, torch.distributed as dist\ndist.destroy_process_group()\n"
+        "dist.init_process_group()\nt = torch.ones(1)\ndist.all_reduce(t)\nn = t.item()",
+    )
+    assert ran.values[1]["n"] == 2
+    goes_on(two)
+
+
+# ---------------------------------------------------------------------- exceptions
+
+
+def test_an_exception_that_cannot_be_pickled_keeps_its_name_message_and_lines(two):
+    ran = run_cell(
+        two,
+        "kept = 3\nclass Stubborn(Exception):\n"
+        "    def __reduce__(self): raise TypeError('never')\n"
+        "def work():\n    raise Stubborn('no way')\nif replica_id == 0: work()\nstrategy.reduce('sum', 1)",
+    )
+    with pytest.raises(Exception, match="no way") as caught:
+        raise_for(ran.report, two.devices)
+    assert type(caught.value).__name__ == "Stubborn"
+    shown = plain("\n".join(caught.value._render_traceback_()))
+    assert "raise Stubborn('no way')" in shown
+    assert "raised by replica 0" in shown
+    goes_on(two)
+
+
+@pytest.mark.parametrize("broken", ["__str__", "__repr__"])
+def test_an_exception_that_cannot_even_be_shown_frees_the_others(two, broken):
+    ran = run_cell(
+        two,
+        f"kept = 3\nclass Mute(Exception):\n    def {broken}(self): raise OSError('mute')\n"
+        "if replica_id == 0: raise Mute\nstrategy.reduce('sum', 1)",
+    )
+    assert 0 in ran.report.failures
+    goes_on(two)
+
+
+def test_a_recursion_without_end_is_an_error_of_its_replica(two):
+    ran = run_cell(two, "kept = 3\ndef f(): return f()\nif replica_id == 1: f()")
+    assert ran.errors == {1: "RecursionError"}
+    goes_on(two)
+
+
+def test_what_a_failed_cell_held_is_let_go(two):
+    """The memory of a failed cell is there for the next one."""
+    ran = run_cell(
+        two,
+        "kept = 3\nimport weakref\nclass Large: pass\n"
+        "def fails():\n    held = Large()\n    global mark\n    mark = weakref.ref(held)\n    held.itself = held\n"
+        "    raise MemoryError('no more')\nfails()",
+    )
+    assert set(ran.errors.values()) == {"MemoryError"}
+    ran = run_cell(two, "alive = mark() is not None")
+    assert [values["alive"] for values in ran.values.values()] == [False, False]
+    goes_on(two)
+
+
+def test_workers_of_a_loader_end_with_the_cell_that_was_stopped(two, tmp_path):
+    def press() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with doing(press, when=lambda: all((tmp_path / f"in{r}").exists() for r in range(2))):
+        ran = run_cell(
+            two,
+            f"""
+kept = 3
+import time
+from torch.utils.data import DataLoader, Dataset
+class Slow(Dataset):
+    def __len__(self): return 100
+    def __getitem__(self, i):
+        open({str(tmp_path)!r} + f'/in{{replica_id}}', 'w').close()
+        time.sleep(0.05)
+        return i
+for batch in DataLoader(Slow(), num_workers=2): pass
+""",
+        )
+    assert ran.report.interrupted
+    assert not ran.report.deaths
+    goes_on(two)
+    children = [child for pid in pids(two) for child in psutil.Process(pid).children(recursive=True)]
+    eventually(lambda: all(gone(child.pid) for child in children), "the loader's workers end")
+
+
+def test_an_interrupt_that_python_drops_is_raised_again(two, tmp_path):
+    """Python prints and forgets exceptions that come while an object is deleted."""
+
+    def press() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with doing(press, when=lambda: all((tmp_path / f"in{r}").exists() for r in range(2))):
+        ran = run_cell(
+            two,
+            f"""
+kept = 3
+import time
+class Slow:
+    def __del__(self):
+        open({str(tmp_path)!r} + f'/in{{replica_id}}', 'w').close()
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end: pass
+while True:
+    Slow()
+    time.sleep(0.1)
+""",
+        )
+    assert ran.report.interrupted
+    assert not ran.report.deaths
+    goes_on(two)
+
+
+# ---------------------------------------------------------------------- output and input
+
+
+def test_a_hundred_megabytes_of_output_arrive(two):
+    counts = {0: 0, 1: 0}
+
+    def count(replica_id: int, message: object) -> None:
+        counts[replica_id] += len(getattr(message, "text", ""))
+
+    line = "x" * 999
+    ran = run_cell(two, f"kept = 3\nfor _ in range(50_000): print({line!r})", on_message=count, timeout=120)
+    assert ran.report.clean, ran.report.failures
+    assert counts == {0: 50_000_000, 1: 50_000_000}
+    goes_on(two)
+
+
+def test_binary_junk_on_stderr_from_c_code_and_children_is_shown_escaped(two):
+    ran = run_cell(
+        two,
+        "kept = 3\nimport os, subprocess\nos.write(2, bytes(range(256)) * 300)\n"
+        "subprocess.run(['sh', '-c', 'printf \"\\\\377\\\\376end\" >&2'])",
+    )
+    assert ran.report.clean
+    for text in ran.text.values():
+        assert text.count("\\xff\\xfe") + text.count("\\xfe\\xff") >= 1
+        assert "end" in text
+    goes_on(two)
+
+
+def test_a_question_to_the_user_is_refused_and_hangs_nothing(two):
+    ran = run_cell(two, "kept = 3\nname = input('name? ')")
+    assert set(ran.errors.values()) == {"StdinNotImplementedError"}
+    ran = run_cell(two, "import sys\nline = sys.stdin.readline()")
+    assert ran.report.clean or ran.report.failures
+    ran = run_cell(two, "import getpass\nsecret = getpass.getpass()")
+    assert ran.report.failures
+    goes_on(two)
+
+
+# ---------------------------------------------------------------------- left running
+
+
+def test_threads_left_running_do_not_hold_the_cell_up_and_their_text_comes_with_the_next(two):
+    ran = run_cell(
+        two,
+        "kept = 3\nimport threading\ngo, over = threading.Event(), threading.Event()\n"
+        "def late():\n    go.wait(20); print('late'); over.set()\nthreading.Thread(target=late, daemon=True).start()",
+    )
+    assert ran.report.clean
+    ran = run_cell(two, "go.set(); done = over.wait(20)")
+    assert all("late" in text for text in ran.text.values())
+    goes_on(two)
+
+
+def test_a_thread_that_fails_is_told_and_harms_nothing(two):
+    ran = run_cell(
+        two, "kept = 3\nimport threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start(); t.join(20)"
+    )
+    assert ran.report.clean
+    assert all("ZeroDivisionError" in text for text in ran.text.values())
+    goes_on(two)
+
+
+def test_processes_left_running_end_with_the_replicas(tmp_path):
+    with LocalPool((Device("cpu", 0), Device("cpu", 1)), setup=SETUP) as pool:
+        pool.start()
+        ran = run_cell(
+            pool, "import subprocess\npid = subprocess.Popen(['sleep', '1000'], stdout=subprocess.DEVNULL).pid"
+        )
+        left = [values["pid"] for values in ran.values.values()]
+        assert not any(map(gone, left))
+    eventually(lambda: all(map(gone, left)), "what cells started ends with the replicas")
+
+
+def test_a_fork_in_a_cell_is_no_second_replica(two):
+    ran = run_cell(
+        two,
+        "kept = 3\nimport os\nchild = os.fork()\nif child == 0:\n    print('from the child')\n    os._exit(0)\n"
+        "code = os.waitpid(child, 0)[1]",
+    )
+    assert ran.report.clean, ran.report.failures
+    assert {values["code"] for values in ran.values.values()} == {0}
+    goes_on(two)
+
+
+def test_a_loader_whose_worker_dies_is_an_error_of_its_replica(two):
+    ran = run_cell(
+        two,
+        "kept = 3\nimport os, signal\nfrom torch.utils.data import DataLoader, Dataset\n"
+        "class Deadly(Dataset):\n    def __len__(self): return 4\n"
+        "    def __getitem__(self, i): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if replica_id == 0: list(DataLoader(Deadly(), num_workers=1))\nstrategy.reduce('sum', 1)",
+    )
+    assert ran.errors[0] == "RuntimeError"
+    assert "worker" in ran.report.failures[0].message
+    goes_on(two)
+
+
+# ---------------------------------------------------------------------- names, files, devices
+
+
+@pytest.mark.parametrize("name", ["devices", "messages", "worker", "random", "queue"])
+def test_a_file_of_the_users_may_be_named_as_one_of_ours(two, tmp_path, name):
+    (tmp_path / f"{name}.py").write_text("mine = 41\n")
+    ran = run_cell(
+        two,
+        f"kept = 3\nimport sys\nsys.path.insert(0, {str(tmp_path)!r})\nbefore = sys.modules.pop({name!r}, None)\n"
+        f"import {name} as users\nmine = users.mine + 1\nsys.path.remove({str(tmp_path)!r})\n"
+        f"sys.modules.pop({name!r})\nif before: sys.modules[{name!r}] = before\ndel users, before",
+        working_directory=str(tmp_path),
+    )
+    assert ran.report.clean, ran.report.failures
+    assert ran.values[1]["mine"] == 42
+    goes_on(two)
+
+
+@pytest.mark.parametrize("name", ["devices", "messages", "worker", "pool"])
+def test_replicas_start_in_a_folder_with_files_named_as_ours(tmp_path, name, monkeypatch):
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with LocalPool((Device("cpu", 0), Device("cpu", 1)), setup=SETUP) as pool:
+        pool.start()
+        assert run_cell(pool, "n = int(strategy.reduce('sum', 1.0))").values[0]["n"] == 2
+
+
+def test_a_working_directory_that_is_gone_stops_no_cell(two, tmp_path):
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    run_cell(two, "kept = 3", working_directory=str(folder))
+    folder.rmdir()
+    assert run_cell(two, "x = 1", working_directory=str(folder)).report.clean
+    run_cell(two, "x = 1", working_directory=os.getcwd())
+    goes_on(two)
+
+
+def test_an_empty_cuda_visible_devices_means_no_gpu_and_says_what_there_is():
+    with pytest.raises(DeviceError, match="cuda:0"):
+        resolve("cuda:0", 0)
+    assert [str(device) for device in resolve(None, 0)] == ["cpu:0"]
+
+
+def test_a_cell_may_set_cuda_visible_devices(two):
+    ran = run_cell(two, "kept = 3\nimport os\nos.environ['CUDA_VISIBLE_DEVICES'] = ''\nx = 1")
+    assert ran.report.clean
+    goes_on(two)
+
+
+# ---------------------------------------------------------------------- memory and sleep
+
+
+def test_memory_that_cannot_be_had_is_an_error_with_a_way_out(two, monkeypatch):
+    """What large values travel in: /dev/shm full, or the limit on memory reached."""
+    import torch
+
+    def full(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(payload.os, "memfd_create", full, raising=False)
+    with pytest.raises((TransferError, OSError), match=r"No space left|memory"):
+        payload.pack(torch.ones(3_000_000)).close()
+    monkeypatch.undo()
+    run_cell(two, "kept = 3")
+    goes_on(two)
+
+
+def test_a_full_dev_shm_is_no_matter_to_values_that_travel(two):
+    """They travel in memory without a name, which /dev/shm's size does not bound."""
+    import torch
+
+    free = os.statvfs("/dev/shm").f_bavail
+    ran = run_cell(two, "kept = 3\ntotal = float(large.sum())", {"large": torch.ones(8_000_000)})
+    assert ran.values[1]["total"] == 8_000_000
+    assert os.statvfs("/dev/shm").f_bavail >= free - 16
+
+
+def test_a_suspended_replica_is_not_a_dead_one(two, tmp_path):
+    """As when a laptop's lid was closed."""
+    before = pids(two)
+    started = tmp_path / "in"
+
+    def suspend() -> None:
+        for pid in before:
+            os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: all(psutil.Process(p).status() == psutil.STATUS_STOPPED for p in before), "they stop")
+        assert two.dead() == []
+        wake = threading.Timer(0.5, lambda: [os.kill(pid, signal.SIGCONT) for pid in before])
+        wake.start()
+        wake.join()
+
+    with doing(suspend, when=started.exists):
+        ran = run_cell(
+            two,
+            f"kept = 3\nimport time, torch\nopen({str(started)!r}, 'w').close()\nend = time.monotonic() + 1\n"
+            "while time.monotonic() < end: time.sleep(0.01)\nn = int(strategy.reduce('sum', 1.0))",
+        )
+    assert ran.report.clean, ran.report.failures
+    assert ran.values[0]["n"] == 2
+    assert pids(two) == before
+    goes_on(two)
+
+
+def test_a_crash_in_native_code_shows_where_it_was(two):
+    ran = run_cell(
+        two,
+        "import ctypes, os\ndef into_the_void():\n    ctypes.string_at(0)\n"
+        "if replica_id == 1:\n    os.write(2, b'last line of C\\n')\n    into_the_void()\nstrategy.reduce('sum', 1)",
+    )
+    with pytest.raises(Exception, match="SIGSEGV") as caught:
+        raise_for(ran.report, two.devices)
+    shown = plain("\n".join(caught.value._render_traceback_())) + ran.text[1]
+    assert "replica 1's last words" in shown
+    assert "line 3 in into_the_void" in shown
+    assert "last line of C" in shown
+    assert "mirror_nb/replica" not in shown
+    two.mend()
+
+
+def test_a_plain_script_with_our_name_says_what_is_wrong(tmp_path):
+    """A user's own mirror_nb.py hides the package; Python's own error names the file."""
+    import subprocess
+
+    (tmp_path / "mirror_nb.py").write_text(textwrap.dedent("import mirror_nb\nmirror_nb.MirroredStrategy\n"))
+    ended = subprocess.run(
+        [sys.executable, "mirror_nb.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert str(Path("mirror_nb.py")) in ended.stderr
