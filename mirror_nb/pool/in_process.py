@@ -66,7 +66,7 @@ class InProcessPool(Pool):
         else:
             self._replica.handle(message, os.dup(slab) if slab is not None else None)
 
-    def _poll(self, timeout: float, wake: int | None) -> list[Incoming]:
+    def _poll(self, timeout: float) -> list[Incoming]:
         found = list(self._incoming)
         self._incoming.clear()
         return found

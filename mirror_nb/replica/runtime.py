@@ -47,6 +47,8 @@ from mirror_nb.replica.namespace import Namespace
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.shell import ReplicaShell, make_shell
 
+KEPT_FUNCTIONS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -93,6 +95,8 @@ class Replica:
         if self.own_process:
             # Entered for good: to put the hooks in place and away again would take half the time of a small call.
             self.scope.__enter__()
+        self._functions: dict[bytes, Any] = {}
+        # By their pickles: those that the controller calls again and again.
         self.partial = False
         # True while a cell runs that some replicas do not run.
         self._module = module
@@ -203,9 +207,11 @@ class Replica:
         return failure, packed, bundle
 
     def _call(self, call: Call, slab: int | None, number: int) -> tuple[Failure | None, Packed | None]:
-        self.namespace.release(call.released)
+        if call.released:
+            self.namespace.release(call.released)
+            self._functions.clear()
         self.namespace.apply_settings(call.settings)
-        function, visitors = self.namespace.open_call(call.function, None)
+        function, visitors = self._function(call)
         (args, kwargs), more = self.namespace.open_call(call.arguments, slab)
         if self.identity.device.type != "cpu":
             args, kwargs = to_device((args, kwargs), self.identity.device)
@@ -221,6 +227,17 @@ class Replica:
             finally:
                 self.gradients.clear_shares()
         return None, pack(value, reference=self.namespace.reference)
+
+    def _function(self, call: Call) -> tuple[Any, list[nn.Module]]:
+        known = self._functions.get(call.function.pickled) if call.kept else None
+        if known is not None:
+            return known, []
+        function, visitors = self.namespace.open_call(call.function, None)
+        if call.kept and not visitors:
+            if len(self._functions) >= KEPT_FUNCTIONS:
+                self._functions.clear()
+            self._functions[call.function.pickled] = function
+        return function, visitors
 
     def _fetch(self, names: tuple[str, ...], owner: bool, number: int) -> Packed:
         lacking = [name for name in names if name not in self.names]

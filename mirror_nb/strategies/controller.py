@@ -150,7 +150,7 @@ class ControllerPlace(Place):
             for replica_id in range(self.num_replicas):
                 mine = packed[replica_id if parts else 0]
                 shares = _shares_of(parts, replica_id)
-                calls[replica_id] = Call(function, mine.payload, plain, shares, released, changed)
+                calls[replica_id] = Call(function, mine.payload, plain, shares, released, changed, kept is not None)
                 slabs[replica_id] = mine.slab
             report = pool.run(calls, slabs=slabs, on_message=_listening(on_note))
         finally:
