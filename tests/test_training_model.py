@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import mirror_nb as mnb
+from mirror_nb.replica.runtime import _in_users_code
 from mirror_nb.training import job
 from mirror_nb.training.feeds import feed
 from mirror_nb.training.loop import Note
@@ -365,6 +367,42 @@ def test_ctrl_c_leaves_whole_steps_that_are_the_same_on_all_replicas(two):
         assert equal(first, second)
         assert equal(first, weights(model))
     assert model.fit(X, Y, epochs=2, verbose=0).epoch == [0, 1]
+
+
+class PressesStop(nn.Linear):
+    """A layer that never ends its third batch, and interrupts another process there."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(4, 2)
+        self.pid, self.calls = pid, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3 and mnb.get_replica_context().replica_id_in_sync_group == 1:
+            os.kill(self.pid, signal.SIGINT)
+        while self.calls >= 3:
+            pass
+        return super().forward(x)
+
+
+def test_an_interrupt_in_a_users_code_shows_where(two):
+    model = made(two, lambda: PressesStop(os.getpid()))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        model.fit(X, Y, epochs=10_000, batch_size=6, verbose=0)
+    (note,) = caught.value.__notes__
+    assert "in forward" in note
+    assert note.endswith("interrupted on all 2 replicas")
+    assert "runtime.py" not in note
+
+
+@pytest.mark.parametrize(("module", "there"), [("mirror_nb.training.loop", False), ("torch.nn", False), ("net", True)])
+def test_lines_of_mirror_nb_and_torch_are_not_the_users(module, there):
+    names = {"__name__": module}
+    exec("def stop():\n    raise KeyboardInterrupt", names)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        names["stop"]()
+    # Without this test's own frame.
+    assert _in_users_code(caught.value.with_traceback(caught.value.__traceback__.tb_next)) is there
 
 
 def test_ctrl_c_on_one_device_leaves_a_whole_step():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from driving import launch, run_cell
 import mirror_nb as mnb
 from mirror_nb.errors import ContextError
 from mirror_nb.strategies.seat import AloneSeat
+from mirror_nb.training import files
 
 BODY = """
 import torch
@@ -114,6 +116,27 @@ def test_a_cell_saves_loads_and_goes_on(replicas, alone, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.pt", "model.pt"]
 
 
+NORMALISED = """
+torch.manual_seed(0)
+model = mnb.Model(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
+model.compile("sgd", "cross_entropy")
+model.fit(X, Y, batch_size=7, verbose=0)
+own = model.network[1].running_mean.clone()
+model.save(folder + "/model.pt")
+saved = torch.load(folder + "/model.pt", weights_only=True)["state_dict"]["1.running_mean"]
+"""
+
+
+def test_what_a_cell_saves_has_the_mean_of_all_running_statistics(replicas, tmp_path):
+    ran = run_cell(replicas(2), BODY + NORMALISED, {"folder": str(tmp_path)})
+    assert ran.errors == {}
+    own = [ran.values[r]["own"] for r in range(2)]
+    assert not torch.equal(*own)
+    # Every replica found the file when `save` had returned.
+    for r in range(2):
+        torch.testing.assert_close(ran.values[r]["saved"], sum(own) / 2)
+
+
 def test_an_error_on_one_replica_of_a_cell_leaves_a_model_that_trains_on(replicas):
     pool = replicas(2)
     fails = """
@@ -204,6 +227,63 @@ def test_a_script_with_classes_and_functions_of_its_own(tmp_path):
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "True True\n")
+
+
+KILLED = (
+    BODY
+    + """
+import os, signal, sys
+
+class Network(nn.Module):
+    def __init__(self, kills):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 2))
+        self.kills = kills
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.kills and self.calls == 11 and mnb.get_replica_context().replica_id_in_sync_group == 1:
+            os.kill(self.kills, signal.SIGKILL)
+        return self.layers(x)
+
+backup, kills, result = sys.argv[1:]
+callbacks = [mnb.callbacks.BackupAndRestore(backup, save_freq=2)] if backup else []
+with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+    torch.manual_seed(3)
+    with strategy.scope():
+        model = mnb.Model(Network(os.getpid() if kills else 0))
+        model.compile(("adam", {"lr": 0.02}), "cross_entropy", ["accuracy"], scheduler=("StepLR", {"step_size": 1}))
+    history = model.fit(X, Y, epochs=3, batch_size=6, verbose=0, callbacks=callbacks)
+    torch.save((model.state_dict(), history.history), result)
+"""
+)
+
+
+def test_killed_in_a_step_and_run_again_it_ends_on_the_weights_of_an_undisturbed_run(tmp_path):
+    script, result, backup = (tmp_path / name for name in ("script.py", "result", "backup"))
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(mnb.__file__).parent.parent)}
+
+    def run(*arguments: str) -> int:
+        command = [sys.executable, str(script), *arguments, str(result)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.stderr == ""
+        return done.returncode
+
+    # In the fourth step of the second epoch: replica 1 has no share of the last batch of the first.
+    assert run(str(backup), "kill") == -signal.SIGKILL
+    assert not result.exists()
+    left = files.read(backup / "latest.pt")["training"]
+    assert (left["epoch"], left["step"]) == (1, 2)
+    assert run(str(backup), "") == 0
+    resumed, history = torch.load(result, weights_only=True)
+    assert not backup.exists()
+    assert run("", "") == 0
+    undisturbed, expected = torch.load(result, weights_only=True)
+    assert resumed.keys() == undisturbed.keys()
+    assert all(torch.equal(value, undisturbed[name]) for name, value in resumed.items())
+    assert history == expected
 
 
 # --------------------------------------------------------------------------- command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -173,9 +174,40 @@ def test_a_line_is_written_above_the_bar(capsys):
     assert capsys.readouterr().out == "epoch 1: saved\n"
 
 
+def test_what_a_callback_says_of_an_epoch_follows_its_line(capsys):
+    progress = Progress(2, sys.stdout, Clock())
+    progress.begin_epoch(0, 1, 4)
+    progress.say("step 3: saved")
+    with progress.held():
+        progress.say("epoch 1: saved")
+        progress.end_epoch({"loss": 1.0})
+    assert capsys.readouterr().out == "step 3: saved\nepoch 1/1  loss 1.0000  0 ms\nepoch 1: saved\n"
+
+
+def test_what_a_callback_says_before_it_fails_is_not_lost(capsys):
+    progress = Progress(2, sys.stdout, Clock())
+
+    def fail() -> None:
+        with progress.held():
+            progress.say("epoch 1: val_loss has improved")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
+    assert capsys.readouterr().out == "epoch 1: val_loss has improved\n"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.04, "0.0 s"), (2.44, "2.4 s"), (35.2, "35 s"), (99.4, "99 s"), (150, "2.5 min"), (6000, "1.7 h")],
+    [
+        (0.04, "40 ms"),
+        (0.0996, "0.1 s"),
+        (2.44, "2.4 s"),
+        (35.2, "35 s"),
+        (99.4, "99 s"),
+        (150, "2.5 min"),
+        (6000, "1.7 h"),
+    ],
 )
 def test_a_time_is_one_number_and_its_unit(seconds, text):
     assert duration(seconds) == text

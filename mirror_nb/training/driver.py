@@ -78,6 +78,7 @@ class Fit:
             history=self.history,
             leads=self._leads,
             agree=lambda value: self._place.every([value])[0],
+            tell=self._progress.say,
         )
         self._logs = Logs(self._settings)
         self._training: Running | None = None
@@ -177,8 +178,10 @@ class Fit:
             assert self._training is not None
             self._training.ask(job.end_epoch, logs.get("val_loss", logs.get("loss")))
         self._epoch, self._step, self._inside, self._before = epoch + 1, 0, False, []
-        callbacks.on_epoch_end(epoch, logs)
-        self._progress.end_epoch(logs)
+        with self._progress.held():
+            # They may add to the logs, and speak of an epoch whose line comes first.
+            callbacks.on_epoch_end(epoch, logs)
+            self._progress.end_epoch(logs)
         return logs
 
     def _train(self, epoch: int) -> dict[str, Any]:

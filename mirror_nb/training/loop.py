@@ -264,7 +264,7 @@ class Job(ABC):
     def _evaluating(self) -> Iterator[None]:
         """Modules in evaluation mode, with statistics that are the same on all replicas; then as they were."""
         modes = [(module, module.training) for module in self._model.modules()]
-        self._average_statistics()
+        average_statistics(self._seat, self._model)
         self._model.eval()
         try:
             with torch.no_grad(), self._autocast():
@@ -273,17 +273,18 @@ class Job(ABC):
             for module, mode in modes:
                 module.training = mode
 
-    def _average_statistics(self) -> None:
-        """Give every replica the mean of all running statistics: what is read from outside (DESIGN decision 7)."""
-        if self._seat.num_replicas == 1:
-            return
-        statistics = [s for s in mirrors.averaged_statistics(self._model).values() if s.is_floating_point()]
-        if statistics:
-            with torch.no_grad():
-                flat = torch.cat([each.reshape(-1) for each in statistics])
-                mean = self._seat.add_up(flat).div_(self._seat.num_replicas)
-                for each, part in zip(statistics, mean.split([s.numel() for s in statistics]), strict=True):
-                    each.copy_(part.view_as(each))
+
+def average_statistics(seat: Seat, model: nn.Module) -> None:
+    """Give every replica the mean of all running statistics: what is read from outside (DESIGN decision 7)."""
+    if seat.num_replicas == 1:
+        return
+    statistics = [s for s in mirrors.averaged_statistics(model).values() if s.is_floating_point()]
+    if statistics:
+        with torch.no_grad():
+            flat = torch.cat([each.reshape(-1) for each in statistics])
+            mean = seat.add_up(flat).div_(seat.num_replicas)
+            for each, part in zip(statistics, mean.split([s.numel() for s in statistics]), strict=True):
+                each.copy_(part.view_as(each))
 
 
 def device_of(model: nn.Module, otherwise: torch.device) -> torch.device:

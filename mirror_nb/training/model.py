@@ -20,6 +20,7 @@ from mirror_nb.strategies.context import get_strategy
 from mirror_nb.training import driver, evaluating, files, job
 from mirror_nb.training.feeds import Feed, feed, split_validation
 from mirror_nb.training.history import History
+from mirror_nb.training.loop import average_statistics
 from mirror_nb.training.settings import CompileSettings, make_optimizer
 
 if TYPE_CHECKING:
@@ -304,7 +305,9 @@ class Model(nn.Module):
     def compiled_settings(self) -> CompileSettings:
         """What `compile` was told. Raises UsageError where it was not called."""
         if self._settings is None:
-            raise UsageError("this model is not compiled; call compile(optimizer=..., loss=...) first")
+            # One that a `%%mirrored` cell made comes here as a network.
+            there = " here" if self._strategy is None else ""
+            raise UsageError(f"this model is not compiled{there}; call compile(optimizer=..., loss=...) first")
         return self._settings
 
     @property
@@ -350,7 +353,8 @@ class Model(nn.Module):
         """Write the model into one file, as a whole or not at all.
 
         torch.load(path, weights_only=True)["state_dict"] is the network's; `load_model` makes a model of the file, on
-        any number of devices. With `include_optimizer` a training goes on from it as if it had never stopped.
+        any number of devices. With `include_optimizer` a training goes on from it as if it had never stopped. In a
+        `%%mirrored` cell all replicas call it, and replica 0 writes.
 
         Raises CheckpointError where the file cannot be written.
         """
@@ -360,6 +364,8 @@ class Model(nn.Module):
         # All replicas of a cell take part in this; one writes.
         training = self.training_state() if include_optimizer and self._settings is not None else None
         place, problem = self.strategy._place, None
+        if place.seat is not None:
+            average_statistics(place.seat, self)
         if place.replica_id in (None, 0):
             try:
                 saving.save_model(

@@ -56,12 +56,17 @@ class Loss:
     # One for each output.
     divisors: tuple[Divisor, ...] = (Divisor.EXAMPLES,)
 
+    @property
+    def is_by_examples(self) -> bool:
+        """Whether `value` is nothing but `numerator` divided by the examples of the global batch."""
+        return self.divisors[0] is Divisor.EXAMPLES and self.numerator.ndim == 0
+
     def value(self, global_examples: int, global_denominator: Tensor | None = None) -> Tensor:
         """Return this share's part of the global batch's loss, a scalar: the parts of all shares add up to it.
 
         `global_denominator`: `denominator`, added up over the replicas.
         """
-        if self.divisors[0] is Divisor.EXAMPLES and self.numerator.ndim == 0:
+        if self.is_by_examples:
             return self.numerator / global_examples
         by = self._divided_by(global_examples, global_denominator)
         if self.numerator.ndim == 0:

@@ -7,9 +7,10 @@ alone. Knows nothing of models.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO, final
 
 from tqdm import tqdm
@@ -59,6 +60,8 @@ class Progress:
         # The epoch that this began with, and when.
         self._began = self._drawn = self._trained = 0.0
         self._examples = 0
+        self._held: list[str] | None = None
+        # What was said while the line that it belongs to is not there yet.
 
     def begin_epoch(self, epoch: int, epochs: int, steps: int | None) -> None:
         """An epoch of training begins: its number from 0, how many there will be, its global batches if known."""
@@ -94,6 +97,25 @@ class Progress:
         say_to = [self._title, *_metrics(logs), *self._rate(), spent]
         tqdm.write("  ".join(say_to), file=self._out)
         self._out.flush()
+
+    def say(self, text: str) -> None:
+        """Write a line above the bar; inside `held`, after it."""
+        if self._held is None:
+            say(text)
+        else:
+            self._held.append(text)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What is said inside is written at the end: below the line of an epoch that ends there."""
+        held: list[str] = []
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = None
+            for text in held:
+                say(text)
 
     def close(self) -> None:
         """Take the bar away; a second time does nothing."""
@@ -141,7 +163,9 @@ class _Bar(tqdm):
 
 
 def duration(seconds: float) -> str:
-    """Return a time as one number and its unit: `2.4 s`, `35 s`, `12.1 min`."""
+    """Return a time as one number and its unit: `40 ms`, `2.4 s`, `35 s`, `12.1 min`."""
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.0f} ms"
     for unit, size, most in (("s", 1, 100), ("min", 60, 100), ("h", 3600, float("inf"))):
         if seconds / size < most:
             return f"{seconds / size:.{0 if seconds / size >= 20 else 1}f} {unit}"

@@ -73,8 +73,12 @@ class Scoring(Job):
     def _running_loss(self) -> float | None:
         return float(self._loss_sum) / self._weight if self._weight else None
 
-    def _loss(self, share: Share) -> tuple[Tensor, Any]:
-        """Return this share's part of the global batch's loss, and the network's outputs; adds both up."""
+    def _loss(self, share: Share) -> tuple[Tensor, int, Any]:
+        """Return this share's part of the global batch's loss as a dividend and a divisor, and the network's outputs.
+
+        Adds the loss up.
+        """
+        by = 1
         if self._own_step is not None:
             value = self._loss_of_own_step(share)
             outputs = None
@@ -84,13 +88,16 @@ class Scoring(Job):
                 outputs, share.targets, share.sample_weight, self._task.class_weight, examples=share.examples
             )
             divisor = None if loss.denominator is None else self._seat.add_up(loss.denominator)
-            value = loss.value(share.global_examples, divisor)
+            if loss.is_by_examples:
+                value, by = loss.numerator, share.global_examples
+            else:
+                value = loss.value(share.global_examples, divisor)
             for name, part in loss.part_values(share.global_examples, divisor).items() if loss.parts else ():
                 self._add(self._part_sums, name, part, share.global_examples)
         if self._counting:
-            self._loss_sum.add_(value.detach(), alpha=share.global_examples)
+            self._loss_sum.add_(value.detach(), alpha=share.global_examples / by)
             self._weight += share.examples
-        return value, outputs
+        return value, by, outputs
 
     def _loss_of_own_step(self, share: Share) -> Tensor:
         assert self._own_step is not None
@@ -142,7 +149,7 @@ class Evaluation(Scoring):
 
     def _take(self, share: Share, last: bool) -> None:
         if share.examples:
-            _, outputs = self._loss(share)
+            _, _, outputs = self._loss(share)
             self._measure(outputs, share)
         else:
             self._without_examples()

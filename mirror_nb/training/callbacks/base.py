@@ -38,6 +38,8 @@ class Callback:
         self.params: dict[str, Any] = {}
         self.agree: Callable[[Any], Any] = _itself
         # Gives replica 0's value on all replicas: for what each would find out at its own time, about a file say.
+        self.tell: Callable[[str], None] = say
+        # Shows a line of text, above the bar and below the line of an epoch that ends.
 
     def set_model(self, model: Any) -> None:
         """Take the model; called before any other hook."""
@@ -114,7 +116,7 @@ class Callback:
 
     def _say(self, text: str) -> None:
         if self.leads:
-            say(text)
+            self.tell(text)
 
 
 _HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -137,7 +139,7 @@ class CallbackList(Callback):
 
     `history` takes what each epoch ended with, after the callbacks that add to the logs and before those that save.
     `leads`: whether this process writes and shows. `agree` gives replica 0's value on all replicas, for decisions
-    that depend on files. Raises UsageError for what is no callback.
+    that depend on files. `tell` shows a line of text. Raises UsageError for what is no callback.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class CallbackList(Callback):
         history: History | None = None,
         leads: bool = True,
         agree: Callable[[Any], Any] = _itself,
+        tell: Callable[[str], None] = say,
     ) -> None:
         super().__init__()
         given = [_checked(callback) for callback in _flat(callbacks)]
@@ -157,6 +160,7 @@ class CallbackList(Callback):
         for callback in self.callbacks:
             callback.leads = leads
             callback.agree = agree
+            callback.tell = tell
         self.set_model(model)
         self.set_params(params or {})
 
