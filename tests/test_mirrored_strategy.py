@@ -211,6 +211,8 @@ def test_an_exception_has_its_own_type_and_tells_the_replica_and_the_line(two):
     notes = "\n".join(caught.value.__notes__)
     assert "raised by replica 1 (cpu:1)" in notes
     assert 'raise LookupError("no such thing")' in notes
+    # None of mirror_nb's own frames above the function's.
+    assert "runtime.py" not in notes
     assert two.run(lambda: 1) == 1
 
 

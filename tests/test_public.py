@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -42,8 +43,11 @@ def section(title: str) -> str:
     return found[1]
 
 
-def run_python(source: str) -> str:
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+def run_python(source: str, cwd: Path | None = None) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(Path(mnb.__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, cwd=cwd, env=environment
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -61,6 +65,14 @@ def test_the_example_of_the_readme_runs_as_it_stands():
     assert lines[:5] == ["2", "MirroredVariable:{", "  0: tensor(0.),", "  1: tensor(0.)", "}"]
     assert lines[5:9] == ["MirroredVariable:{", "  0: tensor(48.),", "  1: tensor(48.)", "}"]
     assert lines[-1] == "True"
+
+
+def test_the_example_of_compile_and_fit_runs_as_it_stands(tmp_path):
+    example = re.search(r"```python\n(.*?)```", section("compile and fit"), re.DOTALL)
+    assert example is not None
+    lines = run_python(example[1] + "\nprint(accuracy > 0.7, outputs.shape)\n", cwd=tmp_path).splitlines()
+    assert lines[0].startswith("epoch  1/10  loss ")
+    assert lines[-1] == "True torch.Size([1000, 2])"
 
 
 def own_members(kind: type) -> Iterator[tuple[str, Any]]:

@@ -256,6 +256,9 @@ class Replica:
                 with self._interruptible(number):
                     value = function(*args, **kwargs) if call.plain else self.invoke(function, args, kwargs)
                 _check_visitors([*visitors, *more])
+            except KeyboardInterrupt as error:
+                # Where a loop of ours was interrupted tells the user nothing.
+                return self.failure(error, () if _in_users_code(error) else (type(error).__name__,)), None
             except BaseException as error:
                 return self.failure(error), None
             finally:
@@ -295,7 +298,7 @@ class Replica:
         """Turn an exception into what travels."""
         self.gradients.reset()
         lines = rendered or tuple(
-            "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
+            "".join(traceback.format_exception(type(error), error, _after_ours(error.__traceback__))).splitlines()
         )
         self._keep_until_told(error)
         clean = error.with_traceback(None)
@@ -325,6 +328,20 @@ class Replica:
             if chain.__traceback__ is not None:
                 self._failed.append(chain.__traceback__)
             chain = chain.__cause__ or chain.__context__
+
+
+def _after_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the traceback without the frames of mirror_nb that it begins with, unless there are no others."""
+    first = trace
+    while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith("mirror_nb."):
+        first = first.tb_next
+    return trace if first is None else first
+
+
+def _in_users_code(error: BaseException) -> bool:
+    """Whether lines of the user's led to an exception, or only those of mirror_nb, torch and Python."""
+    roots = {f.f_globals.get("__name__", "").partition(".")[0] for f, _ in traceback.walk_tb(error.__traceback__)}
+    return not roots <= {"mirror_nb", "torch", *sys.stdlib_module_names}
 
 
 def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import dataloader
 
 from mirror_nb.collectives import process_group, sealed
 from mirror_nb.errors import PeerFailed
@@ -45,7 +44,7 @@ from mirror_nb.messages import (
     RunCell,
     Stream,
 )
-from mirror_nb.replica import runtime, shell
+from mirror_nb.replica import runtime, shell, whole
 from mirror_nb.replica.alarm import Alarm
 from mirror_nb.replica.streams import Streams
 
@@ -291,7 +290,7 @@ class _Process:
 
     def _catch_up(self, frame: FrameType | None) -> None:
         """Raise the interrupt that was held back, unless there is still a reason to hold it."""
-        if self._held_back and self._running is not None and not self._sending and not _must_end_first(frame):
+        if self._held_back and self._running is not None and not self._sending and not whole.runs(frame):
             self._take()
 
     def _take(self) -> None:
@@ -319,30 +318,7 @@ class _Process:
                 self._sending -= 1
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._held_back and not self._sending:
-            self._take()
-
-
-_WHOLE = frozenset({(dataloader.__file__, "__init__"), (multiprocessing.process.__file__, "start")})
-# By file and name: constructors of DataLoaders and their iterators, and the start of a process.
-
-
-def _must_end_first(frame: FrameType | None) -> bool:
-    """Whether what runs must not be left halfway.
-
-    An optimizer's step would leave replicas that differ; an import, modules that stay broken for good; the start of
-    a DataLoader, workers that nobody ends.
-    """
-    while frame is not None:
-        code = frame.f_code
-        if (code.co_filename, code.co_name) in _WHOLE:
-            return True
-        if code.co_filename == "<frozen importlib._bootstrap>" and code.co_name == "_load_unlocked":
-            return True
-        if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
-            return True
-        frame = frame.f_back
-    return False
+        self._catch_up(sys._getframe(1))
 
 
 def _end() -> None:
