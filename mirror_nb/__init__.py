@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from mirror_nb.losses import compute_average_loss, scale_regularization_loss
+    from mirror_nb.notebook.magics import picker
     from mirror_nb.strategies.base import Strategy
     from mirror_nb.strategies.context import (
         ReplicaContext,
@@ -85,6 +86,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "picker",
     "scale_regularization_loss",
     "set_strategy",
 ]
@@ -106,6 +108,7 @@ _PLACES = {
         "UsageError",
     ),
     "mirror_nb.losses": ("compute_average_loss", "scale_regularization_loss"),
+    "mirror_nb.notebook.magics": ("picker",),
     "mirror_nb.strategies.base": ("Strategy",),
     "mirror_nb.strategies.context": (
         "ReplicaContext",

@@ -30,8 +30,8 @@ FLOORS = (
     {"strategies"},
     {"training", "bench", "losses"},
     {"notebook"},
-    # A program of its own, which uses all the rest.
-    {"demo"},
+    # Programs of their own, which use all the rest.
+    {"demo", "watch"},
     {"__init__", "__main__"},
 )
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}

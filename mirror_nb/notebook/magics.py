@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError as MagicUsageError
+from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from mirror_nb.errors import MirrorError, UsageError
+from mirror_nb.notebook.picker.driven_session import DrivenSession
 from mirror_nb.notebook.session import CellOptions, Session
+
+if TYPE_CHECKING:
+    from mirror_nb.notebook.picker.widget import Picker
 
 
 @magics_class
@@ -22,6 +27,9 @@ class MirrorMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self.session = Session(shell)
+        self._shell = shell
+        self._picker: Picker | None = None
+        # One: shown again, it is the same.
 
     @no_var_expand
     @magic_arguments()
@@ -64,10 +72,26 @@ class MirrorMagics(Magics):
     @argument("--replica", type=int, default=None, help="pull: from this replica only")
     @line_magic
     def mirror(self, line: str) -> None:
-        """Start, stop and look at the replicas; push names to them and pull names from them."""
+        """Start, stop and look at the replicas; push names to them and pull names from them.
+
+        Alone it shows the picker: devices to tick, and buttons. In a terminal it says what runs.
+        """
         given = parse_argstring(self.mirror, line)
         with _short_tracebacks():
-            print(self._mirror(given))
+            if given.what is None and getattr(self._shell, "kernel", None) is not None:
+                self.show_picker()
+            else:
+                print(self._mirror(given))
+
+    def show_picker(self) -> None:
+        """Show the picker below the running cell."""
+        if self._picker is None:
+            # Imported here: ipywidgets takes a while, which a notebook that never picks need not wait for.
+            from mirror_nb.notebook.picker.widget import Picker
+
+            made = self._picker = Picker(DrivenSession(self.session), shell=self._shell)
+            self._shell.events.register("post_run_cell", lambda result: made.look_at_replicas())
+        self._picker.show()
 
     def _mirror(self, given: Any) -> str:
         session = self.session
@@ -110,3 +134,18 @@ def _ids(text: str | None) -> tuple[int, ...] | None:
         except ValueError:
             raise UsageError(f"--replicas {text!r}: {part!r} is no replica id; write 0,2-3, say") from None
     return tuple(ids)
+
+
+def picker() -> None:
+    """Show the picker below the running cell: devices to tick, buttons, and the line of code that does the same.
+
+    Where widgets are not shown, a text says what to write instead. Loads the extension if that was not done.
+
+    Raises UsageError outside of IPython.
+    """
+    shell: Any = get_ipython()
+    if shell is None:
+        raise UsageError("the picker needs a notebook; in a script write mirror_nb.MirroredStrategy(devices=[...])")
+    if "mirrored" not in shell.magics_manager.magics["cell"]:
+        shell.extension_manager.load_extension("mirror_nb")
+    shell.magics_manager.registry["MirrorMagics"].show_picker()
