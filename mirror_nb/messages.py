@@ -57,6 +57,8 @@ class ReplicaSpec:
     # Of gradients: "mean" or "sum".
     setup: str
     # "module:function", called with the replica: gives the names that its cells find bound.
+    communication: bytes = b""
+    # Pickled: what gradients are reduced by, and how. Empty: the default of the device.
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,14 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class Communicate:
+    """Reduce gradients by other cross-device ops."""
+
+    communication: bytes
+    # Pickled, as in ReplicaSpec.
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Send every name that can travel, with handles, for a replica that starts anew."""
 
@@ -209,7 +219,7 @@ class Request(_Compact):
     """A message that the replica's main thread answers with `Done` bearing the same number."""
 
     number: int
-    what: Form | RunCell | Call | Mirror | Bind | LoadModules | Fetch | Snapshot | Restore
+    what: Form | RunCell | Call | Communicate | Mirror | Bind | LoadModules | Fetch | Snapshot | Restore
 
 
 # --------------------------------------------------------------------------- replica to controller

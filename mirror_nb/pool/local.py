@@ -64,13 +64,23 @@ _CHANNEL, _SENTINEL = "channel", "sentinel"
 class LocalPool(Pool):
     """One process a device on this machine."""
 
-    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int = 0, reduction: str = "mean") -> None:
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        *,
+        setup: str,
+        seed: int = 0,
+        reduction: str = "mean",
+        communication: bytes = b"",
+    ) -> None:
         if sys.platform == "win32":
             raise DeviceError("mirror_nb's replicas need Linux or macOS; on Windows run the notebook in WSL 2")
         super().__init__(devices)
         self._setup = setup
         self._seed = seed
         self._reduction = reduction
+        self.communication = communication
+        # What replicas that are started from now on reduce gradients by; see ReplicaSpec.
         self._members: dict[int, _Member] = {}
         self._selector = selectors.DefaultSelector()
         # Kept: to register four descriptors anew for every message would take longer than the message.
@@ -139,6 +149,7 @@ class LocalPool(Pool):
             environment=environment,
             reduction=self._reduction,
             setup=self._setup,
+            communication=self.communication,
         )
 
     def _rendezvous(self, replica_id: int) -> Rendezvous:

@@ -140,6 +140,7 @@ class _Process:
             self._spec.setup,
             None,
             self._user_code,
+            self._spec.communication,
         )
         builtins.input = shell.refuse_input
         while True:

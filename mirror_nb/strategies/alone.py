@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils import _pytree as pytree
 
+from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.data import Loaders
 from mirror_nb.devices import Device
 from mirror_nb.gradients import GradientSynchronizer
@@ -42,6 +43,7 @@ class AlonePlace(Place):
     def __init__(self, device: Device) -> None:
         self.devices = (str(device),)
         self.replica_id = 0
+        self.communication = chosen(None, None, (device,))
         self.device: torch.device = (
             torch.device("cpu") if device.kind == "cpu" else torch.device(device.kind, device.index)
         )
@@ -65,6 +67,9 @@ class AlonePlace(Place):
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with entered(strategy, ReplicaContext(strategy, 0), cross=False), self._scope:
             return fn(*select(args, 0), **select(kwargs, 0))
+
+    def communicate(self, by: Communication) -> None:
+        self.communication = by
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context that changes nothing: there is nobody to synchronise with."""

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, MirrorError, PoolClosed, UsageError
-from mirror_nb.messages import Call, Fetch, LoadModules, Mirror, Restore, Snapshot, Stream
+from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Restore, Snapshot, Stream
 from mirror_nb.mirrors import Mirrors, absorb_states, change_settings, settings_of, tensors
 from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
@@ -48,7 +49,9 @@ _BELONGS_TO_SCOPE = (
 class ControllerPlace(Place):
     """Commands a pool of its own, started with the first call; `setup` names what its replicas call first."""
 
-    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int, reduction: str) -> None:
+    def __init__(
+        self, devices: tuple[Device, ...], *, setup: str, seed: int, reduction: str, communication: Communication
+    ) -> None:
         self.num_replicas = len(devices)
         self.devices = tuple(str(device) for device in devices)
         self.replica_id = self.device = None
@@ -56,7 +59,10 @@ class ControllerPlace(Place):
         self.calls = 0
         self._refreshing = False
         self._names = devices
-        self._make_pool = lambda: LocalPool(devices, setup=setup, seed=seed, reduction=reduction)
+        self.communication = communication
+        self._make_pool = lambda: LocalPool(
+            devices, setup=setup, seed=seed, reduction=reduction, communication=self.communication.pickled()
+        )
         self._pool: LocalPool | None = None
         self._closed = False
         self._objects = _Objects()
@@ -86,6 +92,13 @@ class ControllerPlace(Place):
 
     def mirrors(self, obj: Any) -> bool:
         return self._objects.has(obj)
+
+    def communicate(self, by: Communication) -> None:
+        self._check_open()
+        self.communication = by
+        if self._pool is not None:
+            pickled = self._pool.communication = by.pickled()
+            raise_for(self._ready().run(dict.fromkeys(range(self.num_replicas), Communicate(pickled))), self._names)
 
     # ------------------------------------------------------------------ run
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mirror_nb.collectives.options import Communication
 from mirror_nb.data import Loaders
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.gradients import GradientSynchronizer
@@ -87,6 +88,9 @@ class OnReplica(Protocol):
     @property
     def own_process(self) -> bool: ...
     @property
+    def communication(self) -> Communication: ...
+    def communicate(self, by: Communication) -> None: ...
+    @property
     def emit(self) -> Callable[..., None]: ...
 
 
@@ -123,6 +127,14 @@ class ReplicaPlace(Place):
         if getattr(self._replica, "partial", False):
             raise UsageError("this call needs all replicas, but --replicas leaves some out of this cell")
         self._replica.emit(Meeting())
+
+    @property
+    def communication(self) -> Communication:  # type: ignore[override]
+        """What gradients are reduced by, and how."""
+        return self._replica.communication
+
+    def communicate(self, by: Communication) -> None:
+        self._replica.communicate(by)
 
     # ------------------------------------------------------------------ scope and run
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mirror_nb.collectives.options import Communication
 from mirror_nb.values import ReduceOp
 
 if TYPE_CHECKING:
@@ -28,10 +29,16 @@ class Place(ABC):
     # Of the replica that this is; None in the controller, which is none.
     device: torch.device | None
     # This process's, likewise.
+    communication: Communication
+    # What gradients are reduced by, and how.
 
     @abstractmethod
     def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:
         """Return the context in which what is created is mirrored."""
+
+    @abstractmethod
+    def communicate(self, by: Communication) -> None:
+        """Reduce gradients by other cross-device ops from the next step on."""
 
     @abstractmethod
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
