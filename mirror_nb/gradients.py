@@ -161,6 +161,20 @@ class GradientSynchronizer:
         finally:
             self._accumulating = before
 
+    def take_part(self) -> None:
+        """Join the others' backward pass without one of this replica's own: it has no examples.
+
+        What was accumulated here in `no_sync` is reduced with it. Raises as backward() does.
+        """
+        if self.num_replicas == 1 or not self.enabled or self._accumulating:
+            return
+        self._meet_group()
+        if self._round is not None:
+            self._give_up(self._round)
+        self.before_backward()
+        self._round = _Round(self._plan(self._history.predict()), lambda: self)
+        self._end(self._round)
+
     def reset(self) -> None:
         """Forget everything in flight, after an abort or an error; gradients set aside are put back."""
         self._round = None

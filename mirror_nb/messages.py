@@ -268,6 +268,13 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
+class Note(_Compact):
+    """A small value that a call of our own tells the controller while it runs."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """A user's exception in a replica: data, not an error of ours."""
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import importlib
 import io
 import mmap
 import os
 import pickle
+import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterable, MutableMapping
@@ -24,6 +26,7 @@ import torch
 from torch import nn
 
 from mirror_nb.errors import TransferError, UsageError
+from mirror_nb.keras_objects import reduce_keras, repairing
 
 IN_BAND_BYTES = 128 * 1024
 # So much of an object's buffers stays in the pickle: for 100 KB a slab takes 90 µs, a socket 15.
@@ -179,10 +182,17 @@ class _Packer(cloudpickle.Pickler):
             self.global_names |= global_names(obj.__code__)
             self.files.add(obj.__code__.co_filename)
             return super().reducer_override(self._unbound(obj))
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            found = module_by_name(obj)
+            if found is not None:
+                return found
         if self._label and self._namespace is not None and isinstance(obj, type):
             label_class(obj, self._label, self._namespace)
         if type(obj) is torch.Tensor and _plain(obj):
             return self._reduce_tensor(obj)
+        keras = reduce_keras(obj)
+        if keras is not None and not isinstance(obj, nn.Module):
+            return keras
         if isinstance(obj, nn.Module) and not isinstance(obj, torch.jit.ScriptModule):
             return self._reduce_module(obj)
         return super().reducer_override(obj)
@@ -206,7 +216,7 @@ class _Packer(cloudpickle.Pickler):
         return twin
 
     def _reduce_module(self, module: nn.Module) -> Any:
-        reduced = module.__reduce_ex__(5)
+        reduced = (reduce_keras(module) or ())[:3] or module.__reduce_ex__(5)
         if not isinstance(reduced, tuple) or any(part is not None for part in reduced[3:]):
             return reduced
         make, args, *rest = reduced
@@ -337,6 +347,15 @@ def _plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.dtype.is_complex
     )
+
+
+def module_by_name(module: types.ModuleType) -> tuple[Any, ...] | None:
+    """Return how to import a module that is of a class of its own, `torch.ops` for instance; None: it has no name.
+
+    cloudpickle takes it along with `torch` wherever code says `.ops`, as in `keras.ops`, and cannot pickle it.
+    """
+    name = module.__name__
+    return (importlib.import_module, (name,)) if sys.modules.get(name) is module else None
 
 
 def global_names(code: types.CodeType) -> set[str]:
@@ -537,7 +556,8 @@ def unpack(
     opener = _Opener(pickled, buffers, namespace, resolve, device)
     before, _opening = _opening, opener
     try:
-        return opener.load(), opener.arrivals
+        with repairing():
+            return opener.load(), opener.arrivals
     finally:
         _opening = before
 

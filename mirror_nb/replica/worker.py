@@ -42,7 +42,7 @@ from mirror_nb.messages import (
     RunCell,
     Stream,
 )
-from mirror_nb.replica import runtime, shell
+from mirror_nb.replica import runtime, shell, whole
 from mirror_nb.replica.alarm import Alarm
 from mirror_nb.replica.streams import Streams
 
@@ -285,7 +285,7 @@ class _Process:
 
     def _catch_up(self, frame: FrameType | None) -> None:
         """Raise the interrupt that was held back, unless there is still a reason to hold it."""
-        if self._held_back and self._running is not None and not self._sending and not _must_end_first(frame):
+        if self._held_back and self._running is not None and not self._sending and not whole.runs(frame):
             self._take()
 
     def _take(self) -> None:
@@ -300,23 +300,7 @@ class _Process:
         self._catch_up(frame)
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._held_back and not self._sending:
-            self._take()
-
-
-def _must_end_first(frame: FrameType | None) -> bool:
-    """Whether what runs must not be left halfway.
-
-    An optimizer's step would leave replicas that differ; an import, modules that stay broken for good.
-    """
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == "<frozen importlib._bootstrap>" and code.co_name == "_load_unlocked":
-            return True
-        if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
-            return True
-        frame = frame.f_back
-    return False
+        self._catch_up(sys._getframe(1))
 
 
 def _end() -> None:

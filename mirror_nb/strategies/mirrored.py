@@ -138,6 +138,9 @@ _here: list[Replica] = []
 def setup(replica: Replica) -> dict[str, Any]:
     """Return the names that a replica's cells find bound, besides its id and device; called once in each."""
     _here.append(replica)
+    if replica.own_process:
+        # Replicas speak torch: a notebook may choose Keras's backend after they have started.
+        os.environ.setdefault("KERAS_BACKEND", "torch")
     try:
         strategy = MirroredStrategy()
     finally:
