@@ -10,7 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mirror_nb import callbacks
     from mirror_nb.errors import (
+        CheckpointError,
         ContextError,
         DeviceError,
         MirrorError,
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
     from mirror_nb.strategies.input import InputContext, InputOptions, InputReplicationMode, ValueContext
     from mirror_nb.strategies.mirrored import MirroredStrategy
     from mirror_nb.strategies.one_device import OneDeviceStrategy
+    from mirror_nb.training.history import History
+    from mirror_nb.training.model import Model
+    from mirror_nb.training.saving import load_model
     from mirror_nb.values import (
         DistributedValues,
         Mirrored,
@@ -50,9 +55,11 @@ if TYPE_CHECKING:
     from mirror_nb.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 __all__ = [
+    "CheckpointError",
     "ContextError",
     "DeviceError",
     "DistributedValues",
+    "History",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
@@ -60,6 +67,7 @@ __all__ = [
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
+    "Model",
     "OneDeviceStrategy",
     "PeerFailed",
     "PerReplica",
@@ -80,12 +88,14 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "__version__",
+    "callbacks",
     "compute_average_loss",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "load_model",
     "picker",
     "scale_regularization_loss",
     "set_strategy",
@@ -95,6 +105,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "mirror_nb.errors": (
+        "CheckpointError",
         "ContextError",
         "DeviceError",
         "MirrorError",
@@ -122,6 +133,9 @@ _PLACES = {
     "mirror_nb.strategies.input": ("InputContext", "InputOptions", "InputReplicationMode", "ValueContext"),
     "mirror_nb.strategies.mirrored": ("MirroredStrategy",),
     "mirror_nb.strategies.one_device": ("OneDeviceStrategy",),
+    "mirror_nb.training.history": ("History",),
+    "mirror_nb.training.model": ("Model",),
+    "mirror_nb.training.saving": ("load_model",),
     "mirror_nb.values": (
         "DistributedValues",
         "Mirrored",
@@ -138,9 +152,12 @@ _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name == "callbacks":
+        value = importlib.import_module("mirror_nb.callbacks")
+    elif name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

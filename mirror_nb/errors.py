@@ -9,6 +9,7 @@ MirrorError
 │   ├── ReplicaTimeout            a request passed its deadline and was ended
 │   ├── PeerFailed                a collective was ended since another replica left it
 │   └── RemoteException           an exception whose own class cannot be rebuilt here
+├── CheckpointError (RuntimeError) a model's file cannot be written, or not be read
 └── PoolClosed (RuntimeError)     the replicas were stopped; start new ones
 """
 
@@ -49,6 +50,10 @@ class PeerFailed(ReplicaError):
 
 class RemoteException(ReplicaError):
     """A replica's exception whose own class cannot be rebuilt in this process."""
+
+
+class CheckpointError(MirrorError, RuntimeError):
+    """A model's file could not be written, or is none that can be read; what was there before is unchanged."""
 
 
 class PoolClosed(MirrorError, RuntimeError):

@@ -6,10 +6,10 @@ or the notebook.
 A *round* is the synchronisation of one backward pass:
 
     first gradient accumulated   history predicts the plan, the same one on all replicas
-    a bucket has its gradients   copied in, divided by the replicas, summed while the pass goes on, in order
+    a bucket has its gradients   copied in, and reduced while the pass goes on, in order
     end of the backward pass     the buckets that still lack some follow, zeros in the gaps; then the tail
     tail received                who used what: gradients that the plan lacks go in a second set of buckets
-    all received                 copied out into ``parameter.grad``; history learns what was used
+    all received                 ``parameter.grad`` shows the bucket's memory; history learns what was used
 
 Replicas need not use the same parameters: the plan comes from what all of them know, the tail tells the rest.
 A parameter that is met for the first time is *agreed* on: matched over the replicas by name, values compared.
@@ -32,7 +32,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.weak import TensorWeakRef
 
+from mirror_nb.collectives.base import CrossDeviceOps, Reduction
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
+from mirror_nb.values import ReduceOp
 
 # So many backward passes in a row leave the same parameters out before the plan leaves them out too.
 PATIENCE = 4
@@ -78,6 +80,7 @@ class GradientSynchronizer:
         self.enabled = True
         # Called at the first gradient of every round, for whoever has to know that training began.
         self.before_backward: Callable[[], None] = lambda: None
+        self._ops: CrossDeviceOps | None = None
         self._bytes_per_bucket = bytes_per_bucket
         self._first_bucket_bytes = first_bucket_bytes
         self._accumulating = False
@@ -125,6 +128,16 @@ class GradientSynchronizer:
         tracked = self._by_id.get(id(parameter))
         return tracked if tracked is not None and tracked.parameter() is parameter else None
 
+    def use(self, ops: CrossDeviceOps, *, bytes_per_bucket: int | None = None) -> None:
+        """Reduce by these cross-device ops, bound to this replica, from the next backward pass on.
+
+        Every replica has to make the same call between the same passes. Without it torch's own all-reduce serves.
+        """
+        self._ops = ops
+        self._bytes_per_bucket = bytes_per_bucket or self._bytes_per_bucket
+        self._buffers.clear()
+        self._plans.clear()
+
     # How it takes part
 
     def set_shares(self, local_examples: int, global_examples: int) -> None:
@@ -147,6 +160,20 @@ class GradientSynchronizer:
             yield
         finally:
             self._accumulating = before
+
+    def take_part(self) -> None:
+        """Join the others' backward pass without one of this replica's own: it has no examples.
+
+        What was accumulated here in `no_sync` is reduced with it. Raises as backward() does.
+        """
+        if self.num_replicas == 1 or not self.enabled or self._accumulating:
+            return
+        self._meet_group()
+        if self._round is not None:
+            self._give_up(self._round)
+        self.before_backward()
+        self._round = _Round(self._plan(self._history.predict()), lambda: self)
+        self._end(self._round)
 
     def reset(self) -> None:
         """Forget everything in flight, after an abort or an error; gradients set aside are put back."""
@@ -252,8 +279,13 @@ class GradientSynchronizer:
             round_.launched += 1
 
     def _launch(self, round_: _Round, bucket: _Bucket, tail: Sequence[float] = ()) -> Tensor:
-        flat = bucket.fill(self._buffers, self._agreed, 1 / self.num_replicas, tail)
-        round_.works.append(dist.all_reduce(flat, async_op=True))
+        ops = self._ops if self._ops is not None and bucket.device_type == self._ops.member.device.type else None
+        flat = bucket.fill(self._buffers, self._agreed, ops, tail)
+        if ops is not None:
+            round_.works.append(ops.all_reduce(ReduceOp.MEAN, flat, bucket=len(round_.works)))
+        else:
+            flat[: bucket.numel].mul_(1 / self.num_replicas)
+            round_.works.append(dist.all_reduce(flat, async_op=True))
         return flat
 
     def _end(self, round_: _Round) -> None:
@@ -278,7 +310,7 @@ class GradientSynchronizer:
             return
         self._unreduced.clear()
         for bucket in round_.plan.buckets:
-            bucket.copy_out(self._agreed, tail.used)
+            bucket.hand_out(self._buffers, self._agreed, tail.used)
         late = tail.used - round_.plan.numbers
         dead: frozenset[int] = frozenset()
         if tail.unknown:
@@ -328,7 +360,7 @@ class GradientSynchronizer:
             self._launch(round_, bucket)
         round_.wait()
         for bucket in round_.plan.buckets:
-            bucket.copy_out(self._agreed, numbers)
+            bucket.hand_out(self._buffers, self._agreed, numbers)
 
     # What the replicas agree on
 
@@ -496,7 +528,7 @@ class _Round:
     owner: Callable[[], object | None]  # gone when autograd has let go of this pass
     touched: list[int] = field(default_factory=list)
     unknown: list[_Tracked] = field(default_factory=list)
-    works: list[Any] = field(default_factory=list)
+    works: list[Reduction | Any] = field(default_factory=list)
     launched: int = 0
     given_up: bool = False
     lacking: list[int] = field(init=False)  # gradients that each bucket waits for
@@ -517,7 +549,7 @@ class _Round:
 @final
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """What each replica tells the others at the end of a round: a float a fact, summed over the replicas."""
+    """What each replica tells the others at the end of a round: a float a fact, not zero if it is so somewhere."""
 
     used: frozenset[int]
     unknown: float
@@ -573,7 +605,7 @@ class _Agreed:
 class _Bucket:
     """Gradients that are reduced in one piece; those of one dtype and kind of device."""
 
-    __slots__ = ("_base", "_views", "device_type", "dtype", "numbers", "numel", "shapes", "slot")
+    __slots__ = ("_base", "_views", "device_type", "dtype", "key", "numbers", "numel", "shapes")
 
     def __init__(self, numbers: tuple[int, ...], agreed: Sequence[_Agreed], slot: int) -> None:
         self.numbers = numbers
@@ -581,43 +613,87 @@ class _Bucket:
         self.dtype = agreed[numbers[0]].dtype
         self.device_type = agreed[numbers[0]].device_type
         self.numel = sum(shape.numel() for shape in self.shapes)
-        self.slot = slot
+        self.key = (self.dtype, self.device_type, slot)
         self._base: Tensor | None = None
         self._views: list[Tensor] = []
 
-    def fill(self, buffers: _Buffers, agreed: Sequence[_Agreed], scale: float, tail: Sequence[float]) -> Tensor:
-        """Copy the gradients in, zeros where there are none, times `scale`; then the `tail` as it is."""
-        base = buffers.get(self, len(tail), agreed)
-        if base is not self._base:
-            self._base = base
-            pieces = base[: self.numel].split([shape.numel() for shape in self.shapes])
+    def fill(
+        self, buffers: _Buffers, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None, tail: Sequence[float]
+    ) -> Tensor:
+        """Copy the gradients in, zeros where there are none; then the `tail` as it is."""
+        memory = buffers.get(self, len(tail), agreed, ops)
+        if memory.flat is not self._base:
+            self._base = memory.flat
+            pieces = memory.flat[: self.numel].split([shape.numel() for shape in self.shapes])
             self._views = [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+        gradients = [None if (p := agreed[number].parameter()) is None else p.grad for number in self.numbers]
+        memory.take_back({id(gradient) for gradient, view in self._pairs(gradients) if _lies_in(gradient, view)})
         into, source = [], []
-        for number, view in zip(self.numbers, self._views, strict=True):
-            parameter = agreed[number].parameter()
-            if parameter is None or parameter.grad is None:
+        for gradient, view in self._pairs(gradients):
+            if gradient is None:
                 view.zero_()
-            else:
+            elif not _lies_in(gradient, view):
                 into.append(view)
-                source.append(parameter.grad)
+                source.append(gradient)
         _copy_all(into, source)
-        base[: self.numel].mul_(scale)
         if tail:
-            base[self.numel : self.numel + len(tail)] = torch.tensor(tail)
-        return base[: self.numel + len(tail)]
+            memory.flat[self.numel : self.numel + len(tail)] = torch.tensor(tail)
+        return memory.flat[: self.numel + len(tail)]
 
-    def copy_out(self, agreed: Sequence[_Agreed], used: frozenset[int]) -> None:
-        """Copy into the gradients' own tensors, which users may hold, and only where some replica had one."""
+    def _pairs(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[Tensor | None, Tensor]]:
+        return zip(gradients, self._views, strict=True)
+
+    def hand_out(self, buffers: _Buffers, agreed: Sequence[_Agreed], used: frozenset[int]) -> None:
+        """Let the gradients show this memory, where some replica had one; the tensors stay who they are.
+
+        Those in another layout, or with a graph of their own, get a copy.
+        """
+        memory = buffers.of(self)
         into, source = [], []
         for number, view in zip(self.numbers, self._views, strict=True):
             parameter = agreed[number].parameter()
             if parameter is None or number not in used:
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            into.append(parameter.grad)
-            source.append(view)
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            if _lies_in(gradient, view):
+                memory.lend(gradient)
+            elif gradient.is_contiguous() and parameter.is_contiguous() and not gradient.requires_grad:
+                gradient.data = view
+                memory.lend(gradient)
+            else:
+                into.append(gradient)
+                source.append(view)
         _copy_all(into, source)
+
+
+def _lies_in(gradient: Tensor | None, view: Tensor) -> bool:
+    return gradient is not None and gradient.data_ptr() == view.data_ptr() and gradient.is_contiguous()
+
+
+@final
+class _Memory:
+    """A bucket's memory, and the gradients that show it."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self._lent: list[Callable[[], Tensor | None]] = []
+
+    def lend(self, gradient: Tensor) -> None:
+        """Remember a gradient that shows this memory."""
+        self._lent.append(TensorWeakRef(gradient))
+
+    def take_back(self, staying: set[int]) -> None:
+        """Give memory of their own to the gradients that somebody still holds, but for those `staying`, by id.
+
+        A user may keep last step's gradients; and another plan's parameters keep theirs until they are reduced again.
+        """
+        for reference in self._lent:
+            gradient = reference()
+            if gradient is not None and id(gradient) not in staying:
+                gradient.data = gradient.clone()
+        self._lent.clear()
 
 
 @final
@@ -625,20 +701,28 @@ class _Buffers:
     """Flat memory for buckets; plans share it, since one round goes at a time."""
 
     def __init__(self) -> None:
-        self._flat: dict[tuple[torch.dtype, str, int], Tensor] = {}
+        self._memory: dict[tuple[torch.dtype, str, int], _Memory] = {}
 
-    def get(self, bucket: _Bucket, extra: int, agreed: Sequence[_Agreed]) -> Tensor:
-        key = (bucket.dtype, bucket.device_type, bucket.slot)
-        flat = self._flat.get(key)
-        if flat is None or flat.numel() < bucket.numel + extra:
-            owners = (agreed[number].parameter() for number in bucket.numbers)
-            device = next((parameter.device for parameter in owners if parameter is not None), bucket.device_type)
-            flat = torch.empty(bucket.numel + extra, dtype=bucket.dtype, device=device)
-            self._flat[key] = flat
-        return flat
+    def get(self, bucket: _Bucket, extra: int, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None) -> _Memory:
+        memory = self._memory.get(bucket.key)
+        if memory is None or memory.flat.numel() < bucket.numel + extra:
+            memory = self._memory[bucket.key] = _Memory(self._allocate(bucket, extra, agreed, ops))
+        return memory
+
+    def of(self, bucket: _Bucket) -> _Memory:
+        return self._memory[bucket.key]
+
+    @staticmethod
+    def _allocate(bucket: _Bucket, extra: int, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None) -> Tensor:
+        if ops is not None:
+            # Where the replicas reduce it as it lies, if there is such memory.
+            return ops.allocate(bucket.numel + extra, bucket.dtype)
+        owners = (agreed[number].parameter() for number in bucket.numbers)
+        device = next((parameter.device for parameter in owners if parameter is not None), bucket.device_type)
+        return torch.empty(bucket.numel + extra, dtype=bucket.dtype, device=device)
 
     def clear(self) -> None:
-        self._flat.clear()
+        self._memory.clear()
 
 
 @final

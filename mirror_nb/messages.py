@@ -57,6 +57,8 @@ class ReplicaSpec:
     # Of gradients: "mean" or "sum".
     setup: str
     # "module:function", called with the replica: gives the names that its cells find bound.
+    communication: bytes = b""
+    # Pickled: what gradients are reduced by, and how. Empty: the default of the device.
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ class Call(_Compact):
     # Handles of mirrored objects that the controller no longer has.
     settings: tuple[tuple[str, Any], ...] = ()
     # By handle: what the controller changed in the settings of a mirrored optimizer.
+    kept: bool = False
+    # True: all that the function captures is unchanging or lives here, so that the replica may keep it, too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,14 @@ class Fetch:
     names: tuple[str, ...]
     owner: bool
     # True on the one replica whose networks travel.
+
+
+@dataclass(frozen=True, slots=True)
+class Communicate:
+    """Reduce gradients by other cross-device ops."""
+
+    communication: bytes
+    # Pickled, as in ReplicaSpec.
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +219,7 @@ class Request(_Compact):
     """A message that the replica's main thread answers with `Done` bearing the same number."""
 
     number: int
-    what: Form | RunCell | Call | Mirror | Bind | LoadModules | Fetch | Snapshot | Restore
+    what: Form | RunCell | Call | Communicate | Mirror | Bind | LoadModules | Fetch | Snapshot | Restore
 
 
 # --------------------------------------------------------------------------- replica to controller
@@ -253,6 +265,13 @@ class CommSent:
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """The replica waits in a merge_call for all the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note(_Compact):
+    """A small value that a call of our own tells the controller while it runs."""
+
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,8 +380,11 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        # Room for a whole message: the sender must not wait for a receiver that may be stopped.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         self._ended = False
         self._lock = threading.Lock()
+        self._chunk = memoryview(bytearray(_CHUNK))
         self._bytes = bytearray()
         self._descriptors: deque[int] = deque()
 
@@ -413,7 +435,7 @@ class Channel:
     def _read(self, flags: int) -> int:
         try:
             # Not socket.recv_fds: it drops its flags (CPython 3.9 to 3.13), so that `drain` would wait.
-            data, ancillary, _, _ = self._socket.recvmsg(_CHUNK, _ANCILLARY_BYTES, flags | _CLOSE_ON_EXEC)
+            length, ancillary, *_ = self._socket.recvmsg_into([self._chunk], _ANCILLARY_BYTES, flags | _CLOSE_ON_EXEC)
         except BlockingIOError:
             raise
         except OSError as reason:
@@ -422,11 +444,11 @@ class Channel:
         for _level, _kind, raw in ancillary:
             # Only descriptors are ever sent this way.
             self._descriptors.extend(item for (item,) in struct.iter_unpack("i", raw))
-        self._bytes += data
-        if not data:
+        if not length:
             self._ended = True
             raise ChannelClosed("the other end is gone")
-        return len(data)
+        self._bytes += self._chunk[:length]
+        return length
 
     def _next(self) -> tuple[Any, int | None] | None:
         if len(self._bytes) < _HEADER.size:
@@ -449,5 +471,6 @@ class Channel:
 
 
 _CHUNK = 1 << 18
+# Bytes read at once, into memory that is kept.
 _ANCILLARY_BYTES = socket.CMSG_LEN(4 * struct.calcsize("i"))
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)

@@ -13,13 +13,14 @@ import mirror_nb
 PACKAGE = Path(mirror_nb.__file__).parent
 FLOORS = (
     {"errors"},
-    {"devices", "telemetry", "replaced"},
+    {"devices", "telemetry", "replaced", "imported"},
     {
         "messages",
         "values",
         "variables",
         "cluster",
         "payload",
+        "keras_objects",
         "contents",
         "mirrors",
         "batches",
@@ -28,7 +29,7 @@ FLOORS = (
     },
     {"pool", "replica", "gradients", "data", "collectives"},
     {"strategies"},
-    {"training", "bench", "losses"},
+    {"training", "bench", "losses", "callbacks"},
     {"notebook"},
     # Programs of their own, which use all the rest.
     {"demo", "watch"},

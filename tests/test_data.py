@@ -698,3 +698,17 @@ def test_a_dataset_of_unknown_length_says_so():
 
     with pytest.raises(TypeError):
         len(Session(2).dataset(DataLoader(Endless(), batch_size=2), 0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_tensor_dataset_gives_the_batches_that_its_loader_gives(workers):
+    columns = (torch.randn(7, 2, 3), torch.arange(7), torch.rand(7, dtype=torch.float64) > 0.5)
+    generator = torch.Generator()
+    loader = DataLoader(TensorDataset(*columns), batch_size=3, shuffle=True, generator=generator, num_workers=workers)
+    generator.manual_seed(5)
+    plain = list(loader)
+    generator.manual_seed(5)
+    (ours,) = run(Session(1), loader)[0]
+    assert [type(batch) for batch in ours] == [type(batch) for batch in plain]
+    for batch, expected in zip(ours, plain, strict=True):
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(batch, expected, strict=True))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 from made_devices import GB, MadeMachine, MadeSession
 from traitlets.config import Config
@@ -82,7 +83,8 @@ def test_the_line_follows_the_boxes(made):
     assert "%mirror start --devices cuda:1 --bucket-mb 4 --precision bf16<" in shown(picker)
     session.runs = Standing(("cuda:1",), (7,))
     picker.look_at_replicas()
-    assert "%mirror restart --devices cuda:1 --bucket-mb 4 --precision bf16<" in shown(picker)
+    # Without a name a restart keeps the ops that run.
+    assert "%mirror restart --devices cuda:1 --ops hierarchical_copy --bucket-mb 4 --precision bf16<" in shown(picker)
 
 
 # --------------------------------------------------------------------------- devices
@@ -99,7 +101,7 @@ def test_without_gpus_a_few_cpu_replicas_are_suggested(made):
 
 @pytest.mark.parametrize("devices", [("cuda:1",), ("cpu:0", "cpu:1", "cpu:2")])
 def test_what_runs_is_ticked_at_first(made, devices):
-    assert made(2, runs=Standing(devices, (1, 2, 3)))[0].choice() == Choice(devices)
+    assert made(2, runs=Standing(devices, (1, 2, 3)))[0].choice().devices == devices
 
 
 def test_gpus_and_cpu_replicas_cannot_be_picked_together(made):
@@ -267,7 +269,7 @@ def test_start_restart_and_stop_do_what_they_say_and_are_there_when_they_can_be(
     picker.stop.click()
     assert enabled(picker) == ["Start"]
     assert "no replicas" in shown(picker)
-    both, one = Choice(("cuda:0", "cuda:1")), Choice(("cuda:0",))
+    both, one = Choice(("cuda:0", "cuda:1")), Choice(("cuda:0",), "nccl")
     assert session.told == [("start", both), ("restart", one), ("stop", None)]
 
 
@@ -331,14 +333,20 @@ def shell() -> Iterator[InteractiveShell]:
 def test_a_real_session_starts_and_stops_replicas(shell):
     driven = DrivenSession(Session(shell))
     assert driven.standing() == Standing()
-    assert driven.offers(("cpu:0",)).operations == ()
+    fitting = [its.name for its in driven.offers(("cpu:0", "cpu:1")).operations]
+    assert fitting[0] == "shared_memory"
+    assert "nccl" not in fitting
+    assert not torch.cuda.is_initialized()
     try:
         assert "1 replica (cpu:0) ready" in driven.start(Choice(("cpu:0",)))
         assert driven.standing().devices == ("cpu:0",)
         assert driven.standing().pids
         assert "2 replicas (cpu:0, cpu:1) ready" in driven.restart(Choice(("cpu:0", "cpu:1")))
-        with pytest.raises(UsageError, match="--ops nccl: only devices can be chosen yet"):
+        assert "1 replica (cpu:0) ready" in driven.restart(Choice(("cpu:0",), "gloo"))
+        with pytest.raises(DeviceError, match="Nccl"):
             driven.restart(Choice(("cpu:0",), "nccl"))
+        with pytest.raises(UsageError, match="--bucket-mb 4: only devices and ops can be chosen yet"):
+            driven.restart(Choice(("cpu:0",), bucket_size=4 * 2**20))
         with pytest.raises(UsageError, match="cannot be measured here yet"):
             driven.measure(Choice(("cpu:0",)))
     finally:

@@ -67,6 +67,7 @@ class MirrorMagics(Magics):
     @argument("what", nargs="?", choices=["start", "stop", "restart", "status", "push", "pull"], help="what to do")
     @argument("names", nargs="*", help="names to push or pull")
     @argument("--devices", default=None, help="start, restart: e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs")
+    @argument("--ops", default=None, metavar="NAME", help="start, restart: cross-device ops, e.g. shared_memory, gloo")
     @argument("--seed", type=int, default=0, help="start: seed of the replicas' random numbers")
     @argument("--in-process", action="store_true", help="start: one replica in this very process, for debugging")
     @argument("--replica", type=int, default=None, help="pull: from this replica only")
@@ -97,9 +98,9 @@ class MirrorMagics(Magics):
         session = self.session
         match given.what:
             case "start":
-                return session.start(given.devices, given.seed, given.in_process)
+                return session.start(given.devices, given.seed, given.in_process, given.ops)
             case "restart":
-                return session.restart(given.devices)
+                return session.restart(given.devices, given.ops)
             case "stop":
                 return session.stop()
             case "push":

@@ -17,6 +17,7 @@ from comm import get_comm_manager
 from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb import devices as device_names
+from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, UsageError
 from mirror_nb.messages import Bind, CommSent, Fetch, LoadModules, Restore, RunCell, Snapshot, Source
@@ -80,6 +81,7 @@ class Session:
         self._told: set[int] = set()
         # Pids of dead replicas that the user has been told of.
         self._seed = 0
+        self._ops: str | None = None
         self._names = Names(shell.user_ns, self.fetch)
 
     # ------------------------------------------------------------------ life
@@ -89,22 +91,28 @@ class Session:
         """The replicas, if there are any."""
         return self._pool
 
-    def start(self, devices: str | None = None, seed: int = 0, in_process: bool = False) -> str:
+    def start(
+        self, devices: str | None = None, seed: int = 0, in_process: bool = False, ops: str | None = None
+    ) -> str:
         """Start replicas and return a line that says so; on the same devices again, say that they run.
 
-        Raises DeviceError for devices that are not there, UsageError when others are running.
+        `ops`: the name of the cross-device ops. Raises DeviceError for devices that are not there and ops that cannot
+        work on them, UsageError when others are running.
         """
         chosen = device_names.resolve(devices, torch.cuda.device_count())
         if self._pool is not None:
-            if devices is None or chosen == self._pool.devices:
+            if (devices is None or chosen == self._pool.devices) and ops in (None, self._ops):
                 return f"{_replicas(self._pool.devices)} running already"
             raise UsageError(
                 f"replicas are running on {', '.join(map(str, self._pool.devices))}; "
-                f"use %mirror restart --devices {devices} (their names are lost then), or %mirror stop"
+                f"use %mirror restart {_flags(devices, ops)} (their names are lost then), or %mirror stop"
             )
         began = time.perf_counter()
-        self._seed = seed
-        pool = (InProcessPool if in_process else LocalPool)(chosen, setup=SETUP, seed=seed)
+        communication = choose(ops, None, chosen).pickled()
+        self._seed, self._ops = seed, ops
+        pool = (InProcessPool if in_process else LocalPool)(
+            chosen, setup=SETUP, seed=seed, communication=communication
+        )
         try:
             pool.start()
         except BaseException:
@@ -134,17 +142,17 @@ class Session:
 
         loop.call_later(IDLE_SECONDS, look)
 
-    def restart(self, devices: str | None = None) -> str:
-        """Stop the replicas and start new ones, on the same devices unless others are named."""
+    def restart(self, devices: str | None = None, ops: str | None = None) -> str:
+        """Stop the replicas and start new ones, on the same devices and with the same ops unless others are named."""
         if self._pool is None:
-            return self.start(devices)
-        names = devices or ",".join(map(str, self._pool.devices))
+            return self.start(devices, ops=ops)
+        names, ops = devices or ",".join(map(str, self._pool.devices)), ops or self._ops
         # A mistake in the names must not cost the replicas that run.
-        device_names.resolve(names, torch.cuda.device_count())
+        choose(ops, None, device_names.resolve(names, torch.cuda.device_count()))
         in_process = isinstance(self._pool, InProcessPool)
         self._pool.close()
         self._pool = None
-        return self.start(names, self._seed, in_process)
+        return self.start(names, self._seed, in_process, ops)
 
     def stop(self) -> str:
         """Stop the replicas and all that they started; return a line that says so."""
@@ -409,3 +417,8 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 
 
 _MISSING = object()
+
+
+def _flags(devices: str | None, ops: str | None) -> str:
+    given = {"--devices": devices, "--ops": ops}
+    return " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)

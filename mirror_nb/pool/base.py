@@ -137,6 +137,7 @@ class Pool(ABC):
         self._formed = False
         self._closed = False
         self._busy = threading.Lock()
+        self._interrupts = _Interrupts()
 
     # ------------------------------------------------------------------ for the subclass
 
@@ -149,8 +150,8 @@ class Pool(ABC):
         """Send to a replica; one that is gone shows in `_poll`."""
 
     @abstractmethod
-    def _poll(self, timeout: float, wake: int | None) -> list[Incoming]:
-        """Return what came within `timeout` seconds; earlier when descriptor `wake` is readable."""
+    def _poll(self, timeout: float) -> list[Incoming]:
+        """Return what came within `timeout` seconds; earlier when there was an interrupt."""
 
     @abstractmethod
     def _kill(self, replica_id: int) -> None:
@@ -236,6 +237,7 @@ class Pool(ABC):
         if not self._closed:
             self._closed = True
             self._close()
+            self._interrupts.close()
 
     def __enter__(self) -> Pool:
         return self
@@ -271,7 +273,7 @@ class Pool(ABC):
         if not self._busy.acquire(blocking=False):
             raise ReplicaError("the replicas are at work for another thread; wait for it to end")
         try:
-            with _Interrupts() as interrupts:
+            with self._interrupts as interrupts:
                 return _Following(self, requests, slabs or {}, on_message, on_tick, timeout, interrupts).follow()
         finally:
             self._busy.release()
@@ -286,40 +288,48 @@ _numbers = itertools.count(1)
 
 
 class _Interrupts:
-    """Collects SIGINT instead of raising it, so that no message is torn in the middle of its reading."""
+    """Collects SIGINT instead of raising it, so that no message is torn in the middle of its reading.
+
+    `readable` is a descriptor that tells of one. Kept: to make a pipe for every call takes as long as sending it.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self.readable: int | None = None
-        self._writable: int | None = None
+        # Since the request began.
+        self.readable, self._writable = os.pipe()
+        os.set_blocking(self._writable, False)
+        os.set_blocking(self.readable, False)
         self._before: Any = None
 
     def __enter__(self) -> _Interrupts:
+        self.count = 0
         if threading.current_thread() is threading.main_thread():
-            self.readable, self._writable = os.pipe()
-            os.set_blocking(self._writable, False)
-            os.set_blocking(self.readable, False)
             self._before = signal.signal(signal.SIGINT, self._note)
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        if self._writable is not None:
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._writable, b"!")
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writable, b"!")
 
     def taken(self) -> int:
         """Return how many interrupts there were, and clear the descriptor."""
-        if self.count and self.readable is not None:
+        if self.count:
             with contextlib.suppress(BlockingIOError):
                 os.read(self.readable, 64)
         return self.count
 
     def __exit__(self, *exception: object) -> None:
-        if self.readable is not None and self._writable is not None:
+        if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
-            os.close(self.readable)
-            os.close(self._writable)
+            self._before = None
+            # One that came after the last look must not wake the next request.
+            self.taken()
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self.readable)
+        os.close(self._writable)
 
 
 class _Following:
@@ -358,7 +368,7 @@ class _Following:
             self._pool._send(replica_id, Request(self._number, what), self._slabs.get(replica_id))
         tick = 0.0
         while self._pending:
-            for replica_id, message, slab in self._pool._poll(self._patience(), self._interrupts.readable):
+            for replica_id, message, slab in self._pool._poll(self._patience()):
                 self._take(replica_id, message, slab)
             self._escalate()
             if time.monotonic() - tick > 0.1:

@@ -25,9 +25,20 @@ from mirror_nb.replica.runtime import Identity, Replica
 
 
 class InProcessPool(Pool):
-    """One replica in this process; no process group, since there is nobody to reduce with."""
+    """One replica in this process; no process group, since there is nobody to reduce with.
 
-    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int = 0, reduction: str = "mean") -> None:
+    `communication` has no effect.
+    """
+
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        *,
+        setup: str,
+        seed: int = 0,
+        reduction: str = "mean",
+        communication: bytes = b"",
+    ) -> None:
         if len(devices) != 1:
             raise DeviceError(f"replicas in this process: one is possible, {len(devices)} devices were named")
         super().__init__(devices)
@@ -66,7 +77,7 @@ class InProcessPool(Pool):
         else:
             self._replica.handle(message, os.dup(slab) if slab is not None else None)
 
-    def _poll(self, timeout: float, wake: int | None) -> list[Incoming]:
+    def _poll(self, timeout: float) -> list[Incoming]:
         found = list(self._incoming)
         self._incoming.clear()
         return found

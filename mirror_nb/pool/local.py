@@ -64,16 +64,27 @@ _CHANNEL, _SENTINEL = "channel", "sentinel"
 class LocalPool(Pool):
     """One process a device on this machine."""
 
-    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int = 0, reduction: str = "mean") -> None:
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        *,
+        setup: str,
+        seed: int = 0,
+        reduction: str = "mean",
+        communication: bytes = b"",
+    ) -> None:
         if sys.platform == "win32":
             raise DeviceError("mirror_nb's replicas need Linux or macOS; on Windows run the notebook in WSL 2")
         super().__init__(devices)
         self._setup = setup
         self._seed = seed
         self._reduction = reduction
+        self.communication = communication
+        # What replicas that are started from now on reduce gradients by; see ReplicaSpec.
         self._members: dict[int, _Member] = {}
         self._selector = selectors.DefaultSelector()
         # Kept: to register four descriptors anew for every message would take longer than the message.
+        self._selector.register(self._interrupts.readable, selectors.EVENT_READ)
         self._store: Any = None
         self._port = 0
         self._nanny: subprocess.Popen[bytes] | None = None
@@ -138,6 +149,7 @@ class LocalPool(Pool):
             environment=environment,
             reduction=self._reduction,
             setup=self._setup,
+            communication=self.communication,
         )
 
     def _rendezvous(self, replica_id: int) -> Rendezvous:
@@ -150,19 +162,17 @@ class LocalPool(Pool):
         with contextlib.suppress(ChannelClosed):
             self._members[replica_id].channel.send(message, slab)
 
-    def _poll(self, timeout: float, wake: int | None) -> list[Incoming]:
+    def _poll(self, timeout: float) -> list[Incoming]:
         dead: list[Incoming] = [(r, m.death, None) for r, m in self._members.items() if m.death is not None]
-        if wake is not None:
-            self._selector.register(wake, selectors.EVENT_READ)
-        try:
-            ready = [key.data for key, _ in self._selector.select(0.0 if dead else timeout) if key.data is not None]
-        finally:
-            if wake is not None:
-                self._selector.unregister(wake)
+        ready = self._ready(0.0 if dead else timeout)
         found: list[Incoming] = []
         for replica_id in sorted({replica_id for replica_id, _ in ready}):
             found += self._receive(replica_id, (replica_id, _SENTINEL) in ready)
         return found + dead
+
+    def _ready(self, timeout: float) -> list[tuple[int, str]]:
+        """Return which replicas' channels, or ends, have something to tell."""
+        return [key.data for key, _ in self._selector.select(timeout) if key.data is not None]
 
     def _receive(self, replica_id: int, ended: bool) -> list[Incoming]:
         """Return what a replica sent; its death last, if its process has ended."""
@@ -240,8 +250,7 @@ class LocalPool(Pool):
     # ------------------------------------------------------------------ questions
 
     def dead(self) -> list[Death]:
-        ready = [] if self._closed else [key.data for key, _ in self._selector.select(0)]
-        for replica_id, source in ready:
+        for replica_id, source in [] if self._closed else self._ready(0.0):
             if source is _SENTINEL:
                 self._died(replica_id)
         return [member.death for _, member in sorted(self._members.items()) if member.death is not None]

@@ -16,7 +16,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import cloudpickle
 import torch
@@ -25,11 +25,15 @@ from torch import nn
 
 from mirror_nb.batches import to_device
 from mirror_nb.collectives import process_group
+from mirror_nb.collectives.base import Member
+from mirror_nb.collectives.options import Communication, chosen
+from mirror_nb.devices import Device
 from mirror_nb.errors import PeerFailed, UsageError
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.messages import (
     Bind,
     Call,
+    Communicate,
     Done,
     Failure,
     Fetch,
@@ -46,6 +50,8 @@ from mirror_nb.payload import Packed, closing_slab, pack
 from mirror_nb.replica.namespace import Namespace
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.shell import ReplicaShell, make_shell
+
+KEPT_FUNCTIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +87,14 @@ class Replica:
         setup: str,
         module: types.ModuleType | None,
         interruptible: Callable[[int], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,  # type: ignore[assignment]
+        communication: bytes = b"",
     ) -> None:
         self.identity = identity
         self.gradients = GradientSynchronizer(identity.replica_id, identity.num_replicas, reduction=identity.reduction)
         self.scope = Scope(identity.replica_id, identity.num_replicas, identity.device, self.gradients, identity.seed)
+        self.communication = _communication(communication, identity)
+        self._choices = 0
+        # How often another one was chosen.
         self.emit = emit
         # The strategy puts these in place: what a user's function, and a cell, run in.
         self.invoke: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] = _plainly
@@ -93,6 +103,8 @@ class Replica:
         if self.own_process:
             # Entered for good: to put the hooks in place and away again would take half the time of a small call.
             self.scope.__enter__()
+        self._functions: dict[bytes, Any] = {}
+        # By their pickles: those that the controller calls again and again.
         self.partial = False
         # True while a cell runs that some replicas do not run.
         self._module = module
@@ -139,6 +151,8 @@ class Replica:
                 case Call() as call:
                     failure, packed = self._call(call, slab, request.number)
                     settings = self.namespace.changed_settings()
+                case Communicate(pickled):
+                    self.communicate(_communication(pickled, self.identity))
                 case Mirror(objects):
                     self.namespace.keep(objects, slab)
                 case Bind(names):
@@ -171,6 +185,30 @@ class Replica:
         n = rendezvous.num_replicas
         if float(probe) != n * (n - 1) / 2:
             raise RuntimeError(f"the first all-reduce over {n} replicas gave {float(probe)}, not {n * (n - 1) / 2}")
+        self._communicate(self._latest_communication())
+
+    def communicate(self, by: Communication) -> None:
+        """Reduce gradients by these cross-device ops from now on; every replica makes the same call."""
+        self._choices += 1
+        self._communicate(by)
+
+    def _communicate(self, by: Communication) -> None:
+        who = self.identity
+        self.communication.ops.unbind()
+        by.ops.bind(Member(who.replica_id, who.num_replicas, who.device, cast(dist.ProcessGroup, dist.group.WORLD)))
+        self.communication = by
+        self.gradients.use(by.ops, bytes_per_bucket=by.options.bytes_per_pack)
+
+    def _latest_communication(self) -> Communication:
+        """Return what the replicas have agreed on: one that was started anew does not know what a cell chose."""
+        offers: list[Any] = [None] * self.identity.num_replicas
+        mine = self.communication.pickled() if self._choices else None
+        dist.all_gather_object(offers, (self._choices, mine))
+        choices, pickled = max(offers, key=lambda offer: offer[0])
+        if choices == self._choices:
+            return self.communication
+        self._choices = choices
+        return _communication(pickled, self.identity)
 
     def _run_cell(
         self, cell: RunCell, slab: int | None, number: int
@@ -203,9 +241,11 @@ class Replica:
         return failure, packed, bundle
 
     def _call(self, call: Call, slab: int | None, number: int) -> tuple[Failure | None, Packed | None]:
-        self.namespace.release(call.released)
+        if call.released:
+            self.namespace.release(call.released)
+            self._functions.clear()
         self.namespace.apply_settings(call.settings)
-        function, visitors = self.namespace.open_call(call.function, None)
+        function, visitors = self._function(call)
         (args, kwargs), more = self.namespace.open_call(call.arguments, slab)
         if self.identity.device.type != "cpu":
             args, kwargs = to_device((args, kwargs), self.identity.device)
@@ -221,6 +261,17 @@ class Replica:
             finally:
                 self.gradients.clear_shares()
         return None, pack(value, reference=self.namespace.reference)
+
+    def _function(self, call: Call) -> tuple[Any, list[nn.Module]]:
+        known = self._functions.get(call.function.pickled) if call.kept else None
+        if known is not None:
+            return known, []
+        function, visitors = self.namespace.open_call(call.function, None)
+        if call.kept and not visitors:
+            if len(self._functions) >= KEPT_FUNCTIONS:
+                self._functions.clear()
+            self._functions[call.function.pickled] = function
+        return function, visitors
 
     def _fetch(self, names: tuple[str, ...], owner: bool, number: int) -> Packed:
         lacking = [name for name in names if name not in self.names]
@@ -266,6 +317,14 @@ class Replica:
             interrupted=isinstance(error, KeyboardInterrupt),
             secondary=isinstance(error, PeerFailed) or "PeerFailed" in str(error),
         )
+
+
+def _communication(pickled: bytes, identity: Identity) -> Communication:
+    if pickled:
+        found: Communication = pickle.loads(pickled)
+        return found
+    kind = identity.device.type
+    return chosen(None, None, [Device(kind, i) for i in range(identity.num_replicas)])
 
 
 def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

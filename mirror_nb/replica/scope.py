@@ -103,6 +103,11 @@ class Scope:
             self._streams.run()
         self._unwatch_forward()
 
+    def took_random_state(self) -> None:
+        """The live generators were given states that had been taken from them: nobody has seeded anything."""
+        if self._streams is not None:
+            self._streams.took_state()
+
     @contextmanager
     def shared_randomness(self) -> Iterator[None]:
         """Draw from the shared stream inside, so that every replica draws the same.
@@ -248,6 +253,10 @@ class _Streams:
         for i, generator in enumerate(self._generators):
             if generator.name in names and isinstance(seed, SupportsIndex):
                 self._other[i] = functools.partial(generator.plant, operator.index(seed), self._replica_id)
+        self._torch_seed = torch.initial_seed()
+
+    def took_state(self) -> None:
+        """The live stream goes on from a state of its own."""
         self._torch_seed = torch.initial_seed()
 
     def _swap(self) -> None:

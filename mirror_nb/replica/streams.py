@@ -42,6 +42,8 @@ class Streams:
         self._pending = threading.Event()
         self._captured: list[tuple[int, str, codecs.IncrementalDecoder]] = []
         # Readable ends of pipes, the stream that each stands for, and the half of a character that came last.
+        self._written = select.poll()
+        # Asked before they are read: a read that finds nothing raises, which takes longer.
         self._draining = threading.Lock()
         self._ticker: threading.Thread | None = None
         self.stdout = _Text("stdout", self)
@@ -116,6 +118,7 @@ class Streams:
             os.set_blocking(readable, False)
             os.dup2(writable, descriptor)
             os.close(writable)
+            self._written.register(readable, select.POLLIN)
             self._captured.append((readable, name, _DECODER(errors="backslashreplace")))
         threading.Thread(target=self._drain, name="mirror_nb descriptors", daemon=True).start()
         os.register_at_fork(after_in_child=self._after_fork)
@@ -131,6 +134,8 @@ class Streams:
 
     def _take_captured(self) -> None:
         with self._draining:
+            if not self._written.poll(0):
+                return
             for readable, name, decoder in self._captured:
                 with contextlib.suppress(BlockingIOError):
                     # One pipe's capacity: a child process that never stops writing must not hold a request's end up.

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils import _pytree as pytree
 
+from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.data import Loaders
 from mirror_nb.devices import Device
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replica.scope import Scope
+from mirror_nb.replica.whole import HeldBack
 from mirror_nb.strategies.context import ReplicaContext, entered
 from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
 from mirror_nb.strategies.place import Place
@@ -26,6 +28,7 @@ from mirror_nb.strategies.reductions import (
     reduce_local,
     select,
 )
+from mirror_nb.strategies.seat import AloneSeat
 from mirror_nb.values import ReduceOp
 from mirror_nb.variables import Variable, component, component_variable, plain
 
@@ -42,10 +45,14 @@ class AlonePlace(Place):
     def __init__(self, device: Device) -> None:
         self.devices = (str(device),)
         self.replica_id = 0
+        self.communication = chosen(None, None, (device,))
         self.device: torch.device = (
             torch.device("cpu") if device.kind == "cpu" else torch.device(device.kind, device.index)
         )
         self._scope = Scope(0, 1, self.device, GradientSynchronizer(0, 1), seed=0)
+        self._listeners: list[Callable[[Any], None]] = []
+        self._held_back = HeldBack()
+        self.seat = AloneSeat(self.device, self._held_back.heed, lambda value: self._listeners[-1](value))
         self._input = ReplicaInput(
             replica_id=0,
             num_replicas=1,
@@ -65,6 +72,30 @@ class AlonePlace(Place):
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with entered(strategy, ReplicaContext(strategy, 0), cross=False), self._scope:
             return fn(*select(args, 0), **select(kwargs, 0))
+
+    def communicate(self, by: Communication) -> None:
+        self.communication = by
+
+    def command(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        *,
+        changes: bool = True,
+        on_note: Callable[[Any], None] = lambda value: None,
+    ) -> list[Any]:
+        self._listeners.append(on_note)
+        try:
+            with self._scope, self._held_back():
+                return [fn(*args)]
+        finally:
+            self._listeners.pop()
+
+    def every(self, results: list[Any]) -> list[Any]:
+        return results
+
+    def draw_seed(self) -> int:
+        return int(torch.randint(1 << 62, ()))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context that changes nothing: there is nobody to synchronise with."""

@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
+from mirror_nb.imported import when_imported
 from mirror_nb.strategies.context import entered, require_cross_replica
 from mirror_nb.strategies.extended import StrategyExtended
 from mirror_nb.strategies.place import Place
@@ -26,6 +27,8 @@ class Strategy(ABC):
     def __init__(self, place: Place) -> None:
         self._place = place
         self._extended = StrategyExtended(self)
+        # Keras's models train on all replicas too; by name, since training lies above strategies.
+        when_imported("keras.src.backend.torch.trainer", "mirror_nb.training.keras:install")
 
     @abstractmethod
     def __repr__(self) -> str: ...

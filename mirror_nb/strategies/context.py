@@ -5,6 +5,7 @@ tf.distribute's functions of the same names. Knows strategies by their interface
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -190,6 +191,9 @@ _makers: list[Callable[[], Strategy]] = []
 
 
 def _default() -> Strategy:
+    if not _makers:
+        # By name: it is built upon this module, and nobody may have asked for it yet.
+        importlib.import_module("mirror_nb.strategies.one_device")
     if not _defaults:
         _defaults.append(_makers[-1]())
     return _defaults[0]

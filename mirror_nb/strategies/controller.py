@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, MirrorError, PoolClosed, UsageError
-from mirror_nb.messages import Call, Fetch, LoadModules, Mirror, Restore, Snapshot, Stream
+from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Restore, Snapshot, Stream
 from mirror_nb.mirrors import Mirrors, absorb_states, change_settings, settings_of, tensors
 from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
@@ -48,15 +49,20 @@ _BELONGS_TO_SCOPE = (
 class ControllerPlace(Place):
     """Commands a pool of its own, started with the first call; `setup` names what its replicas call first."""
 
-    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int, reduction: str) -> None:
+    def __init__(
+        self, devices: tuple[Device, ...], *, setup: str, seed: int, reduction: str, communication: Communication
+    ) -> None:
         self.num_replicas = len(devices)
         self.devices = tuple(str(device) for device in devices)
-        self.replica_id = self.device = None
+        self.replica_id = self.device = self.seat = None
         self.stale = False
         self.calls = 0
         self._refreshing = False
         self._names = devices
-        self._make_pool = lambda: LocalPool(devices, setup=setup, seed=seed, reduction=reduction)
+        self.communication = communication
+        self._make_pool = lambda: LocalPool(
+            devices, setup=setup, seed=seed, reduction=reduction, communication=self.communication.pickled()
+        )
         self._pool: LocalPool | None = None
         self._closed = False
         self._objects = _Objects()
@@ -87,6 +93,13 @@ class ControllerPlace(Place):
     def mirrors(self, obj: Any) -> bool:
         return self._objects.has(obj)
 
+    def communicate(self, by: Communication) -> None:
+        self._check_open()
+        self.communication = by
+        if self._pool is not None:
+            pickled = self._pool.communication = by.pickled()
+            raise_for(self._ready().run(dict.fromkeys(range(self.num_replicas), Communicate(pickled))), self._names)
+
     # ------------------------------------------------------------------ run
 
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,14 +109,17 @@ class ControllerPlace(Place):
             # The caller's lines tell where; those of the pickling below them help nobody.
             raise error.with_traceback(None) from None
 
-    def command(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), *, changes: bool = True) -> list[Any]:
-        """Call a function of our own on every replica, outside the user's context; return the results in order.
-
-        `changes` tells whether networks and Variables may be other ones afterwards.
-        """
+    def command(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        *,
+        changes: bool = True,
+        on_note: Callable[[Any], None] = lambda value: None,
+    ) -> list[Any]:
         behind, calls = self.stale, self.calls
         try:
-            return self._call(fn, args, {}, plain=True)
+            return self._call(fn, args, {}, plain=True, on_note=on_note)
         finally:
             if not changes:
                 self.stale, self.calls = behind, calls
@@ -112,7 +128,20 @@ class ControllerPlace(Place):
         """Whether the replicas have an object that is mirrored."""
         return self._objects.is_sent(obj)
 
-    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plain: bool) -> list[Any]:
+    def every(self, results: list[Any]) -> list[Any]:
+        return results
+
+    def draw_seed(self) -> int:
+        return int(torch.randint(1 << 62, ()))
+
+    def _call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plain: bool,
+        on_note: Callable[[Any], None] = lambda value: None,
+    ) -> list[Any]:
         pool = self._ready()
         parts = _parts_of((args, kwargs))
         wanted: list[Any] = []
@@ -134,9 +163,9 @@ class ControllerPlace(Place):
             for replica_id in range(self.num_replicas):
                 mine = packed[replica_id if parts else 0]
                 shares = _shares_of(parts, replica_id)
-                calls[replica_id] = Call(function, mine.payload, plain, shares, released, changed)
+                calls[replica_id] = Call(function, mine.payload, plain, shares, released, changed, kept is not None)
                 slabs[replica_id] = mine.slab
-            report = pool.run(calls, slabs=slabs, on_message=_show)
+            report = pool.run(calls, slabs=slabs, on_message=_listening(on_note))
         finally:
             for sent in packed:
                 sent.close()
@@ -541,6 +570,18 @@ def _shares_of(parts: Sequence[DistributedValues], replica_id: int) -> tuple[int
         if isinstance(part, PerReplica) and shares is not None and sum(shares) > 0:
             return shares[replica_id], sum(shares)
     return None
+
+
+def _listening(on_note: Callable[[Any], None]) -> Callable[[int, Any], None]:
+    """Show what replicas print, and hand on what they note."""
+
+    def take(replica_id: int, message: Any) -> None:
+        if isinstance(message, Note):
+            on_note(message.value)
+        else:
+            _show(replica_id, message)
+
+    return take
 
 
 def _show(replica_id: int, message: Any) -> None:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mirror_nb.collectives.options import Communication
 from mirror_nb.data import Loaders
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.gradients import GradientSynchronizer
-from mirror_nb.messages import Meeting
+from mirror_nb.messages import Meeting, Note
 from mirror_nb.payload import Payload, pack, unpack
 from mirror_nb.replica.scope import Scope
 from mirror_nb.strategies.context import ReplicaContext, entered
@@ -43,6 +44,7 @@ from mirror_nb.strategies.reductions import (
     sum_over,
 )
 from mirror_nb.strategies.replica_variables import ReplicaHome
+from mirror_nb.strategies.seat import PeerSeat
 from mirror_nb.strategies.standalone import Standalone, standalone
 from mirror_nb.values import DistributedValues, ReduceOp
 from mirror_nb.variables import Variable, component, component_variable, distributed, provide_arrivals
@@ -87,6 +89,9 @@ class OnReplica(Protocol):
     @property
     def own_process(self) -> bool: ...
     @property
+    def communication(self) -> Communication: ...
+    def communicate(self, by: Communication) -> None: ...
+    @property
     def emit(self) -> Callable[..., None]: ...
 
 
@@ -115,6 +120,16 @@ class ReplicaPlace(Place):
             on_end=replica.gradients.clear_shares,
             loaders=Loaders(),
         )
+        self._listeners: list[Callable[[Any], None]] = []
+        # Who called `command` here, in a cell for instance; else notes go to the controller.
+        self.seat: PeerSeat = PeerSeat(
+            who.replica_id,
+            who.num_replicas,
+            who.device,
+            gradients=replica.gradients,
+            scope=replica.scope,
+            send=self._send_note,
+        )
         if replica.own_process:
             provide_arrivals(self._take_variable)
 
@@ -123,6 +138,14 @@ class ReplicaPlace(Place):
         if getattr(self._replica, "partial", False):
             raise UsageError("this call needs all replicas, but --replicas leaves some out of this cell")
         self._replica.emit(Meeting())
+
+    @property
+    def communication(self) -> Communication:  # type: ignore[override]
+        """What gradients are reduced by, and how."""
+        return self._replica.communication
+
+    def communicate(self, by: Communication) -> None:
+        self._replica.communicate(by)
 
     # ------------------------------------------------------------------ scope and run
 
@@ -135,6 +158,34 @@ class ReplicaPlace(Place):
         context = ReplicaContext(strategy, self.replica_id)
         with entered(strategy, context, cross=False), self._replica.scope:
             return fn(*select(args, self.replica_id), **select(kwargs, self.replica_id))
+
+    def command(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        *,
+        changes: bool = True,
+        on_note: Callable[[Any], None] = lambda value: None,
+    ) -> list[Any]:
+        self._listeners.append(on_note)
+        try:
+            with self._replica.scope:
+                return [fn(*args)]
+        finally:
+            self._listeners.pop()
+
+    def every(self, results: list[Any]) -> list[Any]:
+        return self.seat.collect(results[0])
+
+    def draw_seed(self) -> int:
+        with self._replica.scope.shared_randomness():
+            return int(torch.randint(1 << 62, ()))
+
+    def _send_note(self, value: Any) -> None:
+        if self._listeners:
+            self._listeners[-1](value)
+        else:
+            self._replica.emit(Note(value))
 
     @property
     def reduction(self) -> str:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mirror_nb.collectives.options import Communication
+from mirror_nb.strategies.seat import Seat
 from mirror_nb.values import ReduceOp
 
 if TYPE_CHECKING:
@@ -28,14 +30,51 @@ class Place(ABC):
     # Of the replica that this is; None in the controller, which is none.
     device: torch.device | None
     # This process's, likewise.
+    communication: Communication
+    # What gradients are reduced by, and how.
+    seat: Seat | None
+    # Of the replica that this is, for functions given to `command`; None in the controller.
 
     @abstractmethod
     def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:
         """Return the context in which what is created is mirrored."""
 
     @abstractmethod
+    def communicate(self, by: Communication) -> None:
+        """Reduce gradients by other cross-device ops from the next step on."""
+
+    @abstractmethod
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `fn` on every replica this place commands; return the results, regrouped."""
+
+    # ------------------------------------------------------------------ for libraries on top: fit, for instance
+
+    @abstractmethod
+    def command(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        *,
+        changes: bool = True,
+        on_note: Callable[[Any], None] = lambda value: None,
+    ) -> list[Any]:
+        """Call `fn(*args)` on every replica this place commands, outside the user's context; return all results.
+
+        `fn` is a function of a module of ours; a strategy and mirrored objects in `args` travel by reference. What
+        a replica gives to its seat's `note` meanwhile comes to `on_note`, here, in this thread. `changes` tells
+        whether networks and Variables may be other ones afterwards. On a replica, where every replica makes the
+        call, it is called here and the result is this replica's alone.
+        """
+
+    @abstractmethod
+    def every(self, results: list[Any]) -> list[Any]:
+        """Return the results of `command` of all replicas, in order; on a replica all of them have to ask."""
+
+    @abstractmethod
+    def draw_seed(self) -> int:
+        """Return a number from torch's generator that is the same wherever this is asked alike: below 2**62."""
+
+    # ------------------------------------------------------------------ values
 
     @abstractmethod
     def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None) -> Any:

@@ -215,6 +215,9 @@ def regroup(results: Sequence[Any]) -> Any:
     """
     if len(results) == 1:
         return results[0]
+    if all(type(result) is torch.Tensor for result in results):
+        # The usual loss: no structure to take apart.
+        return _group(results)
     flat, specs = zip(*(pytree.tree_flatten(result) for result in results), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
         ordered = [_ordered_like(results[0], result, i, results) for i, result in enumerate(results)]
@@ -260,7 +263,7 @@ def _children(nest: Any) -> tuple[list[Any], Any]:
     return (children, None) if len(children) == 1 and children[0] is nest else (children, spec)
 
 
-def _group(leaves: tuple[Any, ...]) -> Any:
+def _group(leaves: Sequence[Any]) -> Any:
     first = leaves[0]
     same = all(leaf is first for leaf in leaves) or (
         _is_immutable(first) and all(type(leaf) is type(first) and _equal(leaf, first) for leaf in leaves)

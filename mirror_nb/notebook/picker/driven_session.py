@@ -7,8 +7,10 @@ from typing import final
 
 import torch
 
+from mirror_nb import devices as device_names
+from mirror_nb.collectives.options import IMPLEMENTATIONS
 from mirror_nb.errors import UsageError
-from mirror_nb.notebook.picker.choice import Choice, Driven, Offers, Standing
+from mirror_nb.notebook.picker.choice import Choice, Driven, Offers, Operation, Standing
 from mirror_nb.notebook.session import Session
 
 
@@ -31,16 +33,16 @@ class DrivenSession(Driven):
         return Standing(tuple(map(str, pool.devices)), tuple(status.pid for status in pool.status()))
 
     def offers(self, devices: Sequence[str]) -> Offers:
-        """Return nothing: a session cannot choose cross-device ops, bucket size and precision yet."""
-        return Offers()
+        """Return the cross-device ops that fit; a session cannot choose bucket size and precision yet."""
+        return Offers(operations=tuple(map(Operation, _fitting(devices))))
 
     def start(self, choice: Choice) -> str:
         """Start replicas."""
-        return self._session.start(_devices(choice))
+        return self._session.start(_devices(choice), ops=choice.operation)
 
     def restart(self, choice: Choice) -> str:
         """Stop the replicas and start others."""
-        return self._session.restart(_devices(choice))
+        return self._session.restart(_devices(choice), choice.operation)
 
     def stop(self) -> str:
         """Stop the replicas."""
@@ -52,6 +54,13 @@ class DrivenSession(Driven):
 
 
 def _devices(choice: Choice) -> str:
-    if choice != Choice(choice.devices):
-        raise UsageError(f"{choice.arguments()}: only devices can be chosen yet; leave the rest out")
+    if choice != Choice(choice.devices, choice.operation):
+        raise UsageError(f"{choice.arguments()}: only devices and ops can be chosen yet; leave the rest out")
     return ",".join(choice.devices)
+
+
+def _fitting(devices: Sequence[str]) -> list[str]:
+    named = [device_names.parse(name) for name in devices]
+    # To ask whether GPUs reach each other's memory would start CUDA in the kernel, which goes without it.
+    asked = {name: kind for name, kind in IMPLEMENTATIONS.items() if name != "symmetric_memory"}
+    return [name for name, kind in asked.items() if kind().unfit_for(named) is None]

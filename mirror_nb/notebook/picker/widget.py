@@ -95,12 +95,13 @@ class Picker:
             self._see()
 
     def choice(self) -> Choice:
-        """Return what is picked."""
+        """Return what is picked; for a restart the ops are named always, which would else stay those that run."""
+        running = bool(self._standing.devices)
         chosen = tuple(device for device, box in self.boxes.items() if box.value)
         devices = chosen or tuple(f"cpu:{i}" for i in range(self.cpus.value))
         return Choice(
             devices=devices,
-            operation=_unless_first(self.operations),
+            operation=self.operations.value if running else _unless_first(self.operations),
             bucket_size=_unless_first(self.bucket_sizes),
             precision=_unless_first(self.precisions),
         )

@@ -1,0 +1,219 @@
+"""One replica as functions given to `Place.command` see it: sums over its peers, its random numbers, what it keeps.
+
+    add_up, collect, hand_out    all replicas ask alike; nothing is agreed on before, since the same function of ours
+                                 runs on each
+    note                         goes to whoever called `command`
+
+Knows the default process group and the replica's scope and gradients; knows no strategy and no job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.replica.scope import Scope
+
+
+class Seat(ABC):
+    """What a replica offers to a function that runs on all of them."""
+
+    def __init__(self, replica_id: int, num_replicas: int, device: torch.device) -> None:
+        self.replica_id = replica_id
+        self.num_replicas = num_replicas
+        self.device = device
+        self.jobs: dict[str, Any] = {}
+        # What functions keep here from one call to the next, under names of their own.
+
+    @abstractmethod
+    def note(self, value: Any) -> None:
+        """Tell the caller of `command` a small value while its function still runs."""
+
+    @abstractmethod
+    def heed(self) -> None:
+        """Raise the KeyboardInterrupt that came inside a function that must end first (replica/whole.py)."""
+
+    @abstractmethod
+    def averaging(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients are plain means over the replicas and random numbers this one's own."""
+
+    @abstractmethod
+    def weighed(self, local_examples: int, global_examples: int) -> AbstractContextManager[None]:
+        """Return a context in which a backward pass weighs in by this replica's part of the global batch."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward() accumulates local gradients; the first one after it reduces all."""
+
+    @abstractmethod
+    def take_part(self) -> None:
+        """Join the synchronisation of the others' backward pass without a gradient of this replica's own."""
+
+    @abstractmethod
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the replicas of a tensor of equal shapes, in its place; autograd sees nothing of it."""
+
+    @abstractmethod
+    def collect(self, value: Any) -> list[Any]:
+        """Return every replica's value, in order; values are pickled."""
+
+    @abstractmethod
+    def hand_out(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """Overwrite the tensors with those of replica `source`."""
+
+    @abstractmethod
+    def shared_randomness(self) -> AbstractContextManager[None]:
+        """Return a context that draws from the stream that is equal on all replicas."""
+
+    def random_state(self) -> dict[str, Any]:
+        """Return the states of this replica's own random generators: tensors and plain values."""
+        legacy: Any = np.random.get_state(legacy=True)
+        name, keys, position, has_gauss, gauss = legacy
+        version, words, spare = random.getstate()
+        state = {
+            "torch": torch.get_rng_state(),
+            "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+            "python": (version, torch.tensor(words, dtype=torch.int64), spare),
+        }
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        """Go on with random numbers from a `random_state`; a kind that it lacks goes on as it was."""
+        torch.set_rng_state(state["torch"])
+        name, keys, position, has_gauss, gauss = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+        version, words, spare = state["python"]
+        random.setstate((version, tuple(words.tolist()), spare))
+        if self.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.device)
+
+
+@final
+class PeerSeat(Seat):
+    """A replica of several, in the default process group; or of one, where all of it is quick."""
+
+    def __init__(
+        self,
+        replica_id: int,
+        num_replicas: int,
+        device: torch.device,
+        *,
+        gradients: GradientSynchronizer,
+        scope: Scope,
+        send: Callable[[Any], None],
+    ) -> None:
+        super().__init__(replica_id, num_replicas, device)
+        self._gradients = gradients
+        self._scope = scope
+        self._send = send
+
+    def note(self, value: Any) -> None:
+        self._send(value)
+
+    def heed(self) -> None:
+        """Nothing: the replica's process insists by itself."""
+
+    @contextlib.contextmanager
+    def averaging(self) -> Iterator[None]:
+        gradients = self._gradients
+        before = gradients.reduction, gradients.enabled
+        gradients.reduction, gradients.enabled = "mean", True
+        gradients.clear_shares()
+        self._scope.start_running()
+        try:
+            yield
+        finally:
+            gradients.reduction, gradients.enabled = before
+            gradients.clear_shares()
+
+    @contextlib.contextmanager
+    def weighed(self, local_examples: int, global_examples: int) -> Iterator[None]:
+        self._gradients.set_shares(local_examples, global_examples)
+        try:
+            yield
+        finally:
+            self._gradients.clear_shares()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._gradients.no_sync()
+
+    def take_part(self) -> None:
+        self._gradients.take_part()
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.num_replicas > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def collect(self, value: Any) -> list[Any]:
+        values: list[Any] = [value] * self.num_replicas
+        if self.num_replicas > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def hand_out(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        if self.num_replicas == 1:
+            return
+        for tensor in tensors:
+            whole = tensor.detach().contiguous()
+            dist.broadcast(whole, source)
+            if whole is not tensor and self.replica_id != source:
+                tensor.detach().copy_(whole)
+
+    def shared_randomness(self) -> AbstractContextManager[None]:
+        return self._scope.shared_randomness()
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        super().set_random_state(state)
+        self._scope.took_random_state()
+
+
+@final
+class AloneSeat(Seat):
+    """The only replica, in the caller's own process."""
+
+    def __init__(self, device: torch.device, heed: Callable[[], None], note: Callable[[Any], None]) -> None:
+        super().__init__(0, 1, device)
+        self._heed = heed
+        self._note = note
+
+    def note(self, value: Any) -> None:
+        self._note(value)
+
+    def heed(self) -> None:
+        self._heed()
+
+    def averaging(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def weighed(self, local_examples: int, global_examples: int) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def take_part(self) -> None:
+        """There are no others."""
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def collect(self, value: Any) -> list[Any]:
+        return [value]
+
+    def hand_out(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """There is nobody to give them to."""
+
+    def shared_randomness(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()

@@ -1,0 +1,103 @@
+"""What callbacks tell by: whether a logged value is better than another, and how many steps were done."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mirror_nb.errors import UsageError
+from mirror_nb.training.callbacks.base import Callback, Logs
+from mirror_nb.training.history import lower_is_better
+
+
+@dataclass(frozen=True, slots=True)
+class Better:
+    """Which of two values of one metric is an improvement on the other."""
+
+    monitor: str
+    lower: bool
+    min_delta: float
+    # Below it a change is none.
+
+    def than(self, value: float, best: float | None) -> bool:
+        """Whether `value` is an improvement; NaN never is, any number is one on None."""
+        if math.isnan(value):
+            return False
+        if best is None or math.isnan(best):
+            return True
+        return value + self.min_delta < best if self.lower else value - self.min_delta > best
+
+
+def better(who: Callback, monitor: str, mode: str, min_delta: float = 0.0) -> Better:
+    name = type(who).__name__
+    if mode not in ("auto", "min", "max"):
+        raise UsageError(f"{name}'s `mode` is 'auto', 'min' or 'max', not {mode!r}")
+    lower = lower_is_better(monitor) if mode == "auto" else mode == "min"
+    if lower is None:
+        raise UsageError(
+            f"whether more or less of {monitor!r} is better cannot be told from its name; "
+            f"pass mode='max' or mode='min' to {name}"
+        )
+    return Better(monitor, lower, abs(min_delta))
+
+
+def monitored(who: Callback, monitor: str, logs: Logs) -> float | None:
+    """Return the monitored value; None with a warning where it was not logged.
+
+    Raises UsageError for one that is no single number.
+    """
+    value = (logs or {}).get(monitor)
+    if value is None:
+        known = ", ".join(logs or {}) or "nothing"
+        warnings.warn(
+            f"{type(who).__name__} looks at {monitor!r}, which was not logged in this epoch; there is: {known}",
+            stacklevel=3,
+        )
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{type(who).__name__} looks at {monitor!r}, which is no single number: {value!r}") from error
+
+
+class Steps:
+    """Counts training steps by the numbers of the batches that hooks are called with, not one call a step."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.total = 0
+        self.since = 0
+        # Steps since they were last `taken`.
+        self._last = -1
+        # Number of the last batch of this epoch that was seen.
+
+    def end_epoch(self) -> None:
+        self._last = -1
+
+    def taken(self, batch: int, enough: int) -> bool:
+        """Count up to that batch; whether so many steps are done since this last was true."""
+        done = batch - self._last
+        self._last = batch
+        self.total += done
+        self.since += done
+        if self.since < enough:
+            return False
+        self.since = 0
+        return True
+
+    def state_dict(self) -> dict[str, int]:
+        return {"total": self.total, "since": self.since, "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.total, self.since, self._last = state["total"], state["since"], state["last"]
+
+
+def check_save_freq(who: Callback, save_freq: Any) -> None:
+    if save_freq == "epoch" or (isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0):
+        return
+    raise UsageError(f"{type(who).__name__}'s `save_freq` is 'epoch' or a number of steps, not {save_freq!r}")

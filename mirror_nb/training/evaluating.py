@@ -1,0 +1,150 @@
+"""Evaluate and predict as whoever calls them sees them: callbacks, the progress line, what is returned.
+
+Knows a model and what jobs return; knows no shares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mirror_nb.errors import MirrorError, UsageError
+from mirror_nb.training import job
+from mirror_nb.training.callbacks import CallbackList
+from mirror_nb.training.feeds import Feed
+from mirror_nb.training.loop import Advanced, Note, Task
+from mirror_nb.training.progress import Progress
+from mirror_nb.training.running import Logs, Running, known_steps, task_of
+
+if TYPE_CHECKING:
+    from mirror_nb.training.model import Model
+
+
+def evaluate(model: Model, feed: Feed, *, steps: int | None, verbose: int | str, callbacks: Any) -> dict[str, Any]:
+    """Return the loss and the metrics over all of the feed, or so many of its batches."""
+    return _show_and_run(model, feed, "evaluate", steps, verbose, callbacks, _evaluated_alone)
+
+
+def predict(model: Model, feed: Feed, *, steps: int | None, verbose: int | str, callbacks: Any) -> Any:
+    """Return the network's outputs, on the CPU, in the order of the feed's examples."""
+    return _show_and_run(model, feed, "predict", steps, verbose, callbacks, _predicted)
+
+
+def _show_and_run(
+    model: Model,
+    feed: Feed,
+    title: str,
+    steps: int | None,
+    verbose: int | str,
+    callbacks: Any,
+    work: Callable[..., tuple[Any, dict[str, Any]]],
+) -> Any:
+    place = model.strategy._place
+    leads = place.replica_id in (None, 0)
+    known = known_steps(feed, steps)
+    called = callbacks
+    if not isinstance(callbacks, CallbackList):
+        called = CallbackList(callbacks, model=model, params={"steps": known, "verbose": verbose}, leads=leads)
+    progress = Progress(verbose if leads else 0)
+    try:
+        progress.begin(title, known)
+        watched = verbose in (1, "auto") and leads
+        result, logs = work(model, task_of(model, feed, steps, watched=watched), called, progress)
+        progress.end(logs)
+    finally:
+        progress.close()
+        if called is not callbacks:
+            called.close()
+    return result
+
+
+def _evaluated_alone(
+    model: Model, task: Task, callbacks: CallbackList, progress: Progress
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    running = Running(model.strategy, job.begin_evaluation, model, task)
+
+    def show(note: Note) -> None:
+        progress.update(note.step, {} if note.loss is None else {"loss": note.loss}, note.examples)
+
+    try:
+        logs = evaluated(running, 0, callbacks, Logs(model.compiled_settings), show, progress)
+    finally:
+        with contextlib.suppress(MirrorError):
+            running.end()
+    return logs, logs
+
+
+def evaluated(
+    running: Running,
+    epoch: int,
+    callbacks: CallbackList,
+    made: Logs,
+    on_note: Callable[[Note], None],
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Carry an Evaluation out, its callbacks' hooks called."""
+    every = callbacks.every_test
+    logs: dict[str, Any] = {}
+    step, ended = 0, False
+    callbacks.on_test_begin()
+    while not ended:
+        if every is not None:
+            callbacks.on_test_batch_begin(step)
+        advanced = running.advance(epoch, every, changes=False, on_note=on_note)
+        step, ended = advanced[0].step, advanced[0].ended
+        if ended or every is not None:
+            logs = made.of([each.totals for each in advanced])
+        if every is not None:
+            callbacks.on_test_batch_end(step - 1, logs)
+        if progress is not None:
+            progress.update(step, logs, advanced[0].examples)
+    callbacks.on_test_end(logs)
+    return logs
+
+
+def _predicted(model: Model, task: Task, callbacks: CallbackList, progress: Progress) -> tuple[Any, dict[str, Any]]:
+    every = callbacks.every_predict
+    running = Running(model.strategy, job.begin_prediction, model, task)
+    step = 0
+    advanced: list[Advanced] = []
+    try:
+        callbacks.on_predict_begin()
+        while not advanced or not advanced[0].ended:
+            if every is not None:
+                callbacks.on_predict_batch_begin(step)
+            advanced = running.advance(
+                0, every, changes=False, on_note=lambda note: progress.update(note.step, {}, note.examples)
+            )
+            step = advanced[0].step
+            progress.update(step, {}, advanced[0].examples)
+            if every is not None:
+                callbacks.on_predict_batch_end(step - 1)
+        callbacks.on_predict_end()
+    finally:
+        with contextlib.suppress(MirrorError):
+            running.end()
+    return _in_order(advanced), {}
+
+
+def _in_order(advanced: list[Advanced]) -> Any:
+    """Join the replicas' outputs: of each global batch the first replica's share, then the second's, and so on."""
+    replicas = [each for each in advanced if each.outputs is not None]
+    if not replicas:
+        raise UsageError("predict was given no examples")
+    if len(replicas) == 1:
+        return replicas[0].outputs
+    columns = []
+    structure = None
+    for each in replicas:
+        leaves, structure = pytree.tree_flatten(each.outputs)
+        columns.append([leaf.split(list(each.counts)) for leaf in leaves])
+    joined = [
+        torch.cat([part for batch in zip(*shares, strict=True) for part in batch])
+        for shares in zip(*columns, strict=True)
+    ]
+    assert structure is not None
+    return pytree.tree_unflatten(joined, structure)

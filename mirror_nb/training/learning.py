@@ -1,0 +1,313 @@
+"""Training on one replica: backward with its part of the global batch's loss, the optimizer's steps, what to keep.
+
+Each replica goes backward with its part of the loss times the number of replicas: the plain mean of the gradients is
+then exactly one device's, whatever the sizes of the shares. Knows optimizers, schedulers, gradient scaling and the
+replica's seat; knows no epochs to come, no callbacks and no files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from mirror_nb.batches import map_leaves
+from mirror_nb.errors import UsageError
+from mirror_nb.replica.whole import whole
+from mirror_nb.strategies.seat import Seat
+from mirror_nb.training.batch_norm import BatchNorms, exact_batch_norm
+from mirror_nb.training.feeds import Share
+from mirror_nb.training.loop import Task
+from mirror_nb.training.scoring import Scoring
+
+if TYPE_CHECKING:
+    from mirror_nb.training.model import Model
+
+
+@final
+class Training(Scoring):
+    """Epochs of a fit."""
+
+    _step_name = "training_step"
+
+    def __init__(self, seat: Seat, model: Model, task: Task, optimizer: Optimizer | None, scheduler: Any) -> None:
+        super().__init__(seat, model, task)
+        settings = task.settings
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._by_step = scheduler is not None and settings.scheduler_interval == "step"
+        self._group = settings.accumulate_steps
+        self._grouped = 0
+        # Global batches whose gradients wait for the optimizer.
+        self._norms: BatchNorms | None = None
+        self._scaler = torch.amp.GradScaler(self._device.type) if settings.precision == "fp16" else None
+        self._steps_by_itself = optimizer is None
+        # The model's training_step has optimizers of its own.
+        self._closure = isinstance(optimizer, torch.optim.LBFGS)
+        if self._closure and not hasattr(optimizer, "_params"):
+            # Its pickle leaves out what its constructor looked up (torch 2.13).
+            optimizer.__dict__.update(_params=optimizer.param_groups[0]["params"], _numel_cache=None)  # type: ignore[union-attr]
+        if optimizer is not None:
+            # What the user's own lines left in them belongs to no step of this training.
+            optimizer.zero_grad()
+        self._check()
+
+    def _check(self) -> None:
+        settings = self._task.settings
+        if self._steps_by_itself and self._own_step is None:
+            raise UsageError("the model has no optimizer: give compile(optimizer=...)")
+        if self._closure and (settings.accumulate_steps > 1 or self._scaler is not None):
+            raise UsageError("LBFGS goes over each batch several times; it takes no accumulate_steps and no fp16")
+
+    @contextlib.contextmanager
+    def _conditions(self) -> Iterator[None]:
+        self._model.train()
+        # Without all_reduce for one replica: its statistics are the global batch's.
+        all_reduce = self._seat.add_up if self._seat.num_replicas > 1 else None
+        normalized = exact_batch_norm(
+            self._model, synchronize=self._task.settings.sync_batch_norm, all_reduce=all_reduce
+        )
+        with self._seat.averaging(), normalized as self._norms, torch.enable_grad():
+            yield
+
+    # ------------------------------------------------------------------ one step
+
+    def _take(self, share: Share, last: bool) -> None:
+        if self._steps_by_itself:
+            self._let_it_step(share)
+        elif self._closure:
+            self._step_with_closure(share)
+        else:
+            complete = last or self._grouped + 1 == self._group
+            if complete:
+                self._go_backward(share)
+            else:
+                with self._seat.no_sync():
+                    self._go_backward(share)
+            self._grouped += 1
+            if complete:
+                self._prepare_gradients()
+                self._apply()
+            else:
+                self.step += 1
+
+    def _go_backward(self, share: Share) -> Tensor:
+        """Return this share's part of the loss, detached; its gradients are in the parameters."""
+        if not share.examples:
+            return self._stand_by(share)
+        with self._autocast():
+            value, outputs = self._loss(share)
+        scaled = value if self._seat.num_replicas == 1 else value * self._seat.num_replicas
+        (scaled if self._scaler is None else self._scaler.scale(scaled)).backward()
+        self._measure(outputs, share)
+        return value.detach()
+
+    def _stand_by(self, share: Share) -> Tensor:
+        """Take part in what the others do together, with no examples."""
+        zero = torch.zeros((), device=self._device)
+        if self._scaler is not None:
+            # It makes its scale with the first loss.
+            self._scaler.scale(zero)
+        assert self._norms is not None
+        if not self._norms.synchronizes:
+            self._without_examples()
+            self._seat.take_part()
+            return zero
+        # Statistics of the global batch are added up on the way through the network, there and back.
+        with self._norms.absent(), self._autocast():
+            if self._own_step is not None:
+                outputs = self._own_step(_one_example(share.batch))
+            else:
+                outputs = self._call(_one_example(share.inputs))
+            self._without_examples()
+            learning = [
+                leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad
+            ]
+            sum((leaf.sum() * 0 for leaf in learning), zero).backward()
+        return zero
+
+    def _prepare_gradients(self) -> None:
+        """Gradients of several batches become their mean; then they are clipped, reduced as they are."""
+        settings, optimizer = self._task.settings, self._optimizer
+        assert optimizer is not None
+        if self._grouped == 1 and settings.clip_value is None and settings.clip_norm is None:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self._grouped > 1:
+            torch._foreach_div_([p.grad for p in parameters], float(self._grouped))
+        if settings.clip_value is None and settings.clip_norm is None:
+            return
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+        if settings.clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, settings.clip_value)
+        if settings.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
+
+    @whole
+    def _apply(self) -> None:
+        assert self._optimizer is not None
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        self._optimizer.zero_grad()
+        self._count()
+
+    def _count(self) -> None:
+        if self._by_step:
+            self._scheduler.step()
+        self._grouped = 0
+        self.step += 1
+        self._model._updates += 1
+
+    def _end_early(self) -> None:
+        super()._end_early()
+        if self._grouped:
+            # No batch follows that would reduce what was accumulated.
+            self._seat.take_part()
+            self._prepare_gradients()
+            self._apply()
+            self.step -= 1
+
+    def _let_it_step(self, share: Share) -> None:
+        """The model goes backward and steps by itself: with no examples too, for it may do so several times."""
+        with self._seat.weighed(share.examples, share.global_examples), self._autocast():
+            value = self._loss_of_own_step(share)
+        if share.examples:
+            self._loss_sum.add_(value.detach(), alpha=share.global_examples)
+            self._weight += share.examples
+        self._count()
+
+    def _step_with_closure(self, share: Share) -> None:
+        """Let an optimizer that asks for the loss again and again have it, the same one on all replicas."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            self._grouped = 1
+            # A share without examples has a loss of no dtype of its own.
+            total = self._seat.add_up(self._go_backward(share).double())
+            self._prepare_gradients()
+            self._counting = False
+            return total
+
+        try:
+            self._step_by(closure)
+        finally:
+            self._counting = True
+
+    @whole
+    def _step_by(self, closure: Callable[[], Tensor]) -> None:
+        assert self._optimizer is not None
+        self._optimizer.step(closure)  # type: ignore[arg-type]
+        self._optimizer.zero_grad()
+        self._count()
+
+    # ------------------------------------------------------------------ between epochs, and elsewhere
+
+    def end_epoch(self, monitored: float | None) -> None:
+        """Let the scheduler go on, if it goes by epochs."""
+        if self._scheduler is None or self._by_step:
+            return
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self._scheduler.step(float("nan") if monitored is None else monitored)
+        else:
+            self._scheduler.step()
+
+    def state(self, with_optimizer: bool = True) -> dict[str, Any]:
+        """Return where this replica stands; what is equal on all comes from replica 0 alone."""
+        with self._seat.averaging():
+            random = self._seat.random_state()
+            with self._seat.shared_randomness():
+                shared = self._seat.random_state()
+        own = {
+            "random": random,
+            "totals": self._totals().plain(),
+            "step": self.step,
+            "ended": self._ended,
+        }
+        gradients = self._waiting_gradients()
+        if self._seat.replica_id:
+            return own
+        return {
+            **own,
+            **(states_of(self._optimizer, self._scheduler) if with_optimizer else {}),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "feed": self._feed.state(),
+            "shared": shared,
+            "grouped": self._grouped,
+            "gradients": gradients,
+        }
+
+    def _waiting_gradients(self) -> list[Tensor | None]:
+        """Return the mean over the replicas of what was accumulated since the optimizer's last step."""
+        if not self._grouped or self._optimizer is None:
+            return []
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        there = self._seat.add_up(torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64)).tolist()
+        found: list[Tensor | None] = []
+        for parameter, somewhere in zip(parameters, there, strict=True):
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            found.append(self._seat.add_up(mine).div_(self._seat.num_replicas).cpu() if somewhere else None)
+        return found
+
+    def _set_random_states(self, states: dict[Any, Any]) -> None:
+        seat = self._seat
+        with seat.averaging():
+            if states.get("shared") is not None:
+                with seat.shared_randomness():
+                    seat.set_random_state(states["shared"])
+            # One that was not there when they were taken goes on from its seed.
+            if states.get(seat.replica_id) is not None:
+                seat.set_random_state(states[seat.replica_id])
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`: that of replica 0 of the other fit, with "random" of all its replicas by id."""
+        load_states(self._optimizer, self._scheduler, state)
+        if self._scaler is not None and state.get("scaler"):
+            self._scaler.load_state_dict(state["scaler"])
+        if state.get("position") is None:
+            return
+        position = state["position"]
+        self._feed.load_state(position["feed"])
+        self.step = position["step"]
+        self._set_random_states(position["random"])
+        self._grouped = position["grouped"]
+        if self._grouped and self._optimizer is not None:
+            parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+            for parameter, gradient in zip(parameters, position["gradients"], strict=True):
+                parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+
+
+def states_of(optimizer: Optimizer | None, scheduler: Any) -> dict[str, Any]:
+    """Return the states of both, on the CPU; None for one that is not there."""
+    return {
+        "optimizer": None if optimizer is None else _on_cpu(optimizer.state_dict()),
+        "scheduler": None if scheduler is None else _on_cpu(scheduler.state_dict()),
+    }
+
+
+def load_states(optimizer: Optimizer | None, scheduler: Any, states: Mapping[str, Any]) -> None:
+    """Give both what `states_of` returned."""
+    # Before the optimizer: a scheduler keeps no learning rate but the optimizer's.
+    if scheduler is not None and states.get("scheduler") is not None:
+        scheduler.load_state_dict(states["scheduler"])
+    if optimizer is not None and states.get("optimizer") is not None:
+        optimizer.load_state_dict(states["optimizer"])
+
+
+def _on_cpu(nest: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), nest)
+
+
+def _one_example(nest: Any) -> Any:
+    """Return a batch of one in the form of this one without any; what it holds does not matter."""
+    return map_leaves(nest, lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf)

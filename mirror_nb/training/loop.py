@@ -1,0 +1,319 @@
+"""The loop over one replica's shares, which every job has: it stops after any step, and goes on with the next message.
+
+    feed ─▶ share ─▶ _take, the subclass's step ─▶ totals, when it stops; notes now and then
+
+Knows feeds, the replica's seat and the network's forward pass; knows no loss, no gradient and no optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from mirror_nb import mirrors
+from mirror_nb.batches import map_leaves
+from mirror_nb.strategies.seat import Seat
+from mirror_nb.training.feeds import Feed, Share
+from mirror_nb.training.settings import CompileSettings
+
+if TYPE_CHECKING:
+    from mirror_nb.training.model import Model
+
+NOTE_SECONDS = 0.1
+# At least so long between two notes.
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a job is asked to do."""
+
+    settings: CompileSettings
+    # Without the optimizer and the scheduler, which travel by reference.
+    feed: Feed
+    steps: int | None = None
+    # Global batches of an epoch, where these are fewer than the feed's; None: all.
+    made_here: bool = False
+    # Every replica made the feed by itself: they have to agree that it is the same.
+    uneven: bool = False
+    # The replicas may differ by a step, after an interrupt or an error.
+    watched: bool = False
+    # Somebody looks at notes.
+    seed: int | None = None
+    # Of the replicas' random numbers; None: these go on as they are.
+    class_weight: dict[int, float] | None = None
+    # By class; 1 for others.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What one replica added up since the epoch began; those of all replicas make the logs."""
+
+    loss: float = 0.0
+    # Sum over the global batches of its part of the loss, times the examples of the global batch.
+    examples: int = 0
+    # Of all replicas.
+    parts: dict[str, float] = field(default_factory=dict)
+    # The same as `loss`, by output.
+    named: dict[str, float] = field(default_factory=dict)
+    # Likewise what a model's own `training_step` returned besides the loss.
+    metrics: tuple[dict[str, Any], ...] = ()
+    # State of each metric.
+
+    def plain(self) -> dict[str, Any]:
+        """Return it for a file; `Totals(**plain)` is it again."""
+        return {
+            "loss": self.loss,
+            "examples": self.examples,
+            "parts": self.parts,
+            "named": self.named,
+            "metrics": self.metrics,
+        }
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """Where a job stands after `advance`."""
+
+    step: int
+    # Global batches done of the epoch.
+    ended: bool
+    # It was the epoch's last.
+    examples: int
+    # Of the epoch, over all replicas.
+    totals: Totals
+    outputs: Any = None
+    # Of a prediction that has ended: this replica's, joined along dimension 0; None if it had no examples.
+    counts: tuple[int, ...] = ()
+    # Likewise how many of them belong to each global batch.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What replica 0 tells while it works."""
+
+    step: int
+    examples: int
+    loss: float | None
+    # Mean over replica 0's own shares of the epoch so far.
+
+
+class Job(ABC):
+    """A loop over this replica's shares, which can stop after any step and go on with the next message."""
+
+    def __init__(self, seat: Seat, model: Model, task: Task) -> None:
+        self._seat = seat
+        self._model = model
+        self._task = task
+        self._feed = task.feed
+        self._device = device_of(model, seat.device)
+        settings = task.settings
+        if settings.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._forward = _compiled(model, settings.compile)
+        self._watched = task.watched and seat.replica_id == 0
+        self._told = 0.0
+        self._shares: Iterator[Share] | None = None
+        self._ahead: Share | None = None
+        # Where the feed does not know its length, one share is read before the one that is due.
+        self._epoch = -1
+        self.step = 0
+        self.examples = 0
+        known = task.feed.num_batches
+        self._length = known if task.steps is None else task.steps if known is None else min(known, task.steps)
+        self._ended = False
+        self._begin_sums()
+
+    # ------------------------------------------------------------------ for the subclass
+
+    @abstractmethod
+    def _conditions(self) -> AbstractContextManager[Any]:
+        """Return what holds while steps are done."""
+
+    @abstractmethod
+    def _take(self, share: Share, last: bool) -> None:
+        """Do one step and count it; `last` of the epoch."""
+
+    @abstractmethod
+    def _begin_sums(self) -> None:
+        """An epoch begins: nothing is added up yet."""
+
+    @abstractmethod
+    def _totals(self) -> Totals:
+        """Return what was added up."""
+
+    # ------------------------------------------------------------------ the loop
+
+    def advance(self, epoch: int, steps: int | None) -> Advanced:
+        """Do steps until the epoch ends, or so many."""
+        if self._ended or epoch != self._epoch:
+            # A new one; or, in evaluations, the same once more.
+            self._begin(epoch)
+        stop = None if steps is None else self.step + steps
+        with self._conditions():
+            while not self._ended and self.step != stop:
+                share, last = self._next()
+                if share is None:
+                    self._end_early()
+                    break
+                self._ended = last
+                self._take(share, last)
+                self.examples += share.global_examples
+                self._seat.heed()
+                self._tell()
+        if self._ended:
+            self._close_shares()
+        return self._advanced()
+
+    def _begin(self, epoch: int) -> None:
+        if self._epoch != -1:
+            self.step = 0
+        self.examples, self._epoch = 0, epoch
+        # One that was resumed may have been left at its very end.
+        self._ended = self._length is not None and self.step >= self._length
+        self._begin_sums()
+        if self._ended:
+            return
+        if self._shares is None or self._feed.num_batches is not None:
+            self._close_shares()
+            self._shares = self._feed.shares(
+                self._seat.replica_id,
+                self._seat.num_replicas,
+                self._device,
+                epoch=epoch,
+                start=self.step,
+                agree=self._agree if self._task.made_here else None,
+            )
+
+    def _agree(self, mine: bytes) -> bytes:
+        first: bytes = self._seat.collect(mine)[0]
+        return first
+
+    def _next(self) -> tuple[Share | None, bool]:
+        assert self._shares is not None
+        if self._feed.num_batches is not None:
+            return next(self._shares, None), self.step + 1 == self._length
+        share = self._ahead if self._ahead is not None else next(self._shares, None)
+        self._ahead = None if share is None else next(self._shares, None)
+        return share, self._ahead is None or self.step + 1 == self._length
+
+    def _end_early(self) -> None:
+        """The feed had fewer batches than it said."""
+        self._ended = True
+
+    def _close_shares(self) -> None:
+        """The epoch is over. A stream of unknown length goes on where it is, if `steps` ended it."""
+        if self._shares is None or (self._feed.num_batches is None and self._ahead is not None):
+            return
+        if self.step == self._feed.num_batches:
+            # To its very end: a loader's generators stand where one device's would.
+            next(self._shares, None)
+        close = getattr(self._shares, "close", None)
+        if close is not None:
+            close()
+        self._shares = None
+
+    def _advanced(self) -> Advanced:
+        return Advanced(self.step, self._ended, self.examples, self._totals())
+
+    def _tell(self) -> None:
+        if self._watched and (now := time.perf_counter()) - self._told > NOTE_SECONDS:
+            self._told = now
+            self._seat.note(Note(self.step, self.examples, self._running_loss()))
+
+    def _running_loss(self) -> float | None:
+        return None
+
+    def close(self) -> dict[str, Any]:
+        """End it; return what the next job over the same feed goes on from."""
+        self._ahead = None
+        self._close_shares()
+        return {"feed": self._feed.state()}
+
+    # ------------------------------------------------------------------ what jobs have in common
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        precision = self._task.settings.precision
+        if precision is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=_DTYPES[precision])
+
+    def _call(self, inputs: Any) -> Any:
+        """Call the network: a tuple or list of inputs as its arguments, a dict as those by name."""
+        if self._task.settings.channels_last:
+            inputs = map_leaves(inputs, _channels_last)
+        if isinstance(inputs, Tensor):
+            return self._forward(inputs)
+        if isinstance(inputs, Mapping):
+            return self._forward(**inputs)
+        return self._forward(*inputs) if isinstance(inputs, (tuple, list)) else self._forward(inputs)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Modules in evaluation mode, with statistics that are the same on all replicas; then as they were."""
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._average_statistics()
+        self._model.eval()
+        try:
+            with torch.no_grad(), self._autocast():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def _average_statistics(self) -> None:
+        """Give every replica the mean of all running statistics: what is read from outside (DESIGN decision 7)."""
+        if self._seat.num_replicas == 1:
+            return
+        statistics = [s for s in mirrors.averaged_statistics(self._model).values() if s.is_floating_point()]
+        if statistics:
+            with torch.no_grad():
+                flat = torch.cat([each.reshape(-1) for each in statistics])
+                mean = self._seat.add_up(flat).div_(self._seat.num_replicas)
+                for each, part in zip(statistics, mean.split([s.numel() for s in statistics]), strict=True):
+                    each.copy_(part.view_as(each))
+
+
+def device_of(model: nn.Module, otherwise: torch.device) -> torch.device:
+    """Return where the network is: a model made outside every scope may have been moved by its owner."""
+    first = next(model.parameters(), None)
+    return otherwise if first is None or first.device.type == "meta" else first.device
+
+
+def _compiled(model: Model, options: bool | dict[str, Any]) -> Callable[..., Any]:
+    """Return the model's forward pass, compiled if asked; once for each network and options."""
+    if not options:
+        return model
+    arguments = options if isinstance(options, dict) else {}
+    kept = model.__dict__.get("_compiled")
+    if kept is None or kept[0] != arguments:
+        # Past nn.Module's own __setattr__, which would make it a part of the model.
+        kept = model.__dict__["_compiled"] = (arguments, torch.compile(model.forward, **arguments))
+    return kept[1]
+
+
+def _channels_last(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.ndim == 4:
+        return leaf.contiguous(memory_format=torch.channels_last)
+    return leaf
+
+
+def told(value: Any) -> str:
+    """Return a few words on a value, for errors."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a dict with {sorted(map(str, value))}"
+    return f"a {type(value).__qualname__}"

@@ -1,0 +1,65 @@
+"""To be called when somebody imports a library, without importing it oneself."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from mirror_nb.imported import when_imported
+
+CALLS: list[str] = []
+
+
+def called() -> None:
+    CALLS.append("called")
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A module that nobody has imported yet."""
+    (tmp_path / "lonely_library.py").write_text("VALUE = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("mirror_nb.imported._asked", set())
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    CALLS.clear()
+    yield "lonely_library"
+    sys.modules.pop("lonely_library", None)
+
+
+def test_the_call_comes_once_after_the_import(library):
+    when_imported(library, f"{__name__}:called")
+    when_imported(library, f"{__name__}:called")
+    assert library not in sys.modules
+    assert CALLS == []
+    module = importlib.import_module(library)
+    assert module.VALUE == 3
+    assert CALLS == ["called"]
+    importlib.reload(module)
+    assert CALLS == ["called"]
+
+
+def test_what_is_imported_already_is_met_at_once(library):
+    importlib.import_module(library)
+    when_imported(library, f"{__name__}:called")
+    assert CALLS == ["called"]
+
+
+def test_a_library_that_is_not_there_is_still_not_there(library):
+    when_imported("no_such_library", f"{__name__}:called")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_library")
+    assert CALLS == []
+
+
+def test_an_import_that_fails_may_be_tried_again(library, tmp_path):
+    (tmp_path / "lonely_library.py").write_text("raise ValueError('today')\n")
+    when_imported(library, f"{__name__}:called")
+    with pytest.raises(ValueError, match="today"):
+        importlib.import_module(library)
+    assert CALLS == []
+    (tmp_path / "lonely_library.py").write_text("VALUE = 4444\n")
+    importlib.invalidate_caches()
+    assert importlib.import_module(library).VALUE == 4444
+    assert CALLS == ["called"]

@@ -1,0 +1,691 @@
+"""compile, fit, evaluate, predict and save in the hands of a user: what comes back, what is refused, what survives."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from driving import doing, press_ctrl_c
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import mirror_nb as mnb
+from mirror_nb.training import job
+from mirror_nb.training.feeds import feed
+from mirror_nb.training.loop import Note
+from mirror_nb.training.running import Running, task_of
+
+X = torch.arange(50 * 4, dtype=torch.float32).reshape(50, 4).sin()
+Y = (X.sum(1) > 0).long()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[mnb.MirroredStrategy]:
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+@pytest.fixture(scope="module", params=["one device", "two replicas"])
+def place(request: pytest.FixtureRequest, two: mnb.MirroredStrategy) -> Any:
+    return two if request.param == "two replicas" else mnb.OneDeviceStrategy("cpu:0")
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.25), nn.Linear(8, 2))
+
+
+def made(strategy: Any, make: Any = network, **compiled: Any) -> mnb.Model:
+    torch.manual_seed(3)
+    with strategy.scope():
+        model = mnb.Model(make())
+        model.compile(**{"optimizer": ("adam", {"lr": 0.02}), "loss": "cross_entropy", **compiled})
+    return model
+
+
+def weights(model: mnb.Model) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def equal(these: dict[str, Tensor], those: dict[str, Tensor]) -> bool:
+    return all(torch.equal(these[name], those[name]) for name in those)
+
+
+# --------------------------------------------------------------------------- what comes back
+
+
+def test_the_example_of_the_readme_learns(place, tmp_path):
+    model = made(place, metrics=["accuracy"])
+    history = model.fit(X, Y, epochs=8, batch_size=10, validation_data=(X, Y), verbose=0)
+    assert history.epoch == list(range(8))
+    assert set(history.history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    assert history.history["val_accuracy"][-1] > 0.85
+    loss, accuracy = model.evaluate(X, Y, verbose=0)
+    assert accuracy == history.history["val_accuracy"][-1]
+    assert loss == pytest.approx(history.history["val_loss"][-1])
+    assert model.evaluate(X, Y, verbose=0, return_dict=True) == {"loss": loss, "accuracy": accuracy}
+    model.save(tmp_path / "model.pt")
+    plain = network()
+    plain.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True)["state_dict"])
+    torch.testing.assert_close(plain.eval()(X[:7]), model.predict(X[:7], verbose=0), rtol=1e-5, atol=1e-6)
+    with place.scope():
+        again = mnb.load_model(tmp_path / "model.pt")
+    torch.testing.assert_close(again.predict(X, verbose=0), model.predict(X, verbose=0))
+    assert again.evaluate(X, Y, verbose=0) == pytest.approx([loss, accuracy])
+
+
+def test_without_metrics_evaluate_gives_the_loss_alone(place):
+    model = made(place)
+    assert isinstance(model.evaluate(X, Y, verbose=0), float)
+
+
+def test_a_model_outside_every_scope_trains_in_this_process():
+    model = mnb.Model(nn.Linear(4, 2))
+    model.compile(optimizer="sgd", loss="cross_entropy")
+    before = weights(model)
+    model.fit(X, Y, verbose=0)
+    assert not equal(weights(model), before)
+    assert "DefaultStrategy" in repr(model.strategy)
+
+
+def test_the_names_of_a_models_state_are_its_networks():
+    model = mnb.Model(nn.Linear(4, 2))
+    assert list(model.state_dict()) == ["weight", "bias"]
+    outer = nn.Sequential(model)
+    outer.load_state_dict(outer.state_dict())
+    assert list(outer.state_dict()) == ["0.network.weight", "0.network.bias"]
+
+
+def test_fit_reads_as_a_line_an_epoch(two, capsys):
+    made(two).fit(X, Y, epochs=2, verbose=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
+
+
+def test_inputs_that_are_tuples_and_dicts_are_the_networks_arguments(place):
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.linear(a) - self.linear(b)
+
+    model = made(place, Two)
+    model.fit((X, -X), Y, verbose=0)
+    by_place = model.predict((X, -X), verbose=0)
+    torch.testing.assert_close(model.predict({"b": -X, "a": X}, verbose=0), by_place)
+
+
+def test_an_endless_stream_trains_for_the_steps_that_are_asked_for(place):
+    class Endless(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                yield X[0], Y[0]
+
+    seen = []
+    watch = mnb.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    loader = DataLoader(Endless(), batch_size=4)
+    model = made(place)
+    model.fit(loader, epochs=2, steps_per_epoch=3, verbose=0, callbacks=[watch])
+    assert seen == [0, 1, 2, 0, 1, 2]
+    assert model.training_state()["total_steps"] == 6
+
+
+def test_validation_every_second_epoch(place):
+    history = made(place).fit(X, Y, epochs=4, validation_split=0.2, validation_freq=2, verbose=0).history
+    assert (len(history["loss"]), len(history["val_loss"])) == (4, 2)
+
+
+def test_the_learning_rate_is_set_here_and_holds_there(place):
+    model = made(place, optimizer=("sgd", {"lr": 0.1}))
+    model.fit(X, Y, verbose=0)
+    model.learning_rate = 0.0
+    before = weights(model)
+    model.fit(X, Y, verbose=0)
+    assert equal(weights(model), before)
+    assert model.learning_rate == 0.0
+
+
+def test_a_schedule_of_callbacks_reaches_the_replicas(place):
+    model = made(place, optimizer=("sgd", {"lr": 0.1}))
+    schedule = mnb.callbacks.LearningRateScheduler(lambda epoch, rate: 0.0 if epoch else rate)
+    states = []
+    keep = mnb.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: states.append(weights(model)))
+    history = model.fit(X, Y, epochs=2, callbacks=[schedule, keep], verbose=0)
+    assert history.history["learning_rate"] == [0.1, 0.0]
+    assert equal(*states)
+
+
+def test_callbacks_run_in_this_process_with_keras_hooks_in_order(place):
+    seen: list[str] = []
+    hooks = ("train_begin", "epoch_begin", "train_batch_begin", "train_batch_end", "test_begin", "test_end")
+    hooks += ("epoch_end", "train_end")
+    calls = {f"on_{name}": lambda *a, name=name, **k: seen.append(name) for name in hooks}
+    tell = mnb.callbacks.Callback()
+    for name, call in calls.items():
+        setattr(tell, name, call)
+    made(place).fit(X, Y, batch_size=25, validation_data=(X, Y), callbacks=[tell], verbose=0)
+    batch = ["train_batch_begin", "train_batch_end"]
+    assert seen == [
+        "train_begin", "epoch_begin", *batch, *batch, "test_begin", "test_end", "epoch_end", "train_end",
+    ]  # fmt: skip
+
+
+def test_a_callback_stops_training(place):
+    stop = mnb.callbacks.EarlyStopping("loss", patience=0, min_delta=10.0)
+    model = made(place)
+    assert made(place).fit(X, Y, epochs=9, callbacks=[stop], verbose=0).epoch == [0, 1]
+    # The next one begins anew.
+    assert model.fit(X, Y, epochs=3, verbose=0).epoch == [0, 1, 2]
+
+
+def test_the_best_weights_come_back(place):
+    states = []
+    model = made(place, optimizer=("sgd", {"lr": 30.0}))
+    keep = mnb.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: states.append(weights(model)))
+    best = mnb.callbacks.EarlyStopping("loss", patience=2, restore_best_weights=True)
+    history = model.fit(X, Y, epochs=6, callbacks=[keep, best], verbose=0)
+    assert equal(weights(model), states[history.best_epoch("loss") or 0])
+    # The replicas have them too.
+    torch.testing.assert_close(model.predict(X, verbose=0), model.network.eval()(X).detach(), rtol=1e-4, atol=1e-4)
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"epochs": 0}, "`epochs` is 0"),
+    ({"initial_epoch": -1}, "`initial_epoch` is -1"),
+    ({"batch_size": 0}, "0"),
+    ({"validation_data": (X, Y, Y, Y)}, "4 members"),
+    ({"class_weight": [1, 2]}, "from class numbers to weights"),
+    ({"x": None}, "`x` is None"),
+    ({"y": Y[:-1]}, "49"),
+    ({"steps_per_epoch": 0}, "`steps_per_epoch` is 0"),
+    ({"callbacks": ["EarlyStopping"]}, "EarlyStopping"),
+    ({"verbose": 7}, "7"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG, ids=[words for _, words in WRONG])
+def test_wrong_arguments_say_what_was_given(arguments, words):
+    model = made(mnb.OneDeviceStrategy("cpu:0"))
+    with pytest.raises(mnb.UsageError, match=words.replace("(", r"\(")):
+        model.fit(**{"x": X, "y": Y, "verbose": 0, **arguments})
+
+
+def test_what_is_not_compiled_cannot_be_fitted():
+    model = mnb.Model(nn.Linear(4, 2))
+    for call in (model.fit, model.evaluate):
+        with pytest.raises(mnb.UsageError, match=r"call compile\(optimizer"):
+            call(X, Y)
+    assert model.predict(X, verbose=0).shape == (50, 2)
+    with pytest.raises(mnb.UsageError, match="no optimizer"):
+        _ = model.learning_rate
+
+
+def test_a_model_of_no_network_says_what_it_lacks():
+    class Empty(mnb.Model):
+        pass
+
+    with pytest.raises(mnb.UsageError, match="Empty has no `forward`"):
+        Empty().predict(X, verbose=0)
+    with pytest.raises(mnb.UsageError, match=r"give an nn\.Module"):
+        mnb.Model("resnet")  # type: ignore[arg-type]
+    with pytest.raises(mnb.UsageError, match="training_step"):
+        mnb.Model(nn.Linear(4, 2)).compile(optimizer=None)
+    with pytest.raises(mnb.UsageError, match="other names"):
+        mnb.Model(nn.Linear(4, 2)).optimizer = "adam"
+
+
+def test_a_model_without_a_loss_says_how_to_give_one(place):
+    model = made(place, loss=None)
+    with pytest.raises(mnb.UsageError, match=r"compile\(loss=...\), or define training_step"):
+        model.fit(X, Y, verbose=0)
+    with pytest.raises(mnb.UsageError, match="define validation_step"):
+        model.evaluate(X, Y, verbose=0)
+
+
+class SaysNothing(mnb.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def training_step(self, batch: Any) -> Any:
+        return {"accuracy": 1.0}
+
+
+def test_a_training_step_without_a_loss_is_told_so(place):
+    with place.scope():
+        model = SaysNothing()
+        model.compile()
+    with pytest.raises(mnb.UsageError, match=r"training_step returned a dict with \['accuracy'\]"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_outputs_that_have_no_row_for_each_example_cannot_be_predicted(place):
+    class Sum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum()
+
+    with place.scope():
+        model = mnb.Model(Sum())
+    with pytest.raises(mnb.UsageError, match="one row an example"):
+        model.predict(X, verbose=0)
+
+
+def test_lbfgs_refuses_what_it_cannot_do():
+    model = made(mnb.OneDeviceStrategy("cpu:0"), optimizer="lbfgs", accumulate_steps=2)
+    with pytest.raises(mnb.UsageError, match="LBFGS goes over each batch several times"):
+        model.fit(X, Y, verbose=0)
+
+
+# --------------------------------------------------------------------------- what survives
+
+
+class Fails(Exception):
+    pass
+
+
+def test_an_error_in_the_network_leaves_a_model_that_can_be_fitted(place):
+    class Brittle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if (x > 50).any():
+                raise ValueError("too large")
+            return self.linear(x)
+
+    model = made(place, Brittle, optimizer=("sgd", {"lr": 0.1}))
+    bad = X.clone()
+    bad[30] = 100.0
+    with pytest.raises(ValueError, match="too large"):
+        model.fit(bad, Y, batch_size=10, shuffle=False, verbose=0)
+    after = weights(model)
+    # Three whole steps were done.
+    fresh = made(place, Brittle, optimizer=("sgd", {"lr": 0.1}))
+    fresh.fit(X[:30], Y[:30], batch_size=10, shuffle=False, verbose=0)
+    assert equal(after, weights(fresh))
+    assert len(model.fit(X, Y, epochs=2, verbose=0).epoch) == 2
+
+
+def test_an_error_in_a_callback_ends_fit_and_nothing_else(place):
+    def fail(epoch: int, logs: Any) -> None:
+        raise Fails
+
+    model = made(place)
+    with pytest.raises(Fails):
+        model.fit(X, Y, epochs=3, callbacks=mnb.callbacks.LambdaCallback(on_epoch_end=fail), verbose=0)
+    assert model.fit(X, Y, verbose=0).epoch == [0]
+
+
+class Interrupted(mnb.callbacks.Callback):
+    """Tells whether `fit` was well under way, and whether it ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.ended = False
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.steps += 1
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.ended = True
+
+
+def replicas_weights(strategy: Any, model: mnb.Model) -> list[dict[str, Tensor]]:
+    def states() -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in model.network.state_dict().items()}
+
+    found = strategy.run(states)
+    return [{name: strategy.local_results(value)[i] for name, value in found.items()} for i in range(2)]
+
+
+def test_ctrl_c_leaves_whole_steps_that_are_the_same_on_all_replicas(two):
+    model = made(two, optimizer=("adam", {"lr": 0.01}))
+    model.fit(X, Y, batch_size=5, verbose=0)
+    for _ in range(5):
+        watch = Interrupted()
+        with doing(press_ctrl_c, lambda w=watch: w.steps > 2), pytest.raises(KeyboardInterrupt):
+            model.fit(X, Y, batch_size=5, epochs=10**6, callbacks=[watch], verbose=0)
+        assert not watch.ended
+        first, second = replicas_weights(two, model)
+        assert equal(first, second)
+        assert equal(first, weights(model))
+    assert model.fit(X, Y, epochs=2, verbose=0).epoch == [0, 1]
+
+
+def test_ctrl_c_on_one_device_leaves_a_whole_step():
+    model = made(mnb.OneDeviceStrategy("cpu:0"), optimizer=("adam", {"lr": 0.01}))
+    watch = Interrupted()
+    with doing(press_ctrl_c, lambda: watch.steps > 2), pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=5, epochs=10**6, callbacks=[watch], verbose=0)
+    assert model.optimizer is not None
+    # Every parameter had the same number of steps.
+    assert len({float(state["step"]) for state in model.optimizer.state.values()}) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert model.fit(X, Y, verbose=0).epoch == [0]
+
+
+def test_replicas_that_stopped_a_step_apart_stand_where_the_further_one_does(two):
+    model = made(two, optimizer=("adam", {"lr": 0.01}))
+    model.fit(X, Y, verbose=0)
+
+    def one_more_on_replica_1() -> None:
+        if mnb.get_replica_context().replica_id_in_sync_group == 1:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 1
+            for state in optimizer.state.values():
+                state["exp_avg"] += 1
+            model._updates += 1
+
+    optimizer = model.optimizer
+    two.run(one_more_on_replica_1)
+    place = two._place
+    place.command(job.settle, (two, "none", model, model.optimizer, None))
+    first, second = replicas_weights(two, model)
+    assert equal(first, second)
+
+    def moments() -> Tensor:
+        return torch.cat([state["exp_avg"].reshape(-1) for state in optimizer.state.values()])
+
+    assert torch.equal(*two.local_results(two.run(moments)))
+
+
+def test_a_replica_that_dies_in_fit_is_named_and_the_next_fit_goes_on(two):
+    model = made(two)
+    model.fit(X, Y, verbose=0)
+    pool = two._place._pool
+    watch = Interrupted()
+
+    def kill() -> None:
+        pool._kill(1)
+
+    with doing(kill, lambda: watch.steps > 2), pytest.raises(mnb.ReplicaDied, match="replica 1"):
+        model.fit(X, Y, batch_size=5, epochs=10**6, callbacks=[watch], verbose=0)
+    first, second = replicas_weights(two, model)
+    assert equal(first, second)
+    assert model.fit(X, Y, epochs=2, verbose=0).epoch == [0, 1]
+
+
+def test_a_job_that_a_replica_does_not_know_is_an_error_that_says_so(two):
+    made(two).predict(X, verbose=0)
+    with pytest.raises(mnb.ReplicaError, match="does not know the job 'gone'"):
+        two._place.command(job.advance, (two, "gone", 0, None))
+
+
+def test_nothing_of_a_fit_stays_in_the_replicas(two):
+    model = made(two)
+    model.fit(X, Y, verbose=0, validation_data=(X, Y))
+    model.evaluate(X, Y, verbose=0)
+    model.predict(X, verbose=0)
+    left = two.run(lambda: len(mnb.get_strategy()._place.seat.jobs))
+    assert set(two.local_results(left)) == {0}
+
+
+def test_fit_works_in_a_thread(two):
+    model, problems = made(two), []
+
+    def work() -> None:
+        try:
+            model.fit(X, Y, epochs=2, verbose=0)
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert problems == []
+
+
+# --------------------------------------------------------------------------- going on
+
+
+COMPILED: dict[str, dict[str, Any]] = {
+    "adam": {},
+    "momentum and a schedule": {
+        "optimizer": ("sgd", {"lr": 0.1, "momentum": 0.9}),
+        "scheduler": ("CosineAnnealingLR", {"T_max": 4}),
+    },
+    "schedule by step": {"scheduler": ("ExponentialLR", {"gamma": 0.9}), "scheduler_interval": "step"},
+    "accumulated": {"accumulate_steps": 4},
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_saved_training_goes_on_as_if_it_had_never_stopped(place, name, tmp_path):
+    settings = {**COMPILED[name], "metrics": ["accuracy"]}
+    whole = made(place, **settings)
+    torch.manual_seed(9)
+    expected = whole.fit(X, Y, batch_size=6, epochs=4, verbose=0)
+    first = made(place, **settings)
+    torch.manual_seed(9)
+    first.fit(X, Y, batch_size=6, epochs=2, verbose=0)
+    first.save(tmp_path / "half.pt")
+    with place.scope():
+        again = mnb.load_model(tmp_path / "half.pt")
+    # Dropout's random numbers and the order of the examples are those of the first.
+    torch.manual_seed(1)
+    history = again.fit(X, Y, batch_size=6, epochs=4, initial_epoch=2, verbose=0)
+    assert equal(weights(again), weights(whole))
+    assert history.history == expected.history
+    assert again.learning_rate == pytest.approx(whole.learning_rate)
+
+
+class Stops(mnb.callbacks.Callback):
+    """Raises after some steps of an epoch."""
+
+    def __init__(self, epoch: int, batch: int) -> None:
+        super().__init__()
+        self.when = (epoch, batch)
+        self.epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if (self.epoch, batch) == self.when:
+            raise Fails
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("data", ["arrays", "loader"])
+def test_a_backup_in_the_middle_of_an_epoch_ends_on_the_same_weights(place, name, data, tmp_path):
+    settings = {**COMPILED[name], "metrics": ["accuracy"]}
+
+    def fit(model: mnb.Model, callbacks: Any) -> mnb.History:
+        torch.manual_seed(9)
+        if data == "arrays":
+            return model.fit(X, Y, batch_size=6, epochs=3, verbose=0, callbacks=callbacks)
+        order = torch.Generator().manual_seed(4)
+        loader = DataLoader(TensorDataset(X, Y), batch_size=6, shuffle=True, generator=order)
+        return model.fit(loader, epochs=3, verbose=0, callbacks=callbacks)
+
+    whole = made(place, **settings)
+    expected = fit(whole, None)
+    first = made(place, **settings)
+    backup = mnb.callbacks.BackupAndRestore(tmp_path, save_freq=3)
+    with pytest.raises(Fails):
+        fit(first, [Stops(1, 6), backup])
+    again = made(place, **settings)
+    history = fit(again, [mnb.callbacks.BackupAndRestore(tmp_path, save_freq=3)])
+    if name == "accumulated":
+        # Gradients of half a group were averaged for the file, which rounds them once more.
+        for key, value in weights(whole).items():
+            torch.testing.assert_close(weights(again)[key], value)
+    else:
+        assert equal(weights(again), weights(whole))
+    for key, values in expected.history.items():
+        assert history.history[key] == pytest.approx(values)
+
+
+def test_a_training_saved_on_two_replicas_goes_on_alone(two, tmp_path):
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    alone = mnb.OneDeviceStrategy("cpu:0")
+    whole = made(alone, plain)
+    torch.manual_seed(9)
+    whole.fit(X, Y, epochs=4, verbose=0)
+    half = made(two, plain)
+    torch.manual_seed(9)
+    half.fit(X, Y, epochs=2, verbose=0)
+    half.save(tmp_path / "half.pt")
+    with alone.scope():
+        again = mnb.load_model(tmp_path / "half.pt")
+    again.fit(X, Y, epochs=4, initial_epoch=2, verbose=0)
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(again)[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loaded_model_is_trained_anew_where_another_epoch_is_asked_for(place, tmp_path):
+    first = made(place)
+    first.fit(X, Y, epochs=2, verbose=0)
+    first.save(tmp_path / "model.pt")
+    with place.scope():
+        again = mnb.load_model(tmp_path / "model.pt")
+    assert again.fit(X, Y, epochs=1, verbose=0).epoch == [0]
+
+
+def test_the_optimizers_state_is_of_a_network_with_as_many_groups(place):
+    model = made(place)
+    state = model.training_state()
+    state["optimizer"]["param_groups"] *= 2
+    with pytest.raises(mnb.UsageError, match="2 groups of parameters"):
+        model.load_training_state(state)
+
+
+# --------------------------------------------------------------------------- precision and formats
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns(place, precision):
+    model = made(place, precision=precision, metrics=["accuracy"])
+    history = model.fit(X, Y, epochs=8, batch_size=10, verbose=0)
+    assert history.history["accuracy"][-1] > 0.8
+    assert model.predict(X, verbose=0).dtype is torch.float32
+
+
+def test_channels_last_gives_the_same_weights(two):
+    def images() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+
+    pictures = torch.arange(20 * 32, dtype=torch.float32).reshape(20, 2, 4, 4).sin()
+    labels = (pictures.sum((1, 2, 3)) > 0).long()
+    plain = made(two, images)
+    last = made(two, images, channels_last=True)
+    for model in (plain, last):
+        torch.manual_seed(0)
+        model.fit(pictures, labels, batch_size=6, verbose=0)
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(weights(last)[name], value, rtol=1e-4, atol=1e-4)
+
+
+def test_a_compiled_forward_pass_gives_the_same_weights(place):
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+    found = []
+    for compile in (False, {"backend": "eager"}):
+        model = made(place, plain, compile=compile)
+        torch.manual_seed(0)
+        model.fit(X, Y, batch_size=6, verbose=0)
+        model.fit(X, Y, batch_size=6, verbose=0)
+        found.append((weights(model), model.predict(X, verbose=0)))
+    (usual, outputs), (compiled, its_outputs) = found
+    for name, value in usual.items():
+        torch.testing.assert_close(compiled[name], value)
+    torch.testing.assert_close(its_outputs, outputs)
+
+
+# --------------------------------------------------------------------------- models of ones own
+
+
+class Adversarial(mnb.Model):
+    """A GAN in small: two networks, two optimizers, several backward passes a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = nn.Linear(2, 4)
+        self.judge = nn.Linear(4, 1)
+        self.maker_optimizer = torch.optim.SGD(self.maker.parameters(), 0.1)
+        self.judge_optimizer = torch.optim.SGD(self.judge.parameters(), 0.1)
+
+    def training_step(self, batch: Tensor) -> dict[str, Tensor]:
+        made_up = self.maker(batch[:, :2])
+        self.judge_optimizer.zero_grad()
+        judged = F.softplus(-self.judge(batch)).mean() + F.softplus(self.judge(made_up.detach())).mean()
+        judged.backward()
+        self.judge_optimizer.step()
+        self.maker_optimizer.zero_grad()
+        made = F.softplus(-self.judge(made_up)).mean()
+        made.backward()
+        self.maker_optimizer.step()
+        return {"loss": judged, "made": made}
+
+
+@pytest.mark.parametrize("size", [7, 1])
+def test_a_gan_steps_by_itself(two, size):
+    states = []
+    for strategy in (mnb.OneDeviceStrategy("cpu:0"), two):
+        torch.manual_seed(5)
+        with strategy.scope():
+            model = Adversarial()
+            model.compile(optimizer=None)
+        history = model.fit(X[:22], batch_size=size, epochs=2, shuffle=False, verbose=0)
+        assert set(history.history) == {"loss", "made"}
+        states.append((weights(model), history.history["loss"][-1]))
+    (alone, one), (mirrored, many) = states
+    for name, value in alone.items():
+        torch.testing.assert_close(mirrored[name], value, rtol=1e-4, atol=1e-5)
+    assert many == pytest.approx(one, rel=1e-4)
+
+
+def test_a_copy_of_a_model_is_a_network_without_a_training(place):
+    model = made(place)
+    model.fit(X, Y, verbose=0)
+    twin = copy.deepcopy(model)
+    assert equal(weights(twin), weights(model))
+    assert twin.optimizer is None
+    with pytest.raises(mnb.UsageError, match="not compiled"):
+        twin.fit(X, Y)
+
+
+def test_replica_0_tells_how_far_it_is(place):
+    heard: list[Note] = []
+    model = made(place)
+    data = feed(X, Y, batch_size=10)
+    running = Running(place, job.begin_evaluation, model, task_of(model, data, None, watched=True))
+    (advanced, *_) = running.advance(0, None, changes=False, on_note=heard.append)
+    running.end()
+    # The first step tells at once; how many follow depends on the time they take.
+    assert (heard[0].step, heard[0].examples) == (1, 10)
+    assert heard[0].loss == pytest.approx(advanced.totals.loss / 50, abs=1.0)
+    assert (advanced.step, advanced.examples, advanced.ended) == (5, 50, True)
+
+
+def test_what_fit_writes_goes_to_standard_output():
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        made(mnb.OneDeviceStrategy("cpu:0")).fit(X, Y, verbose=2)
+    assert out.getvalue().startswith("epoch 1/1  loss ")
+
+
+def test_a_file_is_written_whole(place, tmp_path: Path):
+    model = made(place)
+    model.save(tmp_path / "model.pt", include_optimizer=False)
+    assert "training" not in torch.load(tmp_path / "model.pt", weights_only=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]

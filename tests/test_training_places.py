@@ -1,0 +1,310 @@
+"""The same lines train alike wherever they stand: in a cell, in a script under torchrun, in the controller, alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driving import launch, run_cell
+
+import mirror_nb as mnb
+from mirror_nb.errors import ContextError
+from mirror_nb.strategies.seat import AloneSeat
+
+BODY = """
+import torch
+from torch import nn
+import mirror_nb as mnb
+
+X = torch.arange(43 * 4, dtype=torch.float32).reshape(43, 4).sin()
+Y = (X.sum(1) > 0).long()
+
+def made(strategy):
+    torch.manual_seed(3)
+    with strategy.scope():
+        model = mnb.Model(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+        model.compile(optimizer=("adam", {"lr": 0.02}), loss="cross_entropy", metrics=["accuracy"])
+    return model
+
+def trained(strategy):
+    model = made(strategy)
+    torch.manual_seed(9)
+    history = model.fit(X, Y, epochs=3, batch_size=7, validation_data=(X, Y), verbose=0)
+    weights = torch.cat([value.reshape(-1) for value in model.state_dict().values()]).clone()
+    loss, accuracy = model.evaluate(X, Y, batch_size=5, verbose=0)
+    outputs = model.predict(X, batch_size=7, verbose=0)
+    return model, dict(history.history), weights, [loss, accuracy], outputs
+"""
+
+
+def here() -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "body"}
+    exec(BODY, names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[Any, ...]:
+    """What one device makes of it."""
+    return here()["trained"](mnb.OneDeviceStrategy("cpu:0"))
+
+
+def same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    _, history, weights, scores, outputs = found
+    _, its_history, its_weights, its_scores, its_outputs = expected
+    torch.testing.assert_close(weights, its_weights, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs, its_outputs, rtol=1e-3, atol=1e-4)
+    assert list(history) == list(its_history)
+    for name, values in its_history.items():
+        assert history[name] == pytest.approx(values, rel=1e-3)
+    assert scores == pytest.approx(its_scores, rel=1e-3)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_controller_trains_as_one_device(n, alone):
+    with mnb.MirroredStrategy([f"cpu:{i}" for i in range(n)]) as strategy:
+        same(here()["trained"](strategy), alone)
+
+
+def test_without_any_strategy(alone):
+    names = here()
+    same(names["trained"](mnb.get_strategy()), alone)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_in_a_cell_every_replica_trains_and_gets_the_same(n, replicas, alone):
+    ran = run_cell(replicas(n), BODY + "\nmodel, history, weights, scores, outputs = trained(strategy)")
+    assert ran.errors == {}
+    for values in ran.values.values():
+        same((None, *(values[name] for name in ("history", "weights", "scores", "outputs"))), alone)
+    assert len({tuple(v["weights"].tolist()) for v in ran.values.values()}) == 1
+
+
+def test_a_cell_shows_progress_and_calls_back_once(replicas):
+    source = BODY + "\nmade(strategy).fit(X, Y, verbose=2, callbacks=[mnb.callbacks.EarlyStopping('loss')])"
+    ran = run_cell(replicas(2), source)
+    assert ran.errors == {}
+    assert ran.text[0].startswith("epoch 1/1  loss ")
+    assert ran.text[1] == ""
+
+
+SAVED = """
+model = made(strategy)
+torch.manual_seed(9)
+backup = mnb.callbacks.BackupAndRestore(folder, save_freq=2, delete_checkpoint=False)
+model.fit(X, Y, epochs=2, batch_size=7, verbose=0, callbacks=[backup])
+model.save(folder + "/model.pt")
+again = mnb.load_model(folder + "/model.pt")
+again.fit(X, Y, epochs=3, initial_epoch=2, batch_size=7, verbose=0)
+weights = torch.cat([value.reshape(-1) for value in again.state_dict().values()]).clone()
+"""
+
+
+def test_a_cell_saves_loads_and_goes_on(replicas, alone, tmp_path):
+    ran = run_cell(replicas(2), BODY + SAVED, {"folder": str(tmp_path)})
+    assert ran.errors == {}
+    for values in ran.values.values():
+        torch.testing.assert_close(values["weights"], alone[2], rtol=1e-4, atol=1e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.pt", "model.pt"]
+
+
+def test_an_error_on_one_replica_of_a_cell_leaves_a_model_that_trains_on(replicas):
+    pool = replicas(2)
+    fails = """
+class Fails(mnb.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1 and replica_id == 1:
+            raise ValueError("only here")
+
+model = made(strategy)
+model.fit(X, Y, epochs=5, batch_size=7, verbose=0, callbacks=[Fails()])
+"""
+    ran = run_cell(pool, BODY + fails)
+    assert ran.errors[1] == "ValueError"
+    pool.mend()
+    after = """
+epochs = model.fit(X, Y, epochs=2, batch_size=7, verbose=0).epoch
+weights = torch.cat([value.reshape(-1) for value in model.state_dict().values()]).clone()
+moments = torch.cat([state["exp_avg"].reshape(-1) for state in model.optimizer.state.values()])
+"""
+    ran = run_cell(pool, after)
+    assert ran.errors == {}
+    first, second = ran.values[0], ran.values[1]
+    assert first["epochs"] == [0, 1]
+    assert torch.equal(first["weights"], second["weights"])
+    assert torch.equal(first["moments"], second["moments"])
+
+
+def test_replicas_of_a_cell_that_were_given_different_data_are_told(replicas):
+    ran = run_cell(replicas(2), BODY + "\nmade(strategy).fit(X[: 40 + replica_id], Y[: 40 + replica_id], verbose=0)")
+    # Replica 0's are the ones that the others compare theirs with.
+    assert ran.errors == {0: "PeerFailed", 1: "UsageError"}
+
+
+UNDER_TORCHRUN = (
+    BODY
+    + """
+import os
+strategy = mnb.MirroredStrategy()
+model, history, weights, scores, outputs = trained(strategy)
+rank = os.environ["RANK"]
+torch.save((history, weights, scores, outputs), os.environ["RESULT"] + rank)
+strategy.close()
+"""
+)
+
+
+def test_under_torchrun(alone, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNDER_TORCHRUN)
+    path = {"PYTHONPATH": str(Path(mnb.__file__).parent.parent), "RESULT": str(tmp_path / "rank")}
+    launch([sys.executable, str(script)], 2, path)
+    for rank in range(2):
+        same((None, *torch.load(tmp_path / f"rank{rank}", weights_only=True)), alone)
+
+
+SCRIPT = (
+    BODY
+    + """
+class Mine(mnb.Model):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def training_step(self, batch):
+        x, y = batch
+        return rule(self.linear(x), y)
+
+def rule(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets)
+
+if __name__ == "__main__":
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        model, history, *_ = trained(strategy)
+        with strategy.scope():
+            own = Mine()
+            own.compile("sgd", metrics=None)
+        losses = own.fit(X, Y, epochs=9, verbose=0).history["loss"]
+    print(history["val_accuracy"][-1] > 0.5, losses[-1] < losses[0])
+"""
+)
+
+
+def test_a_script_with_classes_and_functions_of_its_own(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(mnb.__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "True True\n")
+
+
+# --------------------------------------------------------------------------- command
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[mnb.MirroredStrategy]:
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+def tell(strategy: mnb.Strategy, count: int) -> int:
+    seat = strategy._place.seat
+    assert seat is not None
+    for number in range(count):
+        seat.note((seat.replica_id, number))
+    return seat.replica_id
+
+
+def test_notes_come_while_the_command_runs_and_results_in_order(two):
+    heard: list[Any] = []
+    assert two._place.command(tell, (two, 3), on_note=heard.append) == [0, 1]
+    assert sorted(heard) == [(replica, number) for replica in range(2) for number in range(3)]
+    assert two._place.seat is None
+
+
+def test_alone_notes_come_at_once():
+    strategy = mnb.OneDeviceStrategy("cpu:0")
+    heard: list[Any] = []
+    assert strategy._place.command(tell, (strategy, 2), on_note=heard.append) == [0]
+    assert heard == [(0, 0), (0, 1)]
+    assert isinstance(strategy._place.seat, AloneSeat)
+
+
+def add_up(strategy: mnb.Strategy) -> Any:
+    seat = strategy._place.seat
+    assert seat is not None
+    mine = torch.full((2,), float(seat.replica_id + 1))
+    handed = torch.full((2, 2), float(seat.replica_id)).t()
+    seat.hand_out([handed], 1)
+    return seat.add_up(mine), seat.collect(seat.replica_id), handed
+
+
+@pytest.mark.parametrize("strategy", ["alone", "two"])
+def test_a_seat_adds_up_collects_and_hands_out(strategy, two):
+    place = (two if strategy == "two" else mnb.OneDeviceStrategy("cpu:0"))._place
+    n = place.num_replicas
+    owner = two if n == 2 else mnb.OneDeviceStrategy("cpu:0")
+    for total, everyone, handed in owner._place.command(add_up, (owner,)):
+        assert total.tolist() == [sum(range(1, n + 1))] * 2
+        assert everyone == list(range(n))
+        assert handed.tolist() == [[n - 1.0] * 2] * 2
+
+
+def raises(strategy: mnb.Strategy) -> None:
+    raise ValueError("on purpose")
+
+
+def test_an_error_in_a_command_has_its_own_type(two):
+    with pytest.raises(ValueError, match="on purpose"):
+        two._place.command(raises, (two,))
+    assert two._place.command(tell, (two, 0)) == [0, 1]
+
+
+def random_numbers(strategy: mnb.Strategy) -> tuple[list[float], list[float], list[float]]:
+    import random
+
+    import numpy as np
+
+    seat = strategy._place.seat
+    assert seat is not None
+
+    def draw() -> list[float]:
+        return [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+    with seat.averaging():
+        state = seat.random_state()
+        first = draw()
+        with seat.shared_randomness():
+            shared = draw()
+        seat.set_random_state(state)
+        if seat.num_replicas > 1:
+            # The swap of streams must not take that for a seed.
+            with seat.shared_randomness():
+                draw()
+        return first, draw(), shared
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_random_states_are_taken_and_given_back(n, two):
+    strategy = two if n == 2 else mnb.OneDeviceStrategy("cpu:0")
+    results = strategy._place.command(random_numbers, (strategy,))
+    for first, again, _ in results:
+        assert first == again
+    if n == 2:
+        (first, _, shared), (second, _, its_shared) = results
+        assert first != second
+        assert shared == its_shared
+
+
+def test_in_cross_replica_context_of_another_strategy_a_model_is_refused(two):
+    model = mnb.Model(torch.nn.Linear(4, 2))
+    with two.scope(), pytest.raises(ContextError, match="Mixing different"):
+        model.predict(torch.zeros(3, 4), verbose=0)
