@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         get_strategy,
         has_strategy,
         in_cross_replica_context,
+        log,
         set_strategy,
     )
     from mirror_nb.strategies.input import InputContext, InputOptions, InputReplicationMode, ValueContext
@@ -96,6 +97,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "load_model",
+    "log",
     "picker",
     "scale_regularization_loss",
     "set_strategy",
@@ -128,6 +130,7 @@ _PLACES = {
         "get_strategy",
         "has_strategy",
         "in_cross_replica_context",
+        "log",
         "set_strategy",
     ),
     "mirror_nb.strategies.input": ("InputContext", "InputOptions", "InputReplicationMode", "ValueContext"),

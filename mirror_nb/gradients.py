@@ -34,6 +34,8 @@ from torch.utils.weak import TensorWeakRef
 
 from mirror_nb.collectives.base import CrossDeviceOps, Reduction
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
+from mirror_nb.recorder import Recorder
+from mirror_nb.steering import Steering
 from mirror_nb.values import ReduceOp
 
 # So many backward passes in a row leave the same parameters out before the plan leaves them out too.
@@ -81,6 +83,10 @@ class GradientSynchronizer:
         # Called at the first gradient of every round, for whoever has to know that training began.
         self.before_backward: Callable[[], None] = lambda: None
         self._ops: CrossDeviceOps | None = None
+        self.recorder: Recorder | None = None
+        # Is told how each pass goes.
+        self.steering: Steering | None = None
+        # What this replica was told rides with its gradients.
         self._bytes_per_bucket = bytes_per_bucket
         self._first_bucket_bytes = first_bucket_bytes
         self._accumulating = False
@@ -215,6 +221,8 @@ class GradientSynchronizer:
         if self._round is not None:
             self._give_up(self._round)
         self.before_backward()
+        if self.recorder is not None:
+            self.recorder.backward_begun()
 
         def end() -> None:
             self._end(round_)
@@ -282,13 +290,18 @@ class GradientSynchronizer:
         ops = self._ops if self._ops is not None and bucket.device_type == self._ops.member.device.type else None
         flat = bucket.fill(self._buffers, self._agreed, ops, tail)
         if ops is not None:
-            round_.works.append(ops.all_reduce(ReduceOp.MEAN, flat, bucket=len(round_.works)))
+            number = len(round_.works)
+            if self.recorder is not None:
+                self.recorder.queued(number, flat.numel() * flat.element_size())
+            round_.works.append(ops.all_reduce(ReduceOp.MEAN, flat, bucket=number))
         else:
             flat[: bucket.numel].mul_(1 / self.num_replicas)
             round_.works.append(dist.all_reduce(flat, async_op=True))
         return flat
 
     def _end(self, round_: _Round) -> None:
+        if self.recorder is not None:
+            self.recorder.backward_computed()
         try:
             with torch.no_grad():
                 self._finish(round_)
@@ -308,6 +321,8 @@ class GradientSynchronizer:
         if any(tail.given_up):
             self._check_given_up(tail)
             return
+        if self.steering is not None:
+            self.steering.agree(tail.steering)
         self._unreduced.clear()
         for bucket in round_.plan.buckets:
             bucket.hand_out(self._buffers, self._agreed, tail.used)
@@ -334,6 +349,7 @@ class GradientSynchronizer:
             frozenset(round_.touched),
             len(round_.unknown),
             [float(round_.given_up and i == self.replica_id) for i in range(self.num_replicas)],
+            self.steering.flags() if self.steering is not None else [0.0, 0.0],
         ).numbers(len(self._agreed))
         plan = round_.plan
         while round_.launched < plan.early:
@@ -554,17 +570,18 @@ class _Tail:
     used: frozenset[int]
     unknown: float
     given_up: list[float]
+    steering: list[float]
 
     def numbers(self, agreed: int) -> list[float]:
         flags = [0.0] * agreed
         for number in self.used:
             flags[number] = 1.0
-        return [*flags, float(self.unknown), *self.given_up]
+        return [*flags, float(self.unknown), *self.given_up, *self.steering]
 
     @staticmethod
     def read(sums: list[float], agreed: int) -> _Tail:
         used = frozenset(number for number in range(agreed) if sums[number])
-        return _Tail(used, sums[agreed], sums[agreed + 1 :])
+        return _Tail(used, sums[agreed], sums[agreed + 1 : -2], sums[-2:])
 
 
 @final

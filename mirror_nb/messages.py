@@ -7,6 +7,7 @@ payload's slab rides beside its frame. Both ends know this module and not each o
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import pickle
 import re
@@ -165,6 +166,28 @@ class Fetch:
     names: tuple[str, ...]
     owner: bool
     # True on the one replica whose networks travel.
+
+
+class Word(enum.Enum):
+    """What a training is told while it runs."""
+
+    GO = "go"
+    PAUSE = "pause"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Steer:
+    """Hold, go on or end where a step ends; read by the control thread at once."""
+
+    number: int
+    # Grows with each word of a pool.
+    word: Word
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Write telemetry into the ring whose descriptor rides beside; read by the control thread, without an answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class MadeSession(Driven):
     def offers(self, devices: Sequence[str]) -> Offers:
         if not self._offers:
             return Offers()
-        names = ("nccl", "hierarchical_copy", "one_device") if "cuda:0" in devices else ("shared_memory", "gloo")
+        names = ("nccl", "hierarchical_copy", "one_device") if "cuda" in devices[0] else ("shared_memory", "gloo")
         times = ((64 * 1024, 0.00003), (25 * 2**20, 0.0016)) if self.measured else ()
         return Offers(
             operations=tuple(Operation(name, times) for name in names),

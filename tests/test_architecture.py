@@ -27,7 +27,7 @@ FLOORS = (
         "sampling",
         "prefetch",
     },
-    {"pool", "replica", "gradients", "data", "collectives"},
+    {"pool", "replica", "gradients", "data", "collectives", "recorder", "steering"},
     {"strategies"},
     {"training", "bench", "losses", "callbacks"},
     {"notebook"},

@@ -84,7 +84,7 @@ def test_the_line_follows_the_boxes(made):
     session.runs = Standing(("cuda:1",), (7,))
     picker.look_at_replicas()
     # Without a name a restart keeps the ops that run.
-    assert "%mirror restart --devices cuda:1 --ops hierarchical_copy --bucket-mb 4 --precision bf16<" in shown(picker)
+    assert "%mirror restart --devices cuda:1 --ops nccl --bucket-mb 4 --precision bf16<" in shown(picker)
 
 
 # --------------------------------------------------------------------------- devices

@@ -262,7 +262,7 @@ def test_a_picture_takes_the_place_of_the_one_before_on_a_terminal(monkeypatch):
 class Watching:
     """Runs the watch with a wait that does what the test says, and then presses Ctrl-C."""
 
-    def __init__(self, *acts: Callable[[], object], every_search: bool = True) -> None:
+    def __init__(self, *acts: Callable[[], object]) -> None:
         self.acts = list(acts)
         self.out, self.err = io.StringIO(), io.StringIO()
 
@@ -338,10 +338,10 @@ def test_wrong_calls_say_what_would_be_right(made, post):
 
 
 def test_without_a_driver_the_rest_is_shown_and_the_reason(made, post, monkeypatch):
-    def no_driver(places: object) -> object:
+    def no_driver(devices: object, places: object) -> object:
         raise UsageError("readings of GPUs need nvidia-ml-py")
 
-    monkeypatch.setattr(command, "Gpus", no_driver)
+    monkeypatch.setattr(command, "machine_of", no_driver)
     post(notice_of(made, devices=("cuda:0", "cuda:1"), places=(0, 1)))
     watching = Watching()
     assert watching(pid=os.getpid(), once=True) == 0

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from mirror_nb.notebook.picker.widget import Picker
 
 
+_WHAT = ["start", "stop", "restart", "status", "dashboard", "push", "pull"]
+
+
 @magics_class
 class MirrorMagics(Magics):
     """The magics of mirror_nb."""
@@ -38,6 +41,7 @@ class MirrorMagics(Magics):
     @argument("--out", default=None, metavar="NAME", help="bind the result to NAME instead of showing it")
     @argument("--quiet", action="store_true", help="no status lines, no closing line, nothing of other replicas")
     @argument("--timeout", type=float, default=None, metavar="SECONDS", help="stop the cell after so long")
+    @argument("--dashboard", action="store_true", help="show what the replicas do, live, above the cell's output")
     @cell_magic
     def mirrored(self, line: str, cell: str) -> Any:
         """Run the cell on every replica, each with its device.
@@ -58,29 +62,34 @@ class MirrorMagics(Magics):
             out=given.out,
             quiet=given.quiet,
             timeout=given.timeout,
+            dashboard=given.dashboard,
         )
         with _short_tracebacks():
             return self.session.run_cell(cell, options)
 
     @no_var_expand
     @magic_arguments()
-    @argument("what", nargs="?", choices=["start", "stop", "restart", "status", "push", "pull"], help="what to do")
+    @argument("what", nargs="?", choices=_WHAT, help="what to do")
     @argument("names", nargs="*", help="names to push or pull")
     @argument("--devices", default=None, help="start, restart: e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs")
     @argument("--ops", default=None, metavar="NAME", help="start, restart: cross-device ops, e.g. shared_memory, gloo")
     @argument("--seed", type=int, default=0, help="start: seed of the replicas' random numbers")
     @argument("--in-process", action="store_true", help="start: one replica in this very process, for debugging")
+    @argument("--dashboard", action="store_true", help="start: show a dashboard above every mirrored cell that trains")
     @argument("--replica", type=int, default=None, help="pull: from this replica only")
     @line_magic
     def mirror(self, line: str) -> None:
         """Start, stop and look at the replicas; push names to them and pull names from them.
 
+        `%mirror dashboard` shows what they do, live while the cells below it run.
         Alone it shows the picker: devices to tick, and buttons. In a terminal it says what runs.
         """
         given = parse_argstring(self.mirror, line)
         with _short_tracebacks():
             if given.what is None and getattr(self._shell, "kernel", None) is not None:
                 self.show_picker()
+            elif given.what == "dashboard":
+                self.session.dashboard()
             else:
                 print(self._mirror(given))
 
@@ -98,7 +107,9 @@ class MirrorMagics(Magics):
         session = self.session
         match given.what:
             case "start":
-                return session.start(given.devices, given.seed, given.in_process, given.ops)
+                started = session.start(given.devices, given.seed, given.in_process, given.ops)
+                session.dashboards_above_cells |= given.dashboard
+                return started
             case "restart":
                 return session.restart(given.devices, given.ops)
             case "stop":

@@ -94,6 +94,15 @@ class InProcessPool(Pool):
     def dead(self) -> list[Death]:
         return []
 
+    def timeline(self) -> None:
+        return None
+
+    def notice(self) -> None:
+        return None
+
+    def tell(self, title: str, operation: str) -> None:
+        """There is no notice."""
+
     def status(self) -> list[ReplicaStatus]:
         memory = psutil.Process().memory_info().rss
         return [ReplicaStatus(0, self.devices[0], os.getpid(), memory, "ready, in this process")]

@@ -47,9 +47,11 @@ from mirror_nb.messages import (
     Snapshot,
 )
 from mirror_nb.payload import Packed, closing_slab, pack
+from mirror_nb.recorder import Recorder
 from mirror_nb.replica.namespace import Namespace
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.shell import ReplicaShell, make_shell
+from mirror_nb.steering import Steering
 
 KEPT_FUNCTIONS = 16
 
@@ -88,9 +90,13 @@ class Replica:
         module: types.ModuleType | None,
         interruptible: Callable[[int], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,  # type: ignore[assignment]
         communication: bytes = b"",
+        recorder: Recorder | None = None,
+        steering: Steering | None = None,
     ) -> None:
         self.identity = identity
         self.gradients = GradientSynchronizer(identity.replica_id, identity.num_replicas, reduction=identity.reduction)
+        self.recorder = self.gradients.recorder = recorder or Recorder(identity.device)
+        self.steering = self.gradients.steering = steering or Steering(self.recorder.mark)
         self.scope = Scope(identity.replica_id, identity.num_replicas, identity.device, self.gradients, identity.seed)
         self.communication = _communication(communication, identity)
         self._choices = 0
@@ -137,6 +143,8 @@ class Replica:
     def handle(self, request: Request, slab: int | None) -> None:
         """Carry a request out and emit its `Done`."""
         began = time.perf_counter()
+        self.steering.begin()
+        self.recorder.begin()
         packed: Packed | None = None
         failure: Failure | None = None
         bundle: dict[str, Any] | None = None
@@ -185,7 +193,7 @@ class Replica:
         n = rendezvous.num_replicas
         if float(probe) != n * (n - 1) / 2:
             raise RuntimeError(f"the first all-reduce over {n} replicas gave {float(probe)}, not {n * (n - 1) / 2}")
-        self._communicate(self._latest_communication())
+        self._communicate(self._latest(rendezvous.generation))
 
     def communicate(self, by: Communication) -> None:
         """Reduce gradients by these cross-device ops from now on; every replica makes the same call."""
@@ -195,16 +203,21 @@ class Replica:
     def _communicate(self, by: Communication) -> None:
         who = self.identity
         self.communication.ops.unbind()
-        by.ops.bind(Member(who.replica_id, who.num_replicas, who.device, cast(dist.ProcessGroup, dist.group.WORLD)))
+        group = cast(dist.ProcessGroup, dist.group.WORLD)
+        by.ops.bind(Member(who.replica_id, who.num_replicas, who.device, group, self.recorder.collective))
         self.communication = by
         self.gradients.use(by.ops, bytes_per_bucket=by.options.bytes_per_pack)
 
-    def _latest_communication(self) -> Communication:
-        """Return what the replicas have agreed on: one that was started anew does not know what a cell chose."""
+    def _latest(self, generation: int) -> Communication:
+        """Return what the replicas reduce by: one that was started anew does not know what a cell chose.
+
+        Nor which step is the next.
+        """
         offers: list[Any] = [None] * self.identity.num_replicas
         mine = self.communication.pickled() if self._choices else None
-        dist.all_gather_object(offers, (self._choices, mine))
-        choices, pickled = max(offers, key=lambda offer: offer[0])
+        dist.all_gather_object(offers, (self._choices, mine, self.recorder.step))
+        self.recorder.begin_generation(generation, max(offer[2] for offer in offers))
+        choices, pickled, _ = max(offers, key=lambda offer: offer[0])
         if choices == self._choices:
             return self.communication
         self._choices = choices

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.data import Loaders
 from mirror_nb.devices import Device
+from mirror_nb.errors import ContextError
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.whole import HeldBack
@@ -90,6 +91,18 @@ class AlonePlace(Place):
                 return [fn(*args)]
         finally:
             self._listeners.pop()
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Nothing is recorded where there is one device and nobody to wait for."""
+
+    def told(self, examples: int | None) -> None:
+        """Likewise."""
+
+    def timeline(self) -> Any:
+        raise ContextError("a strategy of one device in this process records nothing; make a MirroredStrategy")
+
+    def dashboard(self) -> Any:
+        self.timeline()
 
     def every(self, results: list[Any]) -> list[Any]:
         return results

@@ -50,6 +50,22 @@ class Place(ABC):
     # ------------------------------------------------------------------ for libraries on top: fit, for instance
 
     @abstractmethod
+    def log(self, values: dict[str, Any]) -> None:
+        """Record losses and metrics of this replica's examples; ContextError in the controller."""
+
+    @abstractmethod
+    def told(self, examples: int | None) -> None:
+        """Record that a step ends here; ContextError in the controller."""
+
+    @abstractmethod
+    def timeline(self) -> Any:
+        """Return what the replicas have recorded; ContextError in a replica."""
+
+    @abstractmethod
+    def dashboard(self) -> Any:
+        """Show what the replicas record, live; ContextError in a replica."""
+
+    @abstractmethod
     def command(
         self,
         fn: Callable[..., Any],

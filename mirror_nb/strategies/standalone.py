@@ -15,7 +15,9 @@ from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
+from mirror_nb.steering import Steering
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,10 @@ class Standalone:
     leave: Callable[[], None]
     # Gives back the process group, if it was made here.
     communication: Communication
+    recorder: Recorder
+    # Without a ring: nobody would read it.
+    steering: Steering
+    # Nobody steers.
     own_process: bool = True
 
     def communicate(self, by: Communication) -> None:
@@ -69,7 +75,10 @@ def standalone(reduction: str = "mean", seed: int = 0) -> Standalone:
     # Memory can be shared, and GPUs can reach each other's, within one machine.
     one_machine = _number("LOCAL_WORLD_SIZE", 0) == num_replicas
     by = chosen(None if one_machine else "gloo" if device.type == "cpu" else "nccl", None, devices)
-    replica = Standalone(identity, gradients, scope, _nothing if joined else _leave, by)
+    recorder = Recorder(device)
+    replica = Standalone(
+        identity, gradients, scope, _nothing if joined else _leave, by, recorder, Steering(recorder.mark)
+    )
     replica.communicate(by)
     return replica
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar, final
@@ -171,6 +171,19 @@ class Host(Machine):
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def machine_of(devices: Sequence[str], places: Sequence[int | str]) -> Machine | None:
+    """Return who reads these devices, by where their readings are found (see `notice.Notice`); None for no places.
+
+    Raises UsageError if the GPUs' driver or its package is not there.
+    """
+    found = dict(zip(devices, places, strict=False))
+    if not found:
+        return None
+    if devices[0].startswith("cuda"):
+        return Gpus(found)
+    return Host({device: place for device, place in found.items() if isinstance(place, int)})
 
 
 def _on_cpu(device: str, name: str, busy: float, used: int, total: int) -> Reading:

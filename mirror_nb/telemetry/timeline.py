@@ -126,6 +126,8 @@ class Timeline:
         self._scalar_steps: dict[str, Integers] = {}
         self._lost = (0, 0)
         # Overwritten and torn in rings that were replaced.
+        self._idle: deque[tuple[int, int]] = deque(maxlen=1000)
+        # When nobody asked the replicas for anything, nanoseconds: since, until.
 
     def replace(self, replica_id: int, reader: Reader) -> None:
         """Go on with another ring, that of the process which took the replica's place."""
@@ -134,6 +136,20 @@ class Timeline:
         track.reader, track.names = reader, ()
         track.open.clear()
         track.restarts += 1
+
+    @property
+    def last_step(self) -> int:
+        """The last step that any replica has ended, as far as was read; 0 before the first."""
+        return self._last()
+
+    def forget(self) -> None:
+        """Leave out what the replicas have written so far; names of scalars stay known."""
+        for track in self._tracks:
+            track.reader.read()
+
+    def idle(self, since: int, until: int) -> None:
+        """Nobody asked the replicas for anything then, in nanoseconds of `samples.clock`: throughput leaves it out."""
+        self._idle.append((since, until))
 
     def update(self, now: int | None = None) -> int:
         """Read what the replicas have written since the last call; return how many samples that was."""
@@ -205,7 +221,7 @@ class Timeline:
         recent, places, there = self._steps.window(done, RECENT)
         late_steps, late_places, late_there = self._steps.window(last, LATE)
         breakdown, waits = self._breakdown(places, there)
-        step_seconds, throughput = self._by_the_clock(recent, places)
+        step_seconds, throughput = self._by_the_clock(places[there.all(axis=0)])
         planned = self._latest(Mark.PLANNED)
         checked, in_sync = self._checked()
         ends, throughputs = self._curve_of_throughput(curve_steps, curve_places, curve_there)
@@ -385,26 +401,27 @@ class Timeline:
         other = np.maximum(0.0, means["ended"] - means["began"] - parts.sum(axis=1))
         return np.nan_to_num(np.column_stack([parts, other])), np.nan_to_num(means["wait"])
 
-    def _by_the_clock(self, steps: Integers, places: Integers) -> tuple[float | None, float | None]:
+    def _by_the_clock(self, places: Integers) -> tuple[float | None, float | None]:
         """Seconds from step to step, and examples of all replicas a second, pauses left out.
 
-        Counted from the end of the first of the steps; from its beginning if it is the only one.
+        Counted from the end of the first of the steps; from its beginning if it is the only one. Each of them was
+        ended by all replicas: a step that was begun and never ended, at the end of a dataset, is none.
         """
-        if not len(steps):
+        if not len(places):
             return None, None
         ended = self._steps["ended"][:, places].max(axis=0)
         examples = self._steps["examples"][:, places].sum(axis=0)
-        if len(steps) == 1:
+        if len(places) == 1:
             began = int(self._steps["began"][:, places[0]].min())
             counted = 1
         else:
-            began, counted, examples = int(ended[0]), len(steps) - 1, examples[1:]
+            began, counted, examples = int(ended[0]), len(places) - 1, examples[1:]
         seconds = (int(ended[-1]) - began - self._paused(began, int(ended[-1]))) / _NS
         return (seconds / counted, float(examples.sum()) / seconds) if seconds > 0 else (None, None)
 
     def _paused(self, began: int, ended: int) -> int:
         """Nanoseconds of this time in which replica 0 was paused, stopped, or not training."""
-        since, total = None, 0
+        since, total = None, sum(max(0, min(ended, upto) - max(began, start)) for start, upto in self._idle)
         for at, mark, _ in self._tracks[0].marks:
             if mark in (Mark.PAUSED, Mark.STOPPED):
                 since = at if since is None else since

@@ -34,6 +34,7 @@ class Training(Scoring):
     """Epochs of a fit."""
 
     _step_name = "training_step"
+    trains = True
 
     def __init__(self, seat: Seat, model: Model, task: Task, optimizer: Optimizer | None, scheduler: Any) -> None:
         super().__init__(seat, model, task)
@@ -105,6 +106,8 @@ class Training(Scoring):
         scaled = value if self._seat.num_replicas == 1 else value * self._seat.num_replicas
         (scaled if self._scaler is None else self._scaler.scale(scaled)).backward()
         self._measure(outputs, share)
+        # Of this share's own examples: `value` is its part of the mean over all.
+        self._seat.recorder.log({"loss": value.detach() * (share.global_examples / share.examples)})
         return value.detach()
 
     def _stand_by(self, share: Share) -> Tensor:
@@ -181,6 +184,7 @@ class Training(Scoring):
         with self._seat.weighed(share.examples, share.global_examples), self._autocast():
             value = self._loss_of_own_step(share)
         if share.examples:
+            self._seat.recorder.log({"loss": value.detach() * (share.global_examples / share.examples)})
             self._loss_sum.add_(value.detach(), alpha=share.global_examples)
             self._weight += share.examples
         self._count()

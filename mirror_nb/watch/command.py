@@ -16,7 +16,7 @@ from mirror_nb.errors import UsageError
 from mirror_nb.notebook.dashboard import words
 from mirror_nb.notebook.dashboard.frame import Frame, Phase
 from mirror_nb.telemetry.findings import findings
-from mirror_nb.telemetry.machine import Gpus, Host, Machine, Reading
+from mirror_nb.telemetry.machine import Machine, Reading, machine_of
 from mirror_nb.telemetry.notice import Notice, find, open_rings
 from mirror_nb.telemetry.snapshot import Snapshot, State
 from mirror_nb.telemetry.timeline import Timeline
@@ -197,13 +197,8 @@ def _show(watched: Sequence[Watched], screen: Screen, whole: bool) -> None:
 
 def _machine(notice: Notice) -> tuple[Machine | None, str]:
     """Return who reads the devices; or None, and why."""
-    places = dict(zip(notice.devices, notice.places, strict=False))
-    if not places:
-        return None, ""
     try:
-        if notice.devices[0].startswith("cuda"):
-            return Gpus(places), ""
-        return Host({device: place for device, place in places.items() if isinstance(place, int)}), ""
+        return machine_of(notice.devices, notice.places), ""
     except UsageError as error:
         return None, f"no readings of the devices: {error}"
 

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from IPython.core.getipython import get_ipython
@@ -91,8 +92,8 @@ class Dashboard:
         self._shell: Any = shell if shell is not None else get_ipython()
         self._readings: deque[Reading] = deque()
         self._view: _View | None = None
-        self._places: list[str] = []
-        # Ids of the displays that show it.
+        self._places: dict[str, str] = {}
+        # Ids of the displays that show it, and the text that each has.
         self._ended: Phase | None = None
         self._due = self._read_at = 0.0
         self._cost = 0.0
@@ -100,24 +101,45 @@ class Dashboard:
 
     # ------------------------------------------------------------------ in the notebook
 
-    def show(self) -> None:
+    def show(self, into: str = "") -> None:
         """Display it below the running cell; again, display the same once more; after its end, the still picture.
 
-        Where nothing can be drawn, as in a terminal, a text says what to do.
+        `into`: the id of a display that is there already, whose text is empty. Where nothing can be drawn, as in a
+        terminal, a text says what to do.
         """
         if self._shell is None:
             return
         if getattr(self._shell, "kernel", None) is None:
             self._shell.display_pub.publish({"text/plain": TEXT})
             return
+        place = into or uuid.uuid4().hex
+        # An update whose text is another one would make a notebook differ from its saved self.
+        self._places[place] = "" if into else TEXT
         if self._ended is not None:
-            self._publish(uuid.uuid4().hex, *_still(self.frame()))
+            self._publish(place, *_still(self.frame()), update=bool(into))
             return
         if self._view is None:
             self._view = _View(self._shell.kernel, self._controls)
             self._draw()
-        self._places.append(uuid.uuid4().hex)
-        self._publish(self._places[-1], {"text/plain": TEXT, _WIDGET: self._view.mime()})
+        self._publish(place, self._view.mime(), update=bool(into))
+
+    @property
+    def live(self) -> bool:
+        """Whether it is on a screen and follows the rings."""
+        return self._view is not None and self._ended is None
+
+    def revive(self) -> None:
+        """After its end: other work has begun, so follow the rings again, wherever it is shown."""
+        self._ended, self.note = None, ""
+        if self._places:
+            self._view = _View(self._shell.kernel, self._controls)
+            self._draw()
+            for place in self._places:
+                self._publish(place, self._view.mime(), update=True)
+
+    def read_from(self, machine: Machine | None) -> None:
+        """Take readings of the devices from there; the one before stays its owner's."""
+        self._machine = machine
 
     def tick(self, now: float | None = None) -> bool:
         """Draw if it is time to; return whether it did. `now`: seconds of `time.monotonic`."""
@@ -140,13 +162,15 @@ class Dashboard:
             return
         self._ended = phase
         self.note = note or self.note
-        if self._view is None:
+        if not self._places:
             return
         still = _still(self._draw())
         # Not beside the widget: JupyterLab would choose that, and show an error when its kernel is gone.
         for place in self._places:
             self._publish(place, *still, update=True)
-        self._view.close()
+        if self._view is not None:
+            self._view.close()
+            self._view = None
 
     # ------------------------------------------------------------------ anywhere
 
@@ -167,16 +191,16 @@ class Dashboard:
             note=self.note,
         )
 
-    def figure(self) -> Figure:
-        """Return the same panels as a matplotlib figure, 13 × 8.5 inches, on white."""
+    def figure(self, phase: Phase | None = None) -> Figure:
+        """Return the same panels as a matplotlib figure, 13 × 8.5 inches, on white; `phase`: as in `finish`."""
         from mirror_nb.notebook.dashboard.still import draw
 
         self._read(time.monotonic())
-        return draw(self.frame())
+        return draw(_in(phase, self.frame()))
 
-    def text(self) -> str:
+    def text(self, phase: Phase | None = None) -> str:
         """Return the key numbers and the findings in sentences."""
-        return words.alternative(self.frame())
+        return words.alternative(_in(phase, self.frame()))
 
     # ------------------------------------------------------------------ how
 
@@ -201,6 +225,8 @@ class Dashboard:
             return self._ended
         states = {replica.state for replica in shot.replicas}
         said = self._controls.state if self._controls is not None else Phase.RUNNING
+        if said is Phase.PAUSING and states <= {State.PAUSED, State.STOPPED}:
+            return Phase.PAUSED
         if said is not Phase.RUNNING:
             return said
         if states == {State.WAITING}:
@@ -212,7 +238,8 @@ class Dashboard:
     def _publish(
         self, place: str, bundle: dict[str, Any], metadata: dict[str, Any] | None = None, update: bool = False
     ) -> None:
-        self._shell.display_pub.publish(bundle, metadata, transient={"display_id": place}, update=update)
+        with_text = {"text/plain": self._places[place], **bundle}
+        self._shell.display_pub.publish(with_text, metadata, transient={"display_id": place}, update=update)
 
 
 @final
@@ -224,6 +251,9 @@ class _View:
 
         self._controls = controls
         self._seen: Phase | None = None
+        # What the buttons show.
+        self._said = Phase.RUNNING
+        # What the controls said when the page was drawn.
         self._page = HTML()
         self._stop = Button(description="Stop", icon="stop", tooltip="End after this step; variables are kept")
         self._pause = Button(description="Pause", icon="pause", tooltip="Hold after this step")
@@ -238,18 +268,19 @@ class _View:
 
     def mime(self) -> dict[str, Any]:
         """Return what tells a front end to show the widgets."""
-        return {"version_major": 2, "version_minor": 0, "model_id": self._board.model_id}
+        return {_WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self._board.model_id}}
 
     def draw(self, frame: Frame) -> None:
         """Show a frame."""
         self._page.value = page.body(frame)
+        self._said = self._controls.state if self._controls is not None else Phase.RUNNING
         if self._controls is not None and frame.phase is not self._seen:
             self._seen = frame.phase
             self._label(frame.phase)
 
     def pressed(self) -> bool:
         """Whether the screen does not say yet what a button did."""
-        return self._controls is not None and self._controls.state not in (self._seen, Phase.RUNNING)
+        return self._controls is not None and self._controls.state is not self._said
 
     def close(self) -> None:
         """Let go of all widgets, in the front end too."""
@@ -273,6 +304,10 @@ class _View:
             (self._controls.resume if held else self._controls.pause)()
 
 
+def _in(phase: Phase | None, frame: Frame) -> Frame:
+    return frame if phase is None else replace(frame, phase=phase)
+
+
 def _still(frame: Frame) -> tuple[dict[str, str], dict[str, Any]]:
     """Return a frame as what a notebook saves: a picture, and its size and text."""
     from mirror_nb.notebook.dashboard.still import draw
@@ -283,4 +318,4 @@ def _still(frame: Frame) -> tuple[dict[str, str], dict[str, Any]]:
     width, height = (round(inches * DPI) for inches in figure.get_size_inches())
     picture = base64.b64encode(file.getvalue()).decode("ascii")
     about = {"width": width, "height": height, "alt": words.alternative(frame)}
-    return {"text/plain": TEXT, "image/png": picture}, {"image/png": about}
+    return {"image/png": picture}, {"image/png": about}

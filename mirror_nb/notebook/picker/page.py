@@ -215,7 +215,7 @@ def _memory(reading: Reading) -> str:
 def _numbers(reading: Reading) -> str:
     parts = []
     if reading.utilisation is not None:
-        parts.append(f"<span>{words.percent(reading.utilisation)} busy</span>")
+        parts.append(f"<span>{reading.utilisation * 100:.0f} % busy</span>")
     if reading.temperature is not None:
         hot = reading.temperature >= HOT
         parts.append(f"<span{' class=hot' if hot else ''}>{reading.temperature:.0f} °C</span>")
