@@ -1,7 +1,8 @@
-"""The peer of benchmarks/step.py: DistributedDataParallel over gloo, under torchrun, one thread a process."""
+"""The peer of benchmarks/step.py: DistributedDataParallel over gloo, a process a replica, one thread a process."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -14,7 +15,8 @@ from workloads import WORKLOADS, data, steps
 def main(name: str) -> None:
     """Print replica 0's median step."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.init_process_group("gloo", init_method=os.environ["MEETING"], **ranks)
     make, optimizer_of, batch = WORKLOADS[name]
     torch.manual_seed(0)
     model = DistributedDataParallel(make())

@@ -1,6 +1,6 @@
-"""A training step in a `%%mirrored` cell, against the same loop with DDP over gloo under torchrun.
+"""A training step in a `%%mirrored` cell, against the same loop with DDP over gloo, started as torchrun does.
 
-    python benchmarks/step.py [rounds] [replicas]
+    python benchmarks/step.py [rounds] [replicas] [number of the only workload, from 0]
 
 CPU replicas of one thread each, loading included. In every round the peer (benchmarks/ddp_step.py) and the cells
 train the same 60 global batches twice; medians of the second time. "floor" is the cell without synchronisation.
@@ -9,9 +9,11 @@ train the same 60 global batches twice; medians of the second time. "floor" is t
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from machine import report
@@ -24,6 +26,7 @@ from mirror_nb.strategies.mirrored import SETUP
 
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 5
 REPLICAS = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+ONLY = int(sys.argv[3]) if len(sys.argv) > 3 else None
 HERE = Path(__file__).parent
 
 CELL = """
@@ -53,11 +56,15 @@ model = optimizer = loader = None
 
 def main() -> None:
     """Measure and report."""
-    lines = [f"{REPLICAS} CPU replicas of one thread, medians of {ROUNDS} rounds, ms a step; × is the peer's time / ours"]
-    lines.append(f"{'':22s}{'DDP+gloo':>9s}{'cell':>8s}{'×':>6s}{'floor':>8s}{'floor/cell':>11s}{'DDP in cell':>13s}{'×':>6s}")
+    lines = [
+        f"{REPLICAS} CPU replicas of one thread, medians of {ROUNDS} rounds, ms a step; × is the peer's time / ours"
+    ]
+    lines.append(
+        f"{'':22s}{'DDP+gloo':>9s}{'cell':>8s}{'×':>6s}{'floor':>8s}{'floor/cell':>11s}{'DDP in cell':>13s}{'×':>6s}"
+    )
     with LocalPool(tuple(Device("cpu", i) for i in range(REPLICAS)), setup=SETUP) as pool:
         pool.start()
-        for name in WORKLOADS:
+        for name in WORKLOADS if ONLY is None else [list(WORKLOADS)[ONLY]]:
             rounds = [
                 (_peer(name), _cell(pool, name), _cell(pool, name, synchronize=False), _cell(pool, name, ddp=True))
                 for _ in range(ROUNDS)
@@ -71,13 +78,21 @@ def main() -> None:
 
 
 def _peer(name: str) -> float:
-    command = ["-m", "torch.distributed.run", f"--nproc_per_node={REPLICAS}", "--master_addr=127.0.0.1"]
-    command += ["--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", str(HERE / "ddp_step.py"), name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    found = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, check=True, timeout=300
-    )
-    return float(found.stdout.split()[-1])
+    # As torchrun does, but meeting in a file: torch asks the network for the names of addresses, up to a minute here.
+    meeting = tempfile.mkdtemp()
+    shared = {"MEETING": f"file://{meeting}/store", "WORLD_SIZE": str(REPLICAS)}
+    processes = []
+    for rank in range(REPLICAS):
+        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, str(HERE / "ddp_step.py"), name]
+        processes.append(
+            subprocess.Popen(command, env={**os.environ, **shared, **mine}, stdout=subprocess.PIPE, text=True)
+        )
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    shutil.rmtree(meeting)
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"{name}: a process of the peer failed: {said}")
+    return float(said[0].split()[-1])
 
 
 def _cell(pool: LocalPool, name: str, *, synchronize: bool = True, ddp: bool = False) -> float:

@@ -6,7 +6,8 @@ or the notebook.
 A *round* is the synchronisation of one backward pass:
 
     first gradient accumulated   history predicts the plan, the same one on all replicas
-    a bucket has its gradients   copied in, and reduced while the pass goes on, in order
+    a gradient is there          copied into its bucket (CPU: at once, while it is in the cache; GPU: with the others)
+    a bucket has its gradients   reduced while the pass goes on, in order
     end of the backward pass     the buckets that still lack some follow, zeros in the gaps; then the tail
     tail received                who used what: gradients that the plan lacks go in a second set of buckets
     all received                 ``parameter.grad`` shows the bucket's memory; history learns what was used
@@ -178,7 +179,7 @@ class GradientSynchronizer:
         if self._round is not None:
             self._give_up(self._round)
         self.before_backward()
-        self._round = _Round(self._plan(self._history.predict()), lambda: self)
+        self._round = self._new_round(lambda: self)
         self._end(self._round)
 
     def reset(self) -> None:
@@ -228,10 +229,21 @@ class GradientSynchronizer:
             self._end(round_)
 
         # Autograd lets go of the callback when its pass ends, by an exception too: then the round is broken.
-        round_ = _Round(self._plan(self._history.predict()), weakref.ref(end))
+        round_ = self._new_round(weakref.ref(end))
         _call_at_end_of_backward(end)
         self._round = round_
         return round_
+
+    def _new_round(self, owner: Callable[[], object | None]) -> _Round:
+        round_ = _Round(self._plan(self._history.predict()), owner)
+        for i, bucket in enumerate(round_.plan.buckets):
+            extra = self._tail_length() if i >= round_.plan.early else 0
+            bucket.open(self._buffers, self._agreed, self._ops_for(bucket), extra)
+        return round_
+
+    def _ops_for(self, bucket: _Bucket) -> CrossDeviceOps | None:
+        ops = self._ops
+        return ops if ops is not None and bucket.device_type == ops.member.device.type else None
 
     def _meet_group(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -276,6 +288,7 @@ class GradientSynchronizer:
         round_.touched.append(number)
         bucket = round_.plan.bucket_of.get(number)
         if bucket is not None:
+            round_.plan.buckets[bucket].place(number, parameter)
             round_.lacking[bucket] -= 1
             if bucket == round_.launched and not round_.lacking[bucket]:
                 self._launch_ready(round_)
@@ -287,8 +300,8 @@ class GradientSynchronizer:
             round_.launched += 1
 
     def _launch(self, round_: _Round, bucket: _Bucket, tail: Sequence[float] = ()) -> Tensor:
-        ops = self._ops if self._ops is not None and bucket.device_type == self._ops.member.device.type else None
-        flat = bucket.fill(self._buffers, self._agreed, ops, tail)
+        ops = self._ops_for(bucket)
+        flat = bucket.fill(self._agreed, tail)
         if ops is not None:
             number = len(round_.works)
             if self.recorder is not None:
@@ -325,7 +338,7 @@ class GradientSynchronizer:
             self.steering.agree(tail.steering)
         self._unreduced.clear()
         for bucket in round_.plan.buckets:
-            bucket.hand_out(self._buffers, self._agreed, tail.used)
+            bucket.hand_out(self._agreed, tail.used)
         late = tail.used - round_.plan.numbers
         dead: frozenset[int] = frozenset()
         if tail.unknown:
@@ -342,6 +355,9 @@ class GradientSynchronizer:
             parameter = tracked.parameter()
             if parameter is not None and parameter.grad is not None and tracked.round is not round_:
                 self._mark(round_, tracked, parameter)
+
+    def _tail_length(self) -> int:
+        return len(_Tail(frozenset(), 0, [0.0] * self.num_replicas).numbers(len(self._agreed)))
 
     def _launch_rest(self, round_: _Round) -> Tensor:
         """Send the buckets that are left, with gaps, and the tail; returns where the tail will be."""
@@ -373,10 +389,11 @@ class GradientSynchronizer:
     def _reduce_late(self, numbers: frozenset[int]) -> None:
         round_ = _Round(self._cut(numbers), lambda: None)
         for bucket in round_.plan.buckets:
+            bucket.open(self._buffers, self._agreed, self._ops_for(bucket), 0)
             self._launch(round_, bucket)
         round_.wait()
         for bucket in round_.plan.buckets:
-            bucket.hand_out(self._buffers, self._agreed, numbers)
+            bucket.hand_out(self._agreed, numbers)
 
     # What the replicas agree on
 
@@ -622,7 +639,7 @@ class _Agreed:
 class _Bucket:
     """Gradients that are reduced in one piece; those of one dtype and kind of device."""
 
-    __slots__ = ("_base", "_views", "device_type", "dtype", "key", "numbers", "numel", "shapes")
+    __slots__ = ("_memory", "_placed", "_views", "device_type", "dtype", "key", "numbers", "numel", "shapes")
 
     def __init__(self, numbers: tuple[int, ...], agreed: Sequence[_Agreed], slot: int) -> None:
         self.numbers = numbers
@@ -631,58 +648,91 @@ class _Bucket:
         self.device_type = agreed[numbers[0]].device_type
         self.numel = sum(shape.numel() for shape in self.shapes)
         self.key = (self.dtype, self.device_type, slot)
-        self._base: Tensor | None = None
-        self._views: list[Tensor] = []
+        self._memory: _Memory | None = None
+        self._views: dict[int, Tensor] = {}
+        # By number: where each gradient lies.
+        self._placed: set[int] = set()
+        # Numbers whose gradients show this memory already, in the present round.
 
-    def fill(
-        self, buffers: _Buffers, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None, tail: Sequence[float]
-    ) -> Tensor:
-        """Copy the gradients in, zeros where there are none; then the `tail` as it is."""
-        memory = buffers.get(self, len(tail), agreed, ops)
-        if memory.flat is not self._base:
-            self._base = memory.flat
+    def open(self, buffers: _Buffers, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None, extra: int) -> None:
+        """Be ready for the gradients of a round, and `extra` numbers after them; every replica calls it."""
+        memory = buffers.get(self, extra, agreed, ops)
+        if memory is not self._memory:
+            self._memory = memory
             pieces = memory.flat[: self.numel].split([shape.numel() for shape in self.shapes])
-            self._views = [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
-        gradients = [None if (p := agreed[number].parameter()) is None else p.grad for number in self.numbers]
-        memory.take_back({id(gradient) for gradient, view in self._pairs(gradients) if _lies_in(gradient, view)})
+            shaped = (piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True))
+            self._views = dict(zip(self.numbers, shaped, strict=True))
+        self._placed.clear()
+        memory.take_back(self._stays)
+
+    def _stays(self, gradient: Tensor, parameter: nn.Parameter | None, number: int) -> bool:
+        """Whether a gradient that shows the memory belongs where it is: the one that this round adds to."""
+        view = self._views.get(number)
+        current = parameter is not None and parameter.grad is gradient
+        return current and view is not None and _lies_in(gradient, view)
+
+    def place(self, number: int, parameter: nn.Parameter) -> None:
+        """Let a gradient that has just been accumulated show this memory: copied while it is in the cache.
+
+        The tensor stays who it is; its own memory is free for the next gradient.
+        """
+        gradient = parameter.grad
+        if self.device_type == "cpu" and gradient is not None and _may_move(gradient, parameter):
+            view = self._views[number]
+            if not _lies_in(gradient, view):
+                with torch.no_grad():
+                    view.copy_(gradient)
+                gradient.data = view
+            self._lend(gradient, parameter, number)
+
+    def _lend(self, gradient: Tensor, parameter: nn.Parameter, number: int) -> None:
+        assert self._memory is not None
+        self._placed.add(number)
+        self._memory.lend(gradient, parameter, number)
+
+    def fill(self, agreed: Sequence[_Agreed], tail: Sequence[float]) -> Tensor:
+        """Copy in the gradients that are not there yet, zeros where there are none; then the `tail` as it is."""
+        assert self._memory is not None
         into, source = [], []
-        for gradient, view in self._pairs(gradients):
-            if gradient is None:
+        for number, view in self._views.items():
+            if number in self._placed:
+                continue
+            parameter = agreed[number].parameter()
+            if parameter is None or parameter.grad is None:
                 view.zero_()
-            elif not _lies_in(gradient, view):
+            elif not _lies_in(parameter.grad, view):
                 into.append(view)
-                source.append(gradient)
+                source.append(parameter.grad)
         _copy_all(into, source)
+        flat = self._memory.flat[: self.numel + len(tail)]
         if tail:
-            memory.flat[self.numel : self.numel + len(tail)] = torch.tensor(tail)
-        return memory.flat[: self.numel + len(tail)]
+            flat[self.numel :] = torch.tensor(tail)
+        return flat
 
-    def _pairs(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[Tensor | None, Tensor]]:
-        return zip(gradients, self._views, strict=True)
-
-    def hand_out(self, buffers: _Buffers, agreed: Sequence[_Agreed], used: frozenset[int]) -> None:
+    def hand_out(self, agreed: Sequence[_Agreed], used: frozenset[int]) -> None:
         """Let the gradients show this memory, where some replica had one; the tensors stay who they are.
 
         Those in another layout, or with a graph of their own, get a copy.
         """
-        memory = buffers.of(self)
         into, source = [], []
-        for number, view in zip(self.numbers, self._views, strict=True):
+        for number, view in self._views.items():
             parameter = agreed[number].parameter()
-            if parameter is None or number not in used:
+            if number in self._placed or parameter is None or number not in used:
                 continue
             gradient = parameter.grad
             if gradient is None:
                 gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            if _lies_in(gradient, view):
-                memory.lend(gradient)
-            elif gradient.is_contiguous() and parameter.is_contiguous() and not gradient.requires_grad:
+            if _may_move(gradient, parameter):
                 gradient.data = view
-                memory.lend(gradient)
+                self._lend(gradient, parameter, number)
             else:
                 into.append(gradient)
                 source.append(view)
         _copy_all(into, source)
+
+
+def _may_move(gradient: Tensor, parameter: nn.Parameter) -> bool:
+    return gradient.is_contiguous() and parameter.is_contiguous() and not gradient.requires_grad
 
 
 def _lies_in(gradient: Tensor | None, view: Tensor) -> bool:
@@ -695,22 +745,26 @@ class _Memory:
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
-        self._lent: list[Callable[[], Tensor | None]] = []
+        self._lent: dict[int, tuple[Callable[[], Tensor | None], Callable[[], nn.Parameter | None], int]] = {}
 
-    def lend(self, gradient: Tensor) -> None:
+    def lend(self, gradient: Tensor, parameter: nn.Parameter, number: int) -> None:
         """Remember a gradient that shows this memory."""
-        self._lent.append(TensorWeakRef(gradient))
+        known = self._lent.get(id(gradient))
+        if known is None or known[0]() is not gradient:
+            self._lent[id(gradient)] = (TensorWeakRef(gradient), TensorWeakRef(parameter), number)
 
-    def take_back(self, staying: set[int]) -> None:
-        """Give memory of their own to the gradients that somebody still holds, but for those `staying`, by id.
+    def take_back(self, stays: Callable[[Tensor, nn.Parameter | None, int], bool]) -> None:
+        """Give memory of their own to the gradients that somebody still holds, but for those that stay.
 
         A user may keep last step's gradients; and another plan's parameters keep theirs until they are reduced again.
         """
-        for reference in self._lent:
+        for key, (reference, owner, number) in list(self._lent.items()):
             gradient = reference()
-            if gradient is not None and id(gradient) not in staying:
+            if gradient is not None and stays(gradient, owner(), number):
+                continue
+            del self._lent[key]
+            if gradient is not None:
                 gradient.data = gradient.clone()
-        self._lent.clear()
 
 
 @final
@@ -725,9 +779,6 @@ class _Buffers:
         if memory is None or memory.flat.numel() < bucket.numel + extra:
             memory = self._memory[bucket.key] = _Memory(self._allocate(bucket, extra, agreed, ops))
         return memory
-
-    def of(self, bucket: _Bucket) -> _Memory:
-        return self._memory[bucket.key]
 
     @staticmethod
     def _allocate(bucket: _Bucket, extra: int, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None) -> Tensor:
