@@ -357,7 +357,7 @@ class GradientSynchronizer:
                 self._mark(round_, tracked, parameter)
 
     def _tail_length(self) -> int:
-        return len(_Tail(frozenset(), 0, [0.0] * self.num_replicas).numbers(len(self._agreed)))
+        return len(_Tail(frozenset(), 0, [0.0] * self.num_replicas, [0.0, 0.0]).numbers(len(self._agreed)))
 
     def _launch_rest(self, round_: _Round) -> Tensor:
         """Send the buckets that are left, with gaps, and the tail; returns where the tail will be."""

@@ -77,6 +77,8 @@ class LiveDashboard:
         # The id of an empty display, where it is shown once a step has ended.
         self._seen = 0
         # The last step of the picture that stands there.
+        self._asked = 0
+        # The last step when `_news` was asked.
         self._outcome: tuple[Phase, str] | None = None
         # How the latest call of this cell ended.
         self._latest: Phase | None = None
@@ -136,6 +138,8 @@ class LiveDashboard:
         if not self._buttons.working:
             self._buttons.working = self._buttons.armed = True
             self._woken = clock()
+            # A word that came between two calls was for neither.
+            self._buttons.repeat()
             self._prepare()
         if self._board.live:
             self._board.tick()
@@ -148,10 +152,16 @@ class LiveDashboard:
     def ended(self, report: Report) -> None:
         """A call has ended like this."""
         self._buttons.working = False
-        self._outcome = _outcome(report)
-        if self._buttons.state is Phase.STOPPING and self._obeyed():
-            self._outcome = (Phase.STOPPED, "")
+        outcome = _outcome(report)
+        if self._buttons.state is Phase.STOPPING and (outcome[0] is Phase.STOPPED or self._obeyed()):
+            outcome = (Phase.STOPPED, "")
             self._buttons.state = Phase.RUNNING
+        if outcome[0] is Phase.FINISHED and self._outcome == (Phase.STOPPED, "") and not self._news():
+            # What fit asks for after it was stopped is no training.
+            outcome = self._outcome
+        elif outcome[0] is Phase.STOPPED:
+            self._news()
+        self._outcome = outcome
         self._latest, self._board.note = self._outcome
 
     def between_calls(self) -> None:
@@ -231,6 +241,12 @@ class LiveDashboard:
     def _note_rest(self) -> None:
         self._seen, self._rested = self._timeline.last_step, clock()
 
+    def _news(self) -> bool:
+        """Whether a step has ended since this was asked last."""
+        self._timeline.update()
+        before, self._asked = self._asked, self._timeline.last_step
+        return self._asked > before
+
     def _obeyed(self) -> bool:
         self._timeline.update()
         return all(replica.state is State.STOPPED for replica in self._timeline.snapshot(steps=1).replicas)
@@ -256,6 +272,11 @@ class _Buttons:
 
     def resume(self) -> None:
         self._say(Phase.RUNNING, Word.GO)
+
+    def repeat(self) -> None:
+        """Say again what was not obeyed yet."""
+        if self.state is not Phase.RUNNING:
+            self._say(self.state, Word.STOP if self.state is Phase.STOPPING else Word.PAUSE)
 
     def _say(self, phase: Phase, word: Word) -> None:
         if not self.armed:
