@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from mirror_nb.losses import compute_average_loss, scale_regularization_loss
+    from mirror_nb.notebook.magics import picker
     from mirror_nb.strategies.base import Strategy
     from mirror_nb.strategies.context import (
         ReplicaContext,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         get_strategy,
         has_strategy,
         in_cross_replica_context,
+        log,
         set_strategy,
     )
     from mirror_nb.strategies.input import InputContext, InputOptions, InputReplicationMode, ValueContext
@@ -95,6 +97,8 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "load_model",
+    "log",
+    "picker",
     "scale_regularization_loss",
     "set_strategy",
 ]
@@ -117,6 +121,7 @@ _PLACES = {
         "UsageError",
     ),
     "mirror_nb.losses": ("compute_average_loss", "scale_regularization_loss"),
+    "mirror_nb.notebook.magics": ("picker",),
     "mirror_nb.strategies.base": ("Strategy",),
     "mirror_nb.strategies.context": (
         "ReplicaContext",
@@ -125,6 +130,7 @@ _PLACES = {
         "get_strategy",
         "has_strategy",
         "in_cross_replica_context",
+        "log",
         "set_strategy",
     ),
     "mirror_nb.strategies.input": ("InputContext", "InputOptions", "InputReplicationMode", "ValueContext"),

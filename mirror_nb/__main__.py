@@ -7,12 +7,24 @@ import sys
 from collections.abc import Sequence
 
 import mirror_nb
-from mirror_nb.demo import command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a command line and return its exit code."""
     given = _parser().parse_args(arguments)
+    return int(given.run(given))
+
+
+def _watch(given: argparse.Namespace) -> int:
+    # Imported when asked for: the demo loads torch, which takes a second that the watch does not need.
+    from mirror_nb.watch import command
+
+    return command.run(command.Options(pid=given.pid, once=given.once, every=given.every))
+
+
+def _demo(given: argparse.Namespace) -> int:
+    from mirror_nb.demo import command
+
     return command.run(
         command.Options(
             devices=given.devices,
@@ -31,7 +43,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mirror_nb {mirror_nb.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    watch = commands.add_parser("watch", help="show how your strategies train that other processes control")
+    watch.set_defaults(run=_watch)
+    watch.add_argument("pid", nargs="?", type=int, metavar="PID", help="the controller's process; none: all of yours")
+    watch.add_argument("--once", action="store_true", help="show it once and end; 1 is returned if nothing trains")
+    watch.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two pictures; none: 1")
     demo = commands.add_parser("demo", help="train a network on all GPUs, or on two CPU replicas")
+    demo.set_defaults(run=_demo)
     demo.add_argument("--devices", help="e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs, else two CPU replicas")
     demo.add_argument(
         "--data", metavar="DIR", help="Fashion-MNIST's four idx files; none: scikit-learn's handwritten digits"

@@ -132,9 +132,9 @@ class DistributedDataset:
 
     `randomness()` makes the random stream that is equal on all replicas current (Python's, NumPy's and
     torch's on the CPU); `agree(mine)` returns replica 0's bytes on every replica and is called once an epoch;
-    one replica alone uses neither. `on_batch(local_examples, global_examples)` is called just before each
-    batch is handed out, `on_end()` after the last one, or when the loop is left early. `loaders` keeps
-    derived DataLoaders between epochs.
+    one replica alone uses neither. `on_wanted()` is called when a batch is asked for, `on_batch(local_examples,
+    global_examples)` just before it is handed out, `on_end()` after the last one, or when the loop is left early.
+    `loaders` keeps derived DataLoaders between epochs.
 
     `dealt`: the batches of `source`, then a DataLoader, are for one replica each. Replica i gets the i-th, then
     the one `num_replicas` later; where they run out in the middle of a step, a batch of no examples.
@@ -159,6 +159,7 @@ class DistributedDataset:
         agree: Callable[[bytes], bytes],
         on_batch: Callable[[int, int], None],
         on_end: Callable[[], None],
+        on_wanted: Callable[[], None] = lambda: None,
         loaders: Loaders | None = None,
         dealt: bool = False,
         prefetch: int = 0,
@@ -173,6 +174,7 @@ class DistributedDataset:
         self._agree = agree
         self._on_batch = on_batch
         self._on_end = on_end
+        self._on_wanted = on_wanted
         self._loaders = Loaders() if loaders is None else loaders
 
     def __len__(self) -> int:
@@ -196,10 +198,12 @@ class DistributedDataset:
         try:
             # Closed by name: an error's traceback may keep this frame, and so a thread, alive.
             with contextlib.closing(shares):
+                self._on_wanted()
                 for share in shares:
                     batch = to_device(share.batch, self._device)
                     self._on_batch(share.local_examples, share.global_examples)
                     yield batch
+                    self._on_wanted()
         finally:
             self._on_end()
 

@@ -11,6 +11,9 @@ MirrorError
 │   └── RemoteException           an exception whose own class cannot be rebuilt here
 ├── CheckpointError (RuntimeError) a model's file cannot be written, or not be read
 └── PoolClosed (RuntimeError)     the replicas were stopped; start new ones
+
+KeyboardInterrupt
+└── TrainingStopped               the Stop button, or `%mirror` from elsewhere: the end of a step, variables kept
 """
 
 from __future__ import annotations
@@ -58,6 +61,10 @@ class CheckpointError(MirrorError, RuntimeError):
 
 class PoolClosed(MirrorError, RuntimeError):
     """The replicas were stopped; a new pool has to be started."""
+
+
+class TrainingStopped(KeyboardInterrupt):
+    """The user ended a training after a whole step; no error, and not to be caught by `except Exception`."""
 
 
 class ContextError(MirrorError, RuntimeError):

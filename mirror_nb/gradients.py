@@ -6,10 +6,11 @@ or the notebook.
 A *round* is the synchronisation of one backward pass:
 
     first gradient accumulated   history predicts the plan, the same one on all replicas
-    a bucket has its gradients   copied in, divided by the replicas, summed while the pass goes on, in order
+    a gradient is there          copied into its bucket (CPU: at once, while it is in the cache; GPU: with the others)
+    a bucket has its gradients   reduced while the pass goes on, in order
     end of the backward pass     the buckets that still lack some follow, zeros in the gaps; then the tail
     tail received                who used what: gradients that the plan lacks go in a second set of buckets
-    all received                 copied out into ``parameter.grad``; history learns what was used
+    all received                 ``parameter.grad`` shows the bucket's memory; history learns what was used
 
 Replicas need not use the same parameters: the plan comes from what all of them know, the tail tells the rest.
 A parameter that is met for the first time is *agreed* on: matched over the replicas by name, values compared.
@@ -32,7 +33,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.weak import TensorWeakRef
 
+from mirror_nb.collectives.base import CrossDeviceOps, Reduction
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
+from mirror_nb.recorder import Recorder
+from mirror_nb.steering import Steering
+from mirror_nb.values import ReduceOp
 
 # So many backward passes in a row leave the same parameters out before the plan leaves them out too.
 PATIENCE = 4
@@ -78,6 +83,11 @@ class GradientSynchronizer:
         self.enabled = True
         # Called at the first gradient of every round, for whoever has to know that training began.
         self.before_backward: Callable[[], None] = lambda: None
+        self._ops: CrossDeviceOps | None = None
+        self.recorder: Recorder | None = None
+        # Is told how each pass goes.
+        self.steering: Steering | None = None
+        # What this replica was told rides with its gradients.
         self._bytes_per_bucket = bytes_per_bucket
         self._first_bucket_bytes = first_bucket_bytes
         self._accumulating = False
@@ -125,6 +135,16 @@ class GradientSynchronizer:
         tracked = self._by_id.get(id(parameter))
         return tracked if tracked is not None and tracked.parameter() is parameter else None
 
+    def use(self, ops: CrossDeviceOps, *, bytes_per_bucket: int | None = None) -> None:
+        """Reduce by these cross-device ops, bound to this replica, from the next backward pass on.
+
+        Every replica has to make the same call between the same passes. Without it torch's own all-reduce serves.
+        """
+        self._ops = ops
+        self._bytes_per_bucket = bytes_per_bucket or self._bytes_per_bucket
+        self._buffers.clear()
+        self._plans.clear()
+
     # How it takes part
 
     def set_shares(self, local_examples: int, global_examples: int) -> None:
@@ -159,7 +179,7 @@ class GradientSynchronizer:
         if self._round is not None:
             self._give_up(self._round)
         self.before_backward()
-        self._round = _Round(self._plan(self._history.predict()), lambda: self)
+        self._round = self._new_round(lambda: self)
         self._end(self._round)
 
     def reset(self) -> None:
@@ -202,15 +222,28 @@ class GradientSynchronizer:
         if self._round is not None:
             self._give_up(self._round)
         self.before_backward()
+        if self.recorder is not None:
+            self.recorder.backward_begun()
 
         def end() -> None:
             self._end(round_)
 
         # Autograd lets go of the callback when its pass ends, by an exception too: then the round is broken.
-        round_ = _Round(self._plan(self._history.predict()), weakref.ref(end))
+        round_ = self._new_round(weakref.ref(end))
         _call_at_end_of_backward(end)
         self._round = round_
         return round_
+
+    def _new_round(self, owner: Callable[[], object | None]) -> _Round:
+        round_ = _Round(self._plan(self._history.predict()), owner)
+        for i, bucket in enumerate(round_.plan.buckets):
+            extra = self._tail_length() if i >= round_.plan.early else 0
+            bucket.open(self._buffers, self._agreed, self._ops_for(bucket), extra)
+        return round_
+
+    def _ops_for(self, bucket: _Bucket) -> CrossDeviceOps | None:
+        ops = self._ops
+        return ops if ops is not None and bucket.device_type == ops.member.device.type else None
 
     def _meet_group(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -255,6 +288,7 @@ class GradientSynchronizer:
         round_.touched.append(number)
         bucket = round_.plan.bucket_of.get(number)
         if bucket is not None:
+            round_.plan.buckets[bucket].place(number, parameter)
             round_.lacking[bucket] -= 1
             if bucket == round_.launched and not round_.lacking[bucket]:
                 self._launch_ready(round_)
@@ -266,11 +300,21 @@ class GradientSynchronizer:
             round_.launched += 1
 
     def _launch(self, round_: _Round, bucket: _Bucket, tail: Sequence[float] = ()) -> Tensor:
-        flat = bucket.fill(self._buffers, self._agreed, 1 / self.num_replicas, tail)
-        round_.works.append(dist.all_reduce(flat, async_op=True))
+        ops = self._ops_for(bucket)
+        flat = bucket.fill(self._agreed, tail)
+        if ops is not None:
+            number = len(round_.works)
+            if self.recorder is not None:
+                self.recorder.queued(number, flat.numel() * flat.element_size())
+            round_.works.append(ops.all_reduce(ReduceOp.MEAN, flat, bucket=number))
+        else:
+            flat[: bucket.numel].mul_(1 / self.num_replicas)
+            round_.works.append(dist.all_reduce(flat, async_op=True))
         return flat
 
     def _end(self, round_: _Round) -> None:
+        if self.recorder is not None:
+            self.recorder.backward_computed()
         try:
             with torch.no_grad():
                 self._finish(round_)
@@ -290,9 +334,11 @@ class GradientSynchronizer:
         if any(tail.given_up):
             self._check_given_up(tail)
             return
+        if self.steering is not None:
+            self.steering.agree(tail.steering)
         self._unreduced.clear()
         for bucket in round_.plan.buckets:
-            bucket.copy_out(self._agreed, tail.used)
+            bucket.hand_out(self._agreed, tail.used)
         late = tail.used - round_.plan.numbers
         dead: frozenset[int] = frozenset()
         if tail.unknown:
@@ -310,12 +356,16 @@ class GradientSynchronizer:
             if parameter is not None and parameter.grad is not None and tracked.round is not round_:
                 self._mark(round_, tracked, parameter)
 
+    def _tail_length(self) -> int:
+        return len(_Tail(frozenset(), 0, [0.0] * self.num_replicas, [0.0, 0.0]).numbers(len(self._agreed)))
+
     def _launch_rest(self, round_: _Round) -> Tensor:
         """Send the buckets that are left, with gaps, and the tail; returns where the tail will be."""
         tail = _Tail(
             frozenset(round_.touched),
             len(round_.unknown),
             [float(round_.given_up and i == self.replica_id) for i in range(self.num_replicas)],
+            self.steering.flags() if self.steering is not None else [0.0, 0.0],
         ).numbers(len(self._agreed))
         plan = round_.plan
         while round_.launched < plan.early:
@@ -339,10 +389,11 @@ class GradientSynchronizer:
     def _reduce_late(self, numbers: frozenset[int]) -> None:
         round_ = _Round(self._cut(numbers), lambda: None)
         for bucket in round_.plan.buckets:
+            bucket.open(self._buffers, self._agreed, self._ops_for(bucket), 0)
             self._launch(round_, bucket)
         round_.wait()
         for bucket in round_.plan.buckets:
-            bucket.copy_out(self._agreed, numbers)
+            bucket.hand_out(self._agreed, numbers)
 
     # What the replicas agree on
 
@@ -510,7 +561,7 @@ class _Round:
     owner: Callable[[], object | None]  # gone when autograd has let go of this pass
     touched: list[int] = field(default_factory=list)
     unknown: list[_Tracked] = field(default_factory=list)
-    works: list[Any] = field(default_factory=list)
+    works: list[Reduction | Any] = field(default_factory=list)
     launched: int = 0
     given_up: bool = False
     lacking: list[int] = field(init=False)  # gradients that each bucket waits for
@@ -531,22 +582,23 @@ class _Round:
 @final
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """What each replica tells the others at the end of a round: a float a fact, summed over the replicas."""
+    """What each replica tells the others at the end of a round: a float a fact, not zero if it is so somewhere."""
 
     used: frozenset[int]
     unknown: float
     given_up: list[float]
+    steering: list[float]
 
     def numbers(self, agreed: int) -> list[float]:
         flags = [0.0] * agreed
         for number in self.used:
             flags[number] = 1.0
-        return [*flags, float(self.unknown), *self.given_up]
+        return [*flags, float(self.unknown), *self.given_up, *self.steering]
 
     @staticmethod
     def read(sums: list[float], agreed: int) -> _Tail:
         used = frozenset(number for number in range(agreed) if sums[number])
-        return _Tail(used, sums[agreed], sums[agreed + 1 :])
+        return _Tail(used, sums[agreed], sums[agreed + 1 : -2], sums[-2:])
 
 
 @final
@@ -587,7 +639,7 @@ class _Agreed:
 class _Bucket:
     """Gradients that are reduced in one piece; those of one dtype and kind of device."""
 
-    __slots__ = ("_base", "_views", "device_type", "dtype", "numbers", "numel", "shapes", "slot")
+    __slots__ = ("_memory", "_placed", "_views", "device_type", "dtype", "key", "numbers", "numel", "shapes")
 
     def __init__(self, numbers: tuple[int, ...], agreed: Sequence[_Agreed], slot: int) -> None:
         self.numbers = numbers
@@ -595,43 +647,124 @@ class _Bucket:
         self.dtype = agreed[numbers[0]].dtype
         self.device_type = agreed[numbers[0]].device_type
         self.numel = sum(shape.numel() for shape in self.shapes)
-        self.slot = slot
-        self._base: Tensor | None = None
-        self._views: list[Tensor] = []
+        self.key = (self.dtype, self.device_type, slot)
+        self._memory: _Memory | None = None
+        self._views: dict[int, Tensor] = {}
+        # By number: where each gradient lies.
+        self._placed: set[int] = set()
+        # Numbers whose gradients show this memory already, in the present round.
 
-    def fill(self, buffers: _Buffers, agreed: Sequence[_Agreed], scale: float, tail: Sequence[float]) -> Tensor:
-        """Copy the gradients in, zeros where there are none, times `scale`; then the `tail` as it is."""
-        base = buffers.get(self, len(tail), agreed)
-        if base is not self._base:
-            self._base = base
-            pieces = base[: self.numel].split([shape.numel() for shape in self.shapes])
-            self._views = [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+    def open(self, buffers: _Buffers, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None, extra: int) -> None:
+        """Be ready for the gradients of a round, and `extra` numbers after them; every replica calls it."""
+        memory = buffers.get(self, extra, agreed, ops)
+        if memory is not self._memory:
+            self._memory = memory
+            pieces = memory.flat[: self.numel].split([shape.numel() for shape in self.shapes])
+            shaped = (piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True))
+            self._views = dict(zip(self.numbers, shaped, strict=True))
+        self._placed.clear()
+        memory.take_back(self._stays)
+
+    def _stays(self, gradient: Tensor, parameter: nn.Parameter | None, number: int) -> bool:
+        """Whether a gradient that shows the memory belongs where it is: the one that this round adds to."""
+        view = self._views.get(number)
+        current = parameter is not None and parameter.grad is gradient
+        return current and view is not None and _lies_in(gradient, view)
+
+    def place(self, number: int, parameter: nn.Parameter) -> None:
+        """Let a gradient that has just been accumulated show this memory: copied while it is in the cache.
+
+        The tensor stays who it is; its own memory is free for the next gradient.
+        """
+        gradient = parameter.grad
+        if self.device_type == "cpu" and gradient is not None and _may_move(gradient, parameter):
+            view = self._views[number]
+            if not _lies_in(gradient, view):
+                with torch.no_grad():
+                    view.copy_(gradient)
+                gradient.data = view
+            self._lend(gradient, parameter, number)
+
+    def _lend(self, gradient: Tensor, parameter: nn.Parameter, number: int) -> None:
+        assert self._memory is not None
+        self._placed.add(number)
+        self._memory.lend(gradient, parameter, number)
+
+    def fill(self, agreed: Sequence[_Agreed], tail: Sequence[float]) -> Tensor:
+        """Copy in the gradients that are not there yet, zeros where there are none; then the `tail` as it is."""
+        assert self._memory is not None
         into, source = [], []
-        for number, view in zip(self.numbers, self._views, strict=True):
+        for number, view in self._views.items():
+            if number in self._placed:
+                continue
             parameter = agreed[number].parameter()
             if parameter is None or parameter.grad is None:
                 view.zero_()
-            else:
+            elif not _lies_in(parameter.grad, view):
                 into.append(view)
                 source.append(parameter.grad)
         _copy_all(into, source)
-        base[: self.numel].mul_(scale)
+        flat = self._memory.flat[: self.numel + len(tail)]
         if tail:
-            base[self.numel : self.numel + len(tail)] = torch.tensor(tail)
-        return base[: self.numel + len(tail)]
+            flat[self.numel :] = torch.tensor(tail)
+        return flat
 
-    def copy_out(self, agreed: Sequence[_Agreed], used: frozenset[int]) -> None:
-        """Copy into the gradients' own tensors, which users may hold, and only where some replica had one."""
+    def hand_out(self, agreed: Sequence[_Agreed], used: frozenset[int]) -> None:
+        """Let the gradients show this memory, where some replica had one; the tensors stay who they are.
+
+        Those in another layout, or with a graph of their own, get a copy.
+        """
         into, source = [], []
-        for number, view in zip(self.numbers, self._views, strict=True):
+        for number, view in self._views.items():
             parameter = agreed[number].parameter()
-            if parameter is None or number not in used:
+            if number in self._placed or parameter is None or number not in used:
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            into.append(parameter.grad)
-            source.append(view)
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            if _may_move(gradient, parameter):
+                gradient.data = view
+                self._lend(gradient, parameter, number)
+            else:
+                into.append(gradient)
+                source.append(view)
         _copy_all(into, source)
+
+
+def _may_move(gradient: Tensor, parameter: nn.Parameter) -> bool:
+    return gradient.is_contiguous() and parameter.is_contiguous() and not gradient.requires_grad
+
+
+def _lies_in(gradient: Tensor | None, view: Tensor) -> bool:
+    return gradient is not None and gradient.data_ptr() == view.data_ptr() and gradient.is_contiguous()
+
+
+@final
+class _Memory:
+    """A bucket's memory, and the gradients that show it."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self._lent: dict[int, tuple[Callable[[], Tensor | None], Callable[[], nn.Parameter | None], int]] = {}
+
+    def lend(self, gradient: Tensor, parameter: nn.Parameter, number: int) -> None:
+        """Remember a gradient that shows this memory."""
+        known = self._lent.get(id(gradient))
+        if known is None or known[0]() is not gradient:
+            self._lent[id(gradient)] = (TensorWeakRef(gradient), TensorWeakRef(parameter), number)
+
+    def take_back(self, stays: Callable[[Tensor, nn.Parameter | None, int], bool]) -> None:
+        """Give memory of their own to the gradients that somebody still holds, but for those that stay.
+
+        A user may keep last step's gradients; and another plan's parameters keep theirs until they are reduced again.
+        """
+        for key, (reference, owner, number) in list(self._lent.items()):
+            gradient = reference()
+            if gradient is not None and stays(gradient, owner(), number):
+                continue
+            del self._lent[key]
+            if gradient is not None:
+                gradient.data = gradient.clone()
 
 
 @final
@@ -639,20 +772,25 @@ class _Buffers:
     """Flat memory for buckets; plans share it, since one round goes at a time."""
 
     def __init__(self) -> None:
-        self._flat: dict[tuple[torch.dtype, str, int], Tensor] = {}
+        self._memory: dict[tuple[torch.dtype, str, int], _Memory] = {}
 
-    def get(self, bucket: _Bucket, extra: int, agreed: Sequence[_Agreed]) -> Tensor:
-        key = (bucket.dtype, bucket.device_type, bucket.slot)
-        flat = self._flat.get(key)
-        if flat is None or flat.numel() < bucket.numel + extra:
-            owners = (agreed[number].parameter() for number in bucket.numbers)
-            device = next((parameter.device for parameter in owners if parameter is not None), bucket.device_type)
-            flat = torch.empty(bucket.numel + extra, dtype=bucket.dtype, device=device)
-            self._flat[key] = flat
-        return flat
+    def get(self, bucket: _Bucket, extra: int, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None) -> _Memory:
+        memory = self._memory.get(bucket.key)
+        if memory is None or memory.flat.numel() < bucket.numel + extra:
+            memory = self._memory[bucket.key] = _Memory(self._allocate(bucket, extra, agreed, ops))
+        return memory
+
+    @staticmethod
+    def _allocate(bucket: _Bucket, extra: int, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None) -> Tensor:
+        if ops is not None:
+            # Where the replicas reduce it as it lies, if there is such memory.
+            return ops.allocate(bucket.numel + extra, bucket.dtype)
+        owners = (agreed[number].parameter() for number in bucket.numbers)
+        device = next((parameter.device for parameter in owners if parameter is not None), bucket.device_type)
+        return torch.empty(bucket.numel + extra, dtype=bucket.dtype, device=device)
 
     def clear(self) -> None:
-        self._flat.clear()
+        self._memory.clear()
 
 
 @final

@@ -7,6 +7,7 @@ payload's slab rides beside its frame. Both ends know this module and not each o
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import pickle
 import re
@@ -57,6 +58,8 @@ class ReplicaSpec:
     # Of gradients: "mean" or "sum".
     setup: str
     # "module:function", called with the replica: gives the names that its cells find bound.
+    communication: bytes = b""
+    # Pickled: what gradients are reduced by, and how. Empty: the default of the device.
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,36 @@ class Fetch:
     # True on the one replica whose networks travel.
 
 
+class Word(enum.Enum):
+    """What a training is told while it runs."""
+
+    GO = "go"
+    PAUSE = "pause"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Steer:
+    """Hold, go on or end where a step ends; read by the control thread at once."""
+
+    number: int
+    # Grows with each word of a pool.
+    word: Word
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Write telemetry into the ring whose descriptor rides beside; read by the control thread, without an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Communicate:
+    """Reduce gradients by other cross-device ops."""
+
+    communication: bytes
+    # Pickled, as in ReplicaSpec.
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Send every name that can travel, with handles, for a replica that starts anew."""
@@ -228,7 +261,21 @@ class Request(_Compact):
     """A message that the replica's main thread answers with `Done` bearing the same number."""
 
     number: int
-    what: Form | RunCell | Call | Mirror | Bind | LoadModules | Fetch | Snapshot | Restore | Steps | Standing | StandAt
+    what: (
+        Form
+        | RunCell
+        | Call
+        | Communicate
+        | Mirror
+        | Bind
+        | LoadModules
+        | Fetch
+        | Snapshot
+        | Restore
+        | Steps
+        | Standing
+        | StandAt
+    )
 
 
 # --------------------------------------------------------------------------- replica to controller

@@ -270,6 +270,20 @@ def averaged_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in kept.items() if value is not None}
 
 
+def called(module: nn.Module) -> str:
+    """Return what to call a network on a screen: its class and size, `ResNet, 11.2 M parameters`."""
+    inner = list(module._modules.values())
+    if type(module).__module__.startswith("mirror_nb.") and len(inner) == 1 and inner[0] is not None:
+        # A wrapper of ours; the user's is inside.
+        return called(inner[0])
+    # Not by parameters(): that would bring the replicas' values here first.
+    count = sum(p.numel() for part in module.modules() for p in part._parameters.values() if p is not None)
+    size = next(
+        (f"{count / unit:.3g} {name}" for name, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if count >= unit), ""
+    )
+    return f"{type(module).__name__}, {size or count} parameters"
+
+
 def bits(values: Iterable[torch.Tensor]) -> int:
     """Return a checksum of the tensors' bits and their places; equal values give equal sums on every device."""
     total = 0

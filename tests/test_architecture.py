@@ -27,12 +27,12 @@ FLOORS = (
         "sampling",
         "prefetch",
     },
-    {"pool", "replica", "gradients", "data", "collectives"},
+    {"pool", "replica", "gradients", "data", "collectives", "recorder", "steering"},
     {"strategies"},
     {"training", "bench", "losses", "callbacks"},
     {"notebook"},
-    # A program of its own, which uses all the rest.
-    {"demo"},
+    # Programs of their own, which use all the rest.
+    {"demo", "watch"},
     {"__init__", "__main__"},
 )
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}

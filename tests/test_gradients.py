@@ -729,7 +729,7 @@ def test_alternating_losses_need_one_set_of_buckets_once_their_order_is_known(tw
         finally:
             dist.all_reduce = reduce
 
-    tail = 2 + 1 + 2
+    tail = 2 + 1 + 2 + 2
     assert two.run(look) == [[[100 + tail], [1000 + tail]]] * 2
 
 

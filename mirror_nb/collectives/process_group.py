@@ -7,9 +7,11 @@ neither when a group is formed nor why it is aborted: the replica's worker does.
               │ dist.all_reduce(…)            │ abort(error)
               ▼                               ▼
       InterruptibleGroup ──▶ _Operation ◀── _State.live        what Python and C++ wait for is ours
-              │                   ▲
-              ▼                   │ done, in a thread of gloo
-      dist.ProcessGroup(gloo, NCCL) ─ what torch itself would have built
+              │      │            ▲
+              │      │            │ done, in a thread of gloo
+              │      └──▶ dist.ProcessGroup(gloo, NCCL) ─ what torch itself would have built
+              ▼
+      Fabric: tensors on the CPU through shared memory, where all members are on one machine; see through_memory
 
 A process has one default group, as in torch.distributed, so the state here belongs to the process too.
 """
@@ -17,7 +19,6 @@ A process has one default group, as in torch.distributed, so the state here belo
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import os
@@ -32,7 +33,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import constants, device_mesh, distributed_c10d
 
-from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
+from mirror_nb.collectives import segments, through_memory
+from mirror_nb.collectives.fabric import Exchange, Fabric
+from mirror_nb.collectives.fabric import fresh as _fresh
+from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
 from mirror_nb.messages import Rendezvous
 
 __all__ = ["Rendezvous", "abort", "dissolve", "form", "install"]
@@ -41,6 +45,10 @@ BACKEND = "mirror_nb"
 
 # Seconds beyond the group's timeout: gloo's own report of a timeout comes first, since it knows the peer.
 _GRACE_SECONDS = 5.0
+
+# C++ cannot be told to carry an exchange on, so whoever asks for a future waits here so long for peers that are about
+# to come: DDP's buckets. After that a thread carries on.
+_FUTURE_SECONDS = 0.05
 
 # What ProcessGroup's methods are called in torch.distributed. Which of them exist differs by torch version.
 _COLLECTIVES = {
@@ -188,6 +196,8 @@ def abort(error: BaseException) -> None:
     operations, groups = _state.abort(error)
     for operation in operations:
         operation.fail(error)
+    for group in groups:
+        group.abort_shared(error)
     # After the CPU's waits are free: NCCL's abort may take its time.
     _abort_nccl([group.take_nccl() for group in groups])
 
@@ -198,7 +208,7 @@ class _State:
     def __init__(self) -> None:
         # Reentrant: a signal handler that calls abort() may run while the main thread holds it.
         self.lock = threading.RLock()
-        self.live: set[_Operation] = set()
+        self.live: set[_Operation | _SharedWork] = set()
         self.groups: set[InterruptibleGroup] = set()
         self.aborted: BaseException | None = None
         self.rendezvous: Rendezvous | None = None
@@ -219,16 +229,16 @@ class _State:
         if self.aborted is not None:
             raise _fresh(self.aborted)
 
-    def begin(self, operation: _Operation) -> None:
+    def begin(self, operation: _Operation | _SharedWork) -> None:
         with self.lock:
             self.check()
             self.live.add(operation)
 
-    def end(self, operation: _Operation) -> None:
+    def end(self, operation: _Operation | _SharedWork) -> None:
         with self.lock:
             self.live.discard(operation)
 
-    def abort(self, error: BaseException) -> tuple[list[_Operation], list[InterruptibleGroup]]:
+    def abort(self, error: BaseException) -> tuple[list[_Operation | _SharedWork], list[InterruptibleGroup]]:
         with self.lock:
             # A copy: the one that was given may hold the frames it was raised in.
             self.aborted = _fresh(error)
@@ -426,8 +436,81 @@ class _InterruptibleWork(dist._Work):
 
 
 @final
+class _SharedWork(dist._Work):
+    """A handle on a collective through shared memory; whoever waits carries it on."""
+
+    def __init__(
+        self, fabric: Fabric, exchange: Exchange, result: list[torch.Tensor], seconds: float, owner: object
+    ) -> None:
+        super().__init__()
+        self._fabric = fabric
+        self._exchange = exchange
+        self._result = result
+        self._seconds = seconds
+        self.owner = id(owner)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        exchange = self._exchange
+        if not exchange.ended:
+            _state.begin(self)
+            try:
+                self._fabric.wait(exchange, timeout.total_seconds() if timeout else self._seconds)
+            finally:
+                _state.end(self)
+        exchange.outcome()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if not self._exchange.ended:
+            self._fabric.progress()
+        return self._exchange.ended
+
+    def is_success(self) -> bool:
+        return self._exchange.ended and self._exchange.error is None
+
+    def exception(self) -> BaseException | None:
+        return self._exchange.error
+
+    def result(self) -> Any:
+        self.wait()
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        exchange, fabric = self._exchange, self._fabric
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        with contextlib.suppress(ReplicaTimeout):
+            if not exchange.ended:
+                self.wait(timedelta(seconds=min(_FUTURE_SECONDS, self._seconds)))
+        if exchange.ended and exchange.error is None:
+            future.set_result(self._result)
+            return future
+        chained = future.then(lambda _: self._outcome())
+        _state.begin(self)
+        fabric.when_ended(exchange, lambda: self._tell(future))
+        fabric.go_on_by_itself(at_once=True)
+        return chained
+
+    def _outcome(self) -> list[torch.Tensor]:
+        self._exchange.outcome()
+        return self._result
+
+    def _tell(self, future: torch.futures.Future[Any]) -> None:
+        _state.end(self)
+        future.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """End it, and with it all of its fabric: the replicas are out of step."""
+        self._fabric.abort(error)
+
+
+@final
 class InterruptibleGroup(dist.ProcessGroup):
     """torch's own group over gloo (and NCCL for CUDA tensors), with interruptible, abortable collectives.
+
+    What shared memory does faster goes through that, where the members are on one machine.
 
     The methods of `_COLLECTIVES` are set below the class. C++ finds them too: DDP's reducer, functional
     collectives.
@@ -439,6 +522,9 @@ class InterruptibleGroup(dist.ProcessGroup):
         self._name = self._description = "undefined"
         self._inner: dist.ProcessGroup | None = None
         self._nccl: Any = None
+        self.shared: Fabric | None = None
+        # What the members share, for collectives of others than torch's; None where they cannot, and why:
+        self.unshared = ""
         self.adopt(opened)
 
     def may_adopt(self, opened: _Opened) -> bool:
@@ -449,6 +535,8 @@ class InterruptibleGroup(dist.ProcessGroup):
         self.retire(PeerFailed("the process group was formed anew while this collective ran"))
         self._inner = opened.inner
         self._nccl = opened.nccl
+        self.shared = opened.shared if isinstance(opened.shared, Fabric) else None
+        self.unshared = "" if isinstance(opened.shared, Fabric) else opened.shared
         self._store = opened.store
         self._seconds = opened.timeout.total_seconds()
         self._devices: list[torch.device] = opened.inner._device_types
@@ -457,9 +545,19 @@ class InterruptibleGroup(dist.ProcessGroup):
             _state.groups.add(self)
 
     def issue(self, name: str, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
-        """Start a collective by the inner group's method `name`."""
-        inner = self._living()
-        call = getattr(inner, name)
+        """Start a collective: through shared memory where that serves it, else by the inner group's method `name`."""
+        self._living()
+        if self.shared is not None:
+            begun = through_memory.begin(self.shared, name, args, kwargs)
+            if begun is not None:
+                if not begun[0].ended and _may_be_left_alone(args, kwargs):
+                    self.shared.go_on_by_itself(at_once=False)
+                return _SharedWork(self.shared, *begun, self._seconds_of(args, kwargs), self)
+        return self.carry(name, label, args, kwargs)
+
+    def carry(self, name: str, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        """Start a collective by the inner group's method `name`, never through shared memory."""
+        call = getattr(self._living(), name)
         if self._nccl is not None and _on_cuda((*args, *kwargs.values())):
             # NCCL's wait makes the stream wait, not this thread: its handle is given as it is.
             return call(*args, **kwargs)
@@ -496,10 +594,19 @@ class InterruptibleGroup(dist.ProcessGroup):
             # the destructor would wait here.
             inner, self._inner = [self._inner], None
             nccl, self._nccl = self._nccl, None
+            shared, self.shared = self.shared, None
             operations = [operation for operation in _state.live if operation.owner == id(self)]
         for operation in operations:
             operation.fail(error)
+        if shared is not None:
+            shared.close(error)
         _bury(inner, nccl)
+
+    def abort_shared(self, error: BaseException) -> None:
+        """End what goes through shared memory with `error`, and refuse more of it."""
+        shared = self.shared
+        if shared is not None:
+            shared.abort(error)
 
     def take_nccl(self) -> Any:
         """This group's NCCL, if it has one, for an abort: it is of no use afterwards."""
@@ -597,6 +704,8 @@ class _Opened:
     timeout: timedelta
     nccl: Any
     # ProcessGroupNCCL, which not every build of torch has; None without it
+    shared: Fabric | str
+    # Or why there is none.
 
     @property
     def backend_config(self) -> str:
@@ -642,7 +751,27 @@ def _open(options: Any, device: torch.device) -> _Opened:
     else:
         inner._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     inner._set_group_name(options.group_id)
-    return _Opened(inner, options.store, timeout, nccl)
+    shared = _open_shared(dist.PrefixStore("memory/", options.store), rank, size, timeout.total_seconds())
+    return _Opened(inner, options.store, timeout, nccl, shared)
+
+
+def _open_shared(store: dist.Store, rank: int, size: int, seconds: float) -> Fabric | str:
+    """What the members share, or why they do not: they are on several machines, or there is no such memory."""
+    rounds = 0
+
+    def gather(value: Any) -> list[Any]:
+        nonlocal rounds
+        rounds += 1
+        store.set(f"{rounds}/{rank}", segments.written(value))
+        # The store has no key, so nothing of it is unpickled.
+        return [segments.read(store.get(f"{rounds}/{peer}").decode()) for peer in range(size)]
+
+    if size == 1:
+        return "there is one replica"
+    try:
+        return Fabric.form(gather, rank, size, seconds)
+    except ReplicaError as error:
+        return str(error)
 
 
 def _open_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
@@ -863,6 +992,11 @@ def _aside(label: str, call: Callable[[], _Value], seconds: float) -> _Value:
     return value
 
 
+def _may_be_left_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the caller of this collective may do something else before it waits, for another replica even."""
+    return all(getattr(option, "asyncOp", True) for option in (*args, *kwargs.values()))
+
+
 def _on_cuda(arguments: tuple[Any, ...]) -> bool:
     """Whether torch sends a collective with these arguments to the backend of CUDA."""
     tensor = next(_tensors(arguments), None)
@@ -878,16 +1012,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-
-
-def _fresh(error: BaseException) -> BaseException:
-    """A copy of `error`, so that each raise has a traceback of its own."""
-    try:
-        copied = copy.copy(error)
-    except Exception:
-        copied = PeerFailed(f"{type(error).__name__}: {error}")
-    copied.__cause__ = error.__cause__
-    return copied.with_traceback(None)
 
 
 _state = _State()

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError as MagicUsageError
+from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from mirror_nb.errors import MirrorError, UsageError
+from mirror_nb.notebook.picker.driven_session import DrivenSession
 from mirror_nb.notebook.session import CellOptions, Session
+
+if TYPE_CHECKING:
+    from mirror_nb.notebook.picker.widget import Picker
+
+
+_WHAT = ["start", "stop", "restart", "status", "dashboard", "push", "pull"]
 
 
 @magics_class
@@ -22,6 +30,9 @@ class MirrorMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self.session = Session(shell)
+        self._shell = shell
+        self._picker: Picker | None = None
+        # One: shown again, it is the same.
 
     @no_var_expand
     @magic_arguments()
@@ -30,6 +41,7 @@ class MirrorMagics(Magics):
     @argument("--out", default=None, metavar="NAME", help="bind the result to NAME instead of showing it")
     @argument("--quiet", action="store_true", help="no status lines, no closing line, nothing of other replicas")
     @argument("--timeout", type=float, default=None, metavar="SECONDS", help="stop the cell after so long")
+    @argument("--dashboard", action="store_true", help="show what the replicas do, live, above the cell's output")
     @cell_magic
     def mirrored(self, line: str, cell: str) -> Any:
         """Run the cell on every replica, each with its device.
@@ -50,32 +62,56 @@ class MirrorMagics(Magics):
             out=given.out,
             quiet=given.quiet,
             timeout=given.timeout,
+            dashboard=given.dashboard,
         )
         with _short_tracebacks():
             return self.session.run_cell(cell, options)
 
     @no_var_expand
     @magic_arguments()
-    @argument("what", nargs="?", choices=["start", "stop", "restart", "status", "push", "pull"], help="what to do")
+    @argument("what", nargs="?", choices=_WHAT, help="what to do")
     @argument("names", nargs="*", help="names to push or pull")
     @argument("--devices", default=None, help="start, restart: e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs")
+    @argument("--ops", default=None, metavar="NAME", help="start, restart: cross-device ops, e.g. shared_memory, gloo")
     @argument("--seed", type=int, default=0, help="start: seed of the replicas' random numbers")
     @argument("--in-process", action="store_true", help="start: one replica in this very process, for debugging")
+    @argument("--dashboard", action="store_true", help="start: show a dashboard above every mirrored cell that trains")
     @argument("--replica", type=int, default=None, help="pull: from this replica only")
     @line_magic
     def mirror(self, line: str) -> None:
-        """Start, stop and look at the replicas; push names to them and pull names from them."""
+        """Start, stop and look at the replicas; push names to them and pull names from them.
+
+        `%mirror dashboard` shows what they do, live while the cells below it run.
+        Alone it shows the picker: devices to tick, and buttons. In a terminal it says what runs.
+        """
         given = _parsed(self.mirror, line)
         with _short_tracebacks():
-            print(self._mirror(given))
+            if given.what is None and getattr(self._shell, "kernel", None) is not None:
+                self.show_picker()
+            elif given.what == "dashboard":
+                self.session.dashboard()
+            else:
+                print(self._mirror(given))
+
+    def show_picker(self) -> None:
+        """Show the picker below the running cell."""
+        if self._picker is None:
+            # Imported here: ipywidgets takes a while, which a notebook that never picks need not wait for.
+            from mirror_nb.notebook.picker.widget import Picker
+
+            made = self._picker = Picker(DrivenSession(self.session), shell=self._shell)
+            self._shell.events.register("post_run_cell", lambda result: made.look_at_replicas())
+        self._picker.show()
 
     def _mirror(self, given: Any) -> str:
         session = self.session
         match given.what:
             case "start":
-                return session.start(given.devices, given.seed, given.in_process)
+                started = session.start(given.devices, given.seed, given.in_process, given.ops)
+                session.dashboards_above_cells |= given.dashboard
+                return started
             case "restart":
-                return session.restart(given.devices)
+                return session.restart(given.devices, given.ops)
             case "stop":
                 return session.stop()
             case "push":
@@ -123,3 +159,18 @@ def _ids(text: str | None) -> tuple[int, ...] | None:
         except (ValueError, OverflowError):
             raise UsageError(f"--replicas {text!r}: {part!r} is no replica id; write 0,2-3, say") from None
     return tuple(ids)
+
+
+def picker() -> None:
+    """Show the picker below the running cell: devices to tick, buttons, and the line of code that does the same.
+
+    Where widgets are not shown, a text says what to write instead. Loads the extension if that was not done.
+
+    Raises UsageError outside of IPython.
+    """
+    shell: Any = get_ipython()
+    if shell is None:
+        raise UsageError("the picker needs a notebook; in a script write mirror_nb.MirroredStrategy(devices=[...])")
+    if "mirrored" not in shell.magics_manager.magics["cell"]:
+        shell.extension_manager.load_extension("mirror_nb")
+    shell.magics_manager.registry["MirrorMagics"].show_picker()

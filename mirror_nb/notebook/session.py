@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import linecache
 import os
 import sys
 import time
 import types
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +19,12 @@ from comm import get_comm_manager
 from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb import devices as device_names
+from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, UsageError
 from mirror_nb.messages import Bind, CommSent, Fetch, LoadModules, RunCell, Source
+from mirror_nb.mirrors import called
+from mirror_nb.notebook.live import LiveDashboard
 from mirror_nb.notebook.names import Names, Parcel, Returned
 from mirror_nb.notebook.output import CellView, CommProxy, duration, size
 from mirror_nb.notebook.source import cell_names
@@ -47,6 +52,8 @@ class CellOptions:
     quiet: bool = False
     timeout: float | None = None
     # Seconds.
+    dashboard: bool = False
+    # Above what it shows.
 
 
 @dataclass(slots=True)
@@ -81,6 +88,13 @@ class Session:
         self._told: set[int] = set()
         # Pids of dead replicas that the user has been told of.
         self._seed = 0
+        self._ops: str | None = None
+        self._operation = ""
+        # The same as a class, as dashboards call it.
+        self._dashboard: LiveDashboard | None = None
+        # The one that follows from cell to cell.
+        self.dashboards_above_cells = False
+        # Each cell that trains has one of its own.
         self._names = Names(shell.user_ns, self.fetch)
 
     # ------------------------------------------------------------------ life
@@ -90,28 +104,35 @@ class Session:
         """The replicas, if there are any."""
         return self._pool
 
-    def start(self, devices: str | None = None, seed: int = 0, in_process: bool = False) -> str:
+    def start(
+        self, devices: str | None = None, seed: int = 0, in_process: bool = False, ops: str | None = None
+    ) -> str:
         """Start replicas and return a line that says so; on the same devices again, say that they run.
 
-        Raises DeviceError for devices that are not there, UsageError when others are running.
+        `ops`: the name of the cross-device ops. Raises DeviceError for devices that are not there and ops that cannot
+        work on them, UsageError when others are running.
         """
         chosen = device_names.resolve(devices, torch.cuda.device_count())
         if self._pool is not None:
-            if devices is None or chosen == self._pool.devices:
+            if (devices is None or chosen == self._pool.devices) and ops in (None, self._ops):
                 return f"{_replicas(self._pool.devices)} running already"
             raise UsageError(
                 f"replicas are running on {', '.join(map(str, self._pool.devices))}; "
-                f"use %mirror restart --devices {devices} (their names are lost then), or %mirror stop"
+                f"use %mirror restart {_flags(devices, ops)} (their names are lost then), or %mirror stop"
             )
         began = time.perf_counter()
-        self._seed = seed
-        pool = (InProcessPool if in_process else LocalPool)(chosen, setup=SETUP, seed=seed)
+        communication = choose(ops, None, chosen)
+        self._seed, self._ops, self._operation = seed, ops, type(communication.ops).__name__
+        pool = (InProcessPool if in_process else LocalPool)(
+            chosen, setup=SETUP, seed=seed, communication=communication.pickled()
+        )
         try:
             pool.start()
         except BaseException:
             pool.close()
             raise
         self._pool = pool
+        pool.tell("", self._operation)
         self._watch(pool)
         self._names = Names(self._shell.user_ns, self.fetch)
         return f"{_replicas(chosen)} ready in {duration(time.perf_counter() - began)}"
@@ -135,26 +156,33 @@ class Session:
 
         loop.call_later(IDLE_SECONDS, look)
 
-    def restart(self, devices: str | None = None) -> str:
-        """Stop the replicas and start new ones, on the same devices unless others are named."""
+    def restart(self, devices: str | None = None, ops: str | None = None) -> str:
+        """Stop the replicas and start new ones, on the same devices and with the same ops unless others are named."""
         if self._pool is None:
-            return self.start(devices)
-        names = devices or ",".join(map(str, self._pool.devices))
+            return self.start(devices, ops=ops)
+        names, ops = devices or ",".join(map(str, self._pool.devices)), ops or self._ops
         # A mistake in the names must not cost the replicas that run.
-        device_names.resolve(names, torch.cuda.device_count())
+        choose(ops, None, device_names.resolve(names, torch.cuda.device_count()))
         in_process = isinstance(self._pool, InProcessPool)
-        self._pool.close()
-        self._pool = None
-        return self.start(names, self._seed, in_process)
+        self._end()
+        return self.start(names, self._seed, in_process, ops)
 
     def stop(self) -> str:
         """Stop the replicas and all that they started; return a line that says so."""
         if self._pool is None:
             return "no replicas are running"
-        pool, self._pool = self._pool, None
-        pool.close()
+        devices = self._pool.devices
+        self.dashboards_above_cells = False
+        self._end()
         stop_forkserver()
-        return f"{_replicas(pool.devices)} stopped"
+        return f"{_replicas(devices)} stopped"
+
+    def _end(self) -> None:
+        pool, self._pool = self._running(), None
+        if self._dashboard is not None:
+            self._dashboard.close()
+            self._dashboard = None
+        pool.close()
 
     def status(self) -> str:
         """Return a table of the replicas: id, device, pid, memory, state."""
@@ -168,6 +196,49 @@ class Session:
         return "\n".join(
             "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows
         )
+
+    # ------------------------------------------------------------------ dashboards
+
+    def dashboard(self) -> None:
+        """Show the dashboard that follows from cell to cell; starts replicas if there are none.
+
+        Raises UsageError for replicas that record nothing.
+        """
+        if self._pool is None:
+            self.start()
+        if self._dashboard is None:
+            self._dashboard = self._live()
+        self._dashboard.show()
+
+    def _live(self, fresh: bool = False) -> LiveDashboard:
+        return LiveDashboard(
+            self._running(), operation=self._operation, title=self._title, shell=self._shell, fresh=fresh
+        )
+
+    def _title(self) -> str:
+        networks = self._names.mirrors.roots()
+        return called(networks[-1][1]) if networks else ""
+
+    @contextlib.contextmanager
+    def _watched(self, options: CellOptions) -> Iterator[list[LiveDashboard]]:
+        """Yield the dashboards that show this cell: the one of all cells, and its own."""
+        following = [self._dashboard] if self._dashboard is not None else []
+        above = self.dashboards_above_cells and not options.quiet and getattr(self._shell, "kernel", None) is not None
+        if not options.dashboard and (not above or self._running().notice() is None):
+            yield following
+            return
+        own = self._live(fresh=True)
+        if options.dashboard:
+            own.show()
+        else:
+            place = uuid.uuid4().hex
+            self._shell.display_pub.publish({"text/plain": ""}, transient={"display_id": place})
+            own.show_above(place)
+        try:
+            yield [*following, own]
+            own.cell_ended()
+        finally:
+            own.close()
 
     # ------------------------------------------------------------------ cells
 
@@ -185,21 +256,49 @@ class Session:
         ledger = _Ledger(mended=self._mend())
         names = cell_names(self._shell.transform_cell(source))
         parcels = self._names.prepare(names.read, replicas)
-        try:
-            self._push_changed(ledger)
-            requests, slabs = self._requests(source, options, names, replicas, parcels)
-            view = CellView(self._shell, replicas, pool.devices, options.quiet)
-            report = pool.run(
-                requests,
-                slabs=slabs,
-                on_message=self._shown_by(view),
-                on_tick=view.tick,
-                timeout=options.timeout,
-            )
-        finally:
-            for parcel in parcels:
-                parcel.packed.close()
-        self._told |= {death.pid for death in report.deaths}
+        with self._watched(options) as dashboards:
+            try:
+                self._push_changed(ledger)
+                requests, slabs = self._requests(source, options, names, replicas, parcels)
+                view = CellView(self._shell, replicas, pool.devices, options.quiet)
+                report = self._follow(requests, slabs, view, dashboards, options.timeout)
+            finally:
+                for parcel in parcels:
+                    parcel.packed.close()
+            self._told |= {death.pid for death in report.deaths}
+            self._enter(ledger, parcels, report)
+            ledger.returned = self._absorb(report, replicas[0])
+            pool.tell(self._title(), self._operation)
+        view.close(ledger.parts(replicas, time.perf_counter() - began))
+        raise_for(report, pool.devices, options.timeout)
+        if options.out is not None:
+            self._shell.user_ns[options.out] = ledger.returned.result
+            return None
+        return self._shown(report, replicas[0], ledger.returned.result)
+
+    def _follow(
+        self,
+        requests: dict[int, RunCell],
+        slabs: dict[int, int | None],
+        view: CellView,
+        dashboards: Sequence[LiveDashboard],
+        timeout: float | None,
+    ) -> Report:
+        """Run the requests, and show how they go on."""
+
+        def tick(pending: set[int]) -> None:
+            view.tick(pending)
+            for dashboard in dashboards:
+                dashboard.tick(pending)
+
+        take = self._shown_by(view)
+        report = self._running().run(requests, slabs=slabs, on_message=take, on_tick=tick, timeout=timeout)
+        for dashboard in dashboards:
+            dashboard.ended(report)
+        return report
+
+    def _enter(self, ledger: _Ledger, parcels: Sequence[Parcel], report: Report) -> None:
+        """Note which names have arrived."""
         # A replica that could not open its parcel, or died before, answers without a payload.
         arrived = [r for r, a in report.answers.items() if a.done is not None and a.done.payload is not None]
         for parcel in parcels:
@@ -210,13 +309,6 @@ class Session:
                 if name not in ledger.sent and not isinstance(value, types.ModuleType)
             ]
             ledger.sent_bytes += parcel.packed.payload.nbytes
-        ledger.returned = self._absorb(report, replicas[0])
-        view.close(ledger.parts(replicas, time.perf_counter() - began))
-        raise_for(report, pool.devices, options.timeout)
-        if options.out is not None:
-            self._shell.user_ns[options.out] = ledger.returned.result
-            return None
-        return self._shown(report, replicas[0], ledger.returned.result)
 
     def _requests(
         self, source: str, options: CellOptions, names: Any, replicas: Sequence[int], parcels: list[Parcel]
@@ -394,3 +486,8 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 
 
 _MISSING = object()
+
+
+def _flags(devices: str | None, ops: str | None) -> str:
+    given = {"--devices": devices, "--ops": ops}
+    return " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)

@@ -32,8 +32,12 @@ from mirror_nb.messages import (
     Rendezvous,
     Request,
     RunCell,
+    Steer,
     Stream,
+    Word,
 )
+from mirror_nb.telemetry.notice import Notice
+from mirror_nb.telemetry.timeline import Timeline
 
 ABORT_AFTER = 0.05
 # Seconds from a replica's failure to the end of its peers' waits: time for them to raise the same by themselves.
@@ -161,6 +165,7 @@ class Pool(ABC):
         self._closed = False
         self._busy = threading.Lock()
         self._interrupts = _Interrupts()
+        self._words = itertools.count(1)
 
     # ------------------------------------------------------------------ for the subclass
 
@@ -191,6 +196,18 @@ class Pool(ABC):
     @abstractmethod
     def dead(self) -> list[Death]:
         """Return the replicas that are dead now."""
+
+    @abstractmethod
+    def timeline(self) -> Timeline | None:
+        """Return what the replicas record, from the start; None where they record nothing."""
+
+    @abstractmethod
+    def notice(self) -> Notice | None:
+        """Return what tells other processes where the records are; None where there are none."""
+
+    @abstractmethod
+    def tell(self, title: str, operation: str) -> None:
+        """Say in the notice what is trained, and by which cross-device ops."""
 
     @abstractmethod
     def status(self) -> list[ReplicaStatus]:
@@ -307,6 +324,15 @@ class Pool(ABC):
                 return report
         finally:
             self._busy.release()
+
+    def steer(self, word: Word) -> None:
+        """Have the training that runs hold, go on or end where its step ends; any thread may call it.
+
+        What runs when no training does takes no notice.
+        """
+        steer = Steer(next(self._words), word)
+        for replica_id in range(self.size):
+            self._send(replica_id, steer, None)
 
     def next_number(self) -> int:
         """Return the number of a new request."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from mirror_nb.devices import Device
-from mirror_nb.errors import RemoteException, ReplicaDied, ReplicaTimeout
+from mirror_nb.errors import RemoteException, ReplicaDied, ReplicaTimeout, TrainingStopped
 from mirror_nb.messages import Failure
 from mirror_nb.pool.base import Report
 
@@ -32,6 +32,9 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
         late = sorted({*failures, *(d.replica_id for d in report.deaths)}) or sorted(report.answers)
         slow = ReplicaTimeout(f"{_who(late, devices, among)} did not finish within {timeout:g} s and were stopped")
         _raise(slow, _lines(failures)[:-1], [_last_line(slow), *_deaths(report)])
+    stop = next((f for f in failures.values() if f.type_name == TrainingStopped.__name__), None)
+    if stop is not None:
+        _raise(TrainingStopped(stop.message), [], [stop.message, *_deaths(report)])
     users = [f for f in failures.values() if not f.secondary and not f.interrupted]
     if report.deaths and not (users and all(death.by_us for death in report.deaths)):
         died = _died(report)

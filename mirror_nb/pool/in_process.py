@@ -25,9 +25,20 @@ from mirror_nb.replica.runtime import Identity, Replica
 
 
 class InProcessPool(Pool):
-    """One replica in this process; no process group, since there is nobody to reduce with."""
+    """One replica in this process; no process group, since there is nobody to reduce with.
 
-    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int = 0, reduction: str = "mean") -> None:
+    `communication` has no effect.
+    """
+
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        *,
+        setup: str,
+        seed: int = 0,
+        reduction: str = "mean",
+        communication: bytes = b"",
+    ) -> None:
         if len(devices) != 1:
             raise DeviceError(f"replicas in this process: one is possible, {len(devices)} devices were named")
         super().__init__(devices)
@@ -82,6 +93,15 @@ class InProcessPool(Pool):
 
     def dead(self) -> list[Death]:
         return []
+
+    def timeline(self) -> None:
+        return None
+
+    def notice(self) -> None:
+        return None
+
+    def tell(self, title: str, operation: str) -> None:
+        """There is no notice."""
 
     def status(self) -> list[ReplicaStatus]:
         memory = psutil.Process().memory_info().rss

@@ -38,10 +38,13 @@ import torch.multiprocessing
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import DeviceError, ReplicaError
-from mirror_nb.messages import Channel, ChannelClosed, Exit, Rendezvous, ReplicaSpec
+from mirror_nb.messages import Channel, ChannelClosed, Exit, Record, Rendezvous, ReplicaSpec
 from mirror_nb.pool import nanny
 from mirror_nb.pool.base import Death, Incoming, Pool, ReplicaStatus
 from mirror_nb.pool.last_words import Ends, LastWords
+from mirror_nb.telemetry.notice import Notice, Posted
+from mirror_nb.telemetry.ring import Reader, Ring
+from mirror_nb.telemetry.timeline import Timeline
 
 COLLECTIVE_SECONDS = 600.0
 # A collective that waits longer fails; the controller frees waits much earlier when it knows of a failure.
@@ -66,14 +69,28 @@ _CHANNEL, _SENTINEL = "channel", "sentinel"
 class LocalPool(Pool):
     """One process a device on this machine."""
 
-    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int = 0, reduction: str = "mean") -> None:
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        *,
+        setup: str,
+        seed: int = 0,
+        reduction: str = "mean",
+        communication: bytes = b"",
+    ) -> None:
         if sys.platform == "win32":
             raise DeviceError("mirror_nb's replicas need Linux or macOS; on Windows run the notebook in WSL 2")
         super().__init__(devices)
         self._setup = setup
         self._seed = seed
         self._reduction = reduction
+        self.communication = communication
+        # What replicas that are started from now on reduce gradients by; see ReplicaSpec.
         self._members: dict[int, _Member] = {}
+        self._rings: dict[int, Ring] = {}
+        # They outlive replicas: what a dead one did last is still there, and the next one goes on with it.
+        self._title = self._operation = ""
+        self._posted: Posted | None = None
         self._selector = selectors.DefaultSelector()
         # Kept: to register four descriptors anew for every message would take longer than the message.
         self._selector.register(self._interrupts.readable, selectors.EVENT_READ)
@@ -110,9 +127,13 @@ class LocalPool(Pool):
             last_words.started()
             began = nanny.start_time(process.pid)
             member = self._members[replica_id] = _Member(process, Channel(ours), began, last_words)
+            if replica_id not in self._rings:
+                self._rings[replica_id] = Ring.create()
+            member.channel.send(Record(), self._rings[replica_id].descriptor)
             self._selector.register(member.channel, selectors.EVENT_READ, (replica_id, _CHANNEL))
             self._selector.register(process.sentinel, selectors.EVENT_READ, (replica_id, _SENTINEL))
             self._tell_nanny(f"+ {process.pid} {began}")
+        self._post()
 
     def _spec(self, replica_id: int) -> ReplicaSpec:
         n = self.size
@@ -143,6 +164,7 @@ class LocalPool(Pool):
             environment=environment,
             reduction=self._reduction,
             setup=self._setup,
+            communication=self.communication,
         )
 
     def _rendezvous(self, replica_id: int) -> Rendezvous:
@@ -237,6 +259,10 @@ class LocalPool(Pool):
             self._nanny.wait()
         self._store = None
         self._selector.close()
+        if self._posted is not None:
+            self._posted.close()
+        for ring in self._rings.values():
+            ring.close()
 
     def _tell_nanny(self, line: str) -> None:
         if self._nanny is not None and self._nanny.stdin is not None:
@@ -251,6 +277,41 @@ class LocalPool(Pool):
             if source is _SENTINEL:
                 self._died(replica_id)
         return [member.death for _, member in sorted(self._members.items()) if member.death is not None]
+
+    def timeline(self) -> Timeline | None:
+        return Timeline([Reader(ring.descriptor) for _, ring in sorted(self._rings.items())]) if self._rings else None
+
+    def tell(self, title: str, operation: str) -> None:
+        self._title, self._operation = title, operation
+        self._post()
+
+    def notice(self) -> Notice | None:
+        if not self._rings:
+            return None
+        return Notice(
+            pid=os.getpid(),
+            rings=tuple(ring.descriptor for _, ring in sorted(self._rings.items())),
+            devices=tuple(map(str, self.devices)),
+            places=self._places(),
+            title=self._title,
+            operation=self._operation,
+        )
+
+    def _places(self) -> tuple[int | str, ...]:
+        if self.devices[0].kind == "cpu":
+            return tuple(member.process.pid for _, member in sorted(self._members.items()))
+        named = _visible([d.index for d in self.devices]).split(",")
+        return tuple(int(name) if name.isdigit() else name for name in named)
+
+    def _post(self) -> None:
+        """Let other processes find the rings; replaced replicas have other process ids."""
+        notice = self.notice()
+        if notice is None or not hasattr(os, "memfd_create"):
+            return
+        if self._posted is None:
+            self._posted = Posted(notice)
+        else:
+            self._posted.change(notice)
 
     def status(self) -> list[ReplicaStatus]:
         gone = {death.replica_id: death for death in self.dead()}

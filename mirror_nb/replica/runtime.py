@@ -17,7 +17,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import cloudpickle
 import torch
@@ -26,11 +26,15 @@ from torch import nn
 
 from mirror_nb.batches import to_device
 from mirror_nb.collectives import process_group
+from mirror_nb.collectives.base import Member
+from mirror_nb.collectives.options import Communication, chosen
+from mirror_nb.devices import Device
 from mirror_nb.errors import PeerFailed, UsageError
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.messages import (
     Bind,
     Call,
+    Communicate,
     Done,
     Failure,
     Fetch,
@@ -47,10 +51,12 @@ from mirror_nb.messages import (
     Steps,
 )
 from mirror_nb.payload import Packed, closing_slab, pack
+from mirror_nb.recorder import Recorder
 from mirror_nb.replica.namespace import Namespace
 from mirror_nb.replica.progress import Progress
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.shell import ReplicaShell, make_shell
+from mirror_nb.steering import Steering
 
 KEPT_FUNCTIONS = 16
 
@@ -88,10 +94,18 @@ class Replica:
         setup: str,
         module: types.ModuleType | None,
         interruptible: Callable[[int], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,  # type: ignore[assignment]
+        communication: bytes = b"",
+        recorder: Recorder | None = None,
+        steering: Steering | None = None,
     ) -> None:
         self.identity = identity
         self.gradients = GradientSynchronizer(identity.replica_id, identity.num_replicas, reduction=identity.reduction)
+        self.recorder = self.gradients.recorder = recorder or Recorder(identity.device)
+        self.steering = self.gradients.steering = steering or Steering(self.recorder.mark)
         self.scope = Scope(identity.replica_id, identity.num_replicas, identity.device, self.gradients, identity.seed)
+        self.communication = _communication(communication, identity)
+        self._choices = 0
+        # How often another one was chosen.
         self.emit = emit
         # The strategy puts these in place: what a user's function, and a cell, run in.
         self.invoke: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] = _plainly
@@ -139,6 +153,8 @@ class Replica:
     def handle(self, request: Request, slab: int | None) -> None:
         """Carry a request out and emit its `Done`."""
         began = time.perf_counter()
+        self.steering.begin()
+        self.recorder.begin()
         packed: Packed | None = None
         failure: Failure | None = None
         bundle: dict[str, Any] | None = None
@@ -153,6 +169,8 @@ class Replica:
                 case Call() as call:
                     failure, packed = self._call(call, slab, request.number)
                     settings = self.namespace.changed_settings()
+                case Communicate(pickled):
+                    self.communicate(_communication(pickled, self.identity))
                 case Mirror(objects):
                     self.namespace.keep(objects, slab)
                 case Bind(names):
@@ -207,6 +225,35 @@ class Replica:
         n = rendezvous.num_replicas
         if float(probe) != n * (n - 1) / 2:
             raise RuntimeError(f"the first all-reduce over {n} replicas gave {float(probe)}, not {n * (n - 1) / 2}")
+        self._communicate(self._latest(rendezvous.generation))
+
+    def communicate(self, by: Communication) -> None:
+        """Reduce gradients by these cross-device ops from now on; every replica makes the same call."""
+        self._choices += 1
+        self._communicate(by)
+
+    def _communicate(self, by: Communication) -> None:
+        who = self.identity
+        self.communication.ops.unbind()
+        group = cast(dist.ProcessGroup, dist.group.WORLD)
+        by.ops.bind(Member(who.replica_id, who.num_replicas, who.device, group, self.recorder.collective))
+        self.communication = by
+        self.gradients.use(by.ops, bytes_per_bucket=by.options.bytes_per_pack)
+
+    def _latest(self, generation: int) -> Communication:
+        """Return what the replicas reduce by: one that was started anew does not know what a cell chose.
+
+        Nor which step is the next.
+        """
+        offers: list[Any] = [None] * self.identity.num_replicas
+        mine = self.communication.pickled() if self._choices else None
+        dist.all_gather_object(offers, (self._choices, mine, self.recorder.step))
+        self.recorder.begin_generation(generation, max(offer[2] for offer in offers))
+        choices, pickled, _ = max(offers, key=lambda offer: offer[0])
+        if choices == self._choices:
+            return self.communication
+        self._choices = choices
+        return _communication(pickled, self.identity)
 
     def _run_cell(
         self, cell: RunCell, slab: int | None, number: int
@@ -342,6 +389,14 @@ def _in_users_code(error: BaseException) -> bool:
     """Whether lines of the user's led to an exception, or only those of mirror_nb, torch and Python."""
     roots = {f.f_globals.get("__name__", "").partition(".")[0] for f, _ in traceback.walk_tb(error.__traceback__)}
     return not roots <= {"mirror_nb", "torch", *sys.stdlib_module_names}
+
+
+def _communication(pickled: bytes, identity: Identity) -> Communication:
+    if pickled:
+        found: Communication = pickle.loads(pickled)
+        return found
+    kind = identity.device.type
+    return chosen(None, None, [Device(kind, i) for i in range(identity.num_replicas)])
 
 
 def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

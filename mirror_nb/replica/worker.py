@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mirror_nb.collectives import process_group, sealed
 from mirror_nb.errors import PeerFailed
@@ -39,14 +39,19 @@ from mirror_nb.messages import (
     Done,
     Exit,
     Interrupt,
+    Record,
     ReplicaSpec,
     Request,
     RunCell,
+    Steer,
     Stream,
 )
+from mirror_nb.recorder import Recorder
 from mirror_nb.replica import runtime, shell, whole
 from mirror_nb.replica.alarm import Alarm
 from mirror_nb.replica.streams import Streams
+from mirror_nb.steering import Steering
+from mirror_nb.telemetry.ring import Writer
 
 INTERRUPT = signal.SIGUSR1
 # Not SIGINT: Jupyter sends that to the whole process group, VS Code to every descendant.
@@ -113,6 +118,8 @@ class _Process:
         self._ended, self._end = os.pipe()
         # By which the main thread tells the control thread that it reads again.
         self._relieved = False
+        self._recorder = Recorder(torch.device(spec.device))
+        self._steering = Steering(self._recorder.mark)
         self._main_thread = threading.get_ident()
         self._running: int | None = None
         # Number of the request whose user code runs now.
@@ -130,6 +137,7 @@ class _Process:
         self._streams.capture_descriptors(self._stderr)
         signal.signal(INTERRUPT, self._on_interrupt)
         sys.unraisablehook = functools.partial(self._on_unraisable, sys.unraisablehook)
+        register_optimizer_step_pre_hook(lambda *_: self._recorder.optimizer_begun())
         register_optimizer_step_post_hook(self._after_optimizer_step)
         threading.Thread(target=self._control, name="mirror_nb control", daemon=True).start()
         device = torch.device(self._spec.device)
@@ -146,6 +154,9 @@ class _Process:
             self._spec.setup,
             None,
             self._user_code,
+            self._spec.communication,
+            self._recorder,
+            self._steering,
         )
         builtins.input = shell.refuse_input
         while True:
@@ -248,6 +259,11 @@ class _Process:
                 process_group.abort(PeerFailed(reason))
             case CommMessage() if self._comms is not None:
                 self._comms.receive(message)
+            case Steer():
+                self._steering.hear(message)
+            case Record() if slab is not None:
+                self._recorder.open(Writer(slab))
+                os.close(slab)
             case Request():
                 self._requests.append((message, slab))
             case Exit():
@@ -318,6 +334,9 @@ class _Process:
                 self._sending -= 1
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._recorder.optimizer_ended()
+        if not self._recorder.fed:
+            self._steering.boundary()
         self._catch_up(sys._getframe(1))
 
 

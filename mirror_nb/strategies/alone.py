@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils import _pytree as pytree
 
+from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.data import Loaders
 from mirror_nb.devices import Device
+from mirror_nb.errors import ContextError
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.whole import HeldBack
@@ -44,6 +46,7 @@ class AlonePlace(Place):
     def __init__(self, device: Device) -> None:
         self.devices = (str(device),)
         self.replica_id = 0
+        self.communication = chosen(None, None, (device,))
         self.device: torch.device = (
             torch.device("cpu") if device.kind == "cpu" else torch.device(device.kind, device.index)
         )
@@ -71,6 +74,9 @@ class AlonePlace(Place):
         with entered(strategy, ReplicaContext(strategy, 0), cross=False), self._scope:
             return fn(*select(args, 0), **select(kwargs, 0))
 
+    def communicate(self, by: Communication) -> None:
+        self.communication = by
+
     def command(
         self,
         fn: Callable[..., Any],
@@ -85,6 +91,18 @@ class AlonePlace(Place):
                 return [fn(*args)]
         finally:
             self._listeners.pop()
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Nothing is recorded where there is one device and nobody to wait for."""
+
+    def told(self, examples: int | None) -> None:
+        """Likewise."""
+
+    def timeline(self) -> Any:
+        raise ContextError("a strategy of one device in this process records nothing; make a MirroredStrategy")
+
+    def dashboard(self) -> Any:
+        self.timeline()
 
     def every(self, results: list[Any]) -> list[Any]:
         return results

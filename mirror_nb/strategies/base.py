@@ -18,6 +18,7 @@ from mirror_nb.imported import when_imported
 from mirror_nb.strategies.context import entered, require_cross_replica
 from mirror_nb.strategies.extended import StrategyExtended
 from mirror_nb.strategies.place import Place
+from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, ReduceOp
 
 
@@ -156,6 +157,35 @@ class Strategy(ABC):
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
     experimental_distribute_values_from_function = distribute_values_from_function
     experimental_local_results = local_results
+
+    # ------------------------------------------------------------------ what is recorded
+
+    def step(self, *, examples: int | None = None, **values: Any) -> None:
+        """Tell, on a replica, that a step ends here, for loops in which no distributed dataset and no optimizer does.
+
+        `examples`: this replica's of the step. `values`: losses and metrics to record, as `mirror_nb.log` does.
+        Raises ContextError in the controller.
+        """
+        if values:
+            self._place.log(values)
+        self._place.told(examples)
+
+    def timeline(self) -> Timeline:
+        """Return what the replicas have recorded so far: steps, their parts, collectives, losses.
+
+        As arrays (`arrays()`), a pandas DataFrame (`frame()`) or a trace for Perfetto (`save("trace.json")`).
+        Raises ContextError in a replica.
+        """
+        found: Timeline = self._place.timeline()
+        return found
+
+    def dashboard(self) -> Any:
+        """Show a dashboard below the running cell: live while `run`, `fit` and the like work, a picture afterwards.
+
+        Return it; `.figure()` is its panels as a matplotlib figure, `.text()` its numbers in sentences, in a script
+        too. Once for each strategy: a second call shows the same once more. Raises ContextError in a replica.
+        """
+        return self._place.dashboard()
 
     # ------------------------------------------------------------------ life
 

@@ -197,3 +197,12 @@ def _default() -> Strategy:
     if not _defaults:
         _defaults.append(_makers[-1]())
     return _defaults[0]
+
+
+def log(**values: Any) -> None:
+    """Record losses and metrics of this replica's examples at the present step: `mirror_nb.log(loss=loss)`.
+
+    Numbers, or tensors of one element (on a GPU they are not waited for). They are drawn on the dashboard, mean and
+    spread over the replicas. Raises ContextError in the controller.
+    """
+    get_strategy()._place.log(values)

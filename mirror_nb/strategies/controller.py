@@ -7,6 +7,7 @@ results ◀─ regrouped ◀───── replicas;  networks are read back wh
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 import warnings
@@ -19,10 +20,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, MirrorError, PoolClosed, UsageError
-from mirror_nb.messages import Call, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirrors import Mirrors, absorb_states, change_settings, settings_of, tensors
+from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
+from mirror_nb.mirrors import Mirrors, absorb_states, called, change_settings, settings_of, tensors
 from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
@@ -35,6 +37,7 @@ from mirror_nb.strategies.functions import Functions
 from mirror_nb.strategies.place import Place
 from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import gather_values, local_parts, reduce_local, regroup, select
+from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
 from mirror_nb.variables import Variable
 
@@ -49,7 +52,9 @@ _BELONGS_TO_SCOPE = (
 class ControllerPlace(Place):
     """Commands a pool of its own, started with the first call; `setup` names what its replicas call first."""
 
-    def __init__(self, devices: tuple[Device, ...], *, setup: str, seed: int, reduction: str) -> None:
+    def __init__(
+        self, devices: tuple[Device, ...], *, setup: str, seed: int, reduction: str, communication: Communication
+    ) -> None:
         self.num_replicas = len(devices)
         self.devices = tuple(str(device) for device in devices)
         self.replica_id = self.device = self.seat = None
@@ -57,8 +62,15 @@ class ControllerPlace(Place):
         self.calls = 0
         self._refreshing = False
         self._names = devices
-        self._make_pool = lambda: LocalPool(devices, setup=setup, seed=seed, reduction=reduction)
+        self.communication = communication
+        self._make_pool = lambda: LocalPool(
+            devices, setup=setup, seed=seed, reduction=reduction, communication=self.communication.pickled()
+        )
         self._pool: LocalPool | None = None
+        self._timeline: Timeline | None = None
+        # One, so that it knows what rings have overwritten since.
+        self._dashboard: Any = None
+        # Made by the notebook floor, when it is asked for.
         self._closed = False
         self._objects = _Objects()
         self._functions = Functions(self._travels_by_reference)
@@ -88,9 +100,18 @@ class ControllerPlace(Place):
     def mirrors(self, obj: Any) -> bool:
         return self._objects.has(obj)
 
+    def communicate(self, by: Communication) -> None:
+        self._check_open()
+        self.communication = by
+        if self._pool is not None:
+            pickled = self._pool.communication = by.pickled()
+            raise_for(self._ready().run(dict.fromkeys(range(self.num_replicas), Communicate(pickled))), self._names)
+
     # ------------------------------------------------------------------ run
 
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._dashboard is not None:
+            self._dashboard.between_calls()
         try:
             return regroup(self._call(fn, args, kwargs, plain=False))
         except UsageError as error:
@@ -115,6 +136,38 @@ class ControllerPlace(Place):
     def has_sent(self, obj: object) -> bool:
         """Whether the replicas have an object that is mirrored."""
         return self._objects.is_sent(obj)
+
+    def log(self, values: dict[str, Any]) -> None:
+        raise ContextError("losses are a replica's: log them in the function given to strategy.run")
+
+    def told(self, examples: int | None) -> None:
+        raise ContextError("steps are a replica's: tell of them in the function given to strategy.run")
+
+    def timeline(self) -> Timeline:
+        if self._timeline is None:
+            self._timeline = self._ready().timeline()
+            assert self._timeline is not None
+        self._timeline.update()
+        return self._timeline
+
+    def dashboard(self) -> Any:
+        pool = self._ready()
+        if self._dashboard is None:
+            # By name: what draws lies above.
+            live = importlib.import_module("mirror_nb.notebook.live")
+            self._dashboard = live.LiveDashboard(pool, operation=self._operation(), title=self._title)
+        return self._dashboard.show()
+
+    def _title(self) -> str:
+        networks = self._mirrors.roots()
+        return called(networks[-1][1]) if networks else ""
+
+    def _operation(self) -> str:
+        return type(self.communication.ops).__name__
+
+    def _tick(self, pending: set[int]) -> None:
+        if self._dashboard is not None:
+            self._dashboard.tick(pending)
 
     def every(self, results: list[Any]) -> list[Any]:
         return results
@@ -153,7 +206,9 @@ class ControllerPlace(Place):
                 shares = _shares_of(parts, replica_id)
                 calls[replica_id] = Call(function, mine.payload, plain, shares, released, changed, kept is not None)
                 slabs[replica_id] = mine.slab
-            report = pool.run(calls, slabs=slabs, on_message=_listening(on_note))
+            report = pool.run(calls, slabs=slabs, on_message=_listening(on_note), on_tick=self._tick)
+            if self._dashboard is not None:
+                self._dashboard.ended(report)
         finally:
             for sent in packed:
                 sent.close()
@@ -234,6 +289,8 @@ class ControllerPlace(Place):
         packed = pack(objects, reference=self._sent_reference(objects), handle=self._mirrors.handle)
         self._request(lambda: Mirror(packed.payload), packed)
         self._mirrors.gave([obj for obj in objects.values() if isinstance(obj, nn.Module)])
+        assert self._pool is not None
+        self._pool.tell(self._title(), self._operation())
         for obj in objects.values():
             self._objects.mark_sent(obj)
         reading.add(self)
@@ -428,6 +485,8 @@ class ControllerPlace(Place):
     def _end(self) -> None:
         self._closed = True
         reading.remove(self)
+        if self._dashboard is not None:
+            self._dashboard.close()
         if self._pool is not None:
             self._pool.close()
 

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mirror_nb.collectives.options import Communication
 from mirror_nb.data import Loaders
-from mirror_nb.errors import TransferError, UsageError
+from mirror_nb.errors import ContextError, TransferError, UsageError
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.messages import Meeting, Note
 from mirror_nb.payload import Payload, pack, unpack
+from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
+from mirror_nb.steering import Steering
 from mirror_nb.strategies.context import ReplicaContext, entered
 from mirror_nb.strategies.differentiable import all_gathered, all_reduced
 from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
@@ -88,6 +91,13 @@ class OnReplica(Protocol):
     @property
     def own_process(self) -> bool: ...
     @property
+    def recorder(self) -> Recorder: ...
+    @property
+    def steering(self) -> Steering: ...
+    @property
+    def communication(self) -> Communication: ...
+    def communicate(self, by: Communication) -> None: ...
+    @property
     def emit(self) -> Callable[..., None]: ...
 
 
@@ -113,7 +123,8 @@ class ReplicaPlace(Place):
             randomness=replica.scope.shared_randomness,
             agree=self._peers.first_bytes,
             on_batch=self._on_batch,
-            on_end=replica.gradients.clear_shares,
+            on_end=self._on_end,
+            on_wanted=self._on_wanted,
             loaders=Loaders(),
         )
         self._listeners: list[Callable[[Any], None]] = []
@@ -124,6 +135,8 @@ class ReplicaPlace(Place):
             who.device,
             gradients=replica.gradients,
             scope=replica.scope,
+            recorder=replica.recorder,
+            steering=replica.steering,
             send=self._send_note,
         )
         if replica.own_process:
@@ -134,6 +147,14 @@ class ReplicaPlace(Place):
         if getattr(self._replica, "partial", False):
             raise UsageError("this call needs all replicas, but --replicas leaves some out of this cell")
         self._replica.emit(Meeting())
+
+    @property
+    def communication(self) -> Communication:  # type: ignore[override]
+        """What gradients are reduced by, and how."""
+        return self._replica.communication
+
+    def communicate(self, by: Communication) -> None:
+        self._replica.communicate(by)
 
     # ------------------------------------------------------------------ scope and run
 
@@ -161,6 +182,21 @@ class ReplicaPlace(Place):
                 return [fn(*args)]
         finally:
             self._listeners.pop()
+
+    def log(self, values: dict[str, Any]) -> None:
+        # A loss knows how it came about, and torch warns where such a one is made a number.
+        self._replica.recorder.log(
+            {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+        )
+
+    def told(self, examples: int | None) -> None:
+        self._replica.recorder.told(examples)
+
+    def timeline(self) -> Any:
+        raise ContextError("a replica does not read the others' records; ask in the notebook or the main script")
+
+    def dashboard(self) -> Any:
+        raise ContextError("the dashboard is the notebook's: write %mirror dashboard, or %%mirrored --dashboard")
 
     def every(self, results: list[Any]) -> list[Any]:
         return self.seat.collect(results[0])
@@ -324,7 +360,16 @@ class ReplicaPlace(Place):
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
         return ReplicaDataset.from_function(dataset_fn, self._input, options)
 
+    def _on_wanted(self) -> None:
+        self._replica.steering.boundary()
+        self._replica.recorder.wanted()
+
+    def _on_end(self) -> None:
+        self._replica.gradients.clear_shares()
+        self._replica.recorder.exhausted()
+
     def _on_batch(self, local_examples: int, global_examples: int) -> None:
+        self._replica.recorder.arrived(local_examples)
         self._replica.scope.start_running()
         self._replica.gradients.set_shares(local_examples, global_examples)
 

@@ -343,6 +343,7 @@ class ReplicaInput:
     on_batch: Callable[[int, int], None]
     on_end: Callable[[], None]
     loaders: Loaders
+    on_wanted: Callable[[], None] = lambda: None
 
     def dataset(self, source: Any, options: InputOptions, **cutting: Any) -> DistributedDataset:
         """Return this replica's shares of the global batches of a source."""
@@ -355,6 +356,7 @@ class ReplicaInput:
             agree=self.agree,
             on_batch=self.on_batch,
             on_end=self.on_end,
+            on_wanted=self.on_wanted,
             loaders=self.loaders,
             prefetch=options.prefetch,
             # Without a GPU torch warns, and pins nothing.

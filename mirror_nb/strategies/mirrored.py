@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from mirror_nb import devices as device_names
-from mirror_nb.errors import ContextError, UsageError
+from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.options import chosen
+from mirror_nb.errors import ContextError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import ReplicaContext, entered, stand_on
 from mirror_nb.strategies.controller import ControllerPlace
@@ -30,12 +32,15 @@ class MirroredStrategy(Strategy):
     0, `"cpu:1"`. `gradient_reduction`: ReduceOp.MEAN, the default, gives the gradient of a mean loss over the whole
     global batch, as one device would compute it (DESIGN decision 4); ReduceOp.SUM adds the replicas' gradients up,
     TensorFlow's rule, for losses scaled by the global batch size. `seed` is that of the replicas' random numbers.
+    `cross_device_ops`: the algorithm that reduces over the replicas, such as `SharedMemoryAllReduce()`, or its name;
+    None takes the one that is fastest on the devices as a rule. `communication_options`: CommunicationOptions.
 
     In the controller (a notebook cell or a script) it starts one process a device, with the first call. In a
     `%%mirrored` cell, and in a script that torchrun starts once per device, it is the place it stands in; `devices`
     is then given by who started the processes.
 
-    Raises DeviceError for devices that are not there or named twice, UsageError for another reduction.
+    Raises DeviceError for devices that are not there or named twice and for ops that cannot work on them, UsageError
+    for another reduction.
     """
 
     def __init__(
@@ -44,14 +49,27 @@ class MirroredStrategy(Strategy):
         cross_device_ops: Any = None,
         *,
         gradient_reduction: Any = None,
+        communication_options: Any = None,
         seed: int = 0,
     ) -> None:
-        if cross_device_ops is not None:
-            raise UsageError("`cross_device_ops` cannot be chosen yet; leave it out")
         reduction = None if gradient_reduction is None else ReduceOp.of(gradient_reduction).value.lower()
-        super().__init__(_place(devices, reduction, seed))
+        super().__init__(_place(devices, reduction, seed, cross_device_ops, communication_options))
         if not _here and self._place.replica_id is not None:
             stand_on(self, ReplicaContext(self, self._place.replica_id))
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """The algorithm that reduces over the replicas.
+
+        Another one, or its name, may be assigned between steps (in a cell: on every replica). Raises DeviceError for
+        one that cannot work on the devices.
+        """
+        return self._place.communication.ops
+
+    @cross_device_ops.setter
+    def cross_device_ops(self, ops: Any) -> None:
+        place = self._place
+        place.communicate(chosen(ops, place.communication.options, tuple(map(device_names.parse, place.devices))))
 
     def mirror(self, obj: Any) -> Any:
         """Treat `obj` as created in this strategy's scope, and return it."""
@@ -82,17 +100,24 @@ class MirroredStrategy(Strategy):
         return f"<MirroredStrategy: {', '.join(self._place.devices)}>"
 
 
-def _place(devices: Any, reduction: str | None, seed: int) -> Place:
-    if _here:
-        if reduction is not None:
-            _here[-1].gradients.reduction = reduction
-            _here[-1].gradients.clear_shares()
-        return _place_here(_here[-1])
-    reduction = reduction or "mean"
-    if _started_by_a_launcher():
-        return ReplicaPlace(standalone(reduction, seed))
-    chosen = device_names.resolve(devices, torch.cuda.device_count())
-    return ControllerPlace(chosen, setup=SETUP, seed=seed, reduction=reduction)
+def _place(devices: Any, reduction: str | None, seed: int, ops: Any, options: Any) -> Place:
+    if _here or _started_by_a_launcher():
+        place = _place_in_replica(reduction, seed)
+        if ops is not None or options is not None:
+            place.communicate(chosen(ops, options, tuple(map(device_names.parse, place.devices))))
+        return place
+    resolved = device_names.resolve(devices, torch.cuda.device_count())
+    by = chosen(ops, options, resolved)
+    return ControllerPlace(resolved, setup=SETUP, seed=seed, reduction=reduction or "mean", communication=by)
+
+
+def _place_in_replica(reduction: str | None, seed: int) -> ReplicaPlace:
+    if not _here:
+        return ReplicaPlace(standalone(reduction or "mean", seed))
+    if reduction is not None:
+        _here[-1].gradients.reduction = reduction
+        _here[-1].gradients.clear_shares()
+    return _place_here(_here[-1])
 
 
 @functools.cache

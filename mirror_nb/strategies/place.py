@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mirror_nb.collectives.options import Communication
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.values import ReduceOp
 
@@ -29,6 +30,8 @@ class Place(ABC):
     # Of the replica that this is; None in the controller, which is none.
     device: torch.device | None
     # This process's, likewise.
+    communication: Communication
+    # What gradients are reduced by, and how.
     seat: Seat | None
     # Of the replica that this is, for functions given to `command`; None in the controller.
 
@@ -37,10 +40,30 @@ class Place(ABC):
         """Return the context in which what is created is mirrored."""
 
     @abstractmethod
+    def communicate(self, by: Communication) -> None:
+        """Reduce gradients by other cross-device ops from the next step on."""
+
+    @abstractmethod
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `fn` on every replica this place commands; return the results, regrouped."""
 
     # ------------------------------------------------------------------ for libraries on top: fit, for instance
+
+    @abstractmethod
+    def log(self, values: dict[str, Any]) -> None:
+        """Record losses and metrics of this replica's examples; ContextError in the controller."""
+
+    @abstractmethod
+    def told(self, examples: int | None) -> None:
+        """Record that a step ends here; ContextError in the controller."""
+
+    @abstractmethod
+    def timeline(self) -> Any:
+        """Return what the replicas have recorded; ContextError in a replica."""
+
+    @abstractmethod
+    def dashboard(self) -> Any:
+        """Show what the replicas record, live; ContextError in a replica."""
 
     @abstractmethod
     def command(

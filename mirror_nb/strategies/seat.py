@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
+from mirror_nb.steering import Steering
 
 
 class Seat(ABC):
@@ -31,6 +33,8 @@ class Seat(ABC):
         self.replica_id = replica_id
         self.num_replicas = num_replicas
         self.device = device
+        self.recorder = Recorder(device)
+        self.steering = Steering(self.recorder.mark)
         self.jobs: dict[str, Any] = {}
         # What functions keep here from one call to the next, under names of their own.
 
@@ -111,9 +115,13 @@ class PeerSeat(Seat):
         *,
         gradients: GradientSynchronizer,
         scope: Scope,
+        recorder: Recorder,
+        steering: Steering,
         send: Callable[[Any], None],
     ) -> None:
         super().__init__(replica_id, num_replicas, device)
+        self.recorder = recorder
+        self.steering = steering
         self._gradients = gradients
         self._scope = scope
         self._send = send

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from mirror_nb.collectives.base import Member
+from mirror_nb.collectives.options import Communication, chosen
+from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
+from mirror_nb.steering import Steering
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class OwnIdentity:
     device: torch.device
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Standalone:
     """What the strategy needs of such a replica."""
 
@@ -33,7 +38,20 @@ class Standalone:
     scope: Scope
     leave: Callable[[], None]
     # Gives back the process group, if it was made here.
+    communication: Communication
+    recorder: Recorder
+    # Without a ring: nobody would read it.
+    steering: Steering
+    # Nobody steers.
     own_process: bool = True
+
+    def communicate(self, by: Communication) -> None:
+        """Reduce gradients by these cross-device ops from now on; every replica makes the same call."""
+        who = self.identity
+        self.communication.ops.unbind()
+        by.ops.bind(Member(who.replica_id, who.num_replicas, who.device, cast(dist.ProcessGroup, dist.group.WORLD)))
+        self.communication = by
+        self.gradients.use(by.ops, bytes_per_bucket=by.options.bytes_per_pack)
 
     def emit(self, message: object, slab: int | None = None) -> None:
         """There is no controller to hear it."""
@@ -53,7 +71,16 @@ def standalone(reduction: str = "mean", seed: int = 0) -> Standalone:
     gradients = GradientSynchronizer(replica_id, num_replicas, reduction=reduction)
     scope = Scope(replica_id, num_replicas, device, gradients, seed)
     identity = OwnIdentity(replica_id, num_replicas, device)
-    return Standalone(identity, gradients, scope, _nothing if joined else _leave)
+    devices = [Device(device.type, i) for i in range(num_replicas)]
+    # Memory can be shared, and GPUs can reach each other's, within one machine.
+    one_machine = _number("LOCAL_WORLD_SIZE", 0) == num_replicas
+    by = chosen(None if one_machine else "gloo" if device.type == "cpu" else "nccl", None, devices)
+    recorder = Recorder(device)
+    replica = Standalone(
+        identity, gradients, scope, _nothing if joined else _leave, by, recorder, Steering(recorder.mark)
+    )
+    replica.communicate(by)
+    return replica
 
 
 def _number(name: str, default: Any = None) -> int:

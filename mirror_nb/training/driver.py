@@ -125,7 +125,15 @@ class Fit:
             self._take_position(resume)
         # Replicas that the caller cannot seed; where it is one itself, its random numbers are its own.
         seed = plan.seed if self._place.seat is None else None
-        task = task_of(model, plan.feed, plan.steps, class_weight=plan.class_weight, seed=seed, watched=self._watched)
+        task = task_of(
+            model,
+            plan.feed,
+            plan.steps,
+            class_weight=plan.class_weight,
+            seed=seed,
+            watched=self._watched,
+            epochs=plan.epochs,
+        )
         kept = None if resume is None else job.Kept(resume)
         arguments = (model, model.optimizer, model.scheduler, task, kept)
         self._training = Running(self._strategy, job.begin_training, *arguments)
@@ -196,7 +204,9 @@ class Fit:
             advanced = self._training.advance(epoch, steps, changes=True, on_note=self._show)
             self._step = advanced[0].step
             self._total_steps += self._step - begun
-            ended = advanced[0].ended
+            ended = advanced[0].ended or advanced[0].stopped
+            if advanced[0].stopped:
+                self._model.stop_training = True
             if ended or every is not None:
                 logs = self._logs.of(*self._before, [each.totals for each in advanced])
             if every is not None and self._step > begun:

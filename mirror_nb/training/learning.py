@@ -34,6 +34,7 @@ class Training(Scoring):
     """Epochs of a fit."""
 
     _step_name = "training_step"
+    trains = True
 
     def __init__(self, seat: Seat, model: Model, task: Task, optimizer: Optimizer | None, scheduler: Any) -> None:
         super().__init__(seat, model, task)
@@ -111,6 +112,9 @@ class Training(Scoring):
         else:
             self._scaler.scale(value * factor).backward()
         self._measure(outputs, share)
+        # Of this share's own examples: a part of the mean over all, made whole.
+        own = share.global_examples / (share.examples * by)
+        self._seat.recorder.log({"loss": value.detach() * own})
         return value.detach(), by
 
     def _root_gradient(self, value: Tensor, factor: float) -> Tensor:
@@ -194,6 +198,7 @@ class Training(Scoring):
         with self._seat.weighed(share.examples, share.global_examples), self._autocast():
             value = self._loss_of_own_step(share)
         if share.examples:
+            self._seat.recorder.log({"loss": value.detach() * (share.global_examples / share.examples)})
             self._loss_sum.add_(value.detach(), alpha=share.global_examples)
             self._weight += share.examples
         self._count()

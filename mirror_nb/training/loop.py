@@ -8,6 +8,7 @@ Knows feeds, the replica's seat and the network's forward pass; knows no loss, n
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 
 from mirror_nb import mirrors
 from mirror_nb.batches import map_leaves
+from mirror_nb.errors import TrainingStopped
 from mirror_nb.strategies.seat import Seat
+from mirror_nb.telemetry.samples import Mark
 from mirror_nb.training.feeds import Feed, Share
 from mirror_nb.training.settings import CompileSettings
 
@@ -52,6 +55,8 @@ class Task:
     # Of the replicas' random numbers; None: these go on as they are.
     class_weight: dict[int, float] | None = None
     # By class; 1 for others.
+    epochs: int | None = None
+    # The number of the last one of the training, from 1; None: nobody knows.
 
 
 @final
@@ -93,6 +98,8 @@ class Advanced:
     examples: int
     # Of the epoch, over all replicas.
     totals: Totals
+    stopped: bool = False
+    # By the user, where a step ended.
     outputs: Any = None
     # Of a prediction that has ended: this replica's, joined along dimension 0; None if it had no examples.
     counts: tuple[int, ...] = ()
@@ -113,6 +120,8 @@ class Note:
 class Job(ABC):
     """A loop over this replica's shares, which can stop after any step and go on with the next message."""
 
+    trains = False
+
     def __init__(self, seat: Seat, model: Model, task: Task) -> None:
         self._seat = seat
         self._model = model
@@ -131,6 +140,7 @@ class Job(ABC):
         self._epoch = -1
         self.step = 0
         self.examples = 0
+        self.stopped = False
         known = task.feed.num_batches
         self._length = known if task.steps is None else task.steps if known is None else min(known, task.steps)
         self._ended = False
@@ -164,18 +174,34 @@ class Job(ABC):
         stop = None if steps is None else self.step + steps
         with self._conditions():
             while not self._ended and self.step != stop:
+                if self.trains:
+                    self._seat.recorder.wanted()
                 share, last = self._next()
                 if share is None:
                     self._end_early()
                     break
+                if self.trains:
+                    self._seat.recorder.arrived(share.examples)
                 self._ended = last
                 self._take(share, last)
                 self.examples += share.global_examples
                 self._seat.heed()
                 self._tell()
+                if self._is_to_end():
+                    break
         if self._ended:
             self._close_shares()
+            if self.trains:
+                self._end_record()
         return self._advanced()
+
+    def _is_to_end(self) -> bool:
+        """Hold, or end, where the user wants it: after the same step on all replicas, which their gradients tell."""
+        try:
+            self._seat.steering.boundary(alone=self._seat.num_replicas == 1 and self.trains)
+        except TrainingStopped:
+            self.stopped = True
+        return self.stopped
 
     def _begin(self, epoch: int) -> None:
         if self._epoch != -1:
@@ -186,6 +212,8 @@ class Job(ABC):
         self._begin_sums()
         if self._ended:
             return
+        if self.trains:
+            self._begin_record(epoch)
         if self._shares is None or self._feed.num_batches is not None:
             self._close_shares()
             self._shares = self._feed.shares(
@@ -196,6 +224,23 @@ class Job(ABC):
                 start=self.step,
                 agree=self._agree if self._task.made_here else None,
             )
+
+    def _begin_record(self, epoch: int) -> None:
+        """Write down which epoch this is, and which step will be the last."""
+        recorder = self._seat.recorder
+        recorder.mark(Mark.EPOCH, epoch + 1)
+        if self._length is not None and self._task.epochs is not None:
+            batches = self._task.settings.accumulate_steps
+            left = math.ceil((self._length - self.step) / batches)
+            later = (self._task.epochs - epoch - 1) * math.ceil(self._length / batches)
+            recorder.mark(Mark.PLANNED, recorder.step + left + later)
+
+    def _end_record(self) -> None:
+        """Write down the checksum of the parameters, by which it is seen whether the replicas' are equal."""
+        recorder = self._seat.recorder
+        recorder.exhausted()
+        if recorder.enabled:
+            recorder.checksum(mirrors.bits(self._model.parameters()))
 
     def _agree(self, mine: bytes) -> bytes:
         first: bytes = self._seat.collect(mine)[0]
@@ -226,7 +271,7 @@ class Job(ABC):
         self._shares = None
 
     def _advanced(self) -> Advanced:
-        return Advanced(self.step, self._ended, self.examples, self._totals())
+        return Advanced(self.step, self._ended, self.examples, self._totals(), self.stopped)
 
     def _tell(self) -> None:
         if self._watched and (now := time.perf_counter()) - self._told > NOTE_SECONDS:

@@ -48,7 +48,7 @@ class Prediction(Job):
             joined = [torch.cat(column) for column in zip(*self._leaves, strict=True)]
             outputs = pytree.tree_unflatten(joined, self._structure)
         counts = tuple(self._counts) if self._ended else ()
-        return Advanced(self.step, self._ended, self.examples, self._totals(), outputs, counts)
+        return Advanced(self.step, self._ended, self.examples, self._totals(), False, outputs, counts)
 
 
 def _whole_precision(tensor: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ def task_of(
     class_weight: dict[int, float] | None = None,
     seed: int | None = None,
     watched: bool = False,
+    epochs: int | None = None,
 ) -> Task:
     """Return what a job of this model is asked for."""
     place = model.strategy._place
@@ -119,7 +120,7 @@ def task_of(
         # strategy has to look for changes in all that the replicas have.
         object.__setattr__(settings, name, None)
     made_here = place.seat is not None and place.num_replicas > 1
-    return Task(settings, feed, steps, made_here, made_here or model._unsettled, watched, seed, class_weight)
+    return Task(settings, feed, steps, made_here, made_here or model._unsettled, watched, seed, class_weight, epochs)
 
 
 def known_steps(feed: Feed, steps: int | None) -> int | None:

@@ -1,0 +1,170 @@
+"""All-reduce of fp32 through shared memory against gloo, and Open MPI where it is installed.
+
+    python benchmarks/all_reduce.py [replicas] [seconds a size]
+
+Processes of one thread each. Every op fills its tensor anew, reduces it and reads it; what filling and reading take
+alone is measured beside it and taken off, so that what the op leaves in the caches counts. The ops take turns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from machine import report
+
+SIZES = (2**10, 2**16, 2**20, 2**22, 2**26)
+WARM_UP = 5
+AIMS = {2**10: 40, 2**20: 30, 2**26: 10}
+# Of "in a bucket" against gloo; an ordinary tensor shall take a quarter of gloo's time.
+
+
+def _measure(ops: dict[str, tuple[torch.Tensor, Callable[[], object]]], barrier: Callable[[], object], seconds: float):
+    """Return the median of each op's time in µs; all processes do as many rounds."""
+    source = torch.randn(next(iter(ops.values()))[0].numel())
+    times: dict[str, list[float]] = {name: [] for name in ops}
+    rounds = max(10, min(400, int(seconds * 5e8 / (len(ops) * source.nbytes + 1e6))))
+    for i in range(rounds + WARM_UP):
+        for name, (tensor, op) in ops.items():
+            barrier()
+            began = time.perf_counter()
+            tensor.copy_(source)
+            op()
+            tensor.sum()
+            if i >= WARM_UP:
+                times[name].append((time.perf_counter() - began) * 1e6)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _replica(replica_id: int, n: int, port: int, seconds: float, results: Any) -> None:
+    from mirror_nb.collectives import process_group
+    from mirror_nb.collectives.base import Member
+    from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
+    from mirror_nb.messages import Rendezvous
+
+    torch.set_num_threads(1)
+    process_group.form(Rendezvous("127.0.0.1", port, 1, replica_id, n, 120.0), torch.device("cpu"))
+    group = dist.group.WORLD
+    store = dist.PrefixStore("gloo itself", dist.TCPStore("127.0.0.1", port, None, False))
+    gloo = dist.ProcessGroupGloo(store, replica_id, n, timedelta(seconds=120))
+    shared = SharedMemoryAllReduce()
+    shared.bind(Member(replica_id, n, torch.device("cpu"), group))
+    found = {}
+    for size in SIZES:
+        ordinary, others, alone = (torch.zeros(size // 4) for _ in range(3))
+        bucket, bucket_alone = (shared.allocate(size // 4, torch.float32) for _ in range(2))
+        middle = _measure(
+            {
+                "alone": (alone, lambda: None),
+                "bucket alone": (bucket_alone, lambda: None),
+                "in a bucket": (bucket, lambda t=bucket: shared.all_reduce("sum", t).wait()),
+                "dist.all_reduce": (ordinary, lambda t=ordinary: dist.all_reduce(t)),
+                "gloo": (others, lambda t=others: gloo.allreduce([t]).wait()),
+            },
+            lambda: dist.barrier(),
+            seconds,
+        )
+        found[size] = {name: middle[name] - middle["alone"] for name in ("dist.all_reduce", "gloo")}
+        found[size]["in a bucket"] = middle["in a bucket"] - middle["bucket alone"]
+        shared.release(bucket)
+        shared.release(bucket_alone)
+    if replica_id == 0:
+        results.put(found)
+    dist.barrier()
+    os._exit(0)
+
+
+def _ours(n: int, seconds: float) -> dict[int, dict[str, float]]:
+    import socket
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    processes = [context.Process(target=_replica, args=(i, n, port, seconds, results)) for i in range(n)]
+    for process in processes:
+        process.start()
+    found = results.get()
+    for process in processes:
+        process.join()
+    del store
+    return found
+
+
+def _mpi(n: int, seconds: float) -> dict[int, float] | str:
+    """Open MPI's times, of the same measurement in processes of its own, or why there are none."""
+    try:
+        importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as reason:
+        return str(reason).splitlines()[0]
+    if shutil.which("mpiexec") is None:
+        return "there is no mpiexec"
+    command = ["mpiexec", "--oversubscribe", "-n", str(n), sys.executable, __file__, "mpi", str(seconds)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        return run.stderr.strip().splitlines()[-1]
+    return {int(size): float(value) for size, value in (line.split() for line in run.stdout.splitlines())}
+
+
+def _mpi_process(seconds: float) -> None:
+    mpi: Any = importlib.import_module("mpi4py.MPI")
+    torch.set_num_threads(1)
+    world = mpi.COMM_WORLD
+    for size in SIZES:
+        tensor, alone = torch.zeros(size // 4), torch.zeros(size // 4)
+        middle = _measure(
+            {
+                "alone": (alone, lambda: None),
+                "op": (tensor, lambda t=tensor: world.Allreduce(mpi.IN_PLACE, t.numpy())),
+            },
+            world.Barrier,
+            seconds,
+        )
+        if world.Get_rank() == 0:
+            print(size, middle["op"] - middle["alone"])
+
+
+def main() -> None:
+    """Measure and report."""
+    n = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 10.0
+    found, mpi = _ours(n, seconds), _mpi(n, seconds)
+    lines = [
+        f"all-reduce of fp32, {n} processes of one thread, medians in µs, filling and reading taken off",
+        f"{'':>8}  {'gloo':>8}  {'Open MPI':>8}  {'dist.all_reduce':>16}  {'in a bucket':>14}",
+    ]
+    for size, times in found.items():
+        words = f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
+        other = f"{mpi[size]:8.0f}" if isinstance(mpi, dict) else f"{'–':>8}"
+        aim = f" (aim: {AIMS[size]} ×)" if size in AIMS and n == 2 else ""
+        lines.append(
+            f"{words:>8}  {times['gloo']:8.0f}  {other}  "
+            + "  ".join(
+                f"{times[name]:8.1f} {times['gloo'] / times[name]:5.1f} ×"
+                for name in ("dist.all_reduce", "in a bucket")
+            )
+            + aim
+        )
+    lines.append("Aim of dist.all_reduce: 4 × gloo." if n == 2 else "Aim: never slower than gloo.")
+    if isinstance(mpi, str):
+        lines.append(f"No Open MPI: {mpi}")
+    report("all_reduce" if n == 2 else f"all_reduce_{n}", lines)
+
+
+if __name__ == "__main__":
+    if "mpi" in sys.argv:
+        _mpi_process(float(sys.argv[2]))
+    else:
+        main()

@@ -1,0 +1,350 @@
+"""What a cross-device op is: the algorithm that makes tensors of all replicas one.
+
+Knows torch.distributed's process groups and shared memory by their methods. Knows no strategy, no gradients and no
+ring: timings go to a `record` that is handed in.
+
+An op is made in the controller, where it costs nothing and knows only its arguments; it is pickled, and bound in each
+replica. To write one, derive from `CrossDeviceOps` and write `start` and `unfit_for`.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mirror_nb.collectives.fabric import Fabric
+from mirror_nb.devices import Device
+from mirror_nb.errors import ReplicaError, UsageError
+from mirror_nb.values import ReduceOp
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When one collective ran on one replica. Clock readings are time.perf_counter_ns, one clock for all processes."""
+
+    op: str
+    # "all_reduce", "reduce", "broadcast" or "gather".
+    nbytes: int
+    # Of this replica's tensor.
+    bucket: int
+    # The caller's number for it; -1 for none.
+    queued: int
+    # It was asked for.
+    started: int
+    # All replicas had come to it, where that is known, else as queued.
+    ended: int
+    # This replica's tensor held the result.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One replica among those that reduce together."""
+
+    replica_id: int
+    num_replicas: int
+    device: torch.device
+    group: dist.ProcessGroup
+    # Over these replicas, in the order of their ids; the default group as a rule.
+    record: Callable[[Timing], None] | None = None
+    devices: tuple[Device, ...] = ()
+    # Of all replicas, where they are known.
+
+
+class Handle(abc.ABC):
+    """A collective under way."""
+
+    @abc.abstractmethod
+    def wait(self, seconds: float | None = None) -> None:
+        """Return when the tensor holds the result (on a GPU: when whatever uses it next will find it there)."""
+
+    @abc.abstractmethod
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    def times(self) -> tuple[int, int] | None:
+        """When it started and ended, time.perf_counter_ns; None if only the caller's clock tells."""
+        return None
+
+    @property
+    def ends_after_wait(self) -> bool:
+        """Whether `times` is known when `done`, not already after `wait`: on a GPU."""
+        return False
+
+
+@final
+class Finished(Handle):
+    """Nothing is under way."""
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Return."""
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+
+@final
+class WorkHandle(Handle):
+    """Collectives that torch carries, and what is left to do when they have ended."""
+
+    def __init__(self, works: Sequence[dist.Work], then: Callable[[], object] | None = None) -> None:
+        self._works = list(works)
+        self._then = then
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for all of them; `seconds` has no effect, the group's own timeout has."""
+        while self._works:
+            self._works[0].wait()
+            self._works.pop(0)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def done(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+
+@final
+class Reduction(Handle):
+    """What `all_reduce` gives: a handle that records, once, how long it took."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        record: Callable[[Timing], None] | None,
+        nbytes: int,
+        bucket: int,
+        queued: int,
+        unrecorded: deque[Reduction],
+    ) -> None:
+        self._handle = handle
+        self._record = record
+        self._unrecorded = unrecorded
+        self._nbytes = nbytes
+        self._bucket = bucket
+        self._queued = queued
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Return when the tensor holds the result; raise what the algorithm raises."""
+        self._handle.wait(seconds)
+        if self._record is None:
+            return
+        if self._handle.ends_after_wait:
+            self._unrecorded.append(self)
+        else:
+            self.record()
+
+    def record(self) -> None:
+        """Record how long it took, once."""
+        record, self._record = self._record, None
+        if record is not None:
+            started, ended = self._handle.times() or (self._queued, time.perf_counter_ns())
+            record(Timing("all_reduce", self._nbytes, self._bucket, self._queued, started, ended))
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._handle.done()
+
+
+_OF_THIS_PROCESS = ("_member", "_own_fabric", "_unrecorded")
+_TIMEOUT_SECONDS = 60.0
+# For groups of torch's own, which do not tell theirs.
+
+
+class CrossDeviceOps(abc.ABC):
+    """The algorithm that reduces and broadcasts across replicas.
+
+    A subclass writes `start`, the all-reduce itself, and `unfit_for`. What it keeps from its constructor must be
+    picklable; `member` says, in a replica, which one this is.
+    """
+
+    _member: Member | None = None
+    _own_fabric: Fabric | None = None
+
+    @abc.abstractmethod
+    def start(self, op: ReduceOp, flat: Tensor) -> Handle:
+        """Begin to make `flat` on every replica the sum, or the mean, of all of them, in place.
+
+        `flat` is contiguous, of one dimension and of a real dtype, of the same length and dtype on every replica.
+        """
+
+    @abc.abstractmethod
+    def unfit_for(self, devices: Sequence[Device]) -> str | None:
+        """Return why it cannot work on these devices, None if it can."""
+
+    # ------------------------------------------------------------------ in a replica
+
+    @final
+    def bind(self, member: Member) -> None:
+        """Be the op of this replica from now on; every replica calls it."""
+        self.unbind()
+        if member.num_replicas > 1 and not hasattr(member.group, "shared") and member.device.type == "cpu":
+            # A group that torch made: ours brings its shared memory along.
+            self._own_fabric = _fabric_over(member)
+        self._member = member
+        self._unrecorded: deque[Reduction] = deque()
+
+    @final
+    def unbind(self) -> None:
+        """Belong to no replica any more; what is under way fails."""
+        fabric, self._own_fabric, self._member = self._own_fabric, None, None
+        if fabric is not None:
+            fabric.close(ReplicaError(f"{type(self).__name__} was unbound while a collective ran"))
+
+    @property
+    def member(self) -> Member:
+        """The replica that this op is bound to. Raises ReplicaError in the controller."""
+        if self._member is None:
+            raise ReplicaError(f"{type(self).__name__} works in replicas; here it is not bound to one")
+        return self._member
+
+    @property
+    def fabric(self) -> Fabric | None:
+        """The memory that all replicas share; None where they share none."""
+        # Asked for each time: the group has another one after it was formed anew.
+        return self._own_fabric or getattr(self.member.group, "shared", None)
+
+    @final
+    def all_reduce(self, op: ReduceOp | str, flat: Tensor, *, bucket: int = -1) -> Reduction:
+        """Begin to make `flat` on every replica the sum or the mean of all of them, in place; returns its handle.
+
+        `flat`: one dimension, contiguous, any floating, complex or integer dtype; of the same length and dtype on
+        every replica. `bucket`: a number for the timing. Every replica begins the same ones in the same order.
+
+        Raises UsageError for another tensor, also, from `wait`, where the replicas' differ; PeerFailed there when a
+        replica leaves; ReplicaTimeout.
+        """
+        op = ReduceOp.of(op)
+        _check_tensor(op, flat)
+        member = self.member
+        self.record_ended()
+        queued = time.perf_counter_ns()
+        real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        handle = Finished() if member.num_replicas == 1 else self.start(op, real)
+        nbytes = flat.numel() * flat.element_size()
+        return Reduction(handle, member.record, nbytes, bucket, queued, self._unrecorded)
+
+    @final
+    def record_ended(self) -> None:
+        """Record the timings of what a GPU has finished since; called by every `all_reduce`, it never waits."""
+        while self._unrecorded and self._unrecorded[0].done():
+            self._unrecorded.popleft().record()
+
+    @final
+    def batch_reduce(self, op: ReduceOp | str, tensors: Sequence[Tensor]) -> None:
+        """Make each of `tensors` the sum or the mean over the replicas, in place; they are under way together."""
+        for handle in [self.all_reduce(op, tensor) for tensor in tensors]:
+            handle.wait()
+
+    @final
+    def reduce(self, op: ReduceOp | str, tensor: Tensor, destination: int) -> Tensor | None:
+        """Return the sum or the mean of all replicas' `tensor` on replica `destination`, None on the others."""
+        op = ReduceOp.of(op)
+        _check_tensor(op, tensor.reshape(-1))
+        self._check_replica("destination", destination)
+        options = dist.ReduceOptions()
+        options.rootRank = destination
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._run("reduce", total, lambda group: group.reduce([total], options))
+        if self.member.replica_id != destination:
+            return None
+        return total.div_(self.member.num_replicas) if op is ReduceOp.MEAN else total
+
+    @final
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Make `tensor` (contiguous) on every replica what it is on replica `source`, in place."""
+        self._check_replica("source", source)
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self._run("broadcast", tensor, lambda group: group.broadcast([tensor.detach()], options))
+
+    @final
+    def gather(self, tensor: Tensor, destination: int) -> list[Tensor] | None:
+        """Return all replicas' `tensor`, of equal shapes, on replica `destination`, None on the others."""
+        self._check_replica("destination", destination)
+        options = dist.GatherOptions()
+        options.rootRank = destination
+        mine = self.member.replica_id == destination
+        parts = [torch.empty_like(tensor) for _ in range(self.member.num_replicas)] if mine else []
+        given = tensor.detach().contiguous()
+        self._run("gather", tensor, lambda group: group.gather([parts] if mine else [], [given], options))
+        return parts if mine else None
+
+    @final
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor of zeros on this replica's device, where the replicas can reduce it without a copy.
+
+        Every replica calls it, for the same, in the same order. Raises ReplicaError where there is not enough memory.
+        """
+        fabric = self.fabric if self.member.device.type == "cpu" else None
+        if fabric is None or numel == 0:
+            return torch.zeros(numel, dtype=dtype, device=self.member.device)
+        return fabric.allocate(numel, dtype)
+
+    @final
+    def release(self, tensor: Tensor) -> None:
+        """Let go of what `allocate` gave; the tensor itself lives on as an ordinary one."""
+        if self._member is not None and self.fabric is not None and tensor.device.type == "cpu":
+            self.fabric.release(tensor)
+
+    @final
+    def progress(self) -> None:
+        """Go on with what has been begun, as far as it goes without waiting: between other work."""
+        fabric = self.fabric
+        if fabric is not None and fabric.pending:
+            fabric.progress()
+
+    def _run(self, op: str, tensor: Tensor, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+        member = self.member
+        queued = time.perf_counter_ns()
+        begin(member.group).wait()
+        if member.record is not None:
+            nbytes = tensor.numel() * tensor.element_size()
+            member.record(Timing(op, nbytes, -1, queued, queued, time.perf_counter_ns()))
+
+    def _check_replica(self, name: str, replica_id: int) -> None:
+        if not 0 <= replica_id < self.member.num_replicas:
+            raise UsageError(f"`{name}` is {replica_id}; it is a replica id from 0 to {self.member.num_replicas - 1}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to this process stays here.
+        return {name: value for name, value in vars(self).items() if name not in _OF_THIS_PROCESS}
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({given})"
+
+
+def _check_tensor(op: ReduceOp, flat: Tensor) -> None:
+    if flat.dtype is torch.bool:
+        raise UsageError(f"booleans have no {op.name.lower()}; convert them first: tensor.int()")
+    if op is ReduceOp.MEAN and not (flat.is_floating_point() or flat.is_complex()):
+        raise UsageError(f"the mean of {flat.dtype} is no {flat.dtype}; convert it first: tensor.float()")
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise UsageError(
+            f"`flat` has the shape {tuple(flat.shape)} and strides {flat.stride()}; it must be contiguous and of one "
+            "dimension: tensor.reshape(-1)"
+        )
+
+
+def _fabric_over(member: Member) -> Fabric | None:
+    def gather(value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * member.num_replicas
+        dist.all_gather_object(gathered, value, group=member.group)
+        return gathered
+
+    try:
+        return Fabric.form(gather, member.replica_id, member.num_replicas, _TIMEOUT_SECONDS)
+    except ReplicaError:
+        return None

@@ -1,0 +1,850 @@
+"""Collectives of replicas on one machine, through memory that all map. No thread, no copy that need not be.
+
+Knows tensors on the CPU, segments and flags. Knows nothing of torch.distributed, pools, or who calls it.
+
+    replica i:  post (what, where) ──▶ all posted? ──▶ read the others' parts, sum, show ──▶ all have shown? ──▶ done
+                     │                     │
+                     ▼                     ▼
+                a header in its line   the same headers everywhere, else an error everywhere
+
+An *exchange* is one collective under way: a generator that says which counter of the others it needs next. It goes on
+when somebody waits, asks (`progress`) or begins another one, so `all_reduce` returns at once and a backward pass may
+go on. Up to `SLOT_BYTES` every replica lays its part out and sums all parts itself, after one arrival. Larger tensors
+go through in pieces; those that lie in memory of `allocate` are summed where they are: each replica a slice, for all.
+
+Sums are always made in the order replica 0 + 1 + 2 + …, element by element. So the bits depend neither on how tensors
+are cut into buckets nor on which way they take. bf16 and fp16 are summed in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from mirror_nb.collectives.barrier import Counter, Flags, integers
+from mirror_nb.collectives.segments import KINDS, Address, Segment, read, written
+from mirror_nb.errors import MirrorError, PeerFailed, ReplicaError, ReplicaTimeout, UsageError
+
+SLOT_BYTES = 64 * 1024
+SLOTS = 16
+# So many collectives may be laid out before the first has ended here; more wait for their turn.
+PIECE_BYTES = 512 * 1024
+PIECES = 4
+BLOCK_BYTES = 512 * 1024
+IN_PLACE_BYTES = 16 * 1024
+# From this size on, what lies in `allocate`d memory is summed there: below, one arrival less counts for more.
+_HEADERS = 2 * SLOTS
+# A replica may be that far ahead of another: both post ahead of what has ended, that by so many.
+_ALIGNMENT = 64
+_REMEMBERED = 512
+CALL_AFTER_SECONDS = 0.002
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int32,
+    torch.int64,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
+_CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Fold(enum.IntEnum):
+    """How the parts of all replicas become one."""
+
+    SUM = 0
+    MEAN = 1
+    MAX = 2
+    MIN = 3
+    PRODUCT = 4
+
+
+class _Kind(enum.IntEnum):
+    BARRIER = 1
+    ALL_REDUCE = 2
+    REDUCE = 3
+    BROADCAST = 4
+    ALL_GATHER = 5
+    ALL_REDUCE_BY_GROUPS = 6
+
+
+_COMBINE: dict[Fold, Callable[..., Tensor]] = {
+    Fold.SUM: torch.add,
+    Fold.MEAN: torch.add,
+    Fold.MAX: torch.maximum,
+    Fold.MIN: torch.minimum,
+    Fold.PRODUCT: torch.mul,
+}
+
+Gather = Callable[[Any], list[Any]]
+# Gives every replica what each of them gave, in the order of their ids.
+_Need = tuple[int, int]
+# A counter, and what the others have to have come to.
+_Steps = Generator[_Need, None, None]
+
+
+@final
+class Exchange:
+    """One collective under way."""
+
+    __slots__ = (
+        "called",
+        "ended",
+        "ended_ns",
+        "error",
+        "kind",
+        "needs",
+        "number",
+        "posted",
+        "started_ns",
+        "steps",
+        "what",
+    )
+
+    def __init__(self, number: int, kind: _Kind, flat: Tensor, steps: _Steps | None) -> None:
+        self.number = number
+        self.kind = kind
+        self.what: Tensor | None = flat
+        # For messages: the tensor as its owner knows it.
+        self.steps = steps
+        self.needs: _Need = (Counter.DONE, 0)
+        self.posted = False
+        self.ended = False
+        self.error: BaseException | None = None
+        self.called: list[Callable[[], None]] = []
+        # Run once it has ended, in the thread that saw it end.
+        self.started_ns = 0
+        # When all replicas had come to it; time.perf_counter_ns.
+        self.ended_ns = 0
+
+    @property
+    def label(self) -> str:
+        """What it is, as a user would say it."""
+        # In words only when something went wrong: they would take a fifth of a small collective's time.
+        return _label(self.kind, self.what)
+
+    def outcome(self) -> None:
+        """Raise its error, if it ended with one."""
+        if self.error is not None:
+            raise fresh(self.error)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Memory that `allocate` gave: one part a replica, all mapped by all."""
+
+    begins: int
+    # Address of this replica's part.
+    nbytes: int
+    parts: tuple[Tensor, ...]
+    # uint8, by replica id.
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        return self.begins <= address and address + nbytes <= self.begins + self.nbytes
+
+
+@final
+class Fabric:
+    """What the replicas of one group on one machine share, and their collectives through it.
+
+    Every replica begins the same exchanges in the same order. All its methods may be called from any thread.
+    """
+
+    def __init__(self, segment: Segment, replica_id: int, num_replicas: int, timeout_seconds: float) -> None:
+        self.replica_id = replica_id
+        self.num_replicas = num_replicas
+        self.timeout_seconds = timeout_seconds
+        layout = _Layout.of(num_replicas)
+        memory = segment.memory
+        self._flags = Flags(memory[: layout.headers], replica_id, num_replicas)
+        self._headers = integers(memory[layout.headers : layout.slots])
+        self._slots = memory[layout.slots : layout.pieces].view(SLOTS, num_replicas, SLOT_BYTES)
+        self._pieces = memory[layout.pieces :].view(PIECES, num_replicas, PIECE_BYTES)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        # Reentrant: a signal's handler that calls abort() may run while the main thread holds it.
+        self._lock = threading.RLock()
+        self._queue: deque[Exchange] = deque()
+        self._issued = 0
+        self._finished = 0
+        self._staged = 0
+        self._reduced = 0
+        self._error: BaseException | None = None
+        self._regions: list[_Region | None] = []
+        self._views: dict[Any, list[Tensor]] = {}
+        self._plans: dict[Any, list[tuple[list[Tensor], Tensor]]] = {}
+        self._ended: list[Exchange] = []
+        self._waiting = 0
+        self._helper: threading.Thread | None = None
+
+    @staticmethod
+    def form(gather: Gather, replica_id: int, num_replicas: int, timeout_seconds: float) -> Fabric:
+        """Make the shared memory of a group; every replica calls it.
+
+        Raises ReplicaError, on every replica alike, where they cannot share memory, and why.
+        """
+        segment = _common_segment(gather, replica_id, _Layout.of(num_replicas).end)
+        return Fabric(segment, replica_id, num_replicas, timeout_seconds)
+
+    # ------------------------------------------------------------------ collectives
+
+    def all_reduce(self, flat: Tensor, fold: Fold) -> Exchange:
+        """Begin to make `flat` (contiguous, of one of `DTYPES`) on every replica the fold of all of them."""
+        nbytes = flat.numel() * flat.element_size()
+        location = self._location(flat, nbytes) if nbytes >= IN_PLACE_BYTES else 0
+        if nbytes <= SLOT_BYTES and not location:
+            return self._sum_small(flat, fold)
+        header = self._header(_Kind.ALL_REDUCE, fold, 0, flat)
+        return self._queue_up(_Kind.ALL_REDUCE, flat, lambda number: self._large(number, header, location, flat, fold))
+
+    def reduce(self, flat: Tensor, root: int, fold: Fold) -> Exchange:
+        """Begin to make `flat` on replica `root` the fold of all of them; the others' stay as they are."""
+        mine = self.replica_id == root
+
+        def take(views: list[Tensor], low: int, high: int) -> None:
+            if mine:
+                self._fold(views, flat[low:high], fold)
+
+        return self._begin_pieces(_Kind.REDUCE, fold, root, flat, take)
+
+    def broadcast(self, flat: Tensor, root: int) -> Exchange:
+        """Begin to make `flat` on every replica what it is on replica `root`."""
+        mine = self.replica_id == root
+
+        def take(views: list[Tensor], low: int, high: int) -> None:
+            if not mine:
+                flat[low:high].copy_(views[root])
+
+        return self._begin_pieces(_Kind.BROADCAST, Fold.SUM, root, flat, take, lays_out=mine)
+
+    def all_gather(self, outputs: Sequence[Tensor], flat: Tensor) -> Exchange:
+        """Begin to make `outputs[i]` on every replica what `flat` is on replica i."""
+
+        def take(views: list[Tensor], low: int, high: int) -> None:
+            for output, view in zip(outputs, views, strict=True):
+                output[low:high].copy_(view)
+
+        return self._begin_pieces(_Kind.ALL_GATHER, Fold.SUM, 0, flat, take)
+
+    def barrier(self) -> Exchange:
+        """Begin to wait until all replicas have come here."""
+        return self._begin(
+            _Kind.BARRIER, Fold.SUM, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), lambda views: None
+        )
+
+    def all_reduce_by_groups(self, flat: Tensor, fold: Fold, groups: Sequence[Sequence[int]]) -> Exchange:
+        """As `all_reduce`, but summed within each group of replica ids first, then over the groups."""
+        header = self._header(_Kind.ALL_REDUCE_BY_GROUPS, fold, len(groups), flat)
+        return self._queue_up(
+            _Kind.ALL_REDUCE_BY_GROUPS, flat, lambda number: self._by_groups(number, header, flat, fold, groups)
+        )
+
+    # ------------------------------------------------------------------ going on
+
+    def progress(self) -> None:
+        """Go on with what has been begun, as far as it goes without waiting."""
+        with self._lock:
+            self._advance()
+        if self._ended:
+            self._tell()
+
+    def wait(self, exchange: Exchange, seconds: float | None = None) -> None:
+        """Return when `exchange` has ended.
+
+        Raises PeerFailed when a replica left or died, the error given to `abort`, UsageError where the replicas ran
+        different collectives, and ReplicaTimeout after `seconds` (by default the group's time); after that one it may
+        be waited for again.
+        """
+        if not exchange.ended:
+            limit = self.timeout_seconds if seconds is None else seconds
+            self._waiting += 1
+            try:
+                self._wait(exchange, time.monotonic(), limit)
+            finally:
+                self._waiting -= 1
+        exchange.outcome()
+
+    def _wait(self, exchange: Exchange, began: float, limit: float) -> None:
+        while not exchange.ended:
+            needs = self._needs()
+            if needs is None or self._flags.spin(*needs, self._is_over):
+                self.progress()
+                continue
+            self._flags.nap(*needs, self._is_over)
+            self.progress()
+            if exchange.ended or self._flags.reached(*needs):
+                continue
+            self._check_peers(exchange)
+            passed = time.monotonic() - began
+            if passed > limit:
+                raise self._timeout(exchange, needs, limit)
+            if passed > CALL_AFTER_SECONDS:
+                self._flags.call(self._flags.lagging(*needs))
+
+    def _check_peers(self, exchange: Exchange) -> None:
+        missing = self._flags.missing()
+        if missing is not None and not self._flags.reached(*exchange.needs):
+            self.abort(PeerFailed(f"{exchange.label} failed: a peer may have left ({missing})"))
+
+    def _needs(self) -> _Need | None:
+        with self._lock:
+            return self._queue[0].needs if self._queue else None
+
+    def _is_over(self) -> bool:
+        return self._error is not None
+
+    def go_on_by_itself(self, at_once: bool) -> None:
+        """Have what was begun here and is not waited for go on, now or as soon as another replica waits for it.
+
+        It takes a thread, which otherwise sleeps.
+        """
+        with self._lock:
+            if self._helper is None and self._error is None:
+                self._helper = threading.Thread(target=self._help, name="mirror_nb exchanges", daemon=True)
+                self._helper.start()
+        if at_once:
+            self._flags.answer_myself()
+
+    def _help(self) -> None:
+        seen = 0
+        while not self._is_over():
+            seen = self._flags.called(seen, 1.0)
+            while not self._waiting and not self._is_over() and (needs := self._needs()) is not None:
+                self.progress()
+                if not self._flags.reached(*needs):
+                    self._flags.nap(*needs, self._is_over)
+
+    # ------------------------------------------------------------------ ends
+
+    def abort(self, error: BaseException) -> None:
+        """End what has been begun with `error`, and refuse what comes, from any thread, at once."""
+        if self._error is None:
+            # A copy: the one that was given may hold the frames it was raised in.
+            self._error = fresh(error)
+        self._flags.wake_myself()
+        with self._lock:
+            for exchange in self._queue:
+                self._end(exchange, self._error)
+            self._queue.clear()
+        self._tell()
+        self._flags.answer_myself()
+
+    def close(self, error: BaseException) -> None:
+        """Take part no more: `abort`, and tell the others, who then fail. Tensors of `allocate` stay as they are."""
+        self._flags.leave()
+        self.abort(error)
+        self._regions.clear()
+        self._plans.clear()
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything that was begun has not ended."""
+        return bool(self._queue)
+
+    # ------------------------------------------------------------------ memory that all map
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor of zeros that is reduced where it lies, without a copy; every replica calls it.
+
+        Raises ReplicaError, on every replica, where there is no such memory.
+        """
+        part = _aligned(max(numel, 1) * dtype.itemsize, 4096)
+        segment = _common_segment(self._gather, self.replica_id, part * self.num_replicas)
+        parts = segment.memory.split(part)
+        mine = parts[self.replica_id]
+        with self._lock:
+            self._regions.append(_Region(mine.data_ptr(), part, tuple(parts)))
+        return mine[: numel * dtype.itemsize].view(dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        """Let go of what `allocate` gave; the tensor lives on as an ordinary one."""
+        with self._lock:
+            for i, region in enumerate(self._regions):
+                if region is not None and region.holds(tensor.data_ptr(), 1):
+                    self._regions[i] = None
+            self._plans.clear()
+
+    def _location(self, flat: Tensor, nbytes: int) -> int:
+        """Say where all find it: number and offset in one integer; 0 for ordinary memory."""
+        if self._regions and nbytes:
+            address = flat.data_ptr()
+            for i, region in enumerate(self._regions):
+                if region is not None and region.holds(address, nbytes):
+                    return ((i + 1) << 40) + address - region.begins
+        return 0
+
+    def _gather(self, value: Any) -> list[Any]:
+        text = written(value).encode()[:2048].ljust(2048)
+        room = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = room.new_empty(self.num_replicas, room.numel())
+        self.wait(self.all_gather(list(rows), room))
+        return [read(row.numpy().tobytes().decode()) for row in rows]
+
+    # ------------------------------------------------------------------ exchanges, begun and carried on
+
+    def _begin(
+        self, kind: _Kind, fold: Fold, root: int, flat: Tensor, take: Callable[[list[Tensor]], None]
+    ) -> Exchange:
+        header = self._header(kind, fold, root, flat)
+        return self._queue_up(kind, flat, lambda number: self._small(number, header, flat, take, True))
+
+    def _sum_small(self, flat: Tensor, fold: Fold) -> Exchange:
+        """What `_begin` does with `_small`, in a straight line: of all collectives this one has to take least time."""
+        header = self._header(_Kind.ALL_REDUCE, fold, 0, flat)
+        with self._lock:
+            number = self._issued + 1
+            if self._queue or self._error is not None or not self._flags.reached(Counter.DONE, number - SLOTS):
+                return self._begin(_Kind.ALL_REDUCE, fold, 0, flat, lambda views: self._fold(views, flat, fold))
+            exchange = Exchange(number, _Kind.ALL_REDUCE, flat, None)
+            try:
+                self._issued = number
+                views = self._views_of(self._slots, number % SLOTS, flat.dtype, flat.numel())
+                views[self.replica_id].copy_(flat)
+                self._post(number, header, 0)
+                if self._flags.reached(Counter.POSTED, number):
+                    exchange.started_ns = time.perf_counter_ns()
+                    self._compare(number, header)
+                    self._fold(views, flat, fold)
+                    self._end(exchange, None)
+                    return exchange
+            except UsageError as mismatch:
+                self._end(exchange, mismatch)
+                return exchange
+            except BaseException as error:
+                self._give_up(exchange, error)
+                raise
+            exchange.posted = True
+            exchange.needs = Counter.POSTED, number
+            exchange.steps = self._rest_of_small(number, header, views, flat, fold)
+            self._queue.append(exchange)
+        return exchange
+
+    def _rest_of_small(self, number: int, header: int, views: list[Tensor], flat: Tensor, fold: Fold) -> _Steps:
+        self._compare(number, header)
+        self._fold(views, flat, fold)
+        return
+        yield  # It is a generator that needs nothing more.
+
+    def _begin_pieces(
+        self,
+        kind: _Kind,
+        fold: Fold,
+        root: int,
+        flat: Tensor,
+        take: Callable[[list[Tensor], int, int], None],
+        lays_out: bool = True,
+    ) -> Exchange:
+        header = self._header(kind, fold, root, flat)
+        numel = flat.numel()
+        if numel * flat.element_size() <= SLOT_BYTES:
+            return self._queue_up(
+                kind, flat, lambda n: self._small(n, header, flat, lambda views: take(views, 0, numel), lays_out)
+            )
+        return self._queue_up(kind, flat, lambda n: self._in_pieces(n, header, flat, take, lays_out))
+
+    def _queue_up(self, kind: _Kind, flat: Tensor, steps: Callable[[int], _Steps]) -> Exchange:
+        with self._lock:
+            if self._error is not None:
+                raise fresh(self._error)
+            self._issued += 1
+            exchange = Exchange(self._issued, kind, flat, steps(self._issued))
+            self._queue.append(exchange)
+            self._advance()
+        if self._ended:
+            self._tell()
+        return exchange
+
+    def _advance(self) -> None:
+        """Carry on, in order, all that can go on; the lock is held."""
+        queue = self._queue
+        while queue and self._carry_on(queue[0], to_the_end=True):
+            if queue:
+                queue.popleft()
+        if len(queue) > 1:
+            for exchange in list(queue)[1 : SLOTS + 1]:
+                if not exchange.posted and not self._post_ahead(exchange):
+                    return
+
+    def _post_ahead(self, exchange: Exchange) -> bool:
+        # This replica's own part of a slot is read here too.
+        if exchange.number - self._finished > SLOTS:
+            return False
+        self._carry_on(exchange, to_the_end=False)
+        return exchange.posted
+
+    def _carry_on(self, exchange: Exchange, to_the_end: bool) -> bool:
+        """Take the exchange as far as it goes without waiting; whether it has ended."""
+        steps = exchange.steps
+        if steps is None:
+            return exchange.ended
+        reached = self._flags.reached
+        try:
+            while reached(*exchange.needs):
+                if exchange.posted:
+                    if not to_the_end:
+                        return False
+                    exchange.started_ns = exchange.started_ns or time.perf_counter_ns()
+                needs = exchange.needs = next(steps)
+                if needs[0] == Counter.POSTED:
+                    exchange.posted = True
+            return False
+        except StopIteration:
+            self._end(exchange, None)
+        except UsageError as mismatch:
+            # Every replica sees it, and none has read or written anything: the next exchange is in step.
+            self._end(exchange, mismatch)
+        except BaseException as error:
+            self._give_up(exchange, error)
+            raise
+        return True
+
+    def _give_up(self, exchange: Exchange, error: BaseException) -> None:
+        """An exception in the middle of a sum, an interrupt say: the replicas are out of step for good."""
+        if self._error is None:
+            self.close(PeerFailed(f"{exchange.label} was cut short: {type(error).__name__}"))
+
+    def _end(self, exchange: Exchange, error: BaseException | None) -> None:
+        exchange.ended_ns = time.perf_counter_ns()
+        exchange.error = error
+        exchange.steps = exchange.what = None
+        exchange.ended = True
+        if self._error is None:
+            self._finished = exchange.number
+            self._flags.show(Counter.DONE, exchange.number)
+        if exchange.called:
+            self._ended.append(exchange)
+
+    def _tell(self) -> None:
+        """Run what waits for ended exchanges; without the lock, since it may be anything."""
+        while self._ended:
+            for call in self._ended.pop().called:
+                call()
+
+    def when_ended(self, exchange: Exchange, call: Callable[[], None]) -> None:
+        """Run `call` once `exchange` has ended, now if it has."""
+        with self._lock:
+            if not exchange.ended:
+                exchange.called.append(call)
+                return
+        call()
+
+    # ------------------------------------------------------------------ what they do
+
+    def _small(
+        self, number: int, header: int, flat: Tensor, take: Callable[[list[Tensor]], None], lays_out: bool
+    ) -> _Steps:
+        yield Counter.DONE, number - SLOTS
+        views = self._views_of(self._slots, number % SLOTS, flat.dtype, flat.numel())
+        if lays_out and flat.numel():
+            views[self.replica_id].copy_(flat)
+        self._post(number, header, 0)
+        yield Counter.POSTED, number
+        self._compare(number, header)
+        if flat.numel():
+            take(views)
+
+    def _large(self, number: int, header: int, location: int, flat: Tensor, fold: Fold) -> _Steps:
+        self._post(number, header, location)
+        yield Counter.POSTED, number
+        self._compare(number, header)
+        if location and self._all_at(number, location):
+            yield from self._in_place(location, flat, fold)
+        elif self.num_replicas == 2:
+            # Twice one's own piece of work, but half the arrivals, and no more bytes than in slices.
+            yield from self._through_pieces(
+                flat, lambda views, low, high: self._fold(views, flat[low:high], fold), True
+            )
+        else:
+            yield from self._in_slices(flat, fold)
+
+    def _in_pieces(
+        self,
+        number: int,
+        header: int,
+        flat: Tensor,
+        take: Callable[[list[Tensor], int, int], None],
+        lays_out: bool,
+    ) -> _Steps:
+        self._post(number, header, 0)
+        yield Counter.POSTED, number
+        self._compare(number, header)
+        yield from self._through_pieces(flat, take, lays_out)
+
+    def _through_pieces(self, flat: Tensor, take: Callable[[list[Tensor], int, int], None], lays_out: bool) -> _Steps:
+        """Every replica lays its part out piece by piece, the next while the others read this one."""
+        numel, step = flat.numel(), PIECE_BYTES // flat.element_size()
+        laid: tuple[list[Tensor], int, int] | None = None
+        for low in [*range(0, numel, step), numel]:
+            ready = laid
+            if low < numel:
+                high = min(low + step, numel)
+                self._staged += 1
+                yield Counter.TAKEN, self._staged - PIECES
+                views = self._views_of(self._pieces, self._staged % PIECES, flat.dtype, high - low)
+                if lays_out:
+                    views[self.replica_id].copy_(flat[low:high])
+                self._flags.show(Counter.STAGED, self._staged)
+                laid = views, low, high
+            if ready is not None:
+                count = self._staged - (low < numel)
+                yield Counter.STAGED, count
+                take(*ready)
+                self._flags.show(Counter.TAKEN, count)
+
+    def _in_slices(self, flat: Tensor, fold: Fold) -> _Steps:
+        """Piece by piece, of which each replica sums a slice for all."""
+        numel, step = flat.numel(), PIECE_BYTES // flat.element_size()
+        for low in range(0, numel, step):
+            high = min(low + step, numel)
+            self._staged += 1
+            yield Counter.TAKEN, self._staged - PIECES
+            views = self._views_of(self._pieces, self._staged % PIECES, flat.dtype, high - low)
+            views[self.replica_id].copy_(flat[low:high])
+            self._flags.show(Counter.STAGED, self._staged)
+            yield Counter.STAGED, self._staged
+            begin, end = _slice(high - low, self.replica_id, self.num_replicas)
+            if begin < end:
+                self._fold([view[begin:end] for view in views], views[self.replica_id][begin:end], fold)
+            self._reduced += 1
+            self._flags.show(Counter.REDUCED, self._reduced)
+            yield Counter.REDUCED, self._reduced
+            for replica, view in enumerate(views):
+                begin, end = _slice(high - low, replica, self.num_replicas)
+                if begin < end:
+                    flat[low + begin : low + end].copy_(view[begin:end])
+            self._flags.show(Counter.TAKEN, self._staged)
+
+    def _in_place(self, location: int, flat: Tensor, fold: Fold) -> _Steps:
+        for parts, mine in self._blocks(location, flat):
+            self._fold(parts, mine, fold)
+            for part in parts:
+                if part is not mine:
+                    part.copy_(mine)
+            if self._error is not None:
+                raise fresh(self._error)
+        self._reduced += 1
+        self._flags.show(Counter.REDUCED, self._reduced)
+        yield Counter.REDUCED, self._reduced
+
+    def _by_groups(
+        self, number: int, header: int, flat: Tensor, fold: Fold, groups: Sequence[Sequence[int]]
+    ) -> _Steps:
+        """Piece by piece: the first of each group sums the group's parts, then each replica sums these sums."""
+        self._post(number, header, 0)
+        yield Counter.POSTED, number
+        self._compare(number, header)
+        dtype = torch.float32 if flat.dtype in _HALF else flat.dtype
+        mine = next((group for group in groups if group[0] == self.replica_id), None)
+        within = Fold.SUM if fold is Fold.MEAN else fold
+        numel, step = flat.numel(), PIECE_BYTES // dtype.itemsize
+        for low in range(0, numel, step):
+            high = min(low + step, numel)
+            self._staged += 1
+            yield Counter.TAKEN, self._staged - PIECES
+            views = self._views_of(self._pieces, self._staged % PIECES, dtype, high - low)
+            views[self.replica_id].copy_(flat[low:high])
+            self._flags.show(Counter.STAGED, self._staged)
+            yield Counter.STAGED, self._staged
+            if mine is not None:
+                self._fold([views[replica] for replica in mine], views[self.replica_id], within)
+            self._reduced += 1
+            self._flags.show(Counter.REDUCED, self._reduced)
+            yield Counter.REDUCED, self._reduced
+            total = self._scratch_for(2 * (high - low), dtype)[high - low :]
+            self._fold([views[group[0]] for group in groups], total, within)
+            flat[low:high].copy_(total.div_(self.num_replicas) if fold is Fold.MEAN else total)
+            self._flags.show(Counter.TAKEN, self._staged)
+
+    def _blocks(self, location: int, flat: Tensor) -> list[tuple[list[Tensor], Tensor]]:
+        """The blocks of this replica's slice, each on all replicas and on this one."""
+        key = location, flat.dtype, flat.numel()
+        blocks = self._plans.get(key)
+        if blocks is None:
+            region = self._regions[(location >> 40) - 1]
+            if region is None:
+                raise ReplicaError("memory of `allocate` was released while it was reduced; wait first, then release")
+            offset = location & ((1 << 40) - 1)
+            nbytes = flat.numel() * flat.element_size()
+            whole = [part[offset : offset + nbytes].view(flat.dtype) for part in region.parts]
+            begin, end = _slice(flat.numel(), self.replica_id, self.num_replicas)
+            step = BLOCK_BYTES // flat.element_size()
+            blocks = []
+            for low in range(begin, end, step):
+                parts = [part[low : min(low + step, end)] for part in whole]
+                blocks.append((parts, parts[self.replica_id]))
+            if len(self._plans) >= _REMEMBERED:
+                self._plans.clear()
+            self._plans[key] = blocks
+        return blocks
+
+    # ------------------------------------------------------------------ their parts
+
+    def _fold(self, parts: Sequence[Tensor], out: Tensor, fold: Fold) -> None:
+        """Combine `parts` in the order of replica ids into `out`, which may be one of them."""
+        combine = _COMBINE[fold]
+        last = len(parts) - 1
+        if out.dtype in _HALF:
+            total = self._scratch_for(out.numel(), torch.float32)
+            total.copy_(parts[0])
+            for part in parts[1:]:
+                combine(total, part, out=total)
+            out.copy_(total.div_(len(parts)) if fold is Fold.MEAN else total)
+            return
+        # In `out` itself, unless that is a part which is yet to be read.
+        total = out if last <= 1 else self._scratch_for(out.numel(), out.dtype)
+        combine(parts[0], parts[min(1, last)], out=total) if last else out.copy_(parts[0])
+        for i in range(2, last + 1):
+            total = combine(total, parts[i], out=out if i == last else total)
+        if fold is Fold.MEAN:
+            out.div_(len(parts))
+
+    def _scratch_for(self, numel: int, dtype: torch.dtype) -> Tensor:
+        nbytes = numel * dtype.itemsize
+        if self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return self._scratch[:nbytes].view(dtype)
+
+    def _views_of(self, memory: Tensor, index: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        key = memory.data_ptr(), index, dtype, numel
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _REMEMBERED:
+                self._views.clear()
+            views = [row[: numel * dtype.itemsize].view(dtype) for row in memory[index]]
+            self._views[key] = views
+        return views
+
+    # ------------------------------------------------------------------ headers
+
+    def _header(self, kind: _Kind, fold: Fold, root: int, flat: Tensor) -> int:
+        return (((kind << 3 | fold) << 4 | _CODES[flat.dtype]) << 8 | root) << 40 | flat.numel()
+
+    def _post(self, number: int, header: int, location: int) -> None:
+        index = 2 * (self.replica_id * _HEADERS + number % _HEADERS)
+        self._headers[index] = header
+        self._headers[index + 1] = location
+        self._flags.show(Counter.POSTED, number)
+
+    def _compare(self, number: int, header: int) -> None:
+        headers, index = self._headers, 2 * (number % _HEADERS)
+        for _ in range(self.num_replicas):
+            if headers[index] != header:
+                raise UsageError(self._mismatch(number))
+            index += 2 * _HEADERS
+
+    def _all_at(self, number: int, location: int) -> bool:
+        return all(
+            self._headers[2 * (r * _HEADERS + number % _HEADERS) + 1] == location for r in range(self.num_replicas)
+        )
+
+    def _mismatch(self, number: int) -> str:
+        said = [self._headers[2 * (r * _HEADERS + number % _HEADERS)] for r in range(self.num_replicas)]
+        each = ", ".join(f"{_words(header)} on replica {r}" for r, header in enumerate(said))
+        return (
+            f"the replicas ran different collectives: {each}; run the same ones in the same order, on tensors of the "
+            "same shape and dtype, on every replica"
+        )
+
+    def _timeout(self, exchange: Exchange, needs: _Need, seconds: float) -> ReplicaTimeout:
+        late = ", ".join(map(str, self._flags.lagging(*needs)))
+        return ReplicaTimeout(
+            f"{exchange.label} did not end within {seconds:g} s: replica {late} has not come; a peer may have left, "
+            "or it runs another collective; see that every replica runs the same collectives in the same order"
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where what lies in a fabric's segment: offsets in bytes; the flags come first."""
+
+    headers: int
+    slots: int
+    pieces: int
+    end: int
+
+    @staticmethod
+    def of(num_replicas: int) -> _Layout:
+        headers = Flags.size_in_bytes(num_replicas)
+        slots = _aligned(headers + num_replicas * _HEADERS * 16, 4096)
+        pieces = slots + SLOTS * num_replicas * SLOT_BYTES
+        return _Layout(headers, slots, pieces, pieces + PIECES * num_replicas * PIECE_BYTES)
+
+
+def fresh(error: BaseException) -> BaseException:
+    """Return a copy of `error`, so that each raise has a traceback of its own."""
+    try:
+        copied = copy.copy(error)
+    except Exception:
+        copied = PeerFailed(f"{type(error).__name__}: {error}")
+    copied.__cause__ = error.__cause__
+    return copied.with_traceback(None)
+
+
+def _common_segment(gather: Gather, replica_id: int, nbytes: int) -> Segment:
+    """Memory that replica 0 makes and all map; in the first way that works for all of them."""
+    reasons: dict[str, None] = {}
+    for kind in KINDS:
+        made = _attempt(Segment.create, nbytes, kind) if replica_id == 0 else None
+        try:
+            offer = gather(made.address if isinstance(made, Segment) else made)[0]
+            opened = _attempt(Segment.open, offer) if replica_id and isinstance(offer, Address) else made
+            problems = gather(opened if isinstance(opened, str) else None)
+        finally:
+            if isinstance(made, Segment):
+                made.withdraw()
+        if isinstance(opened, Segment) and not any(problems):
+            return opened
+        reasons.update(dict.fromkeys(problem for problem in [offer, *problems] if isinstance(problem, str)))
+    raise ReplicaError(f"the replicas cannot share memory: {'; '.join(reasons)}")
+
+
+def _attempt(make: Callable[..., Segment], *args: Any) -> Segment | str:
+    try:
+        return make(*args)
+    except MirrorError as error:
+        return str(error)
+
+
+def _slice(numel: int, replica: int, num_replicas: int) -> tuple[int, int]:
+    """Which elements a replica sums for all; whole cache lines, so that no two replicas write the same one."""
+    each = _aligned(-(-numel // num_replicas), _ALIGNMENT)
+    return min(each * replica, numel), min(each * (replica + 1), numel)
+
+
+def _aligned(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def _label(kind: _Kind, flat: Tensor | None) -> str:
+    if kind is _Kind.BARRIER or flat is None:
+        return kind.name.lower()
+    return f"{kind.name.lower()} of {str(flat.dtype).removeprefix('torch.')}{list(flat.shape)}"
+
+
+def _words(header: int) -> str:
+    """A header as a user would say it."""
+    numel, rest = header & ((1 << 40) - 1), header >> 40
+    root, dtype, fold, kind = rest & 255, rest >> 8 & 15, rest >> 12 & 7, rest >> 15
+    name = _Kind(kind).name.lower()
+    if kind == _Kind.BARRIER:
+        return name
+    if kind in (_Kind.ALL_REDUCE, _Kind.REDUCE, _Kind.ALL_REDUCE_BY_GROUPS):
+        name = f"{name} ({Fold(fold).name})"
+    if kind in (_Kind.REDUCE, _Kind.BROADCAST):
+        name = f"{name} with replica {root}"
+    return f"{name} of {numel} {str(DTYPES[dtype]).removeprefix('torch.')}"

@@ -1,0 +1,38 @@
+"""All-reduce by gloo, torch's library for CPUs: for comparison, and where there is nothing better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mirror_nb.collectives.base import CrossDeviceOps, Handle, WorkHandle
+from mirror_nb.devices import Device
+from mirror_nb.values import ReduceOp
+
+
+@final
+class GlooAllReduce(CrossDeviceOps):
+    """gloo's own all-reduce, over loopback on one machine, over the network between several.
+
+    Tensors on GPUs go through the CPU. The order of summation is gloo's, and depends on the tensor's size.
+    """
+
+    def start(self, op: ReduceOp, flat: Tensor) -> Handle:
+        """Begin an all-reduce, which gloo's threads carry on."""
+        group, options = self.member.group, dist.AllreduceOptions()
+        work = (
+            group.carry("allreduce", "all_reduce", ([flat], options), {})
+            if hasattr(group, "carry")
+            # torch's own group knows no shared memory.
+            else group.allreduce([flat], options)
+        )
+        # gloo's own mean is not in every torch.
+        divide = (lambda: flat.div_(self.member.num_replicas)) if op is ReduceOp.MEAN else None
+        return WorkHandle([work], divide)
+
+    def unfit_for(self, devices: Sequence[Device]) -> str | None:
+        """Return why not: this torch has no gloo."""
+        return None if dist.is_gloo_available() else "this build of torch has no gloo"

@@ -1,0 +1,77 @@
+"""All-reduce within groups of near devices first, then across the groups, then back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle
+from mirror_nb.collectives.shared_memory import FOLDS, needs_shared_memory, through_memory
+from mirror_nb.collectives.topology import groups_of
+from mirror_nb.devices import Device
+from mirror_nb.errors import UsageError
+from mirror_nb.values import ReduceOp
+
+
+@final
+class HierarchicalCopyAllReduce(CrossDeviceOps):
+    """Reduces within the groups that the topology gives, across them, and copies back.
+
+    `num_packs`: into how many parts a tensor on GPUs is cut, so that one travels while the next is summed. CPU
+    replicas do all of it through shared memory, in pieces that fit their caches.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if num_packs < 1:
+            raise UsageError(f"`num_packs` is {num_packs}; it must be at least 1")
+        self.num_packs = num_packs
+
+    def start(self, op: ReduceOp, flat: Tensor) -> Handle:
+        """Begin an all-reduce; on GPUs it is enqueued at once."""
+        groups = groups_of(self._devices())
+        if flat.device.type == "cpu":
+            return through_memory(self, flat, lambda fabric: fabric.all_reduce_by_groups(flat, FOLDS[op], groups))
+        for pack in flat.chunk(self.num_packs):
+            self._reduce_pack(pack, groups)
+        if op is ReduceOp.MEAN:
+            flat.div_(self.member.num_replicas)
+        return Finished()
+
+    def unfit_for(self, devices: Sequence[Device]) -> str | None:
+        """Return why not: CPU replicas that share no memory."""
+        return None if all(device.kind == "cuda" for device in devices) else needs_shared_memory(devices)
+
+    def _reduce_pack(self, pack: Tensor, groups: Sequence[Sequence[int]]) -> None:
+        me = self.member.replica_id
+        mine = next(group for group in groups if me in group)
+        leaders = [group[0] for group in groups]
+        self._to_first(pack, mine)
+        if me in leaders:
+            self._to_first(pack, leaders)
+            self._from_first(pack, leaders)
+        self._from_first(pack, mine)
+
+    def _to_first(self, pack: Tensor, members: Sequence[int]) -> None:
+        group, me = self.member.group, self.member.replica_id
+        if me != members[0]:
+            group.send([pack], members[0], 0).wait()
+            return
+        room = torch.empty_like(pack)
+        for peer in members[1:]:
+            group.recv([room], peer, 0).wait()
+            pack.add_(room)
+
+    def _from_first(self, pack: Tensor, members: Sequence[int]) -> None:
+        group, me = self.member.group, self.member.replica_id
+        if me != members[0]:
+            group.recv([pack], members[0], 0).wait()
+            return
+        for peer in members[1:]:
+            group.send([pack], peer, 0).wait()
+
+    def _devices(self) -> tuple[Device, ...]:
+        member = self.member
+        return member.devices or tuple(Device(member.device.type, i) for i in range(member.num_replicas))

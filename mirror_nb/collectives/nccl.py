@@ -1,0 +1,106 @@
+"""All-reduce by NCCL, NVIDIA's library for GPUs, on a stream of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mirror_nb.collectives.base import CrossDeviceOps, Handle
+from mirror_nb.devices import Device
+from mirror_nb.errors import UsageError
+from mirror_nb.values import ReduceOp
+
+
+@final
+class NcclAllReduce(CrossDeviceOps):
+    """The default where every replica has a GPU of its own.
+
+    `num_packs`: into how many parts a tensor is cut; NCCL takes them one after the other.
+    """
+
+    _stream: torch.cuda.Stream | None = None
+    _clock: _Clock | None = None
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if num_packs < 1:
+            raise UsageError(f"`num_packs` is {num_packs}; it must be at least 1")
+        self.num_packs = num_packs
+
+    def start(self, op: ReduceOp, flat: Tensor) -> Handle:
+        """Enqueue an all-reduce behind what was enqueued for `flat`, and beside what comes."""
+        if self._stream is None or self._clock is None:
+            self._stream, self._clock = torch.cuda.Stream(flat.device), _Clock(flat.device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if op is ReduceOp.MEAN else dist.ReduceOp.SUM)
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(self._stream):
+            started.record()
+            for pack in flat.chunk(self.num_packs):
+                # Makes this stream wait, not this thread.
+                self.member.group.allreduce([pack], options).wait()
+            ended.record()
+        # The allocator must not give the memory away while this stream uses it.
+        flat.record_stream(self._stream)
+        return _EventHandle(started, ended, self._clock, flat.device)
+
+    def unfit_for(self, devices: Sequence[Device]) -> str | None:
+        """Return why not: CPU replicas, or a torch without NCCL."""
+        if any(device.kind != "cuda" for device in devices):
+            return "it is for GPUs"
+        return None if dist.is_nccl_available() else "this build of torch has no NCCL"
+
+    def __getstate__(self) -> dict[str, object]:
+        # Streams and events belong to this process.
+        return {"num_packs": self.num_packs}
+
+
+@final
+class _Clock:
+    """A GPU's clock in terms of this process's: one event whose time of day is known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(torch.cuda.current_stream(device))
+        # Once in the life of an op, never in a step.
+        self._event.synchronize()
+        self._nanoseconds = time.perf_counter_ns()
+
+    def reading(self, event: torch.cuda.Event) -> int:
+        """Return when `event`, which is over, was; time.perf_counter_ns."""
+        return self._nanoseconds + int(self._event.elapsed_time(event) * 1e6)
+
+
+@final
+class _EventHandle(Handle):
+    """An all-reduce on a stream, between two events."""
+
+    def __init__(
+        self, started: torch.cuda.Event, ended: torch.cuda.Event, clock: _Clock, device: torch.device
+    ) -> None:
+        self._started = started
+        self._ended = ended
+        self._clock = clock
+        self._device = device
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Have the current stream wait for it; this thread does not."""
+        torch.cuda.current_stream(self._device).wait_event(self._ended)
+
+    def done(self) -> bool:
+        """Whether the GPU has come to its end."""
+        return self._ended.query()
+
+    @property
+    def ends_after_wait(self) -> bool:
+        """Return True: the GPU is behind."""
+        return True
+
+    def times(self) -> tuple[int, int] | None:
+        """What the GPU's clock said, once it is done."""
+        return self._clock.reading(self._started), self._clock.reading(self._ended)

@@ -1,0 +1,97 @@
+"""Reduction on one of the devices, which then sends the result to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle
+from mirror_nb.devices import Device, parse
+from mirror_nb.errors import UsageError
+from mirror_nb.values import ReduceOp
+
+
+@final
+class ReductionToOneDevice(CrossDeviceOps):
+    """All replicas send to one, which sums and sends the sum back.
+
+    `reduce_to_device`: on which one, by its name or as a replica id; None: replica 0's. `accumulation_fn`: makes one
+    tensor of a list of them, in the order of replica ids, in place of the sum; a mean divides what it makes by the
+    number of replicas. It must be picklable, and runs on that device only.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: object = None,
+        accumulation_fn: Callable[[list[Tensor]], Tensor] | None = None,
+    ) -> None:
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn
+
+    def start(self, op: ReduceOp, flat: Tensor) -> Handle:
+        """Reduce, at once: the handle is of something finished."""
+        root = self._root()
+        if self.accumulation_fn is None:
+            self._add_up(flat, root)
+        else:
+            self._accumulate(self.accumulation_fn, flat, root)
+        if op is ReduceOp.MEAN and self.member.replica_id == root:
+            flat.div_(self.member.num_replicas)
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self.member.group.broadcast([flat], options).wait()
+        return Finished()
+
+    def unfit_for(self, devices: Sequence[Device]) -> str | None:
+        """Return why not: the device that reduces is none of them."""
+        if self.reduce_to_device is None or self._place_among(devices) is not None:
+            return None
+        return f"`reduce_to_device` is {self.reduce_to_device!r}, which is none of them"
+
+    def _add_up(self, flat: Tensor, root: int) -> None:
+        options = dist.ReduceOptions()
+        options.rootRank = root
+        self.member.group.reduce([flat], options).wait()
+
+    def _accumulate(self, accumulate: Callable[[list[Tensor]], Tensor], flat: Tensor, root: int) -> None:
+        parts = self._gathered(flat, root)
+        if parts is None:
+            return
+        total = accumulate(parts)
+        if total.shape != flat.shape:
+            raise UsageError(
+                f"`accumulation_fn` made a tensor of shape {tuple(total.shape)} of {len(parts)} of {tuple(flat.shape)}"
+            )
+        flat.copy_(total)
+
+    def _gathered(self, flat: Tensor, root: int) -> list[Tensor] | None:
+        options = dist.GatherOptions()
+        options.rootRank = root
+        mine = self.member.replica_id == root
+        parts = [flat.new_empty(flat.shape) for _ in range(self.member.num_replicas)] if mine else []
+        self.member.group.gather([parts] if mine else [], [flat], options).wait()
+        return parts if mine else None
+
+    def _root(self) -> int:
+        if self.reduce_to_device is None:
+            return 0
+        devices = self.member.devices or tuple(Device(self.member.device.type, i) for i in self._ids())
+        place = self._place_among(devices)
+        if place is None:
+            raise UsageError(
+                f"`reduce_to_device` is {self.reduce_to_device!r}, which is none of the replicas' devices"
+            )
+        return place
+
+    def _place_among(self, devices: Sequence[Device]) -> int | None:
+        wanted = self.reduce_to_device
+        if isinstance(wanted, int):
+            return wanted if 0 <= wanted < len(devices) else None
+        device = parse(wanted)
+        return devices.index(device) if device in devices else None
+
+    def _ids(self) -> range:
+        return range(self.member.num_replicas)

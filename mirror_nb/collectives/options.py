@@ -1,0 +1,131 @@
+"""Which cross-device op to take: by name, by what fits the devices, by the user's options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import cloudpickle
+
+from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.gloo import GlooAllReduce
+from mirror_nb.collectives.hierarchical_copy import HierarchicalCopyAllReduce
+from mirror_nb.collectives.nccl import NcclAllReduce
+from mirror_nb.collectives.one_device import ReductionToOneDevice
+from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
+from mirror_nb.collectives.symmetric_memory import SymmetricMemoryAllReduce
+from mirror_nb.devices import Device
+from mirror_nb.errors import DeviceError, UsageError
+
+IMPLEMENTATIONS: dict[str, type[CrossDeviceOps]] = {
+    "nccl": NcclAllReduce,
+    "shared_memory": SharedMemoryAllReduce,
+    "hierarchical_copy": HierarchicalCopyAllReduce,
+    "symmetric_memory": SymmetricMemoryAllReduce,
+    "one_device": ReductionToOneDevice,
+    "gloo": GlooAllReduce,
+}
+# In the order in which the default is looked for.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CommunicationOptions:
+    """How gradients travel.
+
+    Raises UsageError for sizes and times that cannot be, and for an implementation that is not there.
+    """
+
+    bytes_per_pack: int = 25 * 2**20
+    # Size of a gradient bucket; 0 means this default, as in TensorFlow.
+    timeout_seconds: float | None = None
+    # How long a collective may take; None: as long as the process group allows.
+    implementation: str = "auto"
+    # One of IMPLEMENTATIONS, or "auto" for the default of the devices.
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise UsageError(f"`bytes_per_pack` is {self.bytes_per_pack}; it cannot be below 0")
+        if self.bytes_per_pack == 0:
+            object.__setattr__(self, "bytes_per_pack", 25 * 2**20)
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise UsageError(f"`timeout_seconds` is {self.timeout_seconds}; it must be above 0, or None")
+        name = str(getattr(self.implementation, "name", self.implementation)).lower()
+        if name != "auto":
+            named(name)
+        object.__setattr__(self, "implementation", name)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """What replicas reduce by, and how."""
+
+    ops: CrossDeviceOps
+    options: CommunicationOptions
+
+    def pickled(self) -> bytes:
+        """Return it as it travels: a user's op may be a class of the notebook."""
+        return cloudpickle.dumps(self)
+
+
+def chosen(ops: Any, options: Any, devices: Sequence[Device]) -> Communication:
+    """Return what replicas on `devices` reduce by: an op, its name, or None for the options' or the default one.
+
+    Raises UsageError for what is none, DeviceError for an op that cannot work on these devices.
+    """
+    if options is None:
+        options = CommunicationOptions()
+    if not isinstance(options, CommunicationOptions):
+        raise UsageError(f"`communication_options` must be CommunicationOptions(...), not {options!r}")
+    if ops is None and options.implementation != "auto":
+        ops = options.implementation
+    if isinstance(ops, str):
+        ops = named(ops)
+    if ops is None:
+        return Communication(default_for(devices), options)
+    if isinstance(ops, type) and issubclass(ops, CrossDeviceOps):
+        raise UsageError(f"`cross_device_ops` is the class {ops.__name__}; pass an op: {ops.__name__}()")
+    if not isinstance(ops, CrossDeviceOps):
+        raise UsageError(
+            f"`cross_device_ops` is {ops!r}; it must be a CrossDeviceOps, or one of the names "
+            + ", ".join(IMPLEMENTATIONS)
+        )
+    check(ops, devices)
+    return Communication(ops, options)
+
+
+def named(name: str) -> CrossDeviceOps:
+    """Return a new op by its name ("shared_memory", "nccl", …). Raises UsageError for another one."""
+    found = IMPLEMENTATIONS.get(name.strip().lower().replace("-", "_"))
+    if found is None:
+        raise UsageError(f"there is no cross-device op {name!r}; there are: {', '.join(IMPLEMENTATIONS)}")
+    return found()
+
+
+def fitting(devices: Sequence[Device]) -> list[str]:
+    """Return the names of the ops that work on `devices`, the default first."""
+    return [name for name, kind in IMPLEMENTATIONS.items() if kind().unfit_for(devices) is None]
+
+
+def default_for(devices: Sequence[Device]) -> CrossDeviceOps:
+    """Return the op that is fastest on `devices` as a rule. Raises DeviceError where none works."""
+    names = fitting(devices)
+    if not names:
+        raise DeviceError(f"no cross-device op works on {_listed(devices)} with this build of torch")
+    return named(names[0])
+
+
+def check(ops: CrossDeviceOps, devices: Sequence[Device]) -> None:
+    """Raise DeviceError if `ops` cannot work on `devices`: why, and which can."""
+    reason = ops.unfit_for(devices)
+    if reason is not None:
+        raise DeviceError(
+            f"{type(ops).__name__} cannot work on {_listed(devices)}: {reason}; these can: "
+            + ", ".join(f"{IMPLEMENTATIONS[name].__name__}()" for name in fitting(devices))
+        )
+
+
+def _listed(devices: Sequence[Device]) -> str:
+    return ", ".join(map(str, devices))

@@ -1,0 +1,77 @@
+"""All-reduce of CPU replicas through memory that all of them map. The algorithm itself is the fabric's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import final
+
+from torch import Tensor
+
+from mirror_nb.collectives.base import CrossDeviceOps, Handle
+from mirror_nb.collectives.fabric import DTYPES, Exchange, Fabric, Fold
+from mirror_nb.devices import Device
+from mirror_nb.errors import ReplicaError, UsageError
+from mirror_nb.values import ReduceOp
+
+FOLDS = {ReduceOp.SUM: Fold.SUM, ReduceOp.MEAN: Fold.MEAN}
+
+
+@final
+class SharedMemoryAllReduce(CrossDeviceOps):
+    """The default for CPU replicas: each sums a slice where all read it, waits take microseconds.
+
+    Tensors of `allocate` are reduced where they lie, others through a copy. bf16 and fp16 are summed in fp32. The bits
+    of the result depend on nothing but the values: replica 0 + 1 + 2 + …, however tensors are cut into buckets.
+    """
+
+    def start(self, op: ReduceOp, flat: Tensor) -> Handle:
+        """Begin an all-reduce; it goes on when waited for, at `progress`, and when another one begins."""
+        return through_memory(self, flat, lambda fabric: fabric.all_reduce(flat, FOLDS[op]))
+
+    def unfit_for(self, devices: Sequence[Device]) -> str | None:
+        """Return why not: GPUs, or no Linux."""
+        return needs_shared_memory(devices)
+
+
+@final
+class ExchangeHandle(Handle):
+    """A collective through shared memory."""
+
+    def __init__(self, fabric: Fabric, exchange: Exchange) -> None:
+        self._fabric = fabric
+        self._exchange = exchange
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Carry it on until it has ended."""
+        self._fabric.wait(self._exchange, seconds)
+
+    def done(self) -> bool:
+        """Whether it has ended, after carrying it on as far as it goes without waiting."""
+        if not self._exchange.ended:
+            self._fabric.progress()
+        return self._exchange.ended
+
+    def times(self) -> tuple[int, int] | None:
+        """From when all had come to it until its end."""
+        return self._exchange.started_ns, self._exchange.ended_ns
+
+
+def through_memory(ops: CrossDeviceOps, flat: Tensor, begin: Callable[[Fabric], Exchange]) -> Handle:
+    """Begin an exchange of an op's replicas. Raises what there is to say where they share no memory."""
+    fabric = ops.fabric
+    if fabric is None:
+        why = getattr(ops.member.group, "unshared", "") or "the replicas share no memory"
+        raise ReplicaError(f"{type(ops).__name__} cannot work here: {why}; use GlooAllReduce()")
+    if flat.device.type != "cpu" or flat.dtype not in DTYPES:
+        raise UsageError(f"{type(ops).__name__} does not reduce {flat.dtype} on {flat.device}; use GlooAllReduce()")
+    return ExchangeHandle(fabric, begin(fabric))
+
+
+def needs_shared_memory(devices: Sequence[Device]) -> str | None:
+    """Say why replicas on `devices` cannot reduce through shared memory, None if they can."""
+    if any(device.kind != "cpu" for device in devices):
+        return "it is for CPU replicas"
+    if sys.platform != "linux":
+        return f"it needs Linux, this is {sys.platform}"
+    return None

@@ -1,0 +1,80 @@
+"""All-reduce of small tensors by torch's symmetric memory on NVLink GPUs; NCCL for large ones."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mirror_nb.collectives.base import CrossDeviceOps, Handle, WorkHandle
+from mirror_nb.devices import Device
+from mirror_nb.errors import UsageError
+from mirror_nb.values import ReduceOp
+
+ONE_SHOT_BYTES = 256 * 1024
+# Up to here every GPU reads all the others' parts; above, each sums a slice (two-shot).
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@final
+class SymmetricMemoryAllReduce(CrossDeviceOps):
+    """Small buckets through memory that the GPUs map of each other, `crossover_bytes` and more by NCCL.
+
+    torch calls this part of itself alpha; what it lacks here is refused by `unfit_for`. Not yet run on several GPUs.
+    """
+
+    _room: dict[torch.dtype, Tensor] | None = None
+
+    def __init__(self, crossover_bytes: int = 2 * 2**20) -> None:
+        if crossover_bytes < 0:
+            raise UsageError(f"`crossover_bytes` is {crossover_bytes}; it cannot be below 0")
+        self.crossover_bytes = crossover_bytes
+
+    def start(self, op: ReduceOp, flat: Tensor) -> Handle:
+        """Enqueue an all-reduce on the current stream."""
+        nbytes = flat.numel() * flat.element_size()
+        if nbytes >= self.crossover_bytes or flat.dtype not in _DTYPES:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if op is ReduceOp.MEAN else dist.ReduceOp.SUM)
+            return WorkHandle([self.member.group.allreduce([flat], options)])
+        room = self._symmetric(flat.dtype)[: flat.numel()]
+        room.copy_(flat)
+        operations: Any = torch.ops.symm_mem
+        reduce = operations.one_shot_all_reduce if nbytes <= ONE_SHOT_BYTES else operations.two_shot_all_reduce_
+        flat.copy_(reduce(room, "sum", self.member.group.group_name))
+        if op is ReduceOp.MEAN:
+            flat.div_(self.member.num_replicas)
+        return WorkHandle([])
+
+    def unfit_for(self, devices: Sequence[Device]) -> str | None:
+        """Return why not: CPU replicas, one GPU, no direct way between two of them, or a torch without it."""
+        if any(device.kind != "cuda" for device in devices):
+            return "it is for GPUs"
+        if len(devices) < 2:
+            return "it needs at least two GPUs"
+        if not hasattr(getattr(torch.ops, "symm_mem", None), "one_shot_all_reduce"):
+            return f"torch {torch.__version__} has no symmetric memory"
+        apart = [(a, b) for a in devices for b in devices if a < b and not _near(a, b)]
+        return f"{apart[0][0]} and {apart[0][1]} do not reach each other's memory" if apart else None
+
+    def _symmetric(self, dtype: torch.dtype) -> Tensor:
+        """Memory of this dtype that all map, made at the first use; every replica comes here for the same one."""
+        rooms = self._room = {} if self._room is None else self._room
+        if dtype not in rooms:
+            module = importlib.import_module("torch.distributed._symmetric_memory")
+            room = module.empty(self.crossover_bytes // dtype.itemsize, dtype=dtype, device=self.member.device)
+            module.rendezvous(room, self.member.group.group_name)
+            rooms[dtype] = room
+        return rooms[dtype]
+
+    def __getstate__(self) -> dict[str, object]:
+        # Mapped memory belongs to this process.
+        return {"crossover_bytes": self.crossover_bytes}
+
+
+def _near(a: Device, b: Device) -> bool:
+    return torch.cuda.is_available() and torch.cuda.can_device_access_peer(a.index, b.index)

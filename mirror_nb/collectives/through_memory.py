@@ -1,0 +1,153 @@
+"""Which calls on a process group go through shared memory, and what their arguments mean.
+
+Knows torch.distributed's options and the fabric. Whatever it does not know is left to the group's carrier: it answers
+None, from what is the same on every replica, so that all take the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mirror_nb.collectives.fabric import DTYPES, Exchange, Fabric, Fold
+
+_DTYPES = frozenset(DTYPES)
+_FOLDS = (
+    (dist.ReduceOp.SUM, Fold.SUM),
+    (dist.ReduceOp.AVG, Fold.MEAN),
+    (dist.ReduceOp.MAX, Fold.MAX),
+    (dist.ReduceOp.MIN, Fold.MIN),
+    (dist.ReduceOp.PRODUCT, Fold.PRODUCT),
+)
+# No dictionary: torch's options hold an object that equals these from its side only.
+
+_Begun = tuple[Exchange, list[Tensor]]
+# With what torch's handle gives as its result.
+
+
+def begin(fabric: Fabric, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
+    """Begin the collective that a process group's method `name` means; None where the carrier has to do it."""
+    call = _CALLS.get(name)
+    begun = None if call is None else call(fabric, args, kwargs)
+    if begun is not None and begun[1] and not begun[0].ended:
+        begun[0].what = begun[1][0]
+    return begun
+
+
+def _all_reduce(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
+    tensor = _only(_argument(args, kwargs, 0, "tensors", "tensor"))
+    fold = _fold(args, kwargs, 1, tensor)
+    if tensor is None or fold is None:
+        return None
+    return fabric.all_reduce(_flat(tensor), fold), [tensor]
+
+
+def _reduce(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
+    tensor = _only(_argument(args, kwargs, 0, "tensors", "tensor"))
+    root, fold = _root(args, kwargs), _fold(args, kwargs, 2, tensor)
+    if tensor is None or fold is None or root is None:
+        return None
+    return fabric.reduce(_flat(tensor), root, fold), [tensor]
+
+
+def _broadcast(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
+    tensor = _only(_argument(args, kwargs, 0, "tensors", "tensor"))
+    root = _root(args, kwargs)
+    if tensor is None or root is None:
+        return None
+    return fabric.broadcast(_flat(tensor), root), [tensor]
+
+
+def _all_gather(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
+    outputs = _argument(args, kwargs, 0, "output_tensors")
+    tensor = _only(_argument(args, kwargs, 1, "input_tensors", "input_tensor"))
+    if tensor is None or not isinstance(outputs, (list, tuple)) or not outputs:
+        return None
+    rows = outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
+    # Shapes that differ are refused by the carrier, in its words.
+    fits = len(rows) == fabric.num_replicas and all(
+        _serves(row) and row.shape == tensor.shape and row.dtype == tensor.dtype for row in rows
+    )
+    if not fits or (rows is not outputs and len(outputs) != 1):
+        return None
+    return fabric.all_gather([_flat(row) for row in rows], _flat(tensor)), list(rows)
+
+
+def _all_gather_into(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
+    output = _argument(args, kwargs, 0, "output", "output_tensor")
+    tensor = _only(_argument(args, kwargs, 1, "input", "input_tensor"))
+    if tensor is None or not _serves(output) or output.dtype != tensor.dtype:
+        return None
+    if output.numel() != tensor.numel() * fabric.num_replicas:
+        return None
+    rows = list(_flat(output).view(fabric.num_replicas, tensor.numel()))
+    return fabric.all_gather(rows, _flat(tensor)), [output]
+
+
+def _barrier(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
+    options = _argument(args, kwargs, 0, "opts")
+    device = getattr(options, "device", None)
+    return None if getattr(device, "type", "cpu") != "cpu" else (fabric.barrier(), [])
+
+
+_CALLS: dict[str, Callable[[Fabric, tuple[Any, ...], dict[str, Any]], _Begun | None]] = {
+    "allreduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "allgather": _all_gather,
+    "_allgather_base": _all_gather_into,
+    "all_gather_single": _all_gather_into,
+    "barrier": _barrier,
+}
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *names: str) -> Any:
+    if len(args) > place:
+        return args[place]
+    return next((kwargs[name] for name in names if name in kwargs), None)
+
+
+def _only(given: Any) -> Tensor | None:
+    """The one tensor that is meant, if shared memory serves it."""
+    if isinstance(given, (list, tuple)):
+        given = given[0] if len(given) == 1 else None
+    return given if _serves(given) else None
+
+
+def _serves(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.device.type == "cpu"
+        and tensor.dtype in _DTYPES
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        # torch writes into these only in its own mode; the carrier writes past torch.
+        and not tensor.is_inference()
+    )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    # Not detach(): that counts writes as changes of the user's tensor, which a carrier's are not.
+    return tensor.data.view(-1)
+
+
+def _root(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    given = _argument(args, kwargs, 1, "opts", "root")
+    root = getattr(given, "rootRank", given)
+    return root if isinstance(root, int) and not getattr(given, "rootTensor", 0) else None
+
+
+def _fold(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, tensor: Tensor | None) -> Fold | None:
+    # Options come second, an operation by itself where the call has its place.
+    given = _argument(args, kwargs, 1, "opts")
+    if not hasattr(given, "reduceOp"):
+        given = _argument(args, kwargs, place, "op")
+    op = getattr(given, "reduceOp", dist.ReduceOp.SUM if given is None else given)
+    fold = next((fold for known, fold in _FOLDS if op == known), None)
+    if fold is Fold.MEAN and (tensor is None or not tensor.is_floating_point()):
+        return None
+    return fold

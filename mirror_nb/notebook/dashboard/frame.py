@@ -1,0 +1,81 @@
+"""What one picture shows: a snapshot, and what is known beside it. Knows neither rings nor how anything is drawn."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import final
+
+from mirror_nb.telemetry.findings import Finding, Weight
+from mirror_nb.telemetry.machine import Reading
+from mirror_nb.telemetry.snapshot import Curve, Snapshot
+
+
+class Phase(enum.Enum):
+    """Where a training stands. The values are what the screen says."""
+
+    WAITING = "waiting"
+    # Nothing was written yet.
+    RUNNING = "running"
+    PAUSING = "pausing"
+    # Asked to pause; a step is still going on.
+    PAUSED = "paused"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+    FAILED = "failed"
+    # An exception, an interrupt or a dead replica ended it.
+
+    @property
+    def over(self) -> bool:
+        """Whether no step will follow."""
+        return self in (Phase.STOPPED, Phase.FINISHED, Phase.FAILED)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One picture's contents; every text may come from users and is escaped where it is drawn."""
+
+    snapshot: Snapshot
+    findings: tuple[Finding, ...] = ()
+    readings: tuple[Reading, ...] = ()
+    # Of the devices over the last half minute, oldest first.
+    devices: tuple[str, ...] = ()
+    # Of each replica, as its readings call it; may be shorter.
+    title: str = ""
+    # What is trained.
+    operation: str = ""
+    # The cross-device ops.
+    speed_up: float | None = None
+    # Throughput against one replica's; None where that was not measured.
+    phase: Phase = Phase.RUNNING
+    note: str = ""
+    # A sentence that matters more than all numbers, as that a replica has died.
+    scalar: str = "loss"
+    # The curve to draw; the first there is, if this is not logged.
+
+    def curve(self) -> tuple[str, Curve] | None:
+        """Return the name and the curve that is drawn; None before any was logged."""
+        curves = self.snapshot.curves
+        name = self.scalar if self.scalar in curves else next(iter(curves), None)
+        return None if name is None else (name, curves[name])
+
+    def device(self, replica_id: int) -> str:
+        """Return the name of a replica's device, or the replica's own."""
+        return self.devices[replica_id] if replica_id < len(self.devices) else f"r{replica_id}"
+
+    def histories(self) -> list[list[Reading]]:
+        """Return the readings of each replica's device, oldest first."""
+        found: dict[str, list[Reading]] = {}
+        for reading in self.readings:
+            found.setdefault(reading.device, []).append(reading)
+        return [found.get(self.device(r), []) for r in range(self.snapshot.num_replicas)]
+
+    def troubled(self) -> bool:
+        """Whether the training stands still, is wrong, or has failed."""
+        return self.phase is Phase.FAILED or any(f.weight is Weight.TROUBLE for f in self.findings)
+
+    def slow(self) -> frozenset[int]:
+        """Return the replicas that a finding names."""
+        return frozenset(f.replica_id for f in self.findings if f.replica_id is not None and f.weight > Weight.HINT)

@@ -1,0 +1,137 @@
+"""How the dashboard writes numbers, and the sentences that stand for the whole picture. Draws nothing."""
+
+from __future__ import annotations
+
+import math
+
+from mirror_nb.notebook.dashboard.frame import Frame, Phase
+from mirror_nb.telemetry.findings import ENOUGH
+
+
+def number(value: float | None) -> str:
+    """Return a value for a label: `13,020`, `412`, `41.2`, `0.412`, `1.2e-05`; an en dash if it is not known."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    size = abs(value)
+    if size >= 100 or value == 0:
+        return f"{value:,.0f}" if size < 1e7 else f"{value:.2e}"
+    if size >= 1:
+        return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+    return f"{value:.3f}" if size >= 0.01 else f"{value:.1e}"
+
+
+def tick(value: float) -> str:
+    """Return a value for an axis, as short as can be: `3.5k`, `0.05`."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time: `0.21 ms`, `83 ms`, `1.2 s`."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{_bare(seconds)} ms"
+
+
+def pair(p50: float, p95: float) -> str:
+    """Return two times with one unit: `0.21 / 0.40 ms`."""
+    if max(p50, p95) >= 1:
+        return f"{p50:.1f} / {p95:.1f} s"
+    return f"{_bare(p50)} / {_bare(p95)} ms"
+
+
+def _bare(seconds: float) -> str:
+    value = seconds * 1e3
+    digits = next((digits for digits, least in enumerate((99.95, 0.995, 0.0995)) if value >= least), 3)
+    return f"{value:.{digits}f}"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes: `64 KB`, `25 MB`, in steps of 1024."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if count >= 10 or unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GB"
+
+
+def bandwidth(rate: float) -> str:
+    """Return bytes a second: `188 GB/s`, `0.4 GB/s`."""
+    value = rate / 1e9
+    return f"{value:.0f} GB/s" if value >= 10 else f"{value:.1f} GB/s" if value >= 0.1 else f"{rate / 1e6:.0f} MB/s"
+
+
+def left(seconds: float) -> str:
+    """Return a time to come: `01:12`, `2:03:20`."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes:02d}:{whole % 60:02d}"
+
+
+def percent(share: float) -> str:
+    """Return a share of 1: `12.5 %`, `98 %`."""
+    value = share * 100
+    return f"{value:.1f} %" if value < 20 else f"{value:.0f} %"
+
+
+def steps(frame: Frame) -> str:
+    """Return how far the training is: `480 / 1,200`, `480`."""
+    planned = frame.snapshot.steps_planned
+    return f"{frame.snapshot.step:,} / {planned:,}" if planned else f"{frame.snapshot.step:,}"
+
+
+def facts(frame: Frame) -> list[tuple[str, str, str]]:
+    """Return the key numbers: (value, what it is, its CSS class). What is not known is left out, never guessed."""
+    shot = frame.snapshot
+    curve = frame.curve()
+    found: list[tuple[str | None, str, str]] = [
+        (number(shot.throughput) if shot.throughput else None, "samples/s", ""),
+        (f"{frame.speed_up:.2f}×" if frame.speed_up else None, "vs 1 replica", ""),
+        (number(curve[1].last) if curve else None, curve[0] if curve else "", ""),
+        (
+            percent(shot.exposed) if shot.exposed is not None and shot.num_replicas > 1 else None,
+            "exposed comm",
+            "comm",
+        ),
+        (steps(frame) if shot.step else None, "steps", ""),
+        (str(shot.epoch) if shot.epoch else None, "epoch", ""),
+        (left(shot.seconds_left) if shot.seconds_left is not None and not frame.phase.over else None, "left", ""),
+    ]
+    return [(value, what, kind) for value, what, kind in found if value is not None]
+
+
+def fine(frame: Frame) -> list[tuple[str, str]]:
+    """Return what to say when nothing is to be said: (sentence, the numbers it rests on)."""
+    shot = frame.snapshot
+    if len(shot.late_steps) < ENOUGH:
+        return [("Too early to say", f"{ENOUGH} steps are needed, {len(shot.late_steps)} were seen")]
+    found = [("Nothing stands out", f"in the last {len(shot.late_steps)} steps")]
+    busy = [state.busy_seconds for state in shot.replicas if state.busy_seconds]
+    if len(busy) > 1:
+        even = max(busy) / min(busy) - 1
+        found.append((f"Replicas within {percent(even)} of each other", f"busy {pair(min(busy), max(busy))} a step"))
+    if shot.in_sync and shot.num_replicas > 1:
+        found.append(("Parameters in sync", f"checksums equal at step {shot.checked_step:,}"))
+    return found
+
+
+def alternative(frame: Frame) -> str:
+    """Return the picture in a few sentences: for screen readers, and where no picture can be shown."""
+    shot = frame.snapshot
+    count = f"{shot.num_replicas} replica{'s' if shot.num_replicas > 1 else ''}"
+    head = f"{frame.title}: {frame.phase.value}" if frame.title else frame.phase.value.capitalize()
+    said = [f"{head} on {count}" + (f" with {frame.operation}" if frame.operation else "")]
+    if frame.note:
+        said.append(frame.note.rstrip("."))
+    if frame.phase is Phase.WAITING:
+        said.append("no step has ended yet")
+    said.append(", ".join(f"{what} {value}" for value, what, _ in facts(frame)))
+    rates = [f"r{r.replica_id} {number(r.throughput)}" for r in shot.replicas if r.throughput]
+    if len(rates) > 1:
+        said.append(f"samples/s by replica, waits left out: {', '.join(rates)}")
+    if shot.in_sync is not None and shot.num_replicas > 1:
+        said.append(f"parameters {'in sync' if shot.in_sync else 'differ'} at step {shot.checked_step:,}")
+    said += [f"{finding.title}, {finding.detail}" for finding in frame.findings]
+    return ". ".join(part for part in said if part) + "."

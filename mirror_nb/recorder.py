@@ -1,0 +1,224 @@
+"""What a replica writes into its telemetry ring: steps, their parts, collectives, losses. Costs microseconds a step.
+
+    dataset ─ wanted, arrived ─▶ ┐
+    gradients ─ backward begins, is computed ─▶ ├─▶ Recorder ─▶ ring
+    optimizer ─ begins, ends ─▶ │
+    cross-device ops ─ timing ─▶ ┘
+
+A step is a batch of a distributed dataset, or, in a loop that has none, what lies between two optimizer steps. Knows
+no network and no strategy. Without a ring it writes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+
+from mirror_nb.collectives.base import Timing
+from mirror_nb.telemetry.ring import Writer
+from mirror_nb.telemetry.samples import Kind, Mark, Operation, clock
+
+MEMORY_EVERY = 20
+# Steps between two looks at a GPU's memory.
+_OPERATIONS = {
+    "all_reduce": Operation.ALL_REDUCE,
+    "reduce": Operation.REDUCE,
+    "broadcast": Operation.BROADCAST,
+    "gather": Operation.OTHER,
+}
+
+
+@final
+class Recorder:
+    """Writes one replica's samples; every method may be called at any time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._writer: Writer | None = None
+        self.step = 0
+        # The one at work, from 1; equal on all replicas.
+        self._serial = 0
+        self._serials: dict[int, int] = {}
+        # Of the gradients' collectives under way, by bucket.
+        self._examples = 0
+        self._fed = False
+        # A dataset tells where steps begin.
+        self._open = False
+        # A step has begun and has not ended.
+        self._began = self._forward_began = self._backward_began = self._optimizer_began = 0
+        # Of the step, and of its latest parts; nanoseconds of `clock`.
+        self._pending: list[tuple[str, torch.Tensor, int, Any]] = []
+        # Scalars on their way from a GPU: name, host copy, step, event.
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a ring."""
+        return self._writer is not None
+
+    @property
+    def fed(self) -> bool:
+        """Whether a dataset tells where steps begin."""
+        return self._fed
+
+    def open(self, writer: Writer | None) -> None:
+        """Write there from now on; None: nowhere."""
+        self._writer = writer
+
+    def begin_generation(self, generation: int, step: int) -> None:
+        """The process group was formed anew: serials go on above all earlier ones, steps from the replicas' last."""
+        self._serial = generation << 32
+        self._serials.clear()
+        self.step, self._open = step, False
+
+    # ------------------------------------------------------------------ input
+
+    def wanted(self) -> None:
+        """A batch of a distributed dataset is asked for."""
+        self._fed = True
+        if self._writer is not None:
+            self._begin_step(clock())
+
+    def arrived(self, examples: int) -> None:
+        """The batch is here, with so many examples of this replica's."""
+        if self._writer is not None:
+            # More than one batch may go into a step.
+            self._examples += examples
+            now = clock()
+            self._writer.span(Kind.DATA, self.step, self._forward_began, now)
+            self._forward_began = now
+
+    def begin(self) -> None:
+        """A request begins: whether a dataset is used will show."""
+        self._fed = False
+
+    def exhausted(self) -> None:
+        """No batch came, or the loop was left: steps are the optimizer's again."""
+        self._fed = self._open = False
+
+    def _begin_step(self, now: int) -> None:
+        self._forward_began, self._backward_began = now, 0
+        if self._open or self._writer is None:
+            return
+        self.step += 1
+        self._open, self._began, self._examples = True, now, 0
+        self._writer.step_begun(self.step, now)
+
+    # ------------------------------------------------------------------ gradients
+
+    def backward_begun(self) -> None:
+        """The first gradient of a backward pass is there."""
+        if self._writer is None:
+            return
+        now = clock()
+        if not self._open:
+            self._begin_step(now)
+        if not self._backward_began:
+            self._writer.span(Kind.FORWARD, self.step, self._forward_began, now)
+        self._backward_began = now
+
+    def backward_computed(self) -> None:
+        """The last gradient is there; what follows is waiting for the others."""
+        if self._writer is not None and self._backward_began:
+            self._writer.span(Kind.BACKWARD, self.step, self._backward_began, clock())
+
+    def queued(self, bucket: int, nbytes: int) -> None:
+        """This replica has come to an all-reduce of gradients."""
+        if self._writer is None:
+            return
+        self._serial += 1
+        self._serials[bucket] = self._serial
+        now = clock()
+        self._writer.collective(
+            Operation.ALL_REDUCE, self.step, bucket, nbytes, self._serial, now, 0, 0, blocking=True
+        )
+
+    def collective(self, timing: Timing) -> None:
+        """For `CrossDeviceOps.bind`: a collective has ended."""
+        if self._writer is None:
+            return
+        serial = self._serials.pop(timing.bucket, 0)
+        if not serial:
+            self._serial += 1
+            serial = self._serial
+        self._writer.collective(
+            _OPERATIONS[timing.op],
+            self.step,
+            timing.bucket,
+            timing.nbytes,
+            serial,
+            timing.queued,
+            timing.started,
+            timing.ended,
+            blocking=self._device.type == "cpu",
+        )
+
+    # ------------------------------------------------------------------ optimizer
+
+    def optimizer_begun(self) -> None:
+        """An optimizer's step begins."""
+        self._optimizer_began = clock()
+
+    def optimizer_ended(self) -> None:
+        """An optimizer's step has ended, and with it the step."""
+        if self._writer is None:
+            return
+        now = clock()
+        if not self._open and not self._fed:
+            self._begin_step(self._optimizer_began)
+        self._writer.span(Kind.OPTIMIZER, self.step, self._optimizer_began, now)
+        if self._open:
+            self._open = False
+            self._writer.step_ended(self.step, self._examples, self._began, now)
+            self._look_at_memory()
+            if not self._fed:
+                # The next one begins where this one ends.
+                self._begin_step(now)
+
+    def _look_at_memory(self) -> None:
+        if self._writer is not None and self._device.type == "cuda" and self.step % MEMORY_EVERY == 1:
+            self._writer.memory(
+                self.step, torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+            )
+
+    # ------------------------------------------------------------------ what the user says
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Write losses and metrics of this replica's examples; tensors on a GPU when they have come over."""
+        if self._writer is None:
+            return
+        while self._pending and self._pending[0][3].query():
+            name, copy, step, _ = self._pending.pop(0)
+            self._writer.scalar(name, float(copy), step)
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+                self._bring(name, value.detach())
+            else:
+                self._writer.scalar(name, float(value), self.step)
+
+    def _bring(self, name: str, value: torch.Tensor) -> None:
+        # float(value) would make the host wait for the GPU in every step.
+        copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._pending.append((name, copy, self.step, arrived))
+
+    def told(self, examples: int | None) -> None:
+        """The user says that a step ends here, with so many examples."""
+        if self._writer is None:
+            return
+        now = clock()
+        if not self._open:
+            self._begin_step(now)
+        self._open = False
+        self._writer.step_ended(self.step, self._examples if examples is None else examples, self._began, now)
+
+    def mark(self, mark: Mark, amount: int = 0) -> None:
+        """Write a mark."""
+        if self._writer is not None:
+            self._writer.mark(mark, self.step, amount)
+
+    def checksum(self, checksum: int) -> None:
+        """Write the checksum of the parameters."""
+        if self._writer is not None:
+            self._writer.checksum(self.step, checksum)

@@ -1,0 +1,92 @@
+"""Stop and Pause: heard by the control thread, agreed on by all replicas, obeyed where a step ends.
+
+    controller ─ Steer ─▶ hear ─▶ flags ─(with the gradients)─▶ agree ─▶ boundary: hold, or raise TrainingStopped
+
+What one replica has heard rides with the gradients of its step, so that all end, or hold, after the same one. Steps
+whose gradients others synchronise, DDP for instance, have no such ride: there each replica obeys when it has heard.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import final
+
+from mirror_nb.errors import TrainingStopped
+from mirror_nb.messages import Steer, Word
+from mirror_nb.telemetry.samples import Mark
+
+LATE_SECONDS = 1.0
+# How much later a word may reach one replica than another.
+_LOOK_SECONDS = 0.05
+# Between two looks while it holds: an interrupt has to come through.
+
+
+@final
+class Steering:
+    """What one replica was told, and whether it is time to obey."""
+
+    def __init__(self, mark: Callable[[Mark], None]) -> None:
+        self._mark = mark
+        self._news = threading.Condition()
+        self._heard = Steer(0, Word.GO)
+        self._obeyed = 0
+        # Number of the latest word that was acted on.
+        self._agreed: Word | None = None
+        # None: the replicas have not met since the last boundary.
+
+    def begin(self) -> None:
+        """A request begins: what was said before is past."""
+        self._obeyed = self._heard.number
+        self._agreed = None
+
+    def hear(self, steer: Steer) -> None:
+        """Take a word from the controller; any thread."""
+        with self._news:
+            self._heard = steer
+            self._news.notify_all()
+
+    # ------------------------------------------------------------------ the ride with the gradients
+
+    def flags(self) -> list[float]:
+        """Return what this replica has heard, to be summed over all: whether to stop, whether to hold."""
+        word = self._present()
+        return [float(word is Word.STOP), float(word is Word.PAUSE)]
+
+    def agree(self, sums: Sequence[float]) -> None:
+        """Take what all have heard together."""
+        self._agreed = Word.STOP if sums[0] else Word.PAUSE if sums[1] else Word.GO
+
+    def _present(self) -> Word:
+        return self._heard.word if self._heard.number > self._obeyed else Word.GO
+
+    # ------------------------------------------------------------------ where a step ends
+
+    def boundary(self, *, alone: bool = True) -> None:
+        """Hold here as long as that is wanted. Raises TrainingStopped if the training is to end.
+
+        `alone`: where the replicas have not met in this step, what this one has heard counts.
+        """
+        agreed, self._agreed = self._agreed, None
+        word = (self._present() if alone else Word.GO) if agreed is None else agreed
+        if word is Word.GO:
+            return
+        if word is Word.PAUSE:
+            self._mark(Mark.PAUSED)
+            word = self._hold()
+        self._obeyed = self._heard.number
+        if word is Word.STOP:
+            self._mark(Mark.STOPPED)
+            raise TrainingStopped("stopped at the end of a step, as was asked; the variables are those of that step")
+        self._mark(Mark.RUNNING)
+
+    def _hold(self) -> Word:
+        waited = 0.0
+        with self._news:
+            # Another replica may have heard it first.
+            while self._heard.number <= self._obeyed and waited < LATE_SECONDS:
+                self._news.wait(_LOOK_SECONDS)
+                waited += _LOOK_SECONDS
+            while self._present() is Word.PAUSE:
+                self._news.wait(_LOOK_SECONDS)
+            return self._present()

@@ -1,0 +1,1 @@
+"""What replicas measure, and what is made of it: rings, samples, timelines, findings. Without torch and Jupyter."""

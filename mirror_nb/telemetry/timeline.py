@@ -1,0 +1,568 @@
+"""All replicas' samples on one time axis: reads the rings, remembers, sums up. Draws nothing and judges nothing.
+
+```
+Reader ─▶ update() ─▶ kept samples ─▶ tables of steps and collectives ─▶ snapshot(), arrays(), frame(), save()
+```
+
+Samples enter the tables when the step that they belong to has ended, since only then it is known what was computed
+beside its collectives. What is remembered is bounded; totals go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from mirror_nb.errors import UsageError
+from mirror_nb.telemetry import trace
+from mirror_nb.telemetry.lanes import lane, of_step
+from mirror_nb.telemetry.ring import Reader
+from mirror_nb.telemetry.samples import BLOCKING, DTYPE, Kind, Mark, Operation, Samples, clock, joined
+from mirror_nb.telemetry.snapshot import (
+    Curve,
+    Floats,
+    Integers,
+    LaneSpan,
+    ReplicaState,
+    SizeClass,
+    Snapshot,
+    State,
+    Waiting,
+)
+from mirror_nb.telemetry.tables import PARTS, SPANS, CollectiveTable, Cover, StepTable, exposed_parts, in_computing
+
+if TYPE_CHECKING:
+    import pandas as pd  # type: ignore[import-untyped]
+
+STEPS = 8192
+# That are remembered.
+COLLECTIVES = 16_384
+# Likewise: as many as a ring of the usual length can bring at once.
+ALL_REDUCES = 4096
+# The latest of them, of which times are told.
+SAMPLES = 65_536
+# Of each replica, 4 MB: what `samples` and `save` give.
+RECENT = 50
+# Steps over which means are taken.
+LATE = 90
+# Steps whose lateness is shown.
+POINTS = 140
+# Of a curve: more are not told apart on a screen.
+UNDECIDED_SECONDS = 1.0
+# Samples that no step seems to end enter the tables after this long, so that work without steps is seen too.
+_NS = 1e9
+_BEGUN, _ENDED, _COLLECTIVE, _MARK = map(int, (Kind.STEP_BEGUN, Kind.STEP_ENDED, Kind.COLLECTIVE, Kind.MARK))
+_SCALAR, _MEMORY, _CHECKSUM = map(int, (Kind.SCALAR, Kind.MEMORY, Kind.CHECKSUM))
+_SPANS = [(int(kind), name) for kind, name in SPANS.items()]
+# Looking members up in an enum would be a tenth of a frame's time.
+_STATES = {
+    Mark.RESTARTED: State.RUNNING,
+    Mark.RUNNING: State.RUNNING,
+    Mark.PAUSED: State.PAUSED,
+    Mark.STOPPED: State.STOPPED,
+}
+
+
+@final
+class _Track:
+    """What was read of one replica."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.kept: deque[Samples] = deque()
+        self.count = 0
+        # Of the samples that are kept.
+        self.pending: Samples = np.empty(0, DTYPE)
+        self.spans: Samples = np.empty(0, DTYPE)
+        # The latest spans of computing and blocking collectives: a collective may end after its step did.
+        self.names: tuple[str, ...] = ()
+        self.marks: deque[tuple[int, Mark, int]] = deque(maxlen=1000)
+        # When, which, amount.
+        self.open: dict[int, tuple[int, int, int]] = {}
+        # The collectives that it is in, by serial: step, operation, when it was ready.
+        self.newest = 0
+        # When its last sample was read to be from, nanoseconds.
+        self.step = 0
+        # The last that it ended.
+        self.examples = 0
+        self.memory = (0, 0, 0)
+        # Allocated, reserved, peak.
+        self.checksums: dict[int, int] = {}
+        # By step.
+        self.restarts = 0
+
+    def covers(self, rows: Samples) -> tuple[Cover, Cover]:
+        """Return when this replica computed, and when a blocking collective held it up, these samples included."""
+        spans = joined([self.spans, rows])
+        self.spans = spans[-64:]
+        computing = in_computing(spans["kind"])
+        began, ended = spans["began"], spans["ended"]
+        return Cover(began[computing], ended[computing]), Cover(began[~computing], ended[~computing])
+
+
+@final
+class Timeline:
+    """The samples of all replicas, read from their rings without asking them.
+
+    Takes one Reader a replica, by replica id; they stay the caller's. `update()` reads what is new. For one thread.
+
+    Raises UsageError for no reader at all.
+    """
+
+    def __init__(self, readers: Sequence[Reader]) -> None:
+        if not readers:
+            raise UsageError("`readers` is empty; a timeline needs the ring of at least one replica")
+        self.num_replicas = len(readers)
+        self._tracks = [_Track(reader) for reader in readers]
+        self._steps = StepTable(self.num_replicas, STEPS)
+        self._collectives = CollectiveTable(self.num_replicas, COLLECTIVES)
+        self._scalars: dict[str, Floats] = {}
+        # By name: (replicas, STEPS), NaN where nothing was logged at the step that the table has there.
+        self._scalar_steps: dict[str, Integers] = {}
+        self._lost = (0, 0)
+        # Overwritten and torn in rings that were replaced.
+        self._idle: deque[tuple[int, int]] = deque(maxlen=1000)
+        # When nobody asked the replicas for anything, nanoseconds: since, until.
+
+    def replace(self, replica_id: int, reader: Reader) -> None:
+        """Go on with another ring, that of the process which took the replica's place."""
+        track = self._tracks[replica_id]
+        self._lost = (self._lost[0] + track.reader.overwritten, self._lost[1] + track.reader.torn)
+        track.reader, track.names = reader, ()
+        track.open.clear()
+        track.restarts += 1
+
+    @property
+    def last_step(self) -> int:
+        """The last step that any replica has ended, as far as was read; 0 before the first."""
+        return self._last()
+
+    def forget(self) -> None:
+        """Leave out what the replicas have written so far; names of scalars stay known."""
+        for track in self._tracks:
+            track.reader.read()
+
+    def idle(self, since: int, until: int) -> None:
+        """Nobody asked the replicas for anything then, in nanoseconds of `samples.clock`: throughput leaves it out."""
+        self._idle.append((since, until))
+
+    def update(self, now: int | None = None) -> int:
+        """Read what the replicas have written since the last call; return how many samples that was."""
+        now = clock() if now is None else now
+        read = 0
+        for replica_id, track in enumerate(self._tracks):
+            rows = track.reader.read()
+            read += len(rows)
+            if len(rows):
+                self._take(track, rows)
+                self._enter_values(replica_id, track, rows)
+            self._enter(replica_id, track, now)
+        self._compare()
+        return read
+
+    def samples(self, replica_id: int) -> Samples:
+        """Return the remembered samples of a replica, oldest first: a structured array of `samples.DTYPE`."""
+        kept = self._tracks[replica_id].kept
+        return joined(kept) if kept else np.empty(0, DTYPE)
+
+    def names(self, replica_id: int) -> tuple[str, ...]:
+        """Return the names of a replica's scalars, by the numbers that its samples bear."""
+        return self._tracks[replica_id].names
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the remembered steps as arrays.
+
+        "step": (steps,). All others are (replicas, steps): "began", "ended", seconds of the machine's monotonic clock;
+        "data", "forward", "backward", "exposed", "optimizer", "wait", "late", seconds; "examples", "collectives",
+        "bytes"; and each scalar under its name, unless that is one of these. What is not known is NaN.
+        """
+        steps, places, there = self._steps.window(self._last(), STEPS)
+        used = there.any(axis=0)
+        steps, places, there = steps[used], places[used], there[:, used]
+        counts = ("examples", "collectives", "bytes")
+        found: dict[str, np.ndarray] = {"step": steps}
+        for name in StepTable.COLUMNS:
+            scale = 1.0 if name in counts else _NS
+            found[name] = np.where(there, self._steps[name][:, places] / scale, np.nan)
+        return {name: self._scalar(name, steps, places) for name in self._scalars} | found
+
+    def frame(self) -> pd.DataFrame:
+        """Return `arrays()` as a pandas DataFrame, a row for each replica and step.
+
+        Raises UsageError if pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise UsageError("a DataFrame needs pandas: pip install pandas, or use arrays()") from error
+        arrays = self.arrays()
+        steps = arrays.pop("step")
+        index = pd.MultiIndex.from_product([range(self.num_replicas), steps], names=["replica", "step"])
+        return pd.DataFrame({name: values.ravel() for name, values in arrays.items()}, index=index)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the remembered samples as a Chrome trace, which https://ui.perfetto.dev opens; return its path.
+
+        A name that ends in ".gz" is compressed.
+        """
+        tracks = {r: (self.samples(r), self.names(r)) for r in range(self.num_replicas)}
+        return trace.save(Path(path), tracks)
+
+    def snapshot(self, steps: int = 240, now: int | None = None) -> Snapshot:
+        """Return what the dashboard shows, its curves over the last `steps` steps."""
+        now = clock() if now is None else now
+        last, done = self._last(), self._done()
+        curve_steps, curve_places, curve_there = self._steps.window(last, steps)
+        recent, places, there = self._steps.window(done, RECENT)
+        late_steps, late_places, late_there = self._steps.window(last, LATE)
+        breakdown, waits = self._breakdown(places, there)
+        step_seconds, throughput = self._by_the_clock(places[there.all(axis=0)])
+        planned = self._latest(Mark.PLANNED)
+        checked, in_sync = self._checked()
+        ends, throughputs = self._curve_of_throughput(curve_steps, curve_places, curve_there)
+        lane_step, lanes, hidden = self._lanes(done)
+        known = breakdown[:, : len(PARTS) + 1]
+        exposed = known[:, PARTS.index("exposed")].sum() / known.sum() if known.sum() > 0 else None
+        overwritten = self._lost[0] + sum(track.reader.overwritten for track in self._tracks)
+        torn = self._lost[1] + sum(track.reader.torn for track in self._tracks)
+        return Snapshot(
+            num_replicas=self.num_replicas,
+            replicas=tuple(self._replica(r, now, recent, places, there, waits) for r in range(self.num_replicas)),
+            step=done,
+            steps_planned=planned or None,
+            seconds_left=max(0, planned - done) * step_seconds if planned and step_seconds else None,
+            epoch=self._latest(Mark.EPOCH),
+            examples=sum(track.examples for track in self._tracks),
+            throughput=throughput,
+            step_seconds=step_seconds,
+            exposed=exposed,
+            hidden=hidden,
+            steps=ends,
+            throughputs=throughputs,
+            curves=self._curves(curve_steps, curve_places),
+            breakdown=breakdown,
+            waits=waits,
+            late_steps=late_steps,
+            lateness=np.where(late_there, self._steps["late"][:, late_places] / _NS, np.nan),
+            busy=np.where(late_there, self._busy(late_places), np.nan),
+            data_waits=np.where(late_there, self._steps["data"][:, late_places] / _NS, np.nan),
+            shares=np.where(late_there, self._steps["examples"][:, late_places], np.nan),
+            all_reduces=self._all_reduces(),
+            lane_step=lane_step,
+            lanes=lanes,
+            in_sync=in_sync,
+            checked_step=checked,
+            overwritten=overwritten,
+            torn=torn,
+        )
+
+    # Reading.
+
+    def _take(self, track: _Track, rows: Samples) -> None:
+        track.names = track.reader.names()
+        track.kept.append(rows)
+        track.count += len(rows)
+        while track.count - len(track.kept[0]) >= SAMPLES:
+            track.count -= len(track.kept.popleft())
+        track.pending = joined([track.pending, rows]) if len(track.pending) else rows
+        track.newest = max(track.newest, int(np.maximum(rows["began"], rows["ended"]).max()))
+        self._follow(track, rows)
+        for row in rows[rows["kind"] == _MARK]:
+            self._mark(track, Mark(int(row["code"])), int(row["began"]), int(row["amount"]))
+
+    def _mark(self, track: _Track, mark: Mark, at: int, amount: int) -> None:
+        track.marks.append((at, mark, amount))
+        if mark is Mark.RESTARTED:
+            track.restarts += 1
+            track.open.clear()
+
+    def _follow(self, track: _Track, rows: Samples) -> None:
+        """Keep up which collectives the replica is in."""
+        its = rows[rows["kind"] == _COLLECTIVE]
+        began, closed = its[its["ended"] == 0], its["serial"][its["ended"] > 0]
+        for row in began[~np.isin(began["serial"], closed)] if len(began) else ():
+            operation = int(row["code"]) & ~BLOCKING
+            track.open[int(row["serial"])] = (int(row["step"]), operation, int(row["queued"]))
+        if track.open:
+            # One that was ended from outside is never closed, but its step is done, anew, some time.
+            done = int(rows["step"][rows["kind"] == _ENDED].max(initial=0))
+            over = {serial for serial, (step, *_) in track.open.items() if step <= done} | set(closed.tolist())
+            track.open = {serial: about for serial, about in track.open.items() if serial not in over}
+
+    def _enter(self, replica_id: int, track: _Track, now: int) -> None:
+        """Put the samples up to the last step's end into the tables."""
+        pending = track.pending
+        if not len(pending):
+            return
+        ends = np.nonzero(pending["kind"] == _ENDED)[0]
+        upto = int(ends[-1]) + 1 if len(ends) else 0
+        in_step = (pending["kind"][upto:] == _BEGUN).any()
+        silent = now - track.newest > UNDECIDED_SECONDS * _NS
+        if (silent and not in_step) or len(pending) - upto > track.reader.capacity:
+            upto = len(pending)
+        if upto:
+            rows, track.pending = pending[:upto], pending[upto:]
+            self._enter_steps(replica_id, track, rows)
+
+    def _enter_steps(self, replica_id: int, track: _Track, rows: Samples) -> None:
+        rows = _without_abandoned(rows)
+        table, kind, step = self._steps, rows["kind"], rows["step"]
+        began, ended = rows["began"], rows["ended"]
+        places, keep = table.place(replica_id, step, kind == _BEGUN)
+        over = keep & (kind == _ENDED)
+        for name, values in (("began", began), ("ended", ended), ("examples", rows["amount"])):
+            table.put(replica_id, name, places[over], values[over])
+        track.step = max(track.step, int(step[over].max(initial=0)))
+        track.examples += int(rows["amount"][over].sum())
+        done = (kind == _COLLECTIVE) & (ended > 0)
+        blocking = done & ((rows["code"] & BLOCKING) > 0)
+        compute, held_up = track.covers(rows[in_computing(kind) | blocking])
+        for span, name in _SPANS:
+            its = keep & (kind == span)
+            # A blocking collective inside of it is communication, not computing.
+            own = ended[its] - began[its] - held_up.within(began[its], ended[its])
+            table.add(replica_id, name, places[its], own)
+        collectives = rows[done]
+        exposed = exposed_parts(collectives, compute)
+        self._collectives.add(replica_id, collectives, exposed)
+        places, keep = places[done], keep[done]
+        counted = {"exposed": exposed, "collectives": np.ones_like(exposed), "bytes": collectives["amount"]}
+        for name, amounts in counted.items():
+            table.add(replica_id, name, places[keep], amounts[keep])
+
+    def _enter_values(self, replica_id: int, track: _Track, rows: Samples) -> None:
+        kind = rows["kind"]
+        scalars = rows[(kind == _SCALAR) & (rows["step"] > 0)]
+        for number in np.unique(scalars["number"]):
+            if number < len(track.names):
+                its = scalars[scalars["number"] == number]
+                self._put_scalar(track.names[number], replica_id, its["step"], its["value"])
+        memory = rows[kind == _MEMORY]
+        if len(memory):
+            peak = max(track.memory[2], int(memory["amount"].max()))
+            track.memory = (int(memory["amount"][-1]), int(memory["queued"][-1]), peak)
+        for row in rows[kind == _CHECKSUM]:
+            track.checksums[int(row["step"])] = int(row["amount"])
+        while len(track.checksums) > 100:
+            del track.checksums[next(iter(track.checksums))]
+
+    def _compare(self) -> None:
+        """Find who came late to the collectives that all replicas have done by now, and who waited for them.
+
+        A replica waited in a collective for what it took longer than the replica that was in it the shortest; it was
+        held up by that only as far as nothing was computed meanwhile.
+        """
+        table = self._collectives
+        places = table.news() if self.num_replicas > 1 else np.empty(0, np.intp)
+        if not len(places):
+            return
+        queued, took = table["queued"][:, places], table["ended"][:, places] - table["began"][:, places]
+        late = queued - queued.min(axis=0)
+        waited = np.minimum(table["exposed"][:, places], took - took.min(axis=0))
+        for replica_id, steps in enumerate(table["step"][:, places]):
+            columns, keep = self._steps.place(replica_id, steps)
+            self._steps.raise_to(replica_id, "late", columns[keep], late[replica_id][keep])
+            self._steps.add(replica_id, "wait", columns[keep], waited[replica_id][keep])
+
+    def _put_scalar(self, name: str, replica_id: int, steps: Integers, values: Floats) -> None:
+        if name not in self._scalars:
+            self._scalars[name] = np.full((self.num_replicas, STEPS), np.nan)
+            self._scalar_steps[name] = np.zeros((self.num_replicas, STEPS), np.int64)
+        places = steps % STEPS
+        self._scalars[name][replica_id, places] = values
+        self._scalar_steps[name][replica_id, places] = steps
+
+    # Summing up.
+
+    def _last(self) -> int:
+        """The last step that any replica has ended."""
+        return max(track.step for track in self._tracks)
+
+    def _done(self) -> int:
+        """The last step that all replicas have ended."""
+        return min(track.step for track in self._tracks)
+
+    def _busy(self, places: Integers) -> Floats:
+        """Seconds of each step without the waits for data and for peers."""
+        began, ended, data, wait = (self._steps[name][:, places] for name in ("began", "ended", "data", "wait"))
+        return (ended - began - data - wait) / _NS
+
+    def _breakdown(self, places: Integers, there: np.ndarray) -> tuple[Floats, Floats]:
+        count = there.sum(axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            names = ("began", "ended", "wait", *PARTS)
+            means = {n: np.where(there, self._steps[n][:, places], 0).sum(axis=1) / count / _NS for n in names}
+        parts = np.stack([means[name] for name in PARTS], axis=1)
+        other = np.maximum(0.0, means["ended"] - means["began"] - parts.sum(axis=1))
+        return np.nan_to_num(np.column_stack([parts, other])), np.nan_to_num(means["wait"])
+
+    def _by_the_clock(self, places: Integers) -> tuple[float | None, float | None]:
+        """Seconds from step to step, and examples of all replicas a second, pauses left out.
+
+        Counted from the end of the first of the steps; from its beginning if it is the only one. Each of them was
+        ended by all replicas: a step that was begun and never ended, at the end of a dataset, is none.
+        """
+        if not len(places):
+            return None, None
+        ended = self._steps["ended"][:, places].max(axis=0)
+        examples = self._steps["examples"][:, places].sum(axis=0)
+        if len(places) == 1:
+            began = int(self._steps["began"][:, places[0]].min())
+            counted = 1
+        else:
+            began, counted, examples = int(ended[0]), len(places) - 1, examples[1:]
+        seconds = (int(ended[-1]) - began - self._paused(began, int(ended[-1]))) / _NS
+        return (seconds / counted, float(examples.sum()) / seconds) if seconds > 0 else (None, None)
+
+    def _paused(self, began: int, ended: int) -> int:
+        """Nanoseconds of this time in which replica 0 was paused, stopped, or not training."""
+        since, total = None, sum(max(0, min(ended, upto) - max(began, start)) for start, upto in self._idle)
+        for at, mark, _ in self._tracks[0].marks:
+            if mark in (Mark.PAUSED, Mark.STOPPED):
+                since = at if since is None else since
+            elif mark is Mark.RUNNING and since is not None:
+                total += max(0, min(at, ended) - max(since, began))
+                since = None
+        return total + (max(0, ended - max(since, began)) if since is not None else 0)
+
+    def _curve_of_throughput(self, steps: Integers, places: Integers, there: np.ndarray) -> tuple[Integers, Floats]:
+        examples = np.where(there, self._steps["examples"][:, places], 0).astype(float)
+        busy = np.where(there, self._busy(places), 0.0)
+        starts = _groups(len(steps))
+        if not len(starts):
+            return steps, examples
+        examples, busy = (np.add.reduceat(values, starts, axis=1) for values in (examples, busy))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            speeds = np.where((busy > 0) & (examples > 0), examples / busy, np.nan)
+        return steps[np.append(starts[1:], len(steps)) - 1], speeds
+
+    def _scalar(self, name: str, steps: Integers, places: Integers) -> Floats:
+        return np.where(self._scalar_steps[name][:, places] == steps, self._scalars[name][:, places], np.nan)
+
+    def _curves(self, steps: Integers, places: Integers) -> dict[str, Curve]:
+        starts = _groups(len(steps))
+        weights = self._steps["examples"][:, places].astype(float)
+        weights[(self._steps.step[:, places] != steps) | (weights.sum(axis=0) == 0)] = 1.0
+        return {name: _curve(self._scalar(name, steps, places), weights, starts) for name in self._scalars}
+
+    def _all_reduces(self) -> tuple[SizeClass, ...]:
+        table, n = self._collectives, self.num_replicas
+        places = table.common()
+        places = places[(table["operation"][0, places] == Operation.ALL_REDUCE) & (table["bytes"][0, places] > 0)]
+        places = places[-ALL_REDUCES:]
+        if n < 2 or not len(places):
+            return ()
+        size = table["bytes"][0, places]
+        seconds = (table["ended"][:, places] - table["began"][:, places]).min(axis=0) / _NS
+        steps = table["step"][0, places]
+        # Of the earliest step, some may be forgotten.
+        whole = steps > steps.min() if steps.min() < steps.max() else np.ones(len(steps), bool)
+        num_steps = len(np.unique(steps[whole]))
+        # Sizes within a factor of four are one class: 1 KB to 4 KB, 4 KB to 16 KB, …
+        classes = np.floor(np.log2(size) / 2).astype(int)
+        found = []
+        for which in np.unique(classes):
+            its, mean = seconds[classes == which], float(size[classes == which].mean())
+            # What np.quantile gives, in a quarter of its time.
+            p50, p95 = np.interp(
+                [0.5 * (len(its) - 1), 0.95 * (len(its) - 1)], np.arange(len(its)), np.sort(its)
+            ).tolist()
+            algorithm = mean / p50 if p50 > 0 else math.nan
+            bus, per_step = algorithm * 2 * (n - 1) / n, int((classes[whole] == which).sum()) / num_steps
+            found.append(SizeClass(round(mean), len(its), per_step, p50, p95, algorithm, bus, its[-512:]))
+        return tuple(found)
+
+    def _latest(self, wanted: Mark) -> int | None:
+        found = [(at, amount) for track in self._tracks for at, mark, amount in track.marks if mark is wanted]
+        return max(found)[1] if found else None
+
+    def _checked(self) -> tuple[int | None, bool | None]:
+        common = set.intersection(*(set(track.checksums) for track in self._tracks))
+        if not common:
+            return None, None
+        step = max(common)
+        return step, len({track.checksums[step] for track in self._tracks}) == 1
+
+    def _replica(
+        self, replica_id: int, now: int, steps: Integers, places: Integers, there: np.ndarray, waits: Floats
+    ) -> ReplicaState:
+        track, there = self._tracks[replica_id], there[replica_id]
+        ended, began = (self._steps[name][replica_id, places][there] for name in ("ended", "began"))
+        whole = (ended - began) / _NS
+        data = self._steps["data"][replica_id, places][there] / _NS
+        examples = int(self._steps["examples"][replica_id, places][there].sum())
+        busy = float(whole.mean() - data.mean() - waits[replica_id]) if len(whole) else None
+        wrote = track.newest > 0
+        states = [_STATES[mark] for _, mark, _ in track.marks if mark in _STATES]
+        state = (states[-1] if states else State.RUNNING) if wrote else State.WAITING
+        serial = min(track.open, default=None)
+        waiting = None
+        if serial is not None:
+            _, operation, queued = track.open[serial]
+            waiting = Waiting(serial, operation, max(0.0, (now - queued) / _NS))
+        allocated, reserved, peak = track.memory if any(track.memory) else (None, None, None)
+        return ReplicaState(
+            replica_id=replica_id,
+            state=state,
+            step=track.step,
+            silent=max(0.0, (now - track.newest) / _NS) if wrote else None,
+            throughput=examples / (busy * len(whole)) if busy and busy > 0 and examples else None,
+            step_seconds=float(whole.mean()) if len(whole) else None,
+            busy_seconds=busy,
+            allocated=allocated,
+            reserved=reserved,
+            peak=peak,
+            in_collective=waiting,
+            restarts=track.restarts,
+        )
+
+    def _lanes(self, step: int) -> tuple[int | None, tuple[tuple[LaneSpan, ...], ...], float | None]:
+        found = [of_step(track.kept, step) for track in self._tracks]
+        if not step or not all(len(rows) for rows in found):
+            return None, tuple(() for _ in self._tracks), None
+        origin = min(int(rows["began"].min()) for rows in found)
+        lanes = tuple(lane(rows, origin) for rows in found)
+        lengths = {"collective": 0.0, "exposed": 0.0}
+        for span in (span for bars in lanes for span in bars if span.part in lengths):
+            lengths[span.part] += span.ended - span.began
+        total = sum(lengths.values())
+        return step, lanes, lengths["collective"] / total if total else None
+
+
+def _without_abandoned(rows: Samples) -> Samples:
+    """Leave out what was done of a step before it was begun anew, as it is after a replica has died in it."""
+    begun = np.flatnonzero(rows["kind"] == _BEGUN)
+    steps = rows["step"][begun]
+    if (steps[1:] > steps[:-1]).all():
+        return rows
+    keep = np.ones(len(rows), bool)
+    for step in np.unique(steps):
+        keep[: begun[steps == step][-1]] &= rows["step"][: begun[steps == step][-1]] != step
+    return rows[keep]
+
+
+def _groups(length: int) -> Integers:
+    """Where each of at most POINTS groups of equal length begins; the first may be shorter."""
+    size = max(1, math.ceil(length / POINTS))
+    starts = np.arange(length % size - size if length % size else 0, length, size)
+    return np.maximum(starts, 0)
+
+
+def _curve(values: Floats, weights: Floats, starts: Integers) -> Curve:
+    known = np.isfinite(values)
+    weights = np.where(known, weights, 0.0)
+    if not len(starts):
+        return Curve(np.empty(0), np.empty(0), np.empty(0), math.nan)
+    total = np.where(known, values, 0.0) * weights
+    at_step = np.flatnonzero(weights.sum(axis=0) > 0)
+    last = float(total[:, at_step[-1]].sum() / weights[:, at_step[-1]].sum()) if len(at_step) else math.nan
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.add.reduceat(total.sum(axis=0), starts) / np.add.reduceat(weights.sum(axis=0), starts)
+    low = np.minimum.reduceat(np.where(known, values, np.inf).min(axis=0), starts)
+    high = np.maximum.reduceat(np.where(known, values, -np.inf).max(axis=0), starts)
+    return Curve(mean, np.where(np.isfinite(low), low, np.nan), np.where(np.isfinite(high), high, np.nan), last)

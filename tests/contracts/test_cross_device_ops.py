@@ -1,0 +1,398 @@
+"""What every cross-device op promises, run over each of them that works on CPU replicas."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import pytest
+from driving import run_cell
+
+from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.gloo import GlooAllReduce
+from mirror_nb.collectives.hierarchical_copy import HierarchicalCopyAllReduce
+from mirror_nb.collectives.one_device import ReductionToOneDevice
+from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
+from mirror_nb.devices import Device
+from mirror_nb.pool.local import LocalPool
+
+
+def _stacked(parts):
+    import torch
+
+    return torch.stack(parts).sum(0)
+
+
+OPS: dict[str, Callable[[], CrossDeviceOps]] = {
+    "shared memory": SharedMemoryAllReduce,
+    "gloo": GlooAllReduce,
+    "hierarchical copy": HierarchicalCopyAllReduce,
+    "one device": ReductionToOneDevice,
+    "one device, by name": lambda: ReductionToOneDevice("cpu:0"),
+}
+OURS = ("shared memory", "hierarchical copy")
+# Those whose way of adding is this project's own.
+
+BOUND = """
+import torch, torch.distributed as dist
+from mirror_nb.collectives.base import Member
+from mirror_nb.devices import Device
+
+timings = []
+devices = tuple(Device("cpu", i) for i in range(num_replicas))
+ops.bind(Member(replica_id, num_replicas, device, dist.group.WORLD, timings.append, devices))
+
+def parts_of(numel, dtype, seed=0):
+    "What every replica brings; each knows all of them."
+    made = torch.Generator().manual_seed(numel + seed)
+    return [(torch.randn(numel, generator=made) * 8).to(dtype) for _ in range(num_replicas)]
+
+def reduced(tensor, op="sum"):
+    ops.all_reduce(op, tensor).wait()
+    return tensor
+"""
+
+
+@pytest.fixture(params=[1, 2, 3, 4], ids=lambda n: f"{n} replicas")
+def pool(request: pytest.FixtureRequest, replicas: Callable[[int], LocalPool]) -> LocalPool:
+    return replicas(request.param)
+
+
+@pytest.fixture(params=OPS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def run(pool: LocalPool, ops: CrossDeviceOps, source: str, *, after: str = "ops.unbind()") -> dict[int, dict]:
+    """Run the source with `ops` bound; it has to end well."""
+    ran = run_cell(pool, f"{BOUND}\n{source}\n{after}", {"ops": ops}, timeout=60)
+    assert ran.report.clean, {r: (f.type_name, f.message) for r, f in ran.report.failures.items()}
+    return ran.values
+
+
+# Results
+
+SIZES = "(0, 1, 7, 256, 16_383, 2**18 + 3)"
+
+
+def test_every_size_and_dtype_is_summed(pool, name):
+    run(
+        pool,
+        OPS[name](),
+        f"""
+for numel in {SIZES}:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64):
+        parts = parts_of(numel, dtype)
+        exact = torch.stack([part.double() for part in parts]).sum(0)
+        total = reduced(parts[replica_id].clone())
+        rounding = torch.finfo(dtype).eps if dtype.is_floating_point else 0
+        # A carrier may round at every replica, of which each has at most a few times 8.
+        bound = rounding * 8 * 5 * num_replicas ** 2
+        assert total.dtype is dtype
+        assert not numel or (total.double() - exact).abs().max() <= bound, (numel, dtype)
+""",
+    )
+
+
+def test_the_mean_is_the_sum_over_the_replicas(pool, name):
+    run(
+        pool,
+        OPS[name](),
+        """
+for numel in (1, 300, 40_000):
+    for dtype in (torch.float32, torch.float64):
+        parts = parts_of(numel, dtype)
+        torch.testing.assert_close(reduced(parts[replica_id].clone(), "mean"), sum(parts) / num_replicas)
+""",
+    )
+
+
+def test_every_replica_has_the_same_bits(pool, name):
+    values = run(
+        pool,
+        OPS[name](),
+        """
+import zlib
+sums = [zlib.crc32(reduced(parts_of(n, torch.float32)[replica_id]).numpy().tobytes()) for n in (9, 5000, 70_001)]
+""",
+    )
+    assert len({tuple(found["sums"]) for found in values.values()}) == 1
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_our_own_sums_do_not_depend_on_how_a_tensor_is_cut(pool, ours):
+    run(
+        pool,
+        OPS[ours](),
+        """
+for dtype in (torch.float32, torch.bfloat16):
+    for numel in (100, 33_000, 300_000):
+        mine = parts_of(numel, dtype)[replica_id]
+        whole = reduced(mine.clone())
+        pieces = torch.cat([reduced(piece.clone()) for piece in mine.split(7001)])
+        lies = ops.allocate(numel, dtype)
+        lies.copy_(mine)
+        assert torch.equal(whole, pieces) and torch.equal(whole, reduced(lies))
+        ops.release(lies)
+""",
+    )
+
+
+def test_shared_memory_adds_in_the_order_of_the_replicas(pool):
+    run(
+        pool,
+        SharedMemoryAllReduce(),
+        """
+for numel in (100, 300_000):
+    parts = parts_of(numel, torch.float32)
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    assert torch.equal(reduced(parts[replica_id].clone()), total)
+""",
+    )
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_our_own_sums_of_half_precision_round_once(pool, ours):
+    run(
+        pool,
+        OPS[ours](),
+        """
+for dtype in (torch.bfloat16, torch.float16):
+    for numel in (50, 100_000):
+        parts = parts_of(numel, dtype)
+        exact = sum(part.double() for part in parts)
+        assert torch.equal(reduced(parts[replica_id].clone()), exact.float().to(dtype))
+""",
+    )
+
+
+def test_complex_numbers_are_summed(pool, name):
+    run(
+        pool,
+        OPS[name](),
+        """
+x = torch.complex(torch.full((5,), float(replica_id)), torch.ones(5))
+ops.all_reduce("sum", x).wait()
+assert torch.equal(x, torch.full((5,), complex(num_replicas * (num_replicas - 1) / 2, num_replicas)))
+""",
+    )
+
+
+def test_many_may_be_under_way_at_once(pool, name):
+    run(
+        pool,
+        OPS[name](),
+        """
+tensors = [torch.full((size,), replica_id + i, dtype=torch.float64)
+           for i, size in enumerate([1, 70_000, 3] * 20)]
+handles = [ops.all_reduce("sum", tensor, bucket=i) for i, tensor in enumerate(tensors)]
+ops.progress()
+for handle in reversed(handles):
+    handle.wait()
+assert all(handle.done() for handle in handles)
+ids = num_replicas * (num_replicas - 1) / 2
+assert all((tensor == ids + num_replicas * i).all() for i, tensor in enumerate(tensors))
+""",
+    )
+
+
+def test_tensors_are_batched_reduced_broadcast_and_gathered(pool, name):
+    run(
+        pool,
+        OPS[name](),
+        """
+last = num_replicas - 1
+ids = last * num_replicas / 2
+tensors = [torch.full((n,), float(replica_id)) for n in (3, 0, 40_000)]
+ops.batch_reduce("sum", tensors)
+assert all((tensor == ids).all() for tensor in tensors)
+mine = torch.full((2, 3), float(replica_id))
+for op, expected in (("sum", ids), ("mean", ids / num_replicas)):
+    total = ops.reduce(op, mine, last)
+    assert (total is None) == (replica_id != last)
+    assert total is None or (total.shape == (2, 3) and (total == expected).all())
+assert (mine == replica_id).all()
+gathered = ops.gather(mine, last)
+assert (gathered is None) == (replica_id != last)
+assert gathered is None or [part[0, 0].item() for part in gathered] == list(range(num_replicas))
+ops.broadcast(mine, last)
+assert (mine == last).all()
+""",
+    )
+
+
+def test_every_collective_is_timed(pool, name):
+    values = run(
+        pool,
+        OPS[name](),
+        """
+reduced(torch.ones(1000))
+ops.all_reduce("mean", torch.ones(10), bucket=3).wait()
+ops.broadcast(torch.ones(4), 0)
+seen = [(t.op, t.nbytes, t.bucket, t.queued <= t.started <= t.ended or num_replicas == 1) for t in timings]
+""",
+    )
+    expected = [("all_reduce", 4000, -1, True), ("all_reduce", 40, 3, True), ("broadcast", 16, -1, True)]
+    assert all(found["seen"] == expected for found in values.values())
+
+
+def test_an_op_is_bound_again_after_it_was_unbound(pool, name):
+    run(
+        pool,
+        OPS[name](),
+        """
+for _ in range(3):
+    ops.unbind()
+    ops.bind(Member(replica_id, num_replicas, device, dist.group.WORLD))
+    assert reduced(torch.ones(3)).tolist() == [num_replicas] * 3
+""",
+    )
+
+
+def test_a_function_may_accumulate_in_place_of_the_sum(pool):
+    run(
+        pool,
+        ReductionToOneDevice(accumulation_fn=_stacked),
+        "assert (reduced(torch.full((5,), replica_id + 1.0)) == num_replicas * (num_replicas + 1) / 2).all()",
+    )
+
+
+def test_users_write_ops_of_their_own(pool):
+    values = run_cell(
+        pool,
+        """
+import torch
+from mirror_nb.collectives.base import CrossDeviceOps, Finished
+
+class Largest(CrossDeviceOps):
+    def start(self, op, flat):
+        parts = self.gather(flat, 0)
+        if parts is not None:
+            flat.copy_(torch.stack(parts).amax(0))
+        self.broadcast(flat, 0)
+        return Finished()
+
+    def unfit_for(self, devices):
+        return None
+
+ops = Largest()
+"""
+        + BOUND
+        + "found = reduced(torch.full((2,), float(replica_id))).tolist()",
+        timeout=60,
+    ).values
+    assert all(found["found"] == [pool.size - 1] * 2 for found in values.values())
+
+
+# Ends
+
+
+@pytest.fixture(params=[2, 3], ids=lambda n: f"{n} replicas")
+def peers(request: pytest.FixtureRequest, replicas: Callable[[int], LocalPool]) -> LocalPool:
+    return replicas(request.param)
+
+
+LAST_FAILS = """
+tensor = torch.ones({numel})
+if replica_id == num_replicas - 1:
+    {end}
+reduced(tensor)
+"""
+
+
+@pytest.mark.parametrize("numel", [10, 300_000])
+def test_a_replica_that_raises_frees_the_others(peers, name, numel):
+    source = BOUND + LAST_FAILS.format(numel=numel, end="raise ValueError('not today')")
+    ran = run_cell(peers, source, {"ops": OPS[name]()}, timeout=60)
+    assert ran.errors[peers.size - 1] == "ValueError"
+    assert {ran.errors[r] for r in range(peers.size - 1)} == {"PeerFailed"}
+
+
+@pytest.mark.parametrize("numel", [10, 300_000])
+def test_a_replica_that_dies_frees_the_others(peers, name, numel):
+    source = BOUND + LAST_FAILS.format(numel=numel, end="import os; os.kill(os.getpid(), 9)")
+    ran = run_cell(peers, source, {"ops": OPS[name]()}, timeout=60)
+    assert {ran.errors[r] for r in range(peers.size - 1)} == {"PeerFailed"}
+
+
+def test_a_replica_that_never_comes_is_not_waited_for_for_ever(peers, name):
+    source = BOUND + LAST_FAILS.format(
+        numel=10, end="import threading; [threading.Event().wait(0.05) for _ in range(10_000)]"
+    )
+    ran = run_cell(peers, source, {"ops": OPS[name]()}, timeout=1.0)
+    assert not ran.report.clean
+    peers.mend()
+    assert run_cell(peers, "total = strategy.reduce('sum', 1.0).item()").values[0]["total"] == peers.size
+
+
+@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("sizes", [(10, 11), (300_000, 300_001), (10, 300_000)])
+def test_tensors_of_different_shapes_are_an_error_on_every_replica(peers, ours, sizes):
+    ran = run_cell(
+        peers,
+        BOUND
+        + f"""
+try:
+    reduced(torch.ones({sizes}[replica_id == num_replicas - 1]))
+except ValueError as error:
+    said = str(error)
+# Nothing was read or written: the replicas are in step.
+assert reduced(torch.ones(3)).tolist() == [num_replicas] * 3
+""",
+        {"ops": OPS[ours]()},
+        timeout=60,
+    )
+    assert ran.report.clean, ran.report.failures
+    for found in ran.values.values():
+        assert f"of {sizes[0]} float32 on replica 0" in found["said"]
+        assert f"of {sizes[1]} float32 on replica {peers.size - 1}" in found["said"]
+
+
+def test_tensors_of_different_dtypes_are_an_error_on_every_replica(peers):
+    ran = run_cell(
+        peers,
+        BOUND + "reduced(torch.ones(5, dtype=torch.float64 if replica_id else torch.float32))",
+        {"ops": SharedMemoryAllReduce()},
+        timeout=60,
+    )
+    assert set(ran.errors.values()) <= {"UsageError", "PeerFailed"}
+    assert "5 float32 on replica 0, all_reduce (SUM) of 5 float64 on replica 1" in " ".join(
+        failure.message for failure in ran.report.failures.values()
+    )
+
+
+# What is refused
+
+REFUSED = {
+    "torch.ones(2, 2)": "of one dimension",
+    "torch.ones(4)[::2]": "contiguous",
+    "torch.ones(3, dtype=torch.bool)": "tensor.int()",
+}
+
+
+@pytest.mark.parametrize("tensor", REFUSED)
+def test_a_tensor_that_cannot_be_reduced_is_refused_before_anything_is_sent(replicas, name, tensor):
+    ran = run_cell(replicas(2), f"{BOUND}\nops.all_reduce('sum', {tensor})", {"ops": OPS[name]()}, timeout=60)
+    assert set(ran.errors.values()) == {"UsageError"}
+    assert REFUSED[tensor] in ran.report.failures[0].message
+
+
+def test_a_mean_of_integers_says_to_convert(replicas, name):
+    ran = run_cell(replicas(2), BOUND + "reduced(torch.ones(3, dtype=torch.int64), 'mean')", {"ops": OPS[name]()})
+    assert "tensor.float()" in ran.report.failures[0].message
+
+
+def test_an_op_that_was_chosen_travels_by_its_arguments(name):
+    ops = OPS[name]()
+    assert repr(pickle.loads(pickle.dumps(ops))) == repr(ops)
+
+
+def test_an_op_in_the_controller_says_that_it_works_in_replicas(name):
+    with pytest.raises(RuntimeError, match="works in replicas"):
+        OPS[name]().member  # noqa: B018
+
+
+def test_cpu_replicas_suit_every_op_here(name):
+    assert OPS[name]().unfit_for([Device("cpu", 0), Device("cpu", 1)]) is None

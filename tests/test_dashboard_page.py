@@ -1,0 +1,323 @@
+"""The dashboard's picture of made trainings: what it says, what it leaves out, and that it is well-formed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from made_rings import MB, MadeRings, readings
+
+from mirror_nb.notebook.dashboard import page, palette, panels, plot, words
+from mirror_nb.notebook.dashboard.frame import Frame, Phase
+from mirror_nb.telemetry.findings import findings
+from mirror_nb.telemetry.machine import Reading
+from mirror_nb.telemetry.samples import Mark
+
+TITLES = ["Throughput per replica", "Loss", "Where a step goes", "All-reduce time by size", "Who arrives late"]
+TITLES += ["Overlap, last step", "Devices", "What to look at"]
+
+
+def shown(rings: MadeRings, **known) -> Frame:
+    rings.timeline.update(now=rings.now)
+    shot = rings.timeline.snapshot(now=rings.now)
+    read = known.get("readings", ())
+    devices = tuple(f"cuda:{r}" for r in range(rings.num_replicas))
+    return Frame(shot, **{"findings": findings(shot, read), "devices": devices} | known)
+
+
+def trained(replicas: int, steps: int = 60, **known) -> Frame:
+    with MadeRings(replicas) as rings:
+        rings.mark(Mark.PLANNED, 200)
+        for _ in range(steps):
+            rings.step()
+            rings.log_loss()
+        rings.log_checksums([7] * replicas)
+        return shown(rings, readings=readings(replicas), **known)
+
+
+def tree(frame: Frame) -> ET.Element:
+    return ET.fromstring(page.body(frame))
+
+
+def text(frame: Frame) -> str:
+    return " ".join("".join(tree(frame).itertext()).split())
+
+
+def card(frame: Frame, title: str) -> ET.Element:
+    cards = [c for c in tree(frame).iter("div") if c.get("class", "").split()[:1] == ["c"]]
+    return next(c for c in cards if c.findtext("header/b") == title)
+
+
+def classes(element: ET.Element) -> set[str]:
+    return {name for part in element.iter() for name in part.get("class", "").split()}
+
+
+# ------------------------------------------------------------------ what is there
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_every_panel_is_there_and_every_replica_in_it(replicas):
+    frame = trained(replicas)
+    for title in TITLES:
+        found = card(frame, title)
+        if title not in ("Loss", "All-reduce time by size", "What to look at"):
+            assert {f"r{r}" for r in range(replicas)} <= classes(found), title
+    assert len(card(frame, "Throughput per replica").findall(".//path[@transform]")) == replicas
+
+
+def test_one_replica_has_no_panels_about_others():
+    frame = trained(1)
+    said = text(frame)
+    assert "The last step" in said
+    for gone in ("All-reduce", "Who arrives late", "exposed", "in sync", "min–max"):
+        assert gone not in said
+
+
+def test_the_header_gives_the_key_numbers():
+    frame = trained(2, title="ResNet-50", operation="NcclAllReduce", speed_up=1.937)
+    shot, said = frame.snapshot, text(frame)
+    assert "running" in said
+    assert "ResNet-50 · 2 replicas · NcclAllReduce" in said
+    assert f"{shot.throughput:,.0f} samples/s" in said
+    assert "1.94× vs 1 replica" in said
+    assert f"{shot.curves['loss'].last:.2f} loss" in said
+    assert "60 / 200 steps" in said
+    assert f"{words.left(shot.seconds_left)} left" in said
+    assert 'style="width:30.0%"' in page.body(frame)
+
+
+def test_what_was_not_measured_is_left_out():
+    with MadeRings(2) as rings:
+        rings.step(5)
+        said = text(shown(rings))
+    assert "vs 1 replica" not in said
+    assert " left" not in said.replace("waits left out", "")
+    assert "5 steps" in said
+
+
+def test_the_lengths_of_a_step_are_those_of_its_parts():
+    frame = trained(2)
+    bars = {p.get("class"): p.get("d") for p in card(frame, "Where a step goes").iter("path") if p.get("d")}
+    # The first bar is r0's: its widths add up to the whole, in drawn units.
+    widths = [float(bars[f"f-{part}"].split("h")[1].split("v")[0]) for part in ("forward", "backward")]
+    step = frame.snapshot.breakdown.sum(axis=1).max()
+    assert widths == pytest.approx(list(frame.snapshot.breakdown[0, 1:3] / step * 1000), abs=1)
+    assert words.milliseconds(float(frame.snapshot.breakdown[0].sum())) in text(frame)
+
+
+def test_all_reduces_give_their_times_and_bandwidth():
+    with MadeRings(2, buckets=[25 * MB, 25 * MB], latency=0.0, bandwidth=25 * MB / 1e-3, jitter=1e-6) as rings:
+        rings.step(30)
+        said = "".join(card(shown(rings), "All-reduce time by size").itertext())
+    assert "25 MB" in said
+    assert "1.0 / 1.0 ms" in said
+    assert "26 GB/s" in said
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+def test_a_frame_is_small_and_has_no_numbers_that_are_none(replicas):
+    body = page.body(trained(replicas, steps=300))
+    assert len(body.encode()) < 40_000
+    assert "nan" not in body
+    assert "inf" not in body.replace("info", "")
+
+
+# ------------------------------------------------------------------ before, and beside
+
+
+def test_before_the_first_step_it_says_what_it_waits_for():
+    with MadeRings(2) as rings:
+        frame = shown(rings, phase=Phase.WAITING)
+    said = text(frame)
+    assert "waiting" in said
+    assert "after the first step" in said
+    assert "mnb.log(loss=loss)" in said
+    assert "Too early to say" in said
+    assert "no step has ended yet" in words.alternative(frame)
+
+
+def test_a_first_step_alone_is_drawn():
+    frame = trained(4, steps=1)
+    assert "1 / 200 steps" in text(frame)
+
+
+def test_steps_without_examples_or_loss_break_no_line():
+    with MadeRings(2, examples=0) as rings:
+        rings.step(30)
+        assert "after the first steps" in text(shown(rings))
+
+
+def test_texts_of_users_are_escaped():
+    with MadeRings(2) as rings:
+        rings.step(30)
+        rings.log("</div><script>x</script>", [1.0, 2.0])
+        odd = [dataclasses.replace(r, name="<b>&\"'") for r in readings(2)]
+        frame = shown(rings, title="<img src=x onerror=y>", operation="a&b", note="<i>died</i>", readings=tuple(odd))
+    root = tree(frame)
+    assert {e.tag for e in root.iter()} <= {"div", "span", "b", "i", "svg", "path", "g", "header", "small"}
+    assert "<img src=x onerror=y>" in "".join(root.itertext())
+    assert "</div><script>" in "".join(root.itertext()).lower()
+    assert root.get("aria-label", "").startswith("<img src=x onerror=y>: running")
+
+
+# ------------------------------------------------------------------ trouble, and only that, is red
+
+RED = {"hot", "bad", "differs"}
+
+
+def test_nothing_is_red_in_a_healthy_training():
+    assert classes(tree(trained(4))) & RED == set()
+
+
+def test_a_slow_replica_stands_out():
+    with MadeRings(4) as rings:
+        rings.step(60)
+        rings.slowness[2] = 1.3
+        rings.step(60)
+        frame = shown(rings)
+    assert "r2 is slow" in text(frame)
+    assert "hot" in classes(card(frame, "Who arrives late"))
+    for title in ("Throughput per replica", "Where a step goes"):
+        bold = [e.text for e in card(frame, title).iter("span") if "b" in e.get("class", "").split()]
+        assert [name for name in bold if name.startswith("r2")] == bold != []
+    assert "r2 is slow" in words.alternative(frame)
+
+
+def test_its_line_stays_in_sight_however_late_it_got_slow():
+    with MadeRings(4) as rings:
+        rings.step(230)
+        rings.slowness[2] = 2.0
+        rings.step(5)
+        shot = shown(rings).snapshot
+    now = [panels.latest(row) for row in shot.throughputs]
+    low, high = panels.visible(shot.throughputs, now)
+    assert low < min(now) < max(now) < high
+
+
+def test_a_stuck_replica_turns_the_state_red():
+    with MadeRings(2) as rings:
+        rings.step(30)
+        rings.stall(1, 60)
+        frame = shown(rings)
+    assert frame.troubled()
+    assert "bad" in tree(frame).find(".//i[@class='pill running bad']").get("class")
+    assert "r1 did not come" in text(frame)
+
+
+def test_parameters_that_differ_are_told():
+    with MadeRings(2) as rings:
+        rings.step(30)
+        rings.log_loss()
+        rings.log_checksums([7, 8])
+        frame = shown(rings)
+    assert "parameters differ at 30" in text(frame)
+    assert "differs" in classes(tree(frame))
+    assert "parameters differ at step 30" in words.alternative(frame)
+
+
+def test_a_throttling_device_is_red_and_the_others_are_not():
+    with MadeRings(2) as rings:
+        rings.step(30)
+        frame = shown(rings, readings=readings(2, hot=1))
+    devices = card(frame, "Devices")
+    assert [e.text for e in devices.iter("i") if "hot" in e.get("class", "").split()] == ["83 °C", "498 W"]
+    assert "61.0 / 80 GB" in "".join(devices.itertext())
+
+
+def test_processes_on_the_cpu_show_what_they_have():
+    read = (Reading("cpu:0", "process 4711", 1, 1.5, 2**30, 8 * 2**30, None, None, None, None, None, ()),)
+    with MadeRings(2) as rings:
+        rings.step(2)
+        said = "".join(card(shown(rings, readings=read, devices=("cpu:0", "cpu:1")), "Devices").itertext())
+    assert "cpu:0 process 4711150 %1.0 / 8 GB" in said
+    assert "cpu:1" in said
+    assert "temperature" not in said
+
+
+def test_without_readings_the_replicas_own_memory_is_shown():
+    with MadeRings(2) as rings:
+        rings.step()
+        rings.log_memory(3 * 2**30)
+        assert "3.0 GB" in "".join(card(shown(rings), "Devices").itertext())
+
+
+def test_lost_samples_are_told():
+    with MadeRings(1, capacity=64) as rings:
+        rings.step(60)
+        assert "overwritten" in "".join(card(shown(rings), "What to look at").itertext())
+
+
+# ------------------------------------------------------------------ colours and the parts of a drawing
+
+
+def test_colours_follow_the_theme_and_the_cells_width():
+    for dark in palette.DARK:
+        assert dark in page.STYLE
+    assert "[data-jp-theme-light=false] .mnb" in page.STYLE
+    assert "vscode-dark" in page.STYLE
+    assert "@container (min-width" in page.STYLE
+
+
+@pytest.mark.parametrize("colours", [palette.LIGHT, palette.DARK])
+@pytest.mark.parametrize("eyes", ["normal", "protan", "deutan"])
+def test_the_colours_of_two_replicas_can_be_told_apart(colours, eyes):
+    # Viénot, Brettel, Mollon (1999), in linear RGB; distances in CIELAB, where 2.3 is just noticeable.
+    seen = {
+        "normal": np.eye(3),
+        "protan": np.array([[0.1124, 0.8876, 0], [0.1124, 0.8876, 0], [0.0040, -0.0040, 1]]),
+        "deutan": np.array([[0.2928, 0.7072, 0], [0.2928, 0.7072, 0], [-0.0223, 0.0223, 1]]),
+    }[eyes]
+    # The first four are in nearly every picture, and lines bear their names.
+    for count, least in ((4, 20), (8, 12)):
+        labs = [_lab(colour, seen) for colour in colours[:count]]
+        assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(labs, 2)) > least
+
+
+def _lab(colour: str, seen: np.ndarray) -> np.ndarray:
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.clip(seen @ np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92), 0, 1)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    f = np.cbrt(to_xyz @ linear / [0.9505, 1, 1.089])
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def test_labels_keep_their_order_and_a_distance():
+    places = plot.spread([50, 51, 49, 120], 12, 5, 127)
+    assert sorted(range(4), key=lambda i: places[i]) == [2, 0, 1, 3]
+    assert min(np.diff(sorted(places))) >= 12
+    assert plot.spread([5.0] * 20, 12, 5, 127)[-1] <= 127
+
+
+def test_a_line_is_broken_where_nothing_is_known():
+    drawn = plot.line(plot.abscissas(5), np.array([1, 2, np.nan, 4, np.nan]), "s")
+    assert drawn.count("M") == 2
+    assert "h0" in drawn
+    assert plot.line(plot.abscissas(2), np.array([np.nan, np.nan]), "s") == ""
+
+
+def test_ticks_are_round():
+    assert plot.ticks(0, 83, 4) == [0, 25, 50, 75]
+    assert plot.ticks(5, 5) == [5]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(13020.4, "13,020"), (41.23, "41.2"), (0.4123, "0.412"), (1.2e-5, "1.2e-05"), (None, "–")]
+)
+def test_numbers_are_short(value, said):
+    assert words.number(value) == said
+
+
+def test_times_and_sizes_have_units():
+    assert words.left(72) == "01:12"
+    assert words.left(7400) == "2:03:20"
+    assert words.milliseconds(0.083) == "83.0 ms"
+    assert words.milliseconds(1.25) == "1.2 s"
+    assert words.pair(0.0002, 0.004) == "0.20 / 4.0 ms"
+    assert words.pair(0.5, 2) == "0.5 / 2.0 s"
+    assert words.size(64 * 1024) == "64 KB"
+    assert words.size(3 * 2**30) == "3.0 GB"
+    assert words.bandwidth(188e9) == "188 GB/s"
+    assert words.bandwidth(2e7) == "20 MB/s"

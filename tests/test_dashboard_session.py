@@ -1,0 +1,459 @@
+"""The dashboard in a notebook and on a strategy: by which door it comes, how long it lives, whether it is true."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from driving import eventually, gone
+from test_dashboard_widget import VIEW, Shell
+from test_notebook import Notebook, Shown
+from torch import nn
+
+import mirror_nb
+from mirror_nb import ContextError
+from mirror_nb.errors import TrainingStopped
+from mirror_nb.messages import Word
+from mirror_nb.notebook.dashboard.frame import Phase
+from mirror_nb.notebook.dashboard.widget import TEXT
+from mirror_nb.notebook.live import LiveDashboard
+from mirror_nb.telemetry.notice import find
+from mirror_nb.telemetry.samples import BLOCKING, Kind, Operation
+
+MEGABYTE = 1 << 20
+START = "%mirror start --devices cpu:0,cpu:1"
+DATA = """
+import torch
+from torch import nn
+x = torch.rand(400, 8)
+y = (x.sum(1) > 4).long()
+"""
+TRAIN = """
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(4):
+    for a, b in strategy.distribute_dataset((x, y), batch_size=40):
+        loss = nn.functional.cross_entropy(model(a), b)
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        mirror_nb.log(loss=loss)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    made = Notebook(tmp_path_factory.mktemp("notebook"))
+    begun = made.run(f"%load_ext mirror_nb\n{START}\nimport mirror_nb\n{DATA}")
+    assert begun.error is None
+    yield made
+    family = made.family()
+    made.shut_down()
+    eventually(lambda: all(map(gone, family)), "everything ends with the kernel")
+
+
+def displays(shown: Shown) -> list[tuple[str, dict[str, Any], str]]:
+    """What was displayed or updated: its place, its kinds, and the alternative text of its picture."""
+    found = []
+    for output in shown.outputs:
+        if output["type"] in ("display_data", "update_display_data"):
+            alt = output.get("metadata", {}).get("image/png", {}).get("alt", "")
+            found.append((output["transient"].get("display_id", ""), output["data"], alt))
+    return found
+
+
+def picture(shown: Shown) -> tuple[str, str]:
+    """The place and the alternative text of the only picture that the cell showed."""
+    ((place, _, alt),) = [each for each in displays(shown) if "image/png" in each[1]]
+    return place, alt
+
+
+# --------------------------------------------------------------------------- the doors of a notebook
+
+
+def test_a_cell_with_a_dashboard_shows_it_first_and_keeps_its_picture(kernel):
+    shown = kernel.run(f"%%mirrored --dashboard\n{TRAIN}\nprint('over')")
+    assert shown.error is None, shown.error
+    (place, data, _), *_ = displays(shown)
+    assert set(data) == {VIEW, "text/plain"}
+    assert data["text/plain"] == TEXT
+    where, alt = picture(shown)
+    assert where == place
+    assert "finished on 2 replicas with SharedMemoryAllReduce" in alt
+    # Asking for a batch after an epoch's last one begins a step that never ends.
+    assert re.search(r"steps 4[03]\b", alt)
+    assert alt.startswith("Sequential, 178 parameters")
+    assert "loss 0." in alt
+    assert shown.stdout == "over\n"
+
+
+def test_the_next_cells_dashboard_begins_anew(kernel):
+    shown = kernel.run(f"%%mirrored --dashboard\n{TRAIN}")
+    assert "finished on 2 replicas" in picture(shown)[1]
+    assert not [data for _, data, _ in displays(kernel.run("%%mirrored\n1 + 1")) if "image/png" in data]
+
+
+def test_the_dashboard_of_all_cells_is_there_at_once_and_follows_them_in_its_place(kernel):
+    kernel.run("%mirror restart")
+    first = kernel.run("%mirror dashboard")
+    ((place, data, _),) = displays(first)
+    assert VIEW in data
+    for steps in ("4[03]", "8[07]"):
+        # Its picture stands where the dashboard is, cells above.
+        where, alt = picture(kernel.run(f"%%mirrored\n{TRAIN}"))
+        assert where == place
+        assert re.search(rf"steps {steps}\b", alt)
+    idle = kernel.run("%%mirrored\n1 + 1")
+    assert [where for where, data, _ in displays(idle) if "image/png" in data] == []
+    again = kernel.run("%mirror dashboard")
+    assert [set(data) for _, data, _ in displays(again)] == [{"image/png", "text/plain"}] * len(displays(again))
+
+
+def test_started_with_a_dashboard_every_cell_that_trains_has_one(kernel):
+    kernel.run("%mirror restart")
+    assert "running already" in kernel.run("%mirror start --dashboard").stdout
+    idle = displays(kernel.run("%%mirrored\n1 + 1"))
+    # The empty places of the dashboard and of the status lines; the last line.
+    assert [data["text/plain"] for _, data, _ in idle][:2] == ["", ""]
+    assert all("image/png" not in data for _, data, _ in idle)
+    trained = kernel.run(f"%%mirrored\n{TRAIN}")
+    where, alt = picture(trained)
+    assert where == displays(trained)[0][0]
+    assert "steps 4" in alt
+    assert [data["text/plain"] for place, data, _ in displays(trained) if place == where] == [""] * len(
+        [place for place, _, _ in displays(trained) if place == where]
+    )
+    assert all("image/png" not in data for _, data, _ in displays(kernel.run(f"%%mirrored --quiet\n{TRAIN}")))
+    kernel.run(f"%mirror stop\n{START}")
+
+
+def test_a_replica_that_dies_is_named_on_the_picture_and_the_next_cell_trains(kernel):
+    shown = kernel.run(
+        "%%mirrored --dashboard\n"
+        "import os, signal\n"
+        f"{TRAIN}\n"
+        "if replica_id == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "strategy.reduce('sum', 1)"
+    )
+    assert shown.error is not None
+    assert shown.error[0] == "ReplicaDied"
+    alt = picture(shown)[1]
+    assert "failed on 2 replicas" in alt.lower()
+    assert "replica 1 (cpu:1, pid " in alt
+    assert "was killed by signal 9 (SIGKILL)" in alt
+    assert "finished" in picture(kernel.run(f"%%mirrored --dashboard\n{TRAIN}"))[1]
+
+
+def test_what_a_replica_raised_is_on_the_picture(kernel):
+    shown = kernel.run(f"%%mirrored --dashboard\n{TRAIN}\nraise ValueError('odd')")
+    assert "replica 0 raised ValueError: odd" in picture(shown)[1]
+
+
+def test_other_processes_find_the_session_and_what_it_trains(kernel):
+    kernel.run(f"%%mirrored\n{TRAIN}")
+    (notice,) = [notice for notice in find() if notice.pid == kernel.pid]
+    assert notice.devices == ("cpu:0", "cpu:1")
+    assert notice.title == "Sequential, 178 parameters"
+    assert notice.operation == "SharedMemoryAllReduce"
+    pids = [int(line.split()[2]) for line in kernel.run("%mirror status").stdout.splitlines()[1:]]
+    assert notice.places == tuple(pids)
+    kernel.run("%mirror stop")
+    assert [notice for notice in find() if notice.pid == kernel.pid] == []
+    kernel.run(START)
+
+
+def test_a_replica_in_this_very_process_has_no_dashboard(kernel):
+    kernel.run("%mirror stop")
+    kernel.run("%mirror start --in-process --devices cpu:0 --dashboard")
+    for source in ("%mirror dashboard", "%%mirrored --dashboard\n1 + 1"):
+        error = kernel.run(source).error
+        assert error is not None
+        assert "records nothing that a dashboard could show" in error[1]
+    assert kernel.run("%%mirrored\n1 + 1").error is None
+    assert kernel.run(f"%mirror stop\n{START}").error is None
+
+
+# --------------------------------------------------------------------------- a strategy's
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[mirror_nb.MirroredStrategy]:
+    with mirror_nb.MirroredStrategy(["cpu:0", "cpu:1"]) as made:
+        yield made
+
+
+@pytest.fixture
+def shell() -> Shell:
+    return Shell(types.SimpleNamespace())
+
+
+@pytest.fixture
+def live(strategy, shell) -> Iterator[LiveDashboard]:
+    place = strategy._place
+    made = LiveDashboard(place._ready(), operation="an op", title=place._title, shell=shell, fresh=True)
+    place._dashboard = made
+    yield made
+    made.close()
+    place._dashboard = None
+
+
+@pytest.fixture
+def model(strategy) -> mirror_nb.Model:
+    with strategy.scope():
+        made = mirror_nb.Model(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)))
+    made.compile("sgd", loss="cross_entropy")
+    return made
+
+
+def fit(model: mirror_nb.Model, examples: int = 800, epochs: int = 5, **options: Any) -> Any:
+    x = torch.rand(examples, 8, generator=torch.Generator().manual_seed(0))
+    return model.fit(x, (x.sum(1) > 4).long(), batch_size=40, epochs=epochs, verbose=0, **options)
+
+
+def test_fit_records_its_loss_its_epochs_and_that_the_parameters_are_equal(strategy, model):
+    before = strategy.timeline().snapshot()
+    history = fit(model, epochs=3)
+    timeline = strategy.timeline()
+    shot = timeline.snapshot()
+    assert shot.examples - before.examples == 3 * 800
+    assert shot.step - before.step == 3 * 20
+    assert (shot.epoch, shot.steps_planned, shot.seconds_left) == (3, shot.step, 0.0)
+    assert (shot.in_sync, shot.checked_step) == (True, shot.step)
+    # The mean over an epoch of what was logged a step is the loss that fit tells.
+    mean = np.nanmean(timeline.arrays()["loss"][:, -20:])
+    assert mean == pytest.approx(history.history["loss"][-1], rel=1e-5)
+
+
+def test_the_last_step_is_known_when_gradients_are_accumulated(strategy, model):
+    model.compile("sgd", loss="cross_entropy", accumulate_steps=3)
+    before = strategy.timeline().snapshot().step
+    fit(model, epochs=2, validation_split=0.25)
+    shot = strategy.timeline().snapshot()
+    assert shot.step - before == 2 * 5
+    assert shot.steps_planned == shot.step
+
+
+def test_it_is_live_while_fit_works_and_a_picture_when_the_cell_has_ended(live, shell, model):
+    assert live.show() is live
+    place = shell.display_pub.sent[0][2]
+    fit(model)
+    assert [set(data) for data, *_ in shell.display_pub.sent] == [{VIEW, "text/plain"}]
+    live.cell_ended()
+    _, metadata, where, update = shell.display_pub.sent[-1]
+    assert (where, update) == (place, True)
+    assert "finished on 2 replicas with an op" in metadata["image/png"]["alt"]
+    assert "Sequential, 178 parameters" in metadata["image/png"]["alt"]
+    live.cell_ended()
+    assert len(shell.display_pub.sent) == 2
+
+
+def test_the_next_cell_that_trains_makes_it_live_in_its_place(live, shell, model):
+    live.show()
+    fit(model)
+    live.cell_ended()
+    fit(model, epochs=30)
+    live.cell_ended()
+    kinds = [next(iter(set(data) - {"text/plain"})) for data, *_ in shell.display_pub.sent]
+    assert kinds == [VIEW, "image/png", VIEW, "image/png"]
+    assert len({where for *_, where, _ in shell.display_pub.sent}) == 1
+
+
+def test_shown_again_it_is_the_same_once_more(live, shell, model):
+    live.show()
+    live._ipython_display_()
+    assert len(shell.display_pub.sent) == 1
+    live.show()
+    fit(model)
+    live.cell_ended()
+    assert len({where for *_, where, _ in shell.display_pub.sent}) == 2
+    assert sum("image/png" in data for data, *_ in shell.display_pub.sent) == 2
+
+
+def test_in_a_script_it_has_a_figure_and_a_text(strategy, model):
+    dashboard = strategy.dashboard()
+    fit(model)
+    assert "finished on 2 replicas with SharedMemoryAllReduce" in dashboard.text()
+    assert len(dashboard.figure().axes) == 8
+    assert strategy.dashboard() is dashboard
+
+
+def test_a_replica_shows_no_dashboard(strategy):
+    with pytest.raises(ContextError, match="the dashboard is the notebook's: write %mirror dashboard"):
+        strategy.run(strategy.dashboard)
+    with pytest.raises(ContextError, match="records nothing"):
+        mirror_nb.OneDeviceStrategy("cpu").dashboard()
+
+
+def test_between_cells_time_does_not_count(live, model):
+    live.show()
+    fit(model, epochs=2)
+    live.cell_ended()
+    at = live._rested
+    live._rested = at - 3600 * 10**9
+    fit(model, epochs=30)
+    live.cell_ended()
+    assert live._timeline._idle[-1][0] == at - 3600 * 10**9
+    assert live._board.frame().snapshot.throughput > 100
+
+
+# --------------------------------------------------------------------------- the buttons
+
+
+def step(model: nn.Module, optimizer: Any) -> float:
+    loss = model(torch.rand(4, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def test_stop_ends_a_loop_of_calls_after_a_whole_step(strategy, live, shell):
+    with strategy.scope():
+        model = nn.Linear(8, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    live.show()
+    strategy.run(step, args=(model, optimizer))
+    live._buttons.stop()
+    with pytest.raises(TrainingStopped):
+        strategy.run(step, args=(model, optimizer))
+    live.cell_ended()
+    assert "stopped" in shell.display_pub.sent[-1][1]["image/png"]["alt"].lower()
+    assert live._buttons.state is Phase.RUNNING
+    strategy.run(step, args=(model, optimizer))
+
+
+def test_a_loop_of_calls_is_held_until_it_is_resumed(strategy, live):
+    with strategy.scope():
+        model = nn.Linear(8, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    live.show()
+    strategy.run(step, args=(model, optimizer))
+    live._buttons.pause()
+    held = []
+
+    def resume() -> None:
+        held.append(live._buttons.state)
+        live._buttons.resume()
+
+    timer = threading.Timer(0.1, resume)
+    timer.start()
+    strategy.run(step, args=(model, optimizer))
+    timer.join()
+    assert held == [Phase.PAUSING]
+
+
+def test_a_press_while_nothing_works_is_no_word(live, monkeypatch):
+    said: list[Word] = []
+    monkeypatch.setattr(live._pool, "steer", said.append)
+    live.show()
+    live._buttons.stop()
+    live._buttons.pause()
+    assert (said, live._buttons.state) == ([], Phase.RUNNING)
+
+
+def test_stop_ends_a_fit_with_its_history_and_a_picture_that_says_so(live, shell, model):
+    live.show()
+    stopping = threading.Thread(
+        target=lambda: (
+            eventually(lambda: live._buttons.working and live._timeline.last_step > 5, "it trains"),
+            live._buttons.stop(),
+        )
+    )
+    stopping.start()
+    history = fit(model, epochs=400)
+    stopping.join()
+    live.cell_ended()
+    assert len(history.history["loss"]) < 400
+    assert "stopped" in shell.display_pub.sent[-1][1]["image/png"]["alt"].lower()
+
+
+# --------------------------------------------------------------------------- the numbers
+
+
+def timed(strategy: Any, model: nn.Module, optimizer: Any, steps: int, examples: int) -> tuple[float, list[float]]:
+    """Train on a replica, then reduce 1 MB 40 times; return the seconds of all steps but the first, and of each."""
+    data = (torch.rand(steps * examples, 64), torch.rand(steps * examples, 1))
+    for number, (x, y) in enumerate(strategy.distribute_dataset(data, batch_size=examples)):
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if number == 0:
+            began = time.perf_counter()
+    seconds = time.perf_counter() - began
+    flat, around = torch.zeros(MEGABYTE // 4), []
+    for _ in range(40):
+        began = time.perf_counter()
+        strategy._place.communication.ops.all_reduce("sum", flat).wait()
+        around.append(time.perf_counter() - began)
+    return seconds, around
+
+
+@pytest.fixture
+def measured(strategy) -> tuple[Any, list[float], list[list[float]]]:
+    """The timeline of 50 steps and 40 all-reduces, and what the replicas measured by themselves."""
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(64, 2000), nn.ReLU(), nn.Linear(2000, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    timeline = strategy._place._ready().timeline()
+    timeline.forget()
+    results = strategy._place.command(timed, (strategy, model, optimizer, 50, 32))
+    timeline.update()
+    return timeline, [seconds for seconds, _ in results], [around for _, around in results]
+
+
+def test_throughput_is_what_a_clock_on_the_wall_says(measured):
+    timeline, seconds, _ = measured
+    shot = timeline.snapshot()
+    assert shot.step_seconds == pytest.approx(max(seconds) / 49, rel=0.05)
+    assert shot.throughput == pytest.approx(49 * 32 / max(seconds), rel=0.05)
+
+
+def test_all_reduces_take_as_long_as_a_clock_around_them_says(measured):
+    timeline, _, around = measured
+    for replica_id, its in enumerate(around):
+        rows = timeline.samples(replica_id)
+        rows = rows[(rows["kind"] == Kind.COLLECTIVE) & (rows["ended"] > 0) & (rows["amount"] == MEGABYTE)]
+        assert {int(code) & ~BLOCKING for code in rows["code"]} == {Operation.ALL_REDUCE}
+        took = (rows["ended"] - rows["queued"]) / 1e9
+        assert len(took) == len(its)
+        # What lies between the two clocks; a median, as the machine may be busy at any one.
+        assert np.median(np.abs(took - its)) < 1e-4
+        assert (rows["began"] >= rows["queued"]).all()
+
+
+def test_the_parts_of_a_step_are_the_whole_step(measured):
+    timeline, *_ = measured
+    shot = timeline.snapshot()
+    for replica, parts in zip(shot.replicas, shot.breakdown, strict=True):
+        assert parts.sum() == pytest.approx(replica.step_seconds, rel=0.1)
+
+
+def test_memory_and_processor_are_the_operating_systems(strategy, live, shell):
+    live.show()
+    pids = strategy._place._pool.notice().places
+    assert sorted(pids) == sorted(s.pid for s in strategy._place._pool.status())
+    frame = live._board.frame()
+    for replica_id, pid in enumerate(pids):
+        (reading, *_) = frame.histories()[replica_id]
+        assert reading.memory_used == pytest.approx(psutil.Process(pid).memory_info().rss, rel=0.05)
+        assert reading.memory_total == psutil.virtual_memory().total
+
+
+def test_a_replaced_replica_is_read_by_its_new_process(live, strategy, model):
+    live.show()
+    victim = strategy._place._pool.notice().places[1]
+    os.kill(victim, signal.SIGKILL)
+    eventually(lambda: strategy._place._pool.dead(), "its death is seen")
+    fit(model, epochs=1)
+    assert strategy._place._pool.notice().places[1] != victim
+    assert live._machine._processes["cpu:1"].pid == strategy._place._pool.notice().places[1]

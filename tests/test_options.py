@@ -1,0 +1,257 @@
+"""Which cross-device op is taken, what does not fit, and what GPUs would do; the algorithms are under contracts/."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from driving import run_cell
+
+from mirror_nb.collectives import options, symmetric_memory, topology
+from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, Member, Reduction, Timing
+from mirror_nb.collectives.gloo import GlooAllReduce
+from mirror_nb.collectives.hierarchical_copy import HierarchicalCopyAllReduce
+from mirror_nb.collectives.nccl import NcclAllReduce
+from mirror_nb.collectives.one_device import ReductionToOneDevice
+from mirror_nb.collectives.options import CommunicationOptions
+from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce, needs_shared_memory
+from mirror_nb.collectives.symmetric_memory import SymmetricMemoryAllReduce
+from mirror_nb.devices import Device
+from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.pool.local import LocalPool
+from mirror_nb.strategies.mirrored import SETUP
+from mirror_nb.values import ReduceOp
+
+CPUS = (Device("cpu", 0), Device("cpu", 1))
+GPUS = (Device("cuda", 0), Device("cuda", 1))
+
+
+# Choosing
+
+
+def test_cpu_replicas_reduce_through_shared_memory_by_default():
+    assert isinstance(options.default_for(CPUS), SharedMemoryAllReduce)
+    assert options.fitting(CPUS) == ["shared_memory", "hierarchical_copy", "one_device", "gloo"]
+
+
+def test_gpus_reduce_by_nccl_by_default(monkeypatch):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert isinstance(options.default_for(GPUS), NcclAllReduce)
+
+
+def test_an_op_is_found_by_its_name():
+    assert isinstance(options.named("Shared-Memory"), SharedMemoryAllReduce)
+    with pytest.raises(UsageError, match=r"no cross-device op 'ncl'; there are: nccl, shared_memory"):
+        options.named("ncl")
+
+
+def test_an_op_that_cannot_work_says_why_and_which_can():
+    with pytest.raises(DeviceError) as caught:
+        options.check(NcclAllReduce(), CPUS)
+    assert str(caught.value) == (
+        "NcclAllReduce cannot work on cpu:0, cpu:1: it is for GPUs; these can: SharedMemoryAllReduce(), "
+        "HierarchicalCopyAllReduce(), ReductionToOneDevice(), GlooAllReduce()"
+    )
+    options.check(SharedMemoryAllReduce(), CPUS)
+
+
+def test_what_does_not_fit_is_told_apart(monkeypatch):
+    assert SharedMemoryAllReduce().unfit_for(GPUS) == "it is for CPU replicas"
+    assert "none of them" in ReductionToOneDevice("cpu:7").unfit_for(CPUS)
+    assert ReductionToOneDevice("CPU:1").unfit_for(CPUS) is None
+    assert ReductionToOneDevice(1).unfit_for(CPUS) is None
+    assert SymmetricMemoryAllReduce().unfit_for(GPUS[:1]) == "it needs at least two GPUs"
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert "no NCCL" in NcclAllReduce().unfit_for(GPUS)
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    assert "no gloo" in GlooAllReduce().unfit_for(CPUS)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert needs_shared_memory(CPUS) == "it needs Linux, this is darwin"
+
+
+def test_gpus_that_do_not_reach_each_other_have_no_symmetric_memory(monkeypatch):
+    monkeypatch.setattr(symmetric_memory, "_near", lambda a, b: False)
+    found = SymmetricMemoryAllReduce().unfit_for(GPUS)
+    assert "cuda:0 and cuda:1 do not reach" in found or "has no symmetric memory" in found
+
+
+@pytest.mark.parametrize("make", [NcclAllReduce, HierarchicalCopyAllReduce])
+def test_there_is_at_least_one_pack(make):
+    with pytest.raises(UsageError, match="`num_packs` is 0"):
+        make(num_packs=0)
+    assert make(num_packs=3).num_packs == 3
+
+
+def test_a_crossover_is_not_below_zero():
+    with pytest.raises(UsageError, match="`crossover_bytes` is -1"):
+        SymmetricMemoryAllReduce(crossover_bytes=-1)
+
+
+# Options
+
+
+def test_communication_options_have_tensorflows_defaults():
+    assert CommunicationOptions() == CommunicationOptions(25 * 2**20, None, "auto")
+    assert CommunicationOptions(bytes_per_pack=0).bytes_per_pack == 25 * 2**20
+    assert CommunicationOptions(implementation="NCCL").implementation == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"bytes_per_pack": -1}, "`bytes_per_pack` is -1"),
+        ({"timeout_seconds": 0}, "`timeout_seconds` is 0"),
+        ({"implementation": "carrier pigeon"}, "no cross-device op 'carrier pigeon'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(wrong, said):
+    with pytest.raises(UsageError, match=said):
+        CommunicationOptions(**wrong)
+
+
+# Topology
+
+
+@pytest.mark.parametrize(
+    ("n", "nodes", "groups"),
+    [
+        (1, 1, ((0,),)),
+        (2, 1, ((0,), (1,))),
+        (4, 1, ((0, 1), (2, 3))),
+        (5, 1, ((0, 1, 2), (3, 4))),
+        (4, 2, ((0, 1), (2, 3))),
+        (6, 3, ((0, 1), (2, 3), (4, 5))),
+        (2, 4, ((0,), (1,))),
+    ],
+)
+def test_cpu_replicas_are_grouped_by_numa_nodes_else_in_halves(monkeypatch, n, nodes, groups):
+    monkeypatch.setattr(topology, "numa_nodes", lambda: nodes)
+    assert topology.groups_of([Device("cpu", i) for i in range(n)]) == groups
+
+
+def test_gpus_that_reach_each_other_are_one_group(monkeypatch):
+    monkeypatch.setattr(topology, "_reaches", lambda a, b: a.index // 2 == b.index // 2)
+    assert topology.groups_of([Device("cuda", i) for i in range(6)]) == ((0, 1), (2, 3), (4, 5))
+    monkeypatch.setattr(topology, "_reaches", lambda a, b: True)
+    assert topology.groups_of([Device("cuda", i) for i in range(4)]) == ((0, 1), (2, 3))
+
+
+def test_numa_nodes_with_processors_are_counted(tmp_path: Path):
+    for name, cpus in (("node0", "0-3\n"), ("node1", "4-7\n"), ("node2", "\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(cpus)
+    assert topology.numa_nodes(tmp_path) == 2
+    assert topology.numa_nodes(tmp_path / "nothing") == 1
+
+
+# Timings of what a GPU does later
+
+
+class Later(Handle):
+    """A collective that a GPU has yet to finish."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Return before it is over, as on a GPU."""
+
+    def done(self) -> bool:
+        return self.over
+
+    def times(self) -> tuple[int, int]:
+        return 5, 8
+
+    @property
+    def ends_after_wait(self) -> bool:
+        return True
+
+
+class Slow(CrossDeviceOps):
+    """An op whose collectives end later."""
+
+    def __init__(self) -> None:
+        self.handles: list[Later] = []
+
+    def start(self, op, flat):
+        self.handles.append(Later())
+        return self.handles[-1]
+
+    def unfit_for(self, devices):
+        return None
+
+
+def test_a_timing_is_recorded_when_the_device_has_ended_and_in_order():
+    timings: list[Timing] = []
+    ops = Slow()
+    ops.bind(Member(0, 2, torch.device("meta"), object(), timings.append))
+    for bucket in range(2):
+        ops.all_reduce("sum", torch.ones(4), bucket=bucket).wait()
+    assert timings == []
+    ops.handles[0].over = True
+    ops.record_ended()
+    assert [(t.bucket, t.started, t.ended) for t in timings] == [(0, 5, 8)]
+    ops.handles[1].over = True
+    ops.all_reduce("sum", torch.ones(4))
+    assert [t.bucket for t in timings] == [0, 1]
+
+
+def test_waiting_twice_records_once():
+    timings: list[Timing] = []
+    reduction = Reduction(Finished(), timings.append, 4, -1, 0, deque())
+    reduction.wait()
+    reduction.wait()
+    assert len(timings) == 1
+
+
+@pytest.mark.gpu
+def test_nccl_reduces_on_its_own_stream_and_tells_the_time(tmp_path):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        timings: list[Timing] = []
+        ops = NcclAllReduce(num_packs=2)
+        ops.bind(Member(0, 1, torch.device("cuda:0"), dist.group.WORLD, timings.append))
+        tensor = torch.ones(1000, device="cuda:0")
+        handle = ops.start(ReduceOp.MEAN, tensor)
+        handle.wait()
+        torch.cuda.synchronize()
+        assert (tensor == 1).all()
+        started, ended = handle.times()
+        assert started <= ended
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ops", [NcclAllReduce, HierarchicalCopyAllReduce, SymmetricMemoryAllReduce])
+def test_several_gpus_reduce_alike(ops):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    devices = tuple(Device("cuda", i) for i in range(torch.cuda.device_count()))
+    reason = ops().unfit_for(devices)
+    if reason is not None:
+        pytest.skip(reason)
+    with LocalPool(devices, setup=SETUP) as pool:
+        pool.start()
+        ran = run_cell(
+            pool,
+            """
+import torch, torch.distributed as dist
+from mirror_nb.collectives.base import Member
+ops.bind(Member(replica_id, num_replicas, device, dist.group.WORLD))
+for numel in (1, 1000, 1_000_003):
+    x = torch.full((numel,), float(replica_id), device=device)
+    ops.all_reduce("mean", x).wait()
+    assert (x == (num_replicas - 1) / 2).all()
+""",
+            {"ops": ops()},
+            timeout=120,
+        )
+    assert ran.report.clean, ran.report.failures

@@ -1,0 +1,562 @@
+"""Shared memory between processes: its segments, its waits, and collectives among processes with no controller."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+
+from mirror_nb.collectives import barrier, segments
+from mirror_nb.collectives.barrier import Counter, Flags
+from mirror_nb.collectives.fabric import Fabric, Fold, _slice
+from mirror_nb.collectives.segments import Address, Segment
+from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory between replicas needs Linux")
+
+DEADLINE = 30.0
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+# Processes that meet over pipes
+
+
+class Failed(Exception):
+    """What a function raised in a process: (type's name, message, traceback)."""
+
+
+def live(channel: Connection) -> None:
+    """Run functions that come through the channel; `gather` goes through it too."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def gather(value: Any) -> list[Any]:
+        channel.send_bytes(pickle.dumps(("gather", value)))
+        return pickle.loads(channel.recv_bytes())
+
+    while True:
+        try:
+            function, args = pickle.loads(channel.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        try:
+            answer = ("value", function(gather, *args))
+        except BaseException as error:
+            answer = ("error", (type(error).__name__, str(error), traceback.format_exc()))
+        channel.send_bytes(pickle.dumps(answer))
+
+
+class Few:
+    """Processes whose `gather` this one answers."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        context = multiprocessing.get_context("forkserver")
+        self.channels, self.processes = [], []
+        for _ in range(n):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=live, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.channels.append(mine)
+            self.processes.append(process)
+
+    def start(self, function: Callable[..., Any]) -> None:
+        """Begin `function(gather, replica_id, n)` on all."""
+        for i, channel in enumerate(self.channels):
+            channel.send_bytes(cloudpickle.dumps((function, (i, self.n))))
+
+    def results(self, of: range | None = None) -> list[Any]:
+        """What each gave, an exception as a Failed; None of those that are not in `of`."""
+        members = set(range(self.n))
+        wanted = set(range(self.n) if of is None else of)
+        found: list[Any] = [None] * self.n
+        offers: dict[int, Any] = {}
+        deadline = monotonic() + DEADLINE
+        while wanted & members:
+            ready = wait([self.channels[i] for i in members], deadline - monotonic())
+            assert ready, f"processes {members} gave no answer in {DEADLINE} s"
+            for i in [i for i in members if self.channels[i] in ready]:
+                try:
+                    kind, value = pickle.loads(self.channels[i].recv_bytes())
+                except EOFError:
+                    members.discard(i)
+                    continue
+                if kind == "gather":
+                    offers[i] = value
+                else:
+                    found[i] = Failed(*value) if kind == "error" else value
+                    members.discard(i)
+            if len(offers) == self.n:
+                for channel in self.channels:
+                    channel.send_bytes(pickle.dumps([offers[i] for i in range(self.n)]))
+                offers.clear()
+        return found
+
+    def run(self, function: Callable[..., Any]) -> list[Any]:
+        self.start(function)
+        found = self.results()
+        failed = next((value for value in found if isinstance(value, Failed)), None)
+        if failed is not None:
+            raise failed
+        return found
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Callable[[int], Few]]:
+    """So many processes, shared by the tests that leave them as they were."""
+    made: dict[int, Few] = {}
+
+    def of(n: int) -> Few:
+        if n not in made:
+            made[n] = Few(n)
+        return made[n]
+
+    yield of
+    for few in made.values():
+        few.close()
+
+
+@pytest.fixture(params=[2, 3], ids=lambda n: f"{n} processes")
+def few(request: pytest.FixtureRequest, processes: Callable[[int], Few]) -> Few:
+    return processes(request.param)
+
+
+@pytest.fixture
+def pair(processes: Callable[[int], Few]) -> Few:
+    return processes(2)
+
+
+@pytest.fixture
+def doomed() -> Iterator[Few]:
+    """Two processes for one test alone."""
+    made = Few(2)
+    yield made
+    made.close()
+
+
+def formed(gather: Callable[[Any], list[Any]], replica_id: int, n: int, seconds: float = DEADLINE) -> Fabric:
+    return Fabric.form(gather, replica_id, n, seconds)
+
+
+# Segments
+
+
+@pytest.mark.parametrize("kind", segments.KINDS)
+def test_a_segment_is_seen_by_who_opens_it_and_leaves_no_name(kind: str) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    made = Segment.create(10_000, kind)
+    opened = Segment.open(pickle.loads(pickle.dumps(made.address)))
+    made.withdraw()
+    made.withdraw()
+    assert set(Path("/dev/shm").iterdir()) == before
+    opened.memory[7] = 5
+    assert made.memory[7] == 5
+    assert made.memory.sum() == 5
+    with pytest.raises(ReplicaError, match=r"cannot map .*: \[Errno 2\]"):
+        Segment.open(made.address)
+
+
+def test_a_file_of_a_segment_is_readable_by_its_user_alone() -> None:
+    made = Segment.create(100, "file")
+    try:
+        assert Path(made.address.path).stat().st_mode & 0o777 == 0o600
+    finally:
+        made.withdraw()
+
+
+def test_a_segment_of_another_machine_is_refused() -> None:
+    with pytest.raises(ReplicaError, match="different machines"):
+        Segment.open(Address("another", "/proc/1/fd/1", 10))
+
+
+def test_too_little_dev_shm_says_how_much_is_free_and_names_the_option_of_docker(monkeypatch) -> None:
+    room = os.statvfs("/dev/shm")
+
+    class Little:
+        f_bavail = 16
+        f_frsize = room.f_frsize
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Little)
+    with pytest.raises(ReplicaError, match=r"no 1\.0 MiB in /dev/shm: 0\.1 MiB are free; .*--shm-size"):
+        Segment.create(2**20, "file")
+
+
+def test_where_memfds_are_forbidden_the_reason_is_told(monkeypatch) -> None:
+    def forbidden(*_: Any) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    with pytest.raises(ReplicaError, match=r"memfd_create.*not permitted"):
+        Segment.create(2**20)
+
+
+def test_without_memfds_the_replicas_share_a_file_in_dev_shm(doomed: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> tuple[list[float], str]:
+        create = Segment.create
+
+        def only_files(nbytes: int, kind: str) -> Segment:
+            if kind == "memfd":
+                raise ReplicaError("no memfd")
+            return create(nbytes, kind)
+
+        Segment.create = staticmethod(only_files)
+        fabric = formed(gather, replica_id, n)
+        tensor = fabric.allocate(100_000, torch.float32).fill_(replica_id + 1)
+        fabric.wait(fabric.all_reduce(tensor, Fold.SUM))
+        return tensor[[0, -1]].tolist(), "".join(path for path in Path("/proc/self/maps").read_text().split("\n"))
+
+    for sums, maps in doomed.run(use):
+        assert sums == [3.0, 3.0]
+        assert "/dev/shm/mirror_nb-" in maps
+        assert "(deleted)" in maps
+
+
+def test_replicas_that_cannot_share_memory_all_hear_why(doomed: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> None:
+        if replica_id:
+            segments.machine = lambda: "another machine"
+        formed(gather, replica_id, n)
+
+    doomed.start(use)
+    for failed in doomed.results():
+        assert failed.args[:2] == (
+            "ReplicaError",
+            "the replicas cannot share memory: the replicas are on different machines or in different containers",
+        )
+
+
+# Flags
+
+
+def flags(n: int = 2) -> list[Flags]:
+    memory = torch.zeros(Flags.size_in_bytes(n), dtype=torch.uint8)
+    return [Flags(memory, i, n) for i in range(n)]
+
+
+def test_a_counter_is_reached_when_all_others_have_come() -> None:
+    first, second, third = flags(3)
+    second.show(Counter.POSTED, 4)
+    assert not first.reached(Counter.POSTED, 4)
+    assert first.lagging(Counter.POSTED, 4) == [2]
+    third.show(Counter.POSTED, 5)
+    assert first.reached(Counter.POSTED, 4)
+    assert first.reached(Counter.DONE, 0)
+
+
+def test_a_sleeper_is_woken_by_who_counts_on() -> None:
+    first, second = flags()
+    began = monotonic()
+    over = threading.Event()
+
+    def count() -> None:
+        while not first.values[Counter.SLEEPING]:
+            over.wait(0.0005)
+        second.show(Counter.POSTED, 1)
+
+    other = threading.Thread(target=count)
+    other.start()
+    while not first.reached(Counter.POSTED, 1):
+        first.nap(Counter.POSTED, 1, lambda: False)
+        assert monotonic() - began < DEADLINE
+    other.join()
+    assert not first.values[Counter.SLEEPING]
+
+
+def test_a_spin_ends_when_it_is_over_and_after_its_time() -> None:
+    first, _ = flags()
+    assert not first.spin(Counter.POSTED, 1, lambda: False)
+    assert first.spin(Counter.POSTED, 1, lambda: True)
+
+
+def test_without_a_futex_a_sleeper_naps(monkeypatch) -> None:
+    monkeypatch.setattr(barrier, "_call", None)
+    first, second = flags()
+    first.nap(Counter.POSTED, 1, lambda: False)
+    second.show(Counter.POSTED, 1)
+    first.wake_myself()
+    assert first.reached(Counter.POSTED, 1)
+
+
+def test_on_processors_that_reorder_a_fence_is_taken(monkeypatch) -> None:
+    monkeypatch.setattr(barrier, "_STRONGLY_ORDERED", False)
+    first, second = flags()
+    taken = []
+    fence = first._fence
+    first._fence = lambda: taken.append(fence())
+    first.show(Counter.POSTED, 1)
+    second.show(Counter.POSTED, 1)
+    assert first.reached(Counter.POSTED, 1)
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 1000, 12_345])
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_slices_cover_everything_once(numel: int, n: int) -> None:
+    cuts = [_slice(numel, replica, n) for replica in range(n)]
+    assert [i for low, high in cuts for i in range(low, high)] == list(range(numel))
+    assert all(low % 64 == 0 or low == numel for low, _ in cuts)
+
+
+# Collectives
+
+
+def test_what_was_allocated_is_reduced_where_it_lies(few: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> None:
+        fabric = formed(gather, replica_id, n)
+        slab = fabric.allocate(300_000, torch.float32)
+        assert not slab.any()
+        views = slab[:100_001], slab[100_001:]
+        for round_ in range(3):
+            for view in views:
+                view.fill_(replica_id + round_)
+            exchanges = [fabric.all_reduce(view, Fold.SUM) for view in views]
+            for exchange in exchanges:
+                fabric.wait(exchange)
+            assert (slab == n * (n - 1) / 2 + n * round_).all()
+        assert fabric._staged == 0, "it went through pieces"
+        fabric.release(slab)
+        slab.fill_(replica_id)
+        fabric.wait(fabric.all_reduce(slab, Fold.SUM))
+        assert (slab == n * (n - 1) / 2).all()
+        assert fabric._staged
+
+    few.run(use)
+
+
+def test_a_tensor_that_only_some_hold_in_shared_memory_is_reduced_through_a_copy(few: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> None:
+        fabric = formed(gather, replica_id, n)
+        slab = fabric.allocate(200_000, torch.float32)
+        tensor = slab if replica_id == 0 else torch.empty(200_000)
+        tensor.fill_(replica_id + 1)
+        fabric.wait(fabric.all_reduce(tensor, Fold.MEAN))
+        torch.testing.assert_close(tensor, torch.full_like(tensor, (n + 1) / 2))
+
+    few.run(use)
+
+
+def test_progress_goes_on_without_waiting(pair: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> bool:
+        fabric = formed(gather, replica_id, n)
+        tensor = torch.ones(100)
+        exchange = fabric.all_reduce(tensor, Fold.SUM)
+        gather("both have begun")
+        fabric.progress()
+        return exchange.ended and bool((tensor == 2).all())
+
+    assert pair.run(use) == [True, True]
+
+
+def test_a_thread_may_begin_while_another_one_waits(pair: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> list[float]:
+        fabric = formed(gather, replica_id, n)
+        first, second = torch.ones(10), torch.full((100_000,), 2.0)
+        began = threading.Event()
+
+        def begin() -> None:
+            began.wait(DEADLINE)
+            fabric.wait(fabric.all_reduce(second, Fold.SUM))
+
+        other = threading.Thread(target=begin)
+        other.start()
+        exchange = fabric.all_reduce(first, Fold.SUM)
+        began.set()
+        fabric.wait(exchange)
+        other.join()
+        return [first.mean().item(), second.mean().item()]
+
+    assert pair.run(use) == [[2.0, 4.0]] * 2
+
+
+# Ends
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_process_that_is_killed_is_named_to_who_waits_for_it(n: int) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> None:
+        fabric = formed(gather, replica_id, n)
+        gather("all have formed")
+        if replica_id == n - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fabric.wait(fabric.all_reduce(torch.ones(3, 4).view(-1), Fold.SUM))
+
+    few = Few(n)
+    try:
+        few.start(use)
+        for failed in few.results(range(n - 1))[:-1]:
+            assert failed.args[0] == "PeerFailed"
+            assert f"process {few.processes[-1].pid} of replica {n - 1} has ended" in failed.args[1]
+    finally:
+        few.close()
+
+
+def test_a_replica_that_leaves_frees_the_others_and_is_named(few: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> None:
+        fabric = formed(gather, replica_id, n)
+        if replica_id == n - 1:
+            fabric.close(PeerFailed("enough"))
+        fabric.wait(fabric.all_reduce(torch.ones(100_000), Fold.SUM))
+
+    few.start(use)
+    *others, last = few.results()
+    assert last.args[:2] == ("PeerFailed", "enough")
+    for failed in others:
+        assert failed.args[0] == "PeerFailed"
+        assert f"a peer may have left (replica {few.n - 1} has left" in failed.args[1]
+
+
+def test_a_timeout_names_who_has_not_come_and_leaves_the_wait_open(few: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> str:
+        fabric = formed(gather, replica_id, n)
+        said = ""
+        tensor = torch.full((5,), float(replica_id))
+        if replica_id != n - 1:
+            exchange = fabric.all_reduce(tensor, Fold.SUM)
+            try:
+                fabric.wait(exchange, 0.01)
+            except ReplicaTimeout as error:
+                said = str(error)
+            gather("timed out")
+        else:
+            gather("timed out")
+            exchange = fabric.all_reduce(tensor, Fold.SUM)
+        fabric.wait(exchange)
+        assert (tensor == n * (n - 1) / 2).all()
+        return said
+
+    *others, _ = few.run(use)
+    for said in others:
+        assert f"all_reduce of float32[5] did not end within 0.01 s: replica {few.n - 1} has not come" in said
+
+
+def test_an_abort_from_another_thread_ends_a_wait(pair: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> list[str]:
+        fabric = formed(gather, replica_id, n)
+        said = []
+        if replica_id == 0:
+            exchange = fabric.all_reduce(torch.ones(5), Fold.SUM)
+            threading.Timer(0.02, fabric.abort, (PeerFailed("replica 1 raised"),)).start()
+            for attempt in (lambda: fabric.wait(exchange), lambda: fabric.all_reduce(torch.ones(5), Fold.SUM)):
+                try:
+                    attempt()
+                except PeerFailed as error:
+                    said.append(str(error))
+        gather("aborted")
+        return said
+
+    assert pair.run(use) == [["replica 1 raised"] * 2, []]
+
+
+def test_ctrl_c_ends_a_wait_which_may_be_taken_up_again(pair: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> float:
+        fabric = formed(gather, replica_id, n)
+        tensor = torch.ones(5)
+        if replica_id == 0:
+            exchange = fabric.all_reduce(tensor, Fold.SUM)
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                fabric.wait(exchange)
+                raise AssertionError("no interrupt came")
+            except KeyboardInterrupt:
+                gather("interrupted")
+        else:
+            gather("interrupted")
+            exchange = fabric.all_reduce(tensor, Fold.SUM)
+        fabric.wait(exchange)
+        return tensor.sum().item()
+
+    assert pair.run(use) == [10.0, 10.0]
+
+
+def test_an_error_in_the_middle_frees_the_peers(pair: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> None:
+        fabric = formed(gather, replica_id, n)
+        if replica_id == 0:
+
+            def fails(*_: Any) -> None:
+                raise MemoryError("no room")
+
+            fabric._fold = fails
+        fabric.wait(fabric.all_reduce(fabric.allocate(100_000, torch.float32), Fold.SUM))
+
+    pair.start(use)
+    first, second = pair.results()
+    assert first.args[:2] == ("MemoryError", "no room")
+    assert second.args[0] == "PeerFailed"
+    assert "replica 0 has left" in second.args[1]
+
+
+def test_a_mismatch_leaves_everybody_in_step(few: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> str:
+        fabric = formed(gather, replica_id, n)
+        tensors = [torch.ones(5), torch.ones(6 if replica_id else 5), torch.ones(100_000 + replica_id), torch.ones(7)]
+        exchanges = [fabric.all_reduce(tensor, Fold.SUM) for tensor in tensors]
+        said = ""
+        for i, exchange in enumerate(exchanges):
+            try:
+                fabric.wait(exchange)
+                assert (tensors[i] == n).all()
+            except UsageError as error:
+                said += f"{i}: {error}\n"
+                assert (tensors[i] == 1).all(), "a part was written"
+        return said
+
+    for said in few.run(use):
+        assert "1: the replicas ran different collectives: all_reduce (SUM) of 5 float32 on replica 0" in said
+        assert "2: the replicas ran different collectives: all_reduce (SUM) of 100000 float32 on replica 0" in said
+        assert said.count("\n") == 2
+
+
+def test_a_child_that_a_replica_forks_does_not_take_part(pair: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> float:
+        fabric = formed(gather, replica_id, n)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        tensor = torch.ones(100_000)
+        fabric.wait(fabric.all_reduce(tensor, Fold.SUM))
+        return tensor.mean().item()
+
+    assert pair.run(use) == [2.0, 2.0]
+
+
+def test_nothing_is_left_when_all_are_killed(doomed: Few) -> None:
+    def use(gather: Any, replica_id: int, n: int) -> None:
+        fabric = formed(gather, replica_id, n)
+        kept = fabric.allocate(100_000, torch.float32)
+        sys.modules["__main__"].__dict__["kept_by_a_test"] = fabric, kept
+
+    before = set(Path("/dev/shm").iterdir())
+    doomed.run(use)
+    mapped = [m.path for p in doomed.processes for m in psutil.Process(p.pid).memory_maps(grouped=False)]
+    assert sum("mirror_nb" in path for path in mapped) >= 4
+    for process in doomed.processes:
+        process.kill()
+        process.join()
+    assert set(Path("/dev/shm").iterdir()) == before

@@ -1,0 +1,403 @@
+"""Timelines: the numbers of the dashboard, checked against what was put into made rings."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_rings import KB, MB, MadeRings
+
+from mirror_nb.errors import UsageError
+from mirror_nb.telemetry import timeline as timeline_module
+from mirror_nb.telemetry.ring import Reader, Ring, Writer
+from mirror_nb.telemetry.samples import Kind, Mark, Operation
+from mirror_nb.telemetry.snapshot import BREAKDOWN, Snapshot, State
+from mirror_nb.telemetry.tables import Cover
+from mirror_nb.telemetry.timeline import POINTS, Timeline
+
+S = 1e-9
+
+
+def snapshot(made: MadeRings, steps: int = 240) -> Snapshot:
+    made.timeline.update(now=made.now)
+    return made.timeline.snapshot(steps, now=made.now)
+
+
+def part(of: Snapshot, name: str) -> np.ndarray:
+    return of.breakdown[:, BREAKDOWN.index(name)] * 1e3
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_throughput_is_that_of_the_wall_clock(replicas):
+    with MadeRings(replicas) as made:
+        made.step()
+        began = made.now
+        made.step(49)
+        seen = snapshot(made)
+        assert seen.throughput == pytest.approx(49 * 64 * replicas / ((made.now - began) * S))
+        assert seen.step_seconds == pytest.approx((made.now - began) * S / 49)
+        assert (seen.examples, seen.step) == (50 * 64 * replicas, 50)
+
+
+def test_a_single_step_has_a_throughput():
+    with MadeRings(2) as made:
+        began = made.now
+        made.step()
+        assert snapshot(made).throughput == pytest.approx(2 * 64 / ((made.now - began) * S))
+
+
+def test_throughput_of_a_replica_leaves_waits_out_so_that_a_straggler_shows():
+    # Buckets that take no time: with larger ones, those that a straggler made late are hidden by nothing any more.
+    with MadeRings(4, jitter=0, data=5, latency=0, buckets=[4] * 4) as made:
+        made.slowness[2] = 1.5
+        made.step(60)
+        seen = snapshot(made)
+        fast, slow = 64 / 0.063, 64 / 0.093
+        assert seen.throughputs[:, -1] == pytest.approx([fast, fast, slow, fast], rel=1e-3)
+        assert [state.throughput for state in seen.replicas] == pytest.approx([fast, fast, slow, fast], rel=1e-3)
+        # By the wall clock they are all equally fast.
+        assert [state.step_seconds for state in seen.replicas] == pytest.approx([0.098] * 4, rel=1e-3)
+
+
+def test_where_a_step_goes_adds_up_to_the_step():
+    with MadeRings(2, jitter=0, data=5, overlap=False, buckets=[20 * MB, 20 * MB]) as made:
+        made.step(60)
+        seen = snapshot(made)
+        own = 2 * (20 * MB / 20e9 * 1e3 + 0.02)
+        for name, length in {"data": 5, "forward": 20, "backward": 40, "exposed": own, "optimizer": 3}.items():
+            assert part(seen, name) == pytest.approx([length] * 2, rel=1e-3), name
+        assert part(seen, "other") == pytest.approx([0, 0], abs=1e-3)
+        assert seen.breakdown.sum(axis=1) == pytest.approx([state.step_seconds for state in seen.replicas])
+        assert seen.exposed == pytest.approx(own / (68 + own), rel=1e-3)
+        assert seen.hidden == 0
+
+
+def test_collectives_beside_the_backward_pass_are_hidden():
+    with MadeRings(2, jitter=0, buckets=[20 * MB, 4], latency=0) as made:
+        made.step(60)
+        seen = snapshot(made)
+        assert part(seen, "exposed") == pytest.approx([0, 0], abs=1e-3)
+        assert seen.hidden == pytest.approx(1, abs=1e-3)
+
+
+def test_blocking_collectives_hold_computing_up_wherever_they_lie():
+    with MadeRings(2, jitter=0, buckets=[10 * MB], latency=0) as made:
+        writer_times = (0, 10, 50, 60)
+        for writer in made.writers:
+            began, collective, done, ended = (made.now + t * 1_000_000 for t in writer_times)
+            writer.step_begun(1, began)
+            writer.collective(
+                Operation.ALL_REDUCE, 1, 0, MB, 0, collective, collective, collective + 8_000_000, blocking=True
+            )
+            writer.span(Kind.BACKWARD, 1, began, done)
+            writer.step_ended(1, 8, began, ended)
+        made.now = ended
+        seen = snapshot(made)
+        assert part(seen, "exposed") == pytest.approx([8, 8])
+        assert part(seen, "backward") == pytest.approx([42, 42])
+        assert part(seen, "other") == pytest.approx([10, 10])
+        assert seen.hidden == 0
+
+
+def test_who_arrives_late_is_told_for_each_step():
+    with MadeRings(4) as made:
+        made.step(30)
+        made.slowness[1] = 1.3
+        made.step(30)
+        seen = snapshot(made)
+        assert seen.late_steps.tolist() == list(range(1, 61))
+        assert pytest.approx(np.array(made.lateness)) == seen.lateness.T * 1e3
+
+
+def test_waits_for_peers_are_what_the_fast_ones_lose():
+    with MadeRings(3, jitter=0, latency=0) as made:
+        made.slowness[0] = 1.2
+        made.step(60)
+        # Forward and backward take 12 ms more on replica 0.
+        assert snapshot(made).waits * 1e3 == pytest.approx([0, 12, 12], abs=0.01)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_all_reduce_times_and_bandwidths_are_those_of_nccl_tests(replicas):
+    with MadeRings(replicas, latency=0, buckets=[64 * KB, 64 * KB, 25 * MB], jitter=0.02) as made:
+        made.step(100)
+        small, large = snapshot(made).all_reduces
+        assert (small.size, small.count, small.per_step) == (64 * KB, 200, 2.0)
+        assert (large.size, large.count, large.per_step) == (25 * MB, 100, 1.0)
+        traffic = 2 * (replicas - 1) / replicas
+        for seen in (small, large):
+            assert seen.p50 == pytest.approx(seen.size * traffic / 20e9, rel=0.02)
+            assert seen.p50 < seen.p95 < seen.p50 * 1.1
+            assert seen.algorithm_bandwidth == pytest.approx(seen.size / seen.p50)
+            assert seen.bus_bandwidth == pytest.approx(20e9, rel=0.02)
+        assert len(large.seconds) == 100
+
+
+def test_a_pause_is_no_slowness():
+    with MadeRings(2, jitter=0) as made:
+        made.mark(Mark.RUNNING)
+        made.step(20)
+        before = snapshot(made).throughput
+        made.pause(30.0)
+        made.step(20)
+        assert snapshot(made).throughput == pytest.approx(before)
+        made.mark(Mark.PAUSED)
+        made.now += 10**9
+        seen = snapshot(made)
+        assert [state.state for state in seen.replicas] == [State.PAUSED] * 2
+        made.mark(Mark.STOPPED)
+        assert snapshot(made).replicas[0].state is State.STOPPED
+
+
+def test_a_stuck_replica_is_seen_up_to_its_last_sample():
+    with MadeRings(3) as made:
+        made.step(10)
+        made.stall(1, seconds=12.0)
+        seen = snapshot(made)
+        assert [state.in_collective is None for state in seen.replicas] == [False, True, False]
+        assert seen.replicas[0].in_collective.seconds == pytest.approx(12.0)
+        assert seen.replicas[0].in_collective.operation == Operation.ALL_REDUCE
+        assert seen.replicas[1].silent == pytest.approx(12.02)
+        assert seen.step == 10
+        assert seen.throughput is not None
+
+
+def test_a_step_that_a_replica_died_in_counts_once():
+    with MadeRings(3, jitter=0) as made:
+        made.step(10)
+        made.die(1, seconds=2.0)
+        made.step(10)
+        seen = snapshot(made)
+        assert [state.restarts for state in seen.replicas] == [0, 1, 0]
+        assert all(state.in_collective is None for state in seen.replicas)
+        assert seen.examples == 3 * 20 * 64
+        assert part(seen, "forward") == pytest.approx([20] * 3)
+
+
+def test_samples_of_an_abandoned_step_are_left_out():
+    with MadeRings(1, jitter=0) as made:
+        made.writers[0].step_begun(1, made.now)
+        made.writers[0].span(Kind.FORWARD, 1, made.now, made.now + 500_000_000)
+        made.now += 3_000_000_000
+        made.timeline.update(now=made.now)
+        made.step(2)
+        assert part(snapshot(made), "forward") == pytest.approx([20])
+
+
+def test_a_replica_with_a_fresh_ring_takes_the_place_of_the_old_one():
+    with MadeRings(2, capacity=64) as made, Ring.create() as fresh:
+        made.step(20)
+        lost = snapshot(made).overwritten
+        assert lost > 0
+        made.writers[1] = Writer(fresh.descriptor)
+        made.timeline.replace(1, Reader(fresh.descriptor))
+        made.step(3)
+        seen = snapshot(made)
+        assert (seen.step, seen.replicas[1].restarts, seen.overwritten) == (23, 1, lost)
+
+
+def test_loss_is_the_mean_over_all_examples_and_the_range_over_replicas():
+    with MadeRings(2) as made:
+        made.examples = [30, 10]
+        made.step()
+        made.log("loss", [1.0, 2.0])
+        made.step()
+        made.step()
+        made.log("loss", [0.5, math.nan])
+        curve = snapshot(made).curves["loss"]
+        assert curve.mean.tolist() == pytest.approx([1.25, math.nan, 0.5], nan_ok=True)
+        assert curve.low.tolist() == pytest.approx([1.0, math.nan, 0.5], nan_ok=True)
+        assert curve.high.tolist() == pytest.approx([2.0, math.nan, 0.5], nan_ok=True)
+        assert curve.last == 0.5
+
+
+def test_a_name_is_one_curve_whatever_its_number_on_each_replica():
+    with MadeRings(2) as made:
+        made.step()
+        made.writers[0].scalar("accuracy", 0.5, 1)
+        made.log("loss", [1.0, 3.0])
+        assert snapshot(made).curves["loss"].last == 2.0
+
+
+def test_a_loss_is_seen_before_the_next_step_has_ended():
+    with MadeRings(1) as made:
+        made.step()
+        made.log("loss", [4.0])
+        assert snapshot(made).curves["loss"].last == 4.0
+
+
+def test_memory_and_its_peak():
+    with MadeRings(2) as made:
+        made.step()
+        assert snapshot(made).replicas[0].allocated is None
+        made.log_memory(3 * MB)
+        made.log_memory(MB)
+        state = snapshot(made).replicas[1]
+        assert (state.allocated, state.reserved, state.peak) == (MB, MB + MB // 5, 3 * MB)
+
+
+def test_parameters_are_in_sync_or_not_by_their_last_common_checksum():
+    with MadeRings(2) as made:
+        made.step()
+        assert snapshot(made).in_sync is None
+        made.log_checksums([77, 77])
+        seen = snapshot(made)
+        assert (seen.in_sync, seen.checked_step) == (True, 1)
+        made.step()
+        made.log_checksums([77, 78])
+        made.writers[0].checksum(3, 1)
+        seen = snapshot(made)
+        assert (seen.in_sync, seen.checked_step) == (False, 2)
+
+
+def test_epoch_and_time_left_come_from_marks():
+    with MadeRings(2, jitter=0) as made:
+        made.mark(Mark.PLANNED, 100)
+        made.mark(Mark.EPOCH, 3)
+        made.step(40)
+        seen = snapshot(made)
+        assert (seen.epoch, seen.steps_planned) == (3, 100)
+        assert seen.seconds_left == pytest.approx(60 * seen.step_seconds)
+
+
+def test_a_timeline_without_samples_has_nothing_to_say():
+    with MadeRings(2) as made:
+        seen = snapshot(made)
+        assert seen.step == 0
+        assert (seen.throughput, seen.epoch, seen.seconds_left, seen.lane_step) == (None, None, None, None)
+        assert [state.state for state in seen.replicas] == [State.WAITING] * 2
+        assert seen.replicas[0].silent is None
+        assert seen.all_reduces == ()
+        assert made.timeline.arrays()["step"].size == 0
+
+
+def test_a_timeline_needs_a_ring():
+    with pytest.raises(UsageError, match="`readers` is empty"):
+        Timeline([])
+
+
+def test_reading_often_or_rarely_gives_the_same_numbers():
+    with MadeRings(3) as often, MadeRings(3) as rarely:
+        for made in (often, rarely):
+            for _ in range(40):
+                made.step()
+                made.log_loss()
+                if made is often:
+                    made.timeline.update(now=made.now)
+        one, other = snapshot(often), snapshot(rarely)
+        for field in dataclasses.fields(Snapshot):
+            first, second = getattr(one, field.name), getattr(other, field.name)
+            np.testing.assert_equal(
+                dataclasses.asdict(first[0]) if field.name == "replicas" else str(first),
+                dataclasses.asdict(second[0]) if field.name == "replicas" else str(second),
+            )
+        for name, values in often.timeline.arrays().items():
+            np.testing.assert_array_equal(values, rarely.timeline.arrays()[name])
+
+
+def test_a_ring_that_ran_over_is_told_and_does_not_stop_the_timeline():
+    with MadeRings(2, capacity=64) as made:
+        made.step(100)
+        seen = snapshot(made)
+        assert seen.overwritten > 0
+        assert seen.step == 100
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(timeline_module, "SAMPLES", 300)
+    monkeypatch.setattr(timeline_module, "STEPS", 64)
+    monkeypatch.setattr(timeline_module, "COLLECTIVES", 256)
+    with MadeRings(2) as made:
+        for _ in range(50):
+            made.step(4)
+            made.log_loss()
+            made.timeline.update(now=made.now)
+        assert 300 <= len(made.timeline.samples(0)) < 300 + 50
+        arrays = made.timeline.arrays()
+        assert arrays["step"].tolist() == list(range(137, 201))
+        assert not np.isnan(arrays["forward"]).any()
+        assert snapshot(made, steps=1000).examples == 2 * 200 * 64
+
+
+def test_curves_have_no_more_points_than_a_screen_shows():
+    with MadeRings(2, jitter=0) as made:
+        for _ in range(10):
+            made.step(100)
+            made.timeline.update(now=made.now)
+        seen = snapshot(made, steps=1000)
+        assert POINTS / 2 < len(seen.steps) <= POINTS
+        assert seen.steps[-1] == 1000
+        assert seen.throughputs.shape == (2, len(seen.steps))
+        assert seen.throughputs.std() < 1e-6 * seen.throughputs.mean()
+
+
+def test_collectives_without_steps_are_seen_after_a_moment():
+    with MadeRings(2) as made:
+        for serial in range(10):
+            for writer in made.writers:
+                writer.collective(Operation.ALL_REDUCE, 0, 0, MB, serial, made.now, made.now, made.now + 1000)
+        made.timeline.update(now=made.now)
+        assert made.timeline.snapshot(now=made.now).all_reduces == ()
+        made.now += 2 * 10**9
+        assert snapshot(made).all_reduces[0].count == 10
+
+
+def test_lanes_show_the_last_step():
+    with MadeRings(2, jitter=0, latency=0, buckets=[20 * MB, 20 * MB]) as made:
+        made.step(5)
+        seen = snapshot(made)
+        assert seen.lane_step == 5
+        lane = [(bar.part, round(bar.began * 1e3, 2), round(bar.ended * 1e3, 2)) for bar in seen.lanes[0]]
+        took = round(20 * MB / 20e9 * 1e3, 2)
+        assert lane == [
+            ("data", 0, 1),
+            ("forward", 1, 21),
+            ("backward", 21, 61),
+            ("collective", 41, 41 + took),
+            ("exposed", 61, 61 + took),
+            ("optimizer", 61 + took, 64 + took),
+        ]
+        assert seen.hidden == pytest.approx(0.5)
+
+
+def test_hundreds_of_small_collectives_are_a_few_bars():
+    with MadeRings(2, buckets=[4 * KB] * 200, overlap=False, latency=0) as made:
+        made.step(2)
+        assert len(snapshot(made).lanes[0]) < 10
+
+
+def test_a_data_frame_has_a_row_for_each_replica_and_step():
+    pytest.importorskip("pandas")
+    with MadeRings(2, jitter=0) as made:
+        made.step(5)
+        made.log("loss", [1.0, 2.0])
+        made.timeline.update(now=made.now)
+        frame = made.timeline.frame()
+        assert frame.index.names == ["replica", "step"]
+        assert len(frame) == 10
+        assert frame.loc[(1, 5), "loss"] == 2.0
+        assert frame.loc[(0, 3), "forward"] == pytest.approx(0.020)
+
+
+def test_without_pandas_the_arrays_are_named_instead(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with MadeRings(1) as made, pytest.raises(UsageError, match=r"pip install pandas, or use arrays\(\)"):
+        made.timeline.frame()
+
+
+spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=8)
+
+
+@given(spans, spans)
+def test_a_cover_counts_what_a_count_of_moments_would(cover, asked):
+    began, ended = (np.array([f(a, b) for a, b in cover], np.int64) for f in (lambda a, b: a, lambda a, b: a + b))
+    moments = {t for a, b in cover for t in range(a, a + b)}
+    found = Cover(began, ended).within(
+        np.array([a for a, _ in asked], np.int64), np.array([a + b for a, b in asked], np.int64)
+    )
+    assert found.tolist() == [len(moments & set(range(a, a + b))) for a, b in asked]
