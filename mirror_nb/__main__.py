@@ -5,23 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import mirror_nb
-from mirror_nb.demo import command
+from mirror_nb.bench import command as bench
+from mirror_nb.demo import command as demo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a command line and return its exit code."""
-    given = _parser().parse_args(arguments)
-    return command.run(
-        command.Options(
-            devices=given.devices,
-            data=given.data,
-            epochs=given.epochs,
-            picture=given.picture,
-            seed=given.seed,
-        )
-    )
+    given = vars(_parser().parse_args(arguments))
+    if given.pop("command") == "bench":
+        return bench.run(bench.Options(**given))
+    return demo.run(demo.Options(**given))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,7 +26,13 @@ def _parser() -> argparse.ArgumentParser:
         description="mirror_nb is used in notebooks: %load_ext mirror_nb. Its demo runs without one.",
     )
     parser.add_argument("--version", action="version", version=f"mirror_nb {mirror_nb.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    _add_demo(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_demo(commands: _Commands) -> None:
     demo = commands.add_parser("demo", help="train a network on all GPUs, or on two CPU replicas")
     demo.add_argument("--devices", help="e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs, else two CPU replicas")
     demo.add_argument(
@@ -39,8 +41,25 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--epochs", type=int, metavar="N", help="none: 20 for the digits, 4 for Fashion-MNIST")
     demo.add_argument("--picture", metavar="FILE", default="demo.png", help="none: demo.png")
     demo.add_argument("--seed", type=int, default=0, help="of initial values and random draws; none: 0")
-    return parser
 
+
+def _add_bench(commands: _Commands) -> None:
+    bench = commands.add_parser("bench", help="time the cross-device ops, alone or under a model's training step")
+    bench.add_argument("--devices", help="e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs, else two CPU replicas")
+    bench.add_argument("--ops", metavar="NAMES", help="e.g. shared_memory,gloo; none: all that fit the devices")
+    bench.add_argument("--largest", metavar="SIZE", help="tensors from 1K up to this; none: 64M, on GPUs 256M")
+    bench.add_argument("--seconds", type=float, help="for each size (none: 0.4), or for the model (none: 8)")
+    bench.add_argument("--model", metavar="MODULE:FUNCTION", help="makes a module, or (module, inputs[, loss])")
+    bench.add_argument(
+        "--shape", help="of one example for the model, e.g. 1,28,28, where its function gives no inputs"
+    )
+    bench.add_argument("--batch", type=int, default=64, help="examples of the global batch; none: 64")
+    bench.add_argument("--optimizer", default="SGD", help="one of torch.optim; none: SGD")
+    bench.add_argument("--picture", metavar="FILE", help="draw the table there")
+
+
+_Commands = Any
+# argparse has no public name for it.
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,7 +29,7 @@ FLOORS = (
     },
     {"pool", "replica", "gradients", "data", "collectives"},
     {"strategies"},
-    {"training", "bench", "losses", "callbacks"},
+    {"training", "bench", "advice", "losses", "callbacks"},
     {"notebook"},
     # A program of its own, which uses all the rest.
     {"demo"},

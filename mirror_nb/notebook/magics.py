@@ -11,8 +11,13 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from mirror_nb.bench.collectives import AllReduceTable
+from mirror_nb.bench.command import Options
+from mirror_nb.bench.steps import StepTable
 from mirror_nb.errors import MirrorError, UsageError
 from mirror_nb.notebook.session import CellOptions, Session
+
+_COMMANDS = ["start", "stop", "restart", "status", "push", "pull", "bench"]
 
 
 @magics_class
@@ -56,19 +61,43 @@ class MirrorMagics(Magics):
 
     @no_var_expand
     @magic_arguments()
-    @argument("what", nargs="?", choices=["start", "stop", "restart", "status", "push", "pull"], help="what to do")
+    @argument("what", nargs="?", choices=_COMMANDS, help="what to do")
     @argument("names", nargs="*", help="names to push or pull")
     @argument("--devices", default=None, help="start, restart: e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs")
-    @argument("--ops", default=None, metavar="NAME", help="start, restart: cross-device ops, e.g. shared_memory, gloo")
+    @argument(
+        "--ops", default=None, metavar="NAME", help="start, restart: cross-device ops; bench: several, with commas"
+    )
     @argument("--seed", type=int, default=0, help="start: seed of the replicas' random numbers")
     @argument("--in-process", action="store_true", help="start: one replica in this very process, for debugging")
     @argument("--replica", type=int, default=None, help="pull: from this replica only")
+    @argument("--largest", default=None, metavar="SIZE", help="bench: tensors from 1K up to this")
+    @argument("--seconds", type=float, default=None, help="bench: for each size, or for the model")
+    @argument("--model", default=None, metavar="NAME", help="bench: the steps of this module, or of what makes one")
+    @argument("--shape", default=None, help="bench: of one example for the model, e.g. 1,28,28")
+    @argument("--batch", type=int, default=64, help="bench: examples of the global batch")
+    @argument("--optimizer", default="SGD", help="bench: one of torch.optim")
     @line_magic
-    def mirror(self, line: str) -> None:
-        """Start, stop and look at the replicas; push names to them and pull names from them."""
+    def mirror(self, line: str) -> Any:
+        """Start, stop and look at the replicas; push names to them and pull names from them; measure.
+
+        `bench` returns its table, the others print a line.
+        """
         given = parse_argstring(self.mirror, line)
         with _short_tracebacks():
+            if given.what == "bench":
+                return self._bench(given)
             print(self._mirror(given))
+
+    def _bench(self, given: Any) -> AllReduceTable | StepTable:
+        options = Options(
+            ops=given.ops,
+            largest=given.largest,
+            seconds=given.seconds,
+            shape=given.shape,
+            batch=given.batch,
+            optimizer=given.optimizer,
+        )
+        return self.session.bench(options, given.model)
 
     def _mirror(self, given: Any) -> str:
         session = self.session

@@ -194,10 +194,10 @@ class Replica:
 
     def _communicate(self, by: Communication) -> None:
         who = self.identity
-        self.communication.ops.unbind()
-        by.ops.bind(Member(who.replica_id, who.num_replicas, who.device, cast(dist.ProcessGroup, dist.group.WORLD)))
+        self.communication.unbind()
+        by.bind(Member(who.replica_id, who.num_replicas, who.device, cast(dist.ProcessGroup, dist.group.WORLD)))
         self.communication = by
-        self.gradients.use(by.ops, bytes_per_bucket=by.options.bytes_per_pack)
+        self.gradients.use(by.reducer, bytes_per_bucket=by.options.bytes_per_pack)
 
     def _latest_communication(self) -> Communication:
         """Return what the replicas have agreed on: one that was started anew does not know what a cell chose."""
