@@ -10,7 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mirror_nb import callbacks
+    from mirror_nb import bench, callbacks
+    from mirror_nb.collectives.auto import AutoAllReduce
+    from mirror_nb.collectives.base import CrossDeviceOps
+    from mirror_nb.collectives.gloo import GlooAllReduce
+    from mirror_nb.collectives.hierarchical_copy import HierarchicalCopyAllReduce
+    from mirror_nb.collectives.nccl import NcclAllReduce
+    from mirror_nb.collectives.one_device import ReductionToOneDevice
+    from mirror_nb.collectives.options import CommunicationOptions
+    from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
+    from mirror_nb.collectives.symmetric_memory import SymmetricMemoryAllReduce
     from mirror_nb.errors import (
         CheckpointError,
         ContextError,
@@ -56,10 +65,15 @@ if TYPE_CHECKING:
     from mirror_nb.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 __all__ = [
+    "AutoAllReduce",
     "CheckpointError",
+    "CommunicationOptions",
     "ContextError",
+    "CrossDeviceOps",
     "DeviceError",
     "DistributedValues",
+    "GlooAllReduce",
+    "HierarchicalCopyAllReduce",
     "History",
     "InputContext",
     "InputOptions",
@@ -69,18 +83,22 @@ __all__ = [
     "MirroredStrategy",
     "MirroredVariable",
     "Model",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "PeerFailed",
     "PerReplica",
     "PoolClosed",
     "ReduceOp",
+    "ReductionToOneDevice",
     "Remote",
     "RemoteException",
     "ReplicaContext",
     "ReplicaDied",
     "ReplicaError",
     "ReplicaTimeout",
+    "SharedMemoryAllReduce",
     "Strategy",
+    "SymmetricMemoryAllReduce",
     "SyncOnReadVariable",
     "TransferError",
     "UsageError",
@@ -89,6 +107,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "__version__",
+    "bench",
     "callbacks",
     "compute_average_loss",
     "experimental_set_strategy",
@@ -106,6 +125,15 @@ __all__ = [
 __version__ = "0.1.0"
 
 _PLACES = {
+    "mirror_nb.collectives.auto": ("AutoAllReduce",),
+    "mirror_nb.collectives.base": ("CrossDeviceOps",),
+    "mirror_nb.collectives.gloo": ("GlooAllReduce",),
+    "mirror_nb.collectives.hierarchical_copy": ("HierarchicalCopyAllReduce",),
+    "mirror_nb.collectives.nccl": ("NcclAllReduce",),
+    "mirror_nb.collectives.one_device": ("ReductionToOneDevice",),
+    "mirror_nb.collectives.options": ("CommunicationOptions",),
+    "mirror_nb.collectives.shared_memory": ("SharedMemoryAllReduce",),
+    "mirror_nb.collectives.symmetric_memory": ("SymmetricMemoryAllReduce",),
     "mirror_nb.errors": (
         "CheckpointError",
         "ContextError",
@@ -155,8 +183,8 @@ _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "callbacks":
-        value = importlib.import_module("mirror_nb.callbacks")
+    if name in ("bench", "callbacks"):
+        value = importlib.import_module(f"mirror_nb.{name}")
     elif name in _MODULES:
         value = getattr(importlib.import_module(_MODULES[name]), name)
     else:

@@ -29,7 +29,7 @@ FLOORS = (
     },
     {"pool", "replica", "gradients", "data", "collectives", "recorder", "steering"},
     {"strategies"},
-    {"training", "bench", "losses", "callbacks"},
+    {"training", "bench", "advice", "losses", "callbacks"},
     {"notebook"},
     # Programs of their own, which use all the rest.
     {"demo", "watch"},

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, final
 
 import torch
@@ -58,6 +59,13 @@ class Member:
     record: Callable[[Timing], None] | None = None
     devices: tuple[Device, ...] = ()
     # Of all replicas, where they are known.
+    timeout_seconds: float | None = None
+    # How long a wait on the CPU may last; None: as long as the group allows.
+
+    @property
+    def limit(self) -> float | None:
+        """How long this thread may wait for a collective, seconds; None where it does not wait: on a GPU."""
+        return self.timeout_seconds if self.device.type == "cpu" else None
 
 
 class Handle(abc.ABC):
@@ -102,9 +110,9 @@ class WorkHandle(Handle):
         self._then = then
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for all of them; `seconds` has no effect, the group's own timeout has."""
+        """Wait for all of them, `seconds` for each; None: the group's own timeout."""
         while self._works:
-            self._works[0].wait()
+            _wait(self._works[0], seconds)
             self._works.pop(0)
         then, self._then = self._then, None
         if then is not None:
@@ -127,8 +135,10 @@ class Reduction(Handle):
         bucket: int,
         queued: int,
         unrecorded: deque[Reduction],
+        limit: float | None = None,
     ) -> None:
         self._handle = handle
+        self._limit = limit
         self._record = record
         self._unrecorded = unrecorded
         self._nbytes = nbytes
@@ -136,8 +146,11 @@ class Reduction(Handle):
         self._queued = queued
 
     def wait(self, seconds: float | None = None) -> None:
-        """Return when the tensor holds the result; raise what the algorithm raises."""
-        self._handle.wait(seconds)
+        """Return when the tensor holds the result; raise what the algorithm raises.
+
+        `seconds`: how long it may take; None: the options' `timeout_seconds`, else the group's own.
+        """
+        self._handle.wait(self._limit if seconds is None else seconds)
         if self._record is None:
             return
         if self._handle.ends_after_wait:
@@ -183,24 +196,35 @@ class CrossDeviceOps(abc.ABC):
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why it cannot work on these devices, None if it can."""
 
+    def parts(self) -> Sequence[CrossDeviceOps]:
+        """Return the ops that this one is made of: they are bound with it, and share its memory."""
+        return ()
+
     # ------------------------------------------------------------------ in a replica
 
     @final
     def bind(self, member: Member) -> None:
         """Be the op of this replica from now on; every replica calls it."""
         self.unbind()
+        fabric = None
         if member.num_replicas > 1 and not hasattr(member.group, "shared") and member.device.type == "cpu":
             # A group that torch made: ours brings its shared memory along.
-            self._own_fabric = _fabric_over(member)
-        self._member = member
-        self._unrecorded: deque[Reduction] = deque()
+            fabric = _fabric_over(member)
+        self._belong(member, fabric)
 
     @final
     def unbind(self) -> None:
         """Belong to no replica any more; what is under way fails."""
-        fabric, self._own_fabric, self._member = self._own_fabric, None, None
+        fabric = self._own_fabric
+        self._belong(None, None)
         if fabric is not None:
             fabric.close(ReplicaError(f"{type(self).__name__} was unbound while a collective ran"))
+
+    def _belong(self, member: Member | None, fabric: Fabric | None) -> None:
+        self._member, self._own_fabric = member, fabric
+        self._unrecorded: deque[Reduction] = deque()
+        for part in self.parts():
+            part._belong(member, fabric)
 
     @property
     def member(self) -> Member:
@@ -233,7 +257,7 @@ class CrossDeviceOps(abc.ABC):
         real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         handle = Finished() if member.num_replicas == 1 else self.start(op, real)
         nbytes = flat.numel() * flat.element_size()
-        return Reduction(handle, member.record, nbytes, bucket, queued, self._unrecorded)
+        return Reduction(handle, member.record, nbytes, bucket, queued, self._unrecorded, member.limit)
 
     @final
     def record_ended(self) -> None:
@@ -308,10 +332,14 @@ class CrossDeviceOps(abc.ABC):
     def _run(self, op: str, tensor: Tensor, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
         member = self.member
         queued = time.perf_counter_ns()
-        begin(member.group).wait()
+        self._complete(begin(member.group))
         if member.record is not None:
             nbytes = tensor.numel() * tensor.element_size()
             member.record(Timing(op, nbytes, -1, queued, queued, time.perf_counter_ns()))
+
+    def _complete(self, work: dist.Work) -> None:
+        """Wait for a collective of torch's, as long as the options allow."""
+        _wait(work, self.member.limit)
 
     def _check_replica(self, name: str, replica_id: int) -> None:
         if not 0 <= replica_id < self.member.num_replicas:
@@ -324,6 +352,13 @@ class CrossDeviceOps(abc.ABC):
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
         return f"{type(self).__name__}({given})"
+
+
+def _wait(work: dist.Work, seconds: float | None) -> None:
+    if seconds is None:
+        work.wait()
+    else:
+        work.wait(timedelta(seconds=seconds))
 
 
 def _check_tensor(op: ReduceOp, flat: Tensor) -> None:

@@ -42,7 +42,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             flat.div_(self.member.num_replicas)
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self.member.group.broadcast([flat], options).wait()
+        self._complete(self.member.group.broadcast([flat], options))
         return Finished()
 
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
@@ -54,7 +54,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     def _add_up(self, flat: Tensor, root: int) -> None:
         options = dist.ReduceOptions()
         options.rootRank = root
-        self.member.group.reduce([flat], options).wait()
+        self._complete(self.member.group.reduce([flat], options))
 
     def _accumulate(self, accumulate: Callable[[list[Tensor]], Tensor], flat: Tensor, root: int) -> None:
         parts = self._gathered(flat, root)
@@ -72,7 +72,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         options.rootRank = root
         mine = self.member.replica_id == root
         parts = [flat.new_empty(flat.shape) for _ in range(self.member.num_replicas)] if mine else []
-        self.member.group.gather([parts] if mine else [], [flat], options).wait()
+        self._complete(self.member.group.gather([parts] if mine else [], [flat], options))
         return parts if mine else None
 
     def _root(self) -> int:

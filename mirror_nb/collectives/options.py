@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import cloudpickle
 
-from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.auto import AutoAllReduce
+from mirror_nb.collectives.base import CrossDeviceOps, Member
+from mirror_nb.collectives.compressed import Compressed
 from mirror_nb.collectives.gloo import GlooAllReduce
 from mirror_nb.collectives.hierarchical_copy import HierarchicalCopyAllReduce
 from mirror_nb.collectives.nccl import NcclAllReduce
@@ -27,6 +29,8 @@ IMPLEMENTATIONS: dict[str, type[CrossDeviceOps]] = {
     "gloo": GlooAllReduce,
 }
 # In the order in which the default is looked for.
+AUTO = "auto"
+COMPRESSIONS = ("bf16",)
 
 
 @final
@@ -40,9 +44,12 @@ class CommunicationOptions:
     bytes_per_pack: int = 25 * 2**20
     # Size of a gradient bucket; 0 means this default, as in TensorFlow.
     timeout_seconds: float | None = None
-    # How long a collective may take; None: as long as the process group allows.
-    implementation: str = "auto"
-    # One of IMPLEMENTATIONS, or "auto" for the default of the devices.
+    # How long a replica on the CPU waits for a collective; None: as long as the process group allows. GPUs are
+    # waited for by NCCL's own watch.
+    implementation: str = AUTO
+    # One of IMPLEMENTATIONS, or "auto" for the default of the devices, unmeasured.
+    compression: str | None = None
+    # "bf16": gradients of fp32 travel in half the bytes, rounded to 8 bits; None: as they are.
 
     def __post_init__(self) -> None:
         if self.bytes_per_pack < 0:
@@ -52,9 +59,13 @@ class CommunicationOptions:
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise UsageError(f"`timeout_seconds` is {self.timeout_seconds}; it must be above 0, or None")
         name = str(getattr(self.implementation, "name", self.implementation)).lower()
-        if name != "auto":
+        if name != AUTO:
             named(name)
         object.__setattr__(self, "implementation", name)
+        if self.compression is not None and self.compression not in COMPRESSIONS:
+            raise UsageError(
+                f"`compression` is {self.compression!r}; it is None or {', '.join(map(repr, COMPRESSIONS))}"
+            )
 
 
 @final
@@ -63,7 +74,22 @@ class Communication:
     """What replicas reduce by, and how."""
 
     ops: CrossDeviceOps
+    # What was asked for.
     options: CommunicationOptions
+    reducer: CrossDeviceOps = field(init=False)
+    # What gradients go through: `ops`, or what compresses for it.
+
+    def __post_init__(self) -> None:
+        compresses = self.options.compression is not None and not isinstance(self.ops, Compressed)
+        object.__setattr__(self, "reducer", Compressed(self.ops) if compresses else self.ops)
+
+    def bind(self, member: Member) -> None:
+        """Have it work for this replica, within the time that the options allow."""
+        self.reducer.bind(replace(member, timeout_seconds=self.options.timeout_seconds))
+
+    def unbind(self) -> None:
+        """Have it belong to no replica."""
+        self.reducer.unbind()
 
     def pickled(self) -> bytes:
         """Return it as it travels: a user's op may be a class of the notebook."""
@@ -79,10 +105,10 @@ def chosen(ops: Any, options: Any, devices: Sequence[Device]) -> Communication:
         options = CommunicationOptions()
     if not isinstance(options, CommunicationOptions):
         raise UsageError(f"`communication_options` must be CommunicationOptions(...), not {options!r}")
-    if ops is None and options.implementation != "auto":
+    if ops is None and options.implementation != AUTO:
         ops = options.implementation
     if isinstance(ops, str):
-        ops = named(ops)
+        ops = fastest_for(devices) if ops.strip().lower() == AUTO else named(ops)
     if ops is None:
         return Communication(default_for(devices), options)
     if isinstance(ops, type) and issubclass(ops, CrossDeviceOps):
@@ -90,7 +116,7 @@ def chosen(ops: Any, options: Any, devices: Sequence[Device]) -> Communication:
     if not isinstance(ops, CrossDeviceOps):
         raise UsageError(
             f"`cross_device_ops` is {ops!r}; it must be a CrossDeviceOps, or one of the names "
-            + ", ".join(IMPLEMENTATIONS)
+            + ", ".join([*IMPLEMENTATIONS, AUTO])
         )
     check(ops, devices)
     return Communication(ops, options)
@@ -100,7 +126,7 @@ def named(name: str) -> CrossDeviceOps:
     """Return a new op by its name ("shared_memory", "nccl", …). Raises UsageError for another one."""
     found = IMPLEMENTATIONS.get(name.strip().lower().replace("-", "_"))
     if found is None:
-        raise UsageError(f"there is no cross-device op {name!r}; there are: {', '.join(IMPLEMENTATIONS)}")
+        raise UsageError(f"there is no cross-device op {name!r}; there are: {', '.join([*IMPLEMENTATIONS, AUTO])}")
     return found()
 
 
@@ -115,6 +141,15 @@ def default_for(devices: Sequence[Device]) -> CrossDeviceOps:
     if not names:
         raise DeviceError(f"no cross-device op works on {_listed(devices)} with this build of torch")
     return named(names[0])
+
+
+def fastest_for(devices: Sequence[Device]) -> CrossDeviceOps:
+    """Return the op that measures, at its first use, which of those that work on `devices` is the fastest.
+
+    Raises DeviceError where none works.
+    """
+    default_for(devices)
+    return AutoAllReduce([named(name) for name in fitting(devices)])
 
 
 def check(ops: CrossDeviceOps, devices: Sequence[Device]) -> None:

@@ -12,6 +12,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from mirror_nb.bench.collectives import AllReduceTable
+from mirror_nb.bench.command import Options
+from mirror_nb.bench.steps import StepTable
 from mirror_nb.errors import MirrorError, UsageError
 from mirror_nb.notebook.picker.driven_session import DrivenSession
 from mirror_nb.notebook.session import CellOptions, Session
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from mirror_nb.notebook.picker.widget import Picker
 
 
-_WHAT = ["start", "stop", "restart", "status", "dashboard", "push", "pull"]
+_WHAT = ["start", "stop", "restart", "status", "dashboard", "push", "pull", "bench"]
 
 
 @magics_class
@@ -72,15 +75,24 @@ class MirrorMagics(Magics):
     @argument("what", nargs="?", choices=_WHAT, help="what to do")
     @argument("names", nargs="*", help="names to push or pull")
     @argument("--devices", default=None, help="start, restart: e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs")
-    @argument("--ops", default=None, metavar="NAME", help="start, restart: cross-device ops, e.g. shared_memory, gloo")
+    @argument(
+        "--ops", default=None, metavar="NAME", help="start, restart: cross-device ops; bench: several, with commas"
+    )
     @argument("--seed", type=int, default=0, help="start: seed of the replicas' random numbers")
     @argument("--in-process", action="store_true", help="start: one replica in this very process, for debugging")
     @argument("--dashboard", action="store_true", help="start: show a dashboard above every mirrored cell that trains")
     @argument("--replica", type=int, default=None, help="pull: from this replica only")
+    @argument("--largest", default=None, metavar="SIZE", help="bench: tensors from 1K up to this")
+    @argument("--seconds", type=float, default=None, help="bench: for each size, or for the model")
+    @argument("--model", default=None, metavar="NAME", help="bench: the steps of this module, or of what makes one")
+    @argument("--shape", default=None, help="bench: of one example for the model, e.g. 1,28,28")
+    @argument("--batch", type=int, default=64, help="bench: examples of the global batch")
+    @argument("--optimizer", default="SGD", help="bench: one of torch.optim")
     @line_magic
-    def mirror(self, line: str) -> None:
-        """Start, stop and look at the replicas; push names to them and pull names from them.
+    def mirror(self, line: str) -> Any:
+        """Start, stop and look at the replicas; push names to them and pull names from them; measure.
 
+        `bench` returns its table, the others print a line.
         `%mirror dashboard` shows what they do, live while the cells below it run.
         Alone it shows the picker: devices to tick, and buttons. In a terminal it says what runs.
         """
@@ -88,10 +100,13 @@ class MirrorMagics(Magics):
         with _short_tracebacks():
             if given.what is None and getattr(self._shell, "kernel", None) is not None:
                 self.show_picker()
+            elif given.what == "bench":
+                return self._bench(given)
             elif given.what == "dashboard":
                 self.session.dashboard()
             else:
                 print(self._mirror(given))
+        return None
 
     def show_picker(self) -> None:
         """Show the picker below the running cell."""
@@ -102,6 +117,17 @@ class MirrorMagics(Magics):
             made = self._picker = Picker(DrivenSession(self.session), shell=self._shell)
             self._shell.events.register("post_run_cell", lambda result: made.look_at_replicas())
         self._picker.show()
+
+    def _bench(self, given: Any) -> AllReduceTable | StepTable:
+        options = Options(
+            ops=given.ops,
+            largest=given.largest,
+            seconds=given.seconds,
+            shape=given.shape,
+            batch=given.batch,
+            optimizer=given.optimizer,
+        )
+        return self.session.bench(options, given.model)
 
     def _mirror(self, given: Any) -> str:
         session = self.session

@@ -19,6 +19,9 @@ from comm import get_comm_manager
 from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb import devices as device_names
+from mirror_nb.bench.collectives import AllReduceTable
+from mirror_nb.bench.command import Options, imported, measure
+from mirror_nb.bench.steps import StepTable
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, UsageError
@@ -433,6 +436,24 @@ class Session:
 
     def _fetch(self, names: tuple[str, ...], replicas: Sequence[int]) -> Report:
         return self._running().run({r: Fetch(names, r == replicas[0]) for r in replicas})
+
+    # ------------------------------------------------------------------ measuring
+
+    def bench(self, options: Options, model: str | None = None) -> AllReduceTable | StepTable:
+        """Measure the cross-device ops on the replicas: alone, or under the steps of a model.
+
+        `model`: the notebook's name of a module or of what makes one, else `module:function`. Raises UsageError for
+        one that is not there, and what the measurement raises.
+        """
+        if self._pool is None:
+            self.start()
+        self._mend()
+        if model is None:
+            return measure(self._running(), options)
+        if model not in self._shell.user_ns and ":" not in model:
+            raise UsageError(f"--model {model}: the notebook has no such name")
+        made = self._shell.user_ns[model] if model in self._shell.user_ns else imported(model)
+        return measure(self._running(), options, made)
 
     # ------------------------------------------------------------------ replicas that are gone
 

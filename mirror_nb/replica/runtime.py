@@ -234,11 +234,11 @@ class Replica:
 
     def _communicate(self, by: Communication) -> None:
         who = self.identity
-        self.communication.ops.unbind()
+        self.communication.unbind()
         group = cast(dist.ProcessGroup, dist.group.WORLD)
-        by.ops.bind(Member(who.replica_id, who.num_replicas, who.device, group, self.recorder.collective))
+        by.bind(Member(who.replica_id, who.num_replicas, who.device, group, self.recorder.collective))
         self.communication = by
-        self.gradients.use(by.ops, bytes_per_bucket=by.options.bytes_per_pack)
+        self.gradients.use(by.reducer, bytes_per_bucket=by.options.bytes_per_pack)
 
     def _latest(self, generation: int) -> Communication:
         """Return what the replicas reduce by: one that was started anew does not know what a cell chose.

@@ -48,10 +48,10 @@ class Standalone:
     def communicate(self, by: Communication) -> None:
         """Reduce gradients by these cross-device ops from now on; every replica makes the same call."""
         who = self.identity
-        self.communication.ops.unbind()
-        by.ops.bind(Member(who.replica_id, who.num_replicas, who.device, cast(dist.ProcessGroup, dist.group.WORLD)))
+        self.communication.unbind()
+        by.bind(Member(who.replica_id, who.num_replicas, who.device, cast(dist.ProcessGroup, dist.group.WORLD)))
         self.communication = by
-        self.gradients.use(by.ops, bytes_per_bucket=by.options.bytes_per_pack)
+        self.gradients.use(by.reducer, bytes_per_bucket=by.options.bytes_per_pack)
 
     def emit(self, message: object, slab: int | None = None) -> None:
         """There is no controller to hear it."""

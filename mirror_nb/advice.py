@@ -1,0 +1,60 @@
+"""What measurements suggest, in a sentence each, with their numbers.
+
+Knows numbers; knows no replicas, optimizers or tables, and does not say it itself. A function returns None where there
+is nothing worth saying.
+"""
+
+from __future__ import annotations
+
+WORTH = 0.9
+# What is less than 10 % better is not worth a change: two measurements may differ by that.
+_NOTICEABLE = 0.03
+# Part of a step that somebody would notice.
+
+
+def slower_than_alone(replicas_ms: float, alone_ms: float, num_replicas: int, alone: str) -> str | None:
+    """Say that one process is faster than the replicas; times are of a step on the same global batch.
+
+    `alone` says how it computed: "one process with 2 threads".
+    """
+    if alone_ms >= WORTH * replicas_ms:
+        return None
+    return (
+        f"{num_replicas} replicas are slower than {alone}: {_ms(replicas_ms)} a step against {_ms(alone_ms)}. The "
+        "model or the batch is too small to share: train with OneDeviceStrategy, or on larger batches"
+    )
+
+
+def could_be_fused(name: str, plain_ms: float, fused_ms: float, step_ms: float) -> str | None:
+    """Say that an optimizer is faster with `fused=True`; the first two times are of `optimizer.step()` alone."""
+    if fused_ms >= WORTH * plain_ms or plain_ms - fused_ms < _NOTICEABLE * step_ms:
+        return None
+    return (
+        f"optimizer.step() takes {_ms(plain_ms)} of a step's {_ms(step_ms)}, and {_ms(fused_ms)} when it is fused: "
+        f"torch.optim.{name}(..., fused=True)"
+    )
+
+
+def buckets_too_small(bytes_per_pack: int, step_ms: float, larger: int, larger_ms: float) -> str | None:
+    """Say that larger gradient buckets are faster; sizes in bytes, times of a step."""
+    if larger_ms >= WORTH * step_ms:
+        return None
+    return (
+        f"gradient buckets of {_bytes(bytes_per_pack)} are too small: a step takes {_ms(step_ms)}, and "
+        f"{_ms(larger_ms)} with {_bytes(larger)}: CommunicationOptions(bytes_per_pack={larger})"
+    )
+
+
+def other_ops(ops: str, ops_ms: float, better: str, better_ms: float) -> str | None:
+    """Say that another cross-device op is faster than the one in use; times of a step."""
+    if better == ops or better_ms >= WORTH * ops_ms:
+        return None
+    return f"a step takes {_ms(ops_ms)} by {ops}, and {_ms(better_ms)} with cross_device_ops={better!r}"
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.3g} ms" if milliseconds < 100 else f"{milliseconds:.0f} ms"
+
+
+def _bytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.3g} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.3g} KiB"

@@ -1,0 +1,188 @@
+"""All-reduces by every op that fits, over many sizes: times, bandwidths, and whether the sums are right.
+
+Knows replicas and ops; how the table is drawn is not known here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, cast, final
+
+import torch.distributed as dist
+
+from mirror_nb.bench import table
+from mirror_nb.bench.replicas import of
+from mirror_nb.collectives.auto import AutoAllReduce
+from mirror_nb.collectives.base import CrossDeviceOps, Member
+from mirror_nb.collectives.measuring import Trial, compare
+from mirror_nb.collectives.options import check, fitting, named
+from mirror_nb.devices import Device
+from mirror_nb.errors import UsageError
+
+if TYPE_CHECKING:
+    from mirror_nb.pool.base import Pool
+    from mirror_nb.strategies.base import Strategy
+
+SMALLEST, LARGEST_CPU, LARGEST_GPU = 2**10, 2**26, 2**28
+SECONDS_A_SIZE = 0.4
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AllReduceRow:
+    """One op at one size."""
+
+    op: str
+    nbytes: int
+    # Of each replica's fp32 tensor.
+    p50_us: float
+    p95_us: float
+    # From when the last replica began until the last one had the sum, µs.
+    algorithm_gbps: float
+    # nbytes / p50, in 1e9 bytes a second, as nccl-tests has it.
+    bus_gbps: float
+    # That times 2 (n − 1) / n: what each replica has to send and receive at least.
+    correct: bool
+    # Every sum, of numbers that were new each time.
+
+    @staticmethod
+    def of(op: str, nbytes: int, trial: Trial, num_replicas: int) -> AllReduceRow:
+        """Return the row of a trial. Source of the definitions: nccl-tests, doc/PERFORMANCE.md."""
+        p50 = trial.quantile(0.5)
+        algorithm = nbytes / p50 / 1000 if p50 else 0.0
+        bus = algorithm * 2 * (num_replicas - 1) / num_replicas
+        return AllReduceRow(op, nbytes, p50, trial.quantile(0.95), algorithm, bus, trial.correct)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AllReduceTable:
+    """What `all_reduce` measured. It shows itself as a table, in a notebook and in a terminal."""
+
+    rows: tuple[AllReduceRow, ...]
+    devices: tuple[str, ...]
+    # One a replica.
+
+    def fastest(self, nbytes: int) -> str:
+        """Return the op with the least median at a size, bytes, among those that were right.
+
+        Raises UsageError for a size that was not measured.
+        """
+        rows = [row for row in self.rows if row.nbytes == nbytes and row.correct]
+        if not rows:
+            sizes = ", ".join(map(str, sorted({row.nbytes for row in self.rows})))
+            raise UsageError(f"nothing of {nbytes} bytes was measured; there are: {sizes}")
+        return min(rows, key=lambda row: row.p50_us).op
+
+    def to_pandas(self) -> Any:
+        """Return a DataFrame with the fields of AllReduceRow. Raises MirrorError where pandas is not installed."""
+        return table.as_frame([asdict(row) for row in self.rows])
+
+    def plot(self) -> Any:
+        """Draw time and bus bandwidth over the size; return the matplotlib figure, which a notebook shows."""
+        # By name: what draws lives above.
+        return importlib.import_module("mirror_nb.notebook.charts").draw_all_reduce(self)
+
+    def __repr__(self) -> str:
+        return table.as_text(self._headline(), _HEADER, self._cells())
+
+    def _repr_html_(self) -> str:
+        return table.as_html(self._headline(), _HEADER, self._cells())
+
+    def _headline(self) -> str:
+        return f"all-reduce of fp32 over {len(self.devices)} replicas ({', '.join(self.devices)})"
+
+    def _cells(self) -> list[table.Cells]:
+        best = {n: self.fastest(n) for n in {row.nbytes for row in self.rows if row.correct}}
+        return [
+            [
+                (table.size(row.nbytes), False),
+                (row.op, False),
+                (table.number(row.p50_us), best.get(row.nbytes) == row.op),
+                (table.number(row.p95_us), False),
+                (f"{row.algorithm_gbps:.3g}", False),
+                (f"{row.bus_gbps:.3g}", False),
+                ("yes" if row.correct else "NO", False),
+            ]
+            for row in self.rows
+        ]
+
+
+_HEADER = ("size", "op", "p50 µs", "p95 µs", "algorithm GB/s", "bus GB/s", "correct")
+
+
+def all_reduce(
+    strategy: Strategy | Pool,
+    *,
+    sizes: Sequence[int] | None = None,
+    ops: Sequence[CrossDeviceOps | str] | None = None,
+    seconds: float = SECONDS_A_SIZE,
+) -> AllReduceTable:
+    """Time an all-reduce by each op, in turns, on tensors that are filled anew each time, and check every sum.
+
+    `sizes`: bytes of a replica's fp32 tensor; None: 1 KiB to 64 MiB, on GPUs to 256 MiB, each four times the last.
+    `ops`: ops or their names; None: all that fit the devices. `seconds`: about so long for each size. In a
+    `%%mirrored` cell every replica has to call it.
+
+    Raises UsageError for sizes and times that cannot be and for a single replica, DeviceError for an op that cannot
+    work on these devices, and what an op raises.
+    """
+    replicas = of(strategy)
+    chosen = chosen_ops(ops, replicas.devices)
+    bytes_each = _sizes(sizes, replicas.devices)
+    if not seconds > 0:
+        raise UsageError(f"`seconds` is {seconds}; it must be above 0")
+    found: dict[int, dict[str, Trial]] = replicas.call(_measure, chosen, bytes_each, seconds)[0]
+    n = len(replicas.devices)
+    rows = tuple(AllReduceRow.of(op, s, trial, n) for s, trials in found.items() for op, trial in trials.items())
+    return AllReduceTable(rows, tuple(map(str, replicas.devices)))
+
+
+def chosen_ops(ops: Sequence[CrossDeviceOps | str] | None, devices: Sequence[Device]) -> dict[str, CrossDeviceOps]:
+    """Return ops by the names that tables give them.
+
+    Raises UsageError for a name that is none or comes twice, DeviceError for an op that does not fit `devices`.
+    """
+    chosen: dict[str, CrossDeviceOps] = {}
+    for given in fitting(devices) if ops is None else ops:
+        op = named(given) if isinstance(given, str) else given
+        if not isinstance(op, CrossDeviceOps):
+            raise UsageError(f"`ops` holds {given!r}; it takes cross-device ops and their names")
+        check(op, devices)
+        name = given if isinstance(given, str) else type(op).__name__
+        if name in chosen:
+            raise UsageError(f"`ops` has {name} twice")
+        chosen[name] = op
+    if not chosen:
+        raise UsageError("`ops` is empty; name at least one")
+    return chosen
+
+
+def _sizes(sizes: Sequence[int] | None, devices: Sequence[Device]) -> tuple[int, ...]:
+    if sizes is None:
+        largest = LARGEST_GPU if devices[0].kind == "cuda" else LARGEST_CPU
+        return tuple(2**k for k in range(SMALLEST.bit_length() - 1, largest.bit_length(), 2))
+    wrong = [size for size in sizes if size < 4]
+    if wrong or not sizes:
+        raise UsageError(f"`sizes` holds {wrong[0]}; an fp32 takes 4 bytes" if wrong else "`sizes` is empty")
+    # Whole elements.
+    return tuple(dict.fromkeys(size // 4 * 4 for size in sizes))
+
+
+def _measure(
+    strategy: Strategy, ops: Mapping[str, CrossDeviceOps], sizes: Sequence[int], seconds: float
+) -> dict[int, dict[str, Trial]]:
+    """On a replica: time the ops."""
+    place = strategy._place
+    assert place.replica_id is not None
+    assert place.device is not None
+    group = cast(dist.ProcessGroup, dist.group.WORLD)
+    # Bound as one, so that they share memory also where the process group brings none.
+    together = AutoAllReduce(list(ops.values()))
+    together.bind(Member(place.replica_id, place.num_replicas, place.device, group))
+    try:
+        return {size: compare(ops, size // 4, seconds=seconds) for size in sizes}
+    finally:
+        together.unbind()

@@ -1,0 +1,162 @@
+"""`python -m mirror_nb bench`: starts replicas, measures, and says what was found.
+
+Knows no arguments of a command line; what words in them mean is told here, for the magic as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO, final
+
+import torch
+
+from mirror_nb import devices as device_names
+from mirror_nb.bench.collectives import LARGEST_CPU, SECONDS_A_SIZE, SMALLEST, AllReduceTable, all_reduce
+from mirror_nb.bench.steps import SECONDS, StepTable, steps
+from mirror_nb.errors import MirrorError, ReplicaError, UsageError
+from mirror_nb.pool.base import Pool
+from mirror_nb.pool.local import LocalPool, stop_forkserver, warm_up
+from mirror_nb.strategies.mirrored import SETUP
+
+OK, FAILED, WRONG_CALL, INTERRUPTED = 0, 1, 2, 130
+ENDINGS = (".png", ".svg", ".pdf")
+_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for, in words."""
+
+    devices: str | None = None
+    # None: all GPUs, else two CPU replicas.
+    ops: str | None = None
+    # Names with commas between; None: all that fit.
+    largest: str | None = None
+    # Of the sizes: "64M"; None: 64 MiB, on GPUs 256 MiB.
+    seconds: float | None = None
+    # For each size, or for the model; None: 0.4, or 8.
+    model: str | None = None
+    # "module:function"; None: all-reduces alone.
+    shape: str | None = None
+    # Of one example: "1,28,28".
+    batch: int = 64
+    optimizer: str = "SGD"
+    picture: str | None = None
+
+
+def run(options: Options, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
+    """Measure, print the table, draw it where asked, and return the exit code.
+
+    0: measured. 1: replicas failed, or sums were wrong. 2: the call was wrong. 130: Ctrl-C.
+    """
+    try:
+        return _run(options, out)
+    except (UsageError, ImportError) as error:
+        print(f"mirror_nb bench: {error}", file=err)
+        return WRONG_CALL
+    except ReplicaError as error:
+        print(f"mirror_nb bench: {error}", file=err)
+        return FAILED
+    except MirrorError as error:
+        print(f"mirror_nb bench: {error}", file=err)
+        return WRONG_CALL
+    except KeyboardInterrupt:
+        print("mirror_nb bench: interrupted; the replicas are stopped", file=err)
+        return INTERRUPTED
+    finally:
+        stop_forkserver()
+
+
+def _run(options: Options, out: TextIO) -> int:
+    gpus = torch.cuda.device_count()
+    names = options.devices if options.devices is not None or gpus else "cpu:0,cpu:1"
+    devices = device_names.resolve(names, gpus)
+    picture = None if options.picture is None else _writable(options.picture)
+    model = None if options.model is None else imported(options.model)
+    warm_up()
+    with LocalPool(devices, setup=SETUP) as pool:
+        pool.start()
+        table = measure(pool, options, model)
+    print(table, file=out)
+    if picture is not None:
+        table.plot().savefig(picture)
+        print(f"drawn in {picture}", file=out)
+    return FAILED if isinstance(table, AllReduceTable) and not all(row.correct for row in table.rows) else OK
+
+
+def measure(pool: Pool, options: Options, model: Any = None) -> AllReduceTable | StepTable:
+    """Measure on a pool what the options ask for: a `model`, if there is one, else all-reduces.
+
+    Raises UsageError for words that mean nothing, and what `all_reduce` and `steps` raise.
+    """
+    ops = None if options.ops is None else [name.strip() for name in options.ops.split(",") if name.strip()]
+    if model is None:
+        sizes = None if options.largest is None else sizes_to(nbytes_of(options.largest))
+        return all_reduce(pool, sizes=sizes, ops=ops, seconds=_given(options.seconds, SECONDS_A_SIZE))
+    return steps(
+        pool,
+        model,
+        shape=None if options.shape is None else shape_of(options.shape),
+        batch=options.batch,
+        optimizer=options.optimizer,
+        ops=ops,
+        seconds=_given(options.seconds, SECONDS),
+    )
+
+
+def _given(seconds: float | None, otherwise: float) -> float:
+    return otherwise if seconds is None else seconds
+
+
+def imported(path: str) -> Callable[[], Any]:
+    """Return what `module:function` names. Raises UsageError where there is no such thing."""
+    module, colon, name = path.partition(":")
+    if not colon or not module or not name:
+        raise UsageError(f"--model {path}: write module:function, such as my_models:make")
+    try:
+        found: Callable[[], Any] = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--model {path}: {error}; run it in the folder of the module, or set PYTHONPATH") from error
+    except AttributeError as error:
+        raise UsageError(f"--model {path}: {error}") from error
+    return found
+
+
+def nbytes_of(words: str) -> int:
+    """Return the bytes that `64M`, `64 MiB` or `67108864` means. Raises UsageError for other words."""
+    text = words.strip().lower().removesuffix("ib").removesuffix("b").strip()
+    unit = _UNITS.get(text[-1:], 1)
+    try:
+        return int(float(text[:-1] if unit > 1 else text) * unit)
+    except (ValueError, OverflowError):
+        raise UsageError(f"{words!r} is no size; write 64M or 512K, say") from None
+
+
+def sizes_to(largest: int) -> tuple[int, ...]:
+    """Return the sizes of a table up to `largest` bytes, each four times the last."""
+    if largest < SMALLEST:
+        raise UsageError(f"the largest size is {largest} bytes; it starts with {SMALLEST}, and {LARGEST_CPU} is usual")
+    return tuple(2**k for k in range(SMALLEST.bit_length() - 1, largest.bit_length(), 2))
+
+
+def shape_of(words: str) -> tuple[int, ...]:
+    """Return the shape that `1,28,28` means. Raises UsageError for other words."""
+    try:
+        shape = tuple(int(part) for part in words.strip("() ").split(",") if part.strip())
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise UsageError(f"--shape {words}: write the shape of one example, such as 1,28,28")
+    return shape
+
+
+def _writable(name: str) -> Path:
+    path = Path(name)
+    if path.suffix.lower() not in ENDINGS or not path.absolute().parent.is_dir():
+        raise UsageError(f"--picture {name}: name a file in a folder that is there, ending in {', '.join(ENDINGS)}")
+    return path

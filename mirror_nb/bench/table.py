@@ -1,0 +1,70 @@
+"""Tables as text, as HTML and as a DataFrame. Knows rows of texts; knows nothing of what was measured."""
+
+from __future__ import annotations
+
+import html
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from mirror_nb.errors import MirrorError
+
+Cells = Sequence[tuple[str, bool]]
+# Of a row: each text, and whether it is the best of its kind.
+
+
+def as_text(headline: str, header: Sequence[str], rows: Sequence[Cells], advice: Sequence[str] = ()) -> str:
+    """Return the table for a terminal."""
+    lines = [list(header), *([text for text, _ in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    aligned = (
+        "  ".join(
+            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+    return "\n".join([headline, *(line.rstrip() for line in aligned), *advice])
+
+
+def as_html(headline: str, header: Sequence[str], rows: Sequence[Cells], advice: Sequence[str] = ()) -> str:
+    """Return the table for a notebook, in the colours of its page, dark or light."""
+    cell = "padding:.15em .7em;font-variant-numeric:tabular-nums;text-align:"
+    best = ";font-weight:bold;background:color-mix(in srgb,currentColor 14%,transparent)"
+    sides = ["left", *["right"] * (len(header) - 1)]
+    head = "".join(f'<th style="{cell}{s}">{html.escape(t)}</th>' for s, t in zip(sides, header, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td style="{cell}{s}{best if b else ""}">{html.escape(t)}</td>'
+            for s, (t, b) in zip(sides, row, strict=True)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    said = "".join(f"<div>{html.escape(line)}</div>" for line in advice)
+    return (
+        f"<div><div>{html.escape(headline)}</div>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{said}</div>"
+    )
+
+
+def as_frame(rows: Sequence[dict[str, Any]]) -> Any:
+    """Return a DataFrame of a row each. Raises MirrorError where pandas is not installed."""
+    try:
+        frame = importlib.import_module("pandas").DataFrame
+    except ImportError as error:
+        raise MirrorError("a DataFrame needs pandas, which is not installed: pip install pandas") from error
+    return frame(rows)
+
+
+def size(nbytes: int) -> str:
+    """Return bytes as a table says them: 64 KiB."""
+    for unit, words in ((2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {words}"
+    return f"{nbytes} B"
+
+
+def number(value: float) -> str:
+    """Return three digits that count."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

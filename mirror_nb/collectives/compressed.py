@@ -1,0 +1,73 @@
+"""All-reduce in half the bytes: fp32 travels as bf16. The algorithm is another op's.
+
+Knows tensors and the op that it is put around; knows nothing of buckets or gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from mirror_nb.collectives.base import CrossDeviceOps, Handle
+from mirror_nb.devices import Device
+from mirror_nb.values import ReduceOp
+
+
+@final
+class Compressed(CrossDeviceOps):
+    """Rounds fp32 to bf16 (8 bits, fp32's range), has `ops` reduce that, and puts the result back.
+
+    What is not zero stays so, unless it is below 1e-40. Other dtypes go through `ops` as they are.
+    """
+
+    def __init__(self, ops: CrossDeviceOps) -> None:
+        self.ops = ops
+
+    def parts(self) -> Sequence[CrossDeviceOps]:
+        """Return the op that reduces."""
+        return (self.ops,)
+
+    def start(self, op: ReduceOp, flat: Tensor) -> Handle:
+        """Begin an all-reduce of a rounded copy."""
+        if flat.dtype is not torch.float32:
+            return self.ops.start(op, flat)
+        rounded = flat.to(torch.bfloat16)
+        return _Expanding(self.ops.start(op, rounded), rounded, flat)
+
+    def unfit_for(self, devices: Sequence[Device]) -> str | None:
+        """Return why not: as `ops`."""
+        return self.ops.unfit_for(devices)
+
+
+@final
+class _Expanding(Handle):
+    """An all-reduce of `rounded` that ends in `flat`."""
+
+    def __init__(self, handle: Handle, rounded: Tensor, flat: Tensor) -> None:
+        self._handle = handle
+        self._rounded: Tensor | None = rounded
+        self._flat = flat
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait, and put the result back; once."""
+        self._handle.wait(seconds)
+        rounded, self._rounded = self._rounded, None
+        if rounded is not None:
+            # On a GPU behind the reduction, which the current stream waits for now.
+            self._flat.copy_(rounded)
+
+    def done(self) -> bool:
+        """Whether the reduction has ended."""
+        return self._handle.done()
+
+    def times(self) -> tuple[int, int] | None:
+        """The reduction's own."""
+        return self._handle.times()
+
+    @property
+    def ends_after_wait(self) -> bool:
+        """As the reduction's."""
+        return self._handle.ends_after_wait

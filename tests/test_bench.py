@@ -1,0 +1,372 @@
+"""The bench in the user's hands: tables from strategies, cells, magics and the command line; and advice."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from driving import run_cell
+from IPython.core.interactiveshell import InteractiveShell
+from torch import nn
+from traitlets.config import Config
+
+import mirror_nb as mnb
+from mirror_nb import advice
+from mirror_nb.bench import AllReduceTable, StepTable, command, steps
+from mirror_nb.bench.collectives import AllReduceRow, all_reduce
+from mirror_nb.bench.steps import StepRow, _advice, _Found
+from mirror_nb.bench.table import number, size
+from mirror_nb.collectives.base import Finished
+from mirror_nb.collectives.measuring import Trial
+from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.pool.local import LocalPool
+
+OPS = ("shared_memory", "hierarchical_copy", "one_device", "gloo")
+
+
+class Wrong(mnb.CrossDeviceOps):
+    """Sums nothing."""
+
+    def start(self, op, flat):
+        return Finished()
+
+    def unfit_for(self, devices):
+        return None
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 50), nn.ReLU(), nn.Linear(50, 3))
+
+
+# All-reduces
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_op_that_fits_is_timed_and_its_sums_are_checked(replicas: Callable[[int], LocalPool], n):
+    table = all_reduce(replicas(n), sizes=[4, 1024, 2**18 + 7], seconds=0.01)
+    assert [(row.nbytes, row.op) for row in table.rows] == [(s, op) for s in (4, 1024, 2**18 + 4) for op in OPS]
+    assert all(row.correct and 0 < row.p50_us <= row.p95_us for row in table.rows)
+    assert table.devices == tuple(f"cpu:{i}" for i in range(n))
+    assert table.fastest(1024) in OPS
+    with pytest.raises(UsageError, match="nothing of 5 bytes was measured; there are: 4, 1024, 262148"):
+        table.fastest(5)
+
+
+def test_an_op_that_sums_wrongly_is_shown_up(replicas):
+    table = all_reduce(replicas(2), sizes=[1024, 2**20], ops=["one_device", Wrong()], seconds=0.01)
+    assert [(row.op, row.correct) for row in table.rows] == [("one_device", True), ("Wrong", False)] * 2
+    assert [table.fastest(s) for s in (1024, 2**20)] == ["one_device"] * 2
+    assert "NO" in repr(table)
+
+
+def test_bandwidths_are_those_of_nccl_tests():
+    row = AllReduceRow.of("gloo", 4_000_000, Trial((1000.0,) * 3, True), 4)
+    assert (row.algorithm_gbps, row.bus_gbps) == (4.0, 6.0)
+
+
+def test_a_strategy_is_measured_and_goes_on_as_it_was():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"], "gloo") as strategy:
+        table = mnb.bench.all_reduce(strategy, sizes=[1024], seconds=0.01)
+        assert [row.op for row in table.rows] == list(OPS)
+        found = mnb.bench.steps(strategy, make, shape=(6,), batch=9, seconds=0.05)
+        assert found.batch == 9
+        assert type(strategy.cross_device_ops).__name__ == "GlooAllReduce"
+        assert strategy.run(lambda: type(mnb.get_strategy().cross_device_ops).__name__) == "GlooAllReduce"
+
+
+def test_a_cell_measures_on_every_replica_with_one_result(replicas):
+    source = """
+import mirror_nb as mnb
+table = mnb.bench.all_reduce(strategy, sizes=[4096], ops=["gloo", "one_device"], seconds=0.01)
+text = repr(table)
+"""
+    ran = run_cell(replicas(2), source, timeout=60)
+    assert ran.report.clean, ran.report.failures
+    assert ran.values[0]["text"] == ran.values[1]["text"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"sizes": []}, UsageError, "`sizes` is empty"),
+        ({"sizes": [3]}, UsageError, "an fp32 takes 4 bytes"),
+        ({"seconds": 0}, UsageError, "`seconds` is 0"),
+        ({"ops": []}, UsageError, "`ops` is empty"),
+        ({"ops": ["gloo", "gloo"]}, UsageError, "`ops` has gloo twice"),
+        ({"ops": [3]}, UsageError, "`ops` holds 3"),
+        ({"ops": ["nccl"]}, DeviceError, "it is for GPUs; these can"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(replicas, wrong, error, said):
+    with pytest.raises(error, match=said):
+        all_reduce(replicas(2), **wrong)
+
+
+def test_one_replica_has_nobody_to_reduce_with(replicas):
+    for what in (replicas(1), mnb.OneDeviceStrategy("cpu:0")):
+        with pytest.raises(UsageError, match=r"one replica .* reduces with nobody"):
+            all_reduce(what)
+    with pytest.raises(UsageError, match="pass a strategy"):
+        all_reduce(3)
+
+
+# Steps
+
+
+def test_a_models_steps_are_timed_with_each_op_without_and_alone(replicas):
+    pool = replicas(2)
+    table = steps(pool, make, shape=(6,), batch=8, seconds=0.05)
+    ways = [row.way for row in table.rows]
+    assert ways[:5] == [*OPS, "no synchronisation"]
+    assert ways[5].startswith("one process with ")
+    assert all(0 < row.p50_ms <= row.p95_ms for row in table.rows)
+    assert table.fastest().way in OPS
+    # The replicas train as before.
+    source = """
+import torch
+torch.manual_seed(0)
+layer = torch.nn.Linear(1, 1, bias=False)
+(layer(torch.ones(1, 1)) * (1 + replica_id)).sum().backward()
+gradient = layer.weight.grad.item(), type(strategy.cross_device_ops).__name__
+"""
+    ran = run_cell(pool, source)
+    assert [values["gradient"] for values in ran.values.values()] == [(1.5, "SharedMemoryAllReduce")] * 2
+
+
+def test_a_module_is_measured_by_a_copy(replicas):
+    module = make()
+    before = [parameter.clone() for parameter in module.parameters()]
+    steps(replicas(2), module, shape=(6,), ops=["gloo"], seconds=0.02, optimizer="Adam")
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x, scale):
+        return {"loss": (self.layer(x) * scale).square().mean()}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: (make(), torch.randn(7, 6)),
+        lambda: (make(), torch.randn(7, 6), lambda out: out.sum()),
+        lambda: (Named(), {"x": torch.randn(7, 2), "scale": torch.tensor(2.0)}),
+        lambda: (Named(), (torch.randn(7, 2), torch.ones(7, 1))),
+    ],
+)
+def test_a_function_may_bring_its_inputs_and_its_loss(replicas, made):
+    assert steps(replicas(2), made, ops=["shared_memory"], seconds=0.02).batch == 7
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (3, {}, "`model` is 3; pass an nn.Module"),
+        (make, {}, "Give the shape of one example"),
+        (lambda: 3, {}, "the model's function returned 3"),
+        (lambda: (make(), torch.ones(1, 6)), {}, "1 examples, too few for 2 replicas"),
+        (lambda: (make(), (torch.ones(2, 6), torch.ones(3, 6))), {}, "all tensors need the same first size"),
+        (make, {"batch": 1}, "`batch` is 1, fewer examples than the 2 replicas"),
+        (make, {"optimizer": "LBFGS"}, "torch.optim has no 'LBFGS' to try; it has: .*SGD"),
+        (make, {"seconds": -1}, "`seconds` is -1"),
+        (
+            lambda: (nn.Identity(), torch.ones(4, 2), lambda out: out.sum()),
+            {},
+            "optimizer got an empty parameter list",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_measured_is_refused(replicas, model, options, said):
+    pool = replicas(2)
+    with pytest.raises(ValueError, match=said):
+        steps(pool, model, seconds=options.pop("seconds", 0.02), **options)
+    pool.mend()
+
+
+# Tables
+
+
+ROWS = (
+    AllReduceRow("gloo", 1024, 200.4, 300.0, 0.005, 0.005, True),
+    AllReduceRow("<own>", 1024, 20.44, 30.0, 0.05, 0.05, True),
+    AllReduceRow("gloo", 2**20, 2000.0, 3000.0, 0.5, 0.5, False),
+)
+TABLE = AllReduceTable(ROWS, ("cpu:0", "cpu:1"))
+STEPS = StepTable(
+    (StepRow("gloo", 4.0, 5.0, 16_000), StepRow("one process with 2 threads", 3.0, 3.5, 21_333)),
+    ("cpu:0", "cpu:1"),
+    64,
+    ("gloo",),
+    ("be wise",),
+)
+
+
+def test_a_table_reads_well_in_a_terminal():
+    assert repr(TABLE).splitlines() == [
+        "all-reduce of fp32 over 2 replicas (cpu:0, cpu:1)",
+        "size      op  p50 µs  p95 µs  algorithm GB/s  bus GB/s  correct",
+        "1 KiB   gloo     200     300           0.005     0.005      yes",
+        "1 KiB  <own>    20.4      30            0.05      0.05      yes",
+        "1 MiB   gloo    2000    3000             0.5       0.5       NO",
+    ]
+    assert repr(STEPS).splitlines()[-2:] == [
+        "one process with 2 threads       3     3.5       21333",
+        "be wise",
+    ]
+
+
+def test_a_table_reads_well_in_a_notebook():
+    found = TABLE._repr_html_()
+    assert "&lt;own&gt;" in found
+    # One best of each size, of what was right.
+    assert found.count("font-weight:bold") == 1
+    assert "<div>be wise</div>" in STEPS._repr_html_()
+
+
+def test_a_table_is_data_and_a_picture():
+    assert list(TABLE.to_pandas()["p50_us"]) == [200.4, 20.44, 2000.0]
+    assert list(STEPS.to_pandas()["way"]) == ["gloo", "one process with 2 threads"]
+    assert [axes.get_title("left") for axes in TABLE.plot().axes] == ["time, µs: median to p95", "bus bandwidth, GB/s"]
+    assert [axes.get_title("left") for axes in STEPS.plot().axes] == ["a training step, ms"]
+    assert TABLE.plot()._repr_png_()[0].startswith(b"\x89PNG")
+    for empty in (AllReduceTable((), ()), StepTable((), (), 1, ())):
+        with pytest.raises(UsageError, match="nothing to plot"):
+            empty.plot()
+
+
+def test_numbers_and_sizes_are_short():
+    assert [size(n) for n in (4, 1024, 2**20, 25 * 2**20, 1536)] == ["4 B", "1 KiB", "1 MiB", "25 MiB", "1.5 KiB"]
+    assert [number(x) for x in (0.1234, 12.34, 123.4, 12345.6)] == ["0.123", "12.3", "123", "12346"]
+
+
+# Advice
+
+
+def found(**ways: float) -> _Found:
+    times = {name.replace("_process", " process"): [ms] * 3 for name, ms in ways.items()}
+    return _Found(times, 64, "one process", "gloo", 2**20, None)
+
+
+def test_nothing_is_said_where_nothing_is_wrong():
+    assert _advice(found(gloo=10.0, shared_memory=9.5, one_process=12.0), ("gloo", "shared_memory"), 2, "SGD") == ()
+
+
+def test_what_was_measured_to_be_faster_is_said_with_the_numbers():
+    measured = found(gloo=44.0, shared_memory=30.0, one_process=20.0)
+    measured.ways["gloo, buckets of 25 MiB"] = [35.0]
+    said = _advice(
+        _Found(measured.ways, 64, "one process", "gloo", 2**20, (15.9, 4.7)), ("gloo", "shared_memory"), 2, "Adam"
+    )
+    assert said == (
+        "2 replicas are slower than one process: 30 ms a step against 20 ms. The model or the batch is too small to "
+        "share: train with OneDeviceStrategy, or on larger batches",
+        "a step takes 44 ms by gloo, and 30 ms with cross_device_ops='shared_memory'",
+        "gradient buckets of 1 MiB are too small: a step takes 44 ms, and 35 ms with 25 MiB: "
+        "CommunicationOptions(bytes_per_pack=26214400)",
+        "optimizer.step() takes 15.9 ms of a step's 44 ms, and 4.7 ms when it is fused: "
+        "torch.optim.Adam(..., fused=True)",
+    )
+
+
+def test_a_gain_that_nobody_would_notice_is_not_worth_a_word():
+    assert advice.could_be_fused("Adam", 1.0, 0.5, 100.0) is None
+    assert advice.could_be_fused("Adam", 10.0, 9.5, 20.0) is None
+    assert advice.other_ops("gloo", 10.0, "gloo", 1.0) is None
+    assert advice.buckets_too_small(1, 10.0, 2, 9.5) is None
+
+
+def test_small_buckets_are_compared_with_larger_ones(replicas):
+    source = """
+import mirror_nb as mnb
+small = mnb.MirroredStrategy(communication_options=mnb.CommunicationOptions(bytes_per_pack=100))
+table = mnb.bench.steps(small, make, shape=(6,), ops=["shared_memory"], seconds=0.02)
+ways = [row.way for row in table.rows]
+mnb.MirroredStrategy(communication_options=mnb.CommunicationOptions())
+"""
+    ran = run_cell(replicas(2), source, {"make": make}, timeout=60)
+    assert ran.report.clean, ran.report.failures
+    assert "shared_memory, buckets of 25 MiB" in ran.values[0]["ways"]
+
+
+# The magic
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    made = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+    made.extension_manager.load_extension("mirror_nb")
+    yield made
+    made.extension_manager.unload_extension("mirror_nb")
+    InteractiveShell.clear_instance()
+
+
+def test_the_magic_returns_the_table(shell):
+    shell.run_line_magic("mirror", "start --devices cpu:0,cpu:1")
+    table = shell.run_line_magic("mirror", "bench --largest 4K --seconds 0.01 --ops gloo,shared_memory")
+    assert [(row.nbytes, row.op) for row in table.rows] == [(s, o) for s in (1024, 4096) for o in ("gloo", OPS[0])]
+    shell.run_cell("import torch\nnet = torch.nn.Linear(3, 2)\ndef build(): return torch.nn.Linear(3, 2)")
+    for name in ("net", "build"):
+        steps = shell.run_line_magic("mirror", f"bench --model {name} --shape 3 --ops gloo --seconds 0.02 --batch 4")
+        assert steps.batch == 4
+    with pytest.raises(UsageError, match="--model nothing: the notebook has no such name"):
+        shell.run_line_magic("mirror", "bench --model nothing")
+
+
+# The command line
+
+
+def test_the_command_prints_the_table_and_draws_it(tmp_path: Path):
+    (tmp_path / "models.py").write_text("import torch\ndef tiny():\n    return torch.nn.Linear(5, 1)\n")
+    line = [sys.executable, "-m", "mirror_nb", "bench", "--devices", "cpu:0,cpu:1", "--seconds", "0.02"]
+    for more, said in (
+        (["--largest", "1K", "--picture", "ops.png"], "all-reduce of fp32 over 2 replicas (cpu:0, cpu:1)"),
+        (["--model", "models:tiny", "--shape", "5", "--ops", "gloo"], "a training step on 64 examples, 2 replicas"),
+    ):
+        done = subprocess.run([*line, *more], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(said)
+    assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"devices": "cpu:0"}, "reduces with nobody"),
+        ({"largest": "big"}, "'big' is no size; write 64M"),
+        ({"largest": "1"}, "the largest size is 1 bytes"),
+        ({"model": "json"}, "write module:function"),
+        ({"model": "no_such_module:make"}, "No module named 'no_such_module'"),
+        ({"model": "json:make"}, "has no attribute 'make'"),
+        ({"model": "json:dumps", "shape": "1,x"}, "write the shape of one example"),
+        ({"picture": "ops.txt"}, "ending in .png"),
+        ({"ops": "glue"}, "no cross-device op 'glue'"),
+    ],
+)
+def test_a_wrong_call_of_the_command_says_what_is_right(options, said):
+    err = io.StringIO()
+    code = command.run(command.Options(**{"devices": "cpu:0,cpu:1", **options}), io.StringIO(), err)
+    assert code == command.WRONG_CALL
+    assert said in err.getvalue()
+
+
+def test_sizes_are_read_as_people_write_them():
+    assert [command.nbytes_of(words) for words in ("64M", "64 MiB", "1.5k", "2G", "12", "8KB")] == [
+        2**26,
+        2**26,
+        1536,
+        2**31,
+        12,
+        8192,
+    ]
+    assert command.sizes_to(20_000) == (1024, 4096, 16384)
+    assert command.shape_of("(1, 28, 28)") == (1, 28, 28)

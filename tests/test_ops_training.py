@@ -1,0 +1,237 @@
+"""Training by each cross-device op: the losses of one device, ops of one's own, and changing ops on the way."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from driving import eventually, run_cell
+from torch import nn
+
+import mirror_nb as mnb
+from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.options import CommunicationOptions
+from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.pool.local import LocalPool
+
+OPS = ("shared_memory", "hierarchical_copy", "one_device", "gloo", "auto")
+X = torch.randn(61, 8, generator=torch.Generator().manual_seed(1))
+Y = X.sin().sum(1, keepdim=True)
+BATCH, EPOCHS = 16, 3
+# The last batch of an epoch holds 13: unevenly cut over 2, 3 and 4 replicas.
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 150), nn.Tanh(), nn.Linear(150, 150), nn.Tanh(), nn.Linear(150, 1))
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """The loss of every step on one device."""
+    model, losses = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    for _ in range(EPOCHS):
+        for start in range(0, len(X), BATCH):
+            loss = F.mse_loss(model(X[start : start + BATCH]), Y[start : start + BATCH])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+    return losses
+
+
+TRAINING = """
+import torch, torch.nn.functional as F
+from mirror_nb import MirroredStrategy
+from mirror_nb.collectives import auto
+from mirror_nb.collectives.options import CommunicationOptions
+auto.SECONDS_A_SIZE = 0.01
+
+def train(model, chosen):
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    losses = []
+    for epoch in range(epochs):
+        for x, y in strategy.distribute_dataset((X, Y), batch_size=batch):
+            op = chosen(len(losses))
+            if op is not None:
+                strategy.cross_device_ops = op
+            optimizer.zero_grad()
+            # Every example counts once; the mean of an empty share is no number.
+            loss = F.mse_loss(model(x), y) if len(x) else model(x).sum()
+            loss.backward()
+            optimizer.step()
+            total = strategy.reduce("sum", loss.detach() * len(x))
+            losses.append(float(total / strategy.reduce("sum", float(len(x)))))
+    return losses
+"""
+
+
+@pytest.fixture(params=[1, 2, 3, 4], ids=lambda n: f"{n} replicas")
+def pool(request: pytest.FixtureRequest, replicas: Callable[[int], LocalPool]) -> Iterator[LocalPool]:
+    pool = replicas(request.param)
+    yield pool
+    pool.mend()
+    assert run_cell(pool, 'strategy.cross_device_ops = "shared_memory"').report.clean
+
+
+def trained(pool: LocalPool, cell: str, **names: Any) -> list[list[float]]:
+    """Run a cell that binds `losses`; return those of each replica."""
+    given = {"X": X, "Y": Y, "batch": BATCH, "epochs": EPOCHS, "net": net, **names}
+    ran = run_cell(pool, TRAINING + cell, given, timeout=60)
+    assert ran.report.clean, {r: (f.type_name, f.message) for r, f in ran.report.failures.items()}
+    return [values["losses"] for values in ran.values.values()]
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_whole_epochs_by_each_op_have_the_losses_of_one_device(pool, alone, ops, tmp_path, monkeypatch):
+    cell = f"""
+strategy.cross_device_ops = ops
+if hasattr(strategy.cross_device_ops, "cache"):
+    strategy.cross_device_ops.cache = {str(tmp_path)!r}
+losses = train(net(), lambda step: None)
+"""
+    for losses in trained(pool, cell, ops=ops):
+        assert losses == pytest.approx(alone, rel=0, abs=1e-5)
+
+
+def test_ops_may_change_between_any_two_steps(pool, alone):
+    cell = """
+names = ["gloo", "shared_memory", "one_device", "hierarchical_copy"]
+losses = train(net(), lambda step: names[step % 4])
+"""
+    for losses in trained(pool, cell):
+        assert losses == pytest.approx(alone, rel=0, abs=1e-5)
+
+
+class Averaging(CrossDeviceOps):
+    """A user's own: gathers everything on replica 0, sums there, and sends the sum to all."""
+
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight = weight
+
+    def start(self, op, flat):
+        from mirror_nb.collectives.base import Finished
+
+        parts = self.gather(flat, 0)
+        if parts is not None:
+            flat.copy_(torch.stack(parts).sum(0) * self.weight)
+            if op is mnb.ReduceOp.MEAN:
+                flat.div_(len(parts))
+        self.broadcast(flat, 0)
+        return Finished()
+
+    def unfit_for(self, devices):
+        return "it is for at most 4 replicas" if len(devices) > 4 else None
+
+
+def test_an_op_of_ones_own_trains_like_the_others(pool, alone):
+    cell = """
+strategy.cross_device_ops = ops
+losses = train(net(), lambda step: None)
+"""
+    for losses in trained(pool, cell, ops=Averaging()):
+        assert losses == pytest.approx(alone, rel=0, abs=1e-5)
+
+
+def test_a_class_that_a_cell_defines_is_an_op(replicas):
+    pool = replicas(2)
+    source = """
+import torch
+import mirror_nb as mnb
+from mirror_nb.collectives.base import CrossDeviceOps, Finished
+
+class Doubling(CrossDeviceOps):
+    def start(self, op, flat):
+        self.member.group.allreduce([flat]).wait()
+        flat.mul_(2)
+        return Finished()
+    def unfit_for(self, devices):
+        return None
+
+strategy.cross_device_ops = Doubling()
+model = torch.nn.Linear(1, 1, bias=False)
+model(torch.ones(1, 1)).sum().backward()
+gradient = float(model.weight.grad)
+strategy.cross_device_ops = "shared_memory"
+"""
+    ran = run_cell(pool, source)
+    assert ran.report.clean, ran.report.failures
+    # Twice the sum of two ones, where the mean was asked for: it was this op that reduced.
+    assert [values["gradient"] for values in ran.values.values()] == [4.0, 4.0]
+
+
+def test_after_a_death_the_new_replica_reduces_by_what_a_cell_chose(replicas, alone):
+    pool = replicas(3)
+    assert run_cell(pool, 'strategy.cross_device_ops = "one_device"').report.clean
+    os.kill(pool.status()[1].pid, 9)
+    eventually(pool.dead, "the death is seen")
+    pool.mend()
+    cell = """
+assert type(strategy.cross_device_ops).__name__ == "ReductionToOneDevice"
+losses = train(net(), lambda step: "gloo" if step == 5 else None)
+assert type(strategy.cross_device_ops).__name__ == "GlooAllReduce"
+strategy.cross_device_ops = "shared_memory"
+"""
+    for losses in trained(pool, cell):
+        assert losses == pytest.approx(alone, rel=0, abs=1e-5)
+
+
+# From the controller
+
+
+def test_the_strategy_takes_ops_and_options_and_changes_them_between_steps(alone):
+    options = CommunicationOptions(bytes_per_pack=50_000)
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"], "gloo", communication_options=options) as strategy:
+        with strategy.scope():
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+        def step(batch):
+            x, y = batch
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.detach() * len(x)
+
+        losses = []
+        for _ in range(EPOCHS):
+            for batch in strategy.distribute_dataset((X, Y), batch_size=BATCH):
+                n = sum(len(part) for part in strategy.experimental_local_results(batch[0]))
+                losses.append(float(strategy.reduce("sum", strategy.run(step, args=(batch,)))) / n)
+                if len(losses) == 4:
+                    strategy.cross_device_ops = Averaging()
+                if len(losses) == 8:
+                    strategy.cross_device_ops = "shared_memory"
+        assert type(strategy.cross_device_ops).__name__ == "SharedMemoryAllReduce"
+    assert losses == pytest.approx(alone, rel=0, abs=1e-5)
+
+
+def test_an_op_that_cannot_work_is_refused_with_the_reason_and_what_can():
+    expected = r"NcclAllReduce cannot work on cpu:0, cpu:1: it is for GPUs; these can: SharedMemoryAllReduce\(\)"
+    with pytest.raises(DeviceError, match=expected):
+        mnb.MirroredStrategy(["cpu:0", "cpu:1"], "nccl")
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        before = strategy.cross_device_ops
+        with pytest.raises(DeviceError, match=expected):
+            strategy.cross_device_ops = "nccl"
+        with pytest.raises(UsageError, match=r"no cross-device op 'glue'; there are: nccl, .*, auto"):
+            strategy.cross_device_ops = "glue"
+        with pytest.raises(UsageError, match=r"is the class Averaging; pass an op: Averaging\(\)"):
+            strategy.cross_device_ops = Averaging
+        with pytest.raises(UsageError, match="must be a CrossDeviceOps, or one of the names"):
+            strategy.cross_device_ops = 3
+        assert strategy.cross_device_ops is before
+    with pytest.raises(DeviceError, match="at most 4 replicas"):
+        mnb.MirroredStrategy([f"cpu:{i}" for i in range(5)], Averaging())
+
+
+def test_a_copy_of_an_op_knows_its_arguments_only():
+    ops = copy.deepcopy(Averaging(0.5))
+    assert (repr(ops), ops.weight) == ("Averaging(weight=0.5)", 0.5)
