@@ -42,6 +42,8 @@ class Recorder:
         self._serials: dict[int, int] = {}
         # Of the gradients' collectives under way, by bucket.
         self._examples = 0
+        self._arrived = False
+        # A batch has come in this step.
         self._fed = False
         # A dataset tells where steps begin.
         self._open = False
@@ -84,6 +86,7 @@ class Recorder:
         if self._writer is not None:
             # More than one batch may go into a step.
             self._examples += examples
+            self._arrived = True
             now = clock()
             self._writer.span(Kind.DATA, self.step, self._forward_began, now)
             self._forward_began = now
@@ -94,6 +97,9 @@ class Recorder:
 
     def exhausted(self) -> None:
         """No batch came, or the loop was left: steps are the optimizer's again."""
+        if self._open and not self._arrived:
+            # Only asking tells that there is no batch: the step that was begun for it is none, and its number is free.
+            self.step -= 1
         self._fed = self._open = False
 
     def _begin_step(self, now: int) -> None:
@@ -101,7 +107,7 @@ class Recorder:
         if self._open or self._writer is None:
             return
         self.step += 1
-        self._open, self._began, self._examples = True, now, 0
+        self._open, self._began, self._examples, self._arrived = True, now, 0, False
         self._writer.step_begun(self.step, now)
 
     # ------------------------------------------------------------------ gradients
@@ -148,9 +154,10 @@ class Recorder:
             timing.nbytes,
             serial,
             timing.queued,
-            timing.started,
+            # On the CPU an op tells when all had come to it; how long this replica waited there for its peers is what
+            # a timeline makes of when each was ready.
+            timing.queued if self._device.type == "cpu" else timing.started,
             timing.ended,
-            blocking=self._device.type == "cpu",
         )
 
     # ------------------------------------------------------------------ optimizer

@@ -115,6 +115,7 @@ def test_the_dashboard_of_all_cells_is_there_at_once_and_follows_them_in_its_pla
     assert [where for where, data, _ in displays(idle) if "image/png" in data] == []
     again = kernel.run("%mirror dashboard")
     assert [set(data) for _, data, _ in displays(again)] == [{"image/png", "text/plain"}] * len(displays(again))
+    kernel.run(f"%mirror stop\n{START}")
 
 
 def test_started_with_a_dashboard_every_cell_that_trains_has_one(kernel):

@@ -138,9 +138,9 @@ class LiveDashboard:
         if not self._buttons.working:
             self._buttons.working = self._buttons.armed = True
             self._woken = clock()
-            # A word that came between two calls was for neither.
-            self._buttons.repeat()
             self._prepare()
+        # A word that came between two calls was for neither.
+        self._buttons.repeat()
         if self._board.live:
             self._board.tick()
         elif time.monotonic() >= self._due:

@@ -429,12 +429,13 @@ class _Following:
             self._pool._send(replica_id, Request(self._number, what), self._slabs.get(replica_id))
         tick = 0.0
         while self._pending:
-            for replica_id, message, slab in self._pool._poll(self._patience()):
-                self._take(replica_id, message, slab)
-            self._escalate()
+            # Before the first wait: what was said between two requests is said again at the beginning of a short one.
             if time.monotonic() - tick > 0.1:
                 tick = time.monotonic()
                 self._on_tick(set(self._pending))
+            for replica_id, message, slab in self._pool._poll(self._patience()):
+                self._take(replica_id, message, slab)
+            self._escalate()
         if self._reason is not None:
             self._pool.unform()
         return Report(dict(sorted(self._answers.items())), self._interrupts.count > 0, self._timed_out)
