@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -164,9 +164,12 @@ strategy.cross_device_ops = "shared_memory"
 
 
 @pytest.fixture
-def quick(monkeypatch) -> str:
-    """Source that makes a measurement on a replica short."""
-    return "from mirror_nb.collectives import auto; auto.SECONDS_A_SIZE = 0.01; auto.SIZES = auto.SIZES[:2]\n"
+def quick(replicas: Callable[[int], LocalPool]) -> Iterator[str]:
+    """Source that makes a measurement on a replica short; the replicas are other tests', too."""
+    settings = "from mirror_nb.collectives import auto; auto.SECONDS_A_SIZE, auto.SIZES = "
+    yield f"{settings}0.01, {SIZES[:2]}\n"
+    for n in (2, 3):
+        run_cell(replicas(n), f"{settings}{auto.SECONDS_A_SIZE}, {SIZES}\n")
 
 
 @pytest.mark.parametrize("n", [2, 3])

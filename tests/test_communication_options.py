@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from mirror_nb import MirroredStrategy
 from mirror_nb.collectives.options import CommunicationOptions
-strategy = MirroredStrategy(cross_device_ops=ops, communication_options=options)
+MirroredStrategy(cross_device_ops=ops, communication_options=options)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 200), nn.Tanh(), nn.Linear(200, 100), nn.Tanh(), nn.Linear(100, 1))
 

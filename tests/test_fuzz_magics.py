@@ -64,6 +64,7 @@ class Unstarted:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[object, ...]]] = []
+        self.dashboards_above_cells = False
 
     def __getattr__(self, name: str) -> object:
         def note(*args: object) -> str:

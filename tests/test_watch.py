@@ -19,8 +19,9 @@ from made_rings import MadeRings
 from mirror_nb.__main__ import main
 from mirror_nb.errors import UsageError
 from mirror_nb.notebook.dashboard.frame import Frame, Phase
+from mirror_nb.telemetry import notice as notices
 from mirror_nb.telemetry.findings import findings
-from mirror_nb.telemetry.notice import Notice, Posted, find, open_rings
+from mirror_nb.telemetry.notice import Notice, Posted, open_rings
 from mirror_nb.telemetry.samples import Mark
 from mirror_nb.watch import command
 from mirror_nb.watch.command import Options, run
@@ -78,6 +79,19 @@ def controller() -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate(timeout=20)
+
+
+_others: list[Notice] = []
+
+
+@pytest.fixture(autouse=True)
+def _without_the_pools_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    _others[:] = notices.find()
+    monkeypatch.setattr(command, "find", find)
+
+
+def find() -> tuple[Notice, ...]:
+    return tuple(notice for notice in notices.find() if notice not in _others)
 
 
 def mine() -> list[Notice]:

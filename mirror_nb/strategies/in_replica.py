@@ -112,7 +112,9 @@ class ReplicaPlace(Place):
         self.device: torch.device = who.device
         self.devices = _names_of_devices(who)
         self._replica = replica
-        self._peers = Peers(who.replica_id, who.num_replicas, who.device, self._announce)
+        self._peers = Peers(
+            who.replica_id, who.num_replicas, who.device, self._announce, lambda: replica.communication.ops
+        )
         self._merges = 0
         # merge_calls that run now: in them every replica has all values.
         self._home = ReplicaHome(self._peers, lambda: self._merges > 0, commanded=not isinstance(replica, Standalone))

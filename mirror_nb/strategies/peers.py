@@ -21,10 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.gloo import GlooAllReduce
+from mirror_nb.collectives.nccl import NcclAllReduce
+from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
 from mirror_nb.pool.base import UNEVEN_MERGE_CALLS
 from mirror_nb.strategies.reductions import common_dtype, mean
 from mirror_nb.values import ReduceOp
+
+_AS_THE_GROUP = (SharedMemoryAllReduce, GlooAllReduce, NcclAllReduce)
 
 MERGE_CALL = "merge_call"
 
@@ -86,12 +92,18 @@ class Peers:
     """
 
     def __init__(
-        self, replica_id: int, num_replicas: int, device: torch.device, announce: Callable[[], None] = lambda: None
+        self,
+        replica_id: int,
+        num_replicas: int,
+        device: torch.device,
+        announce: Callable[[], None] = lambda: None,
+        ops: Callable[[], CrossDeviceOps | None] = lambda: None,
     ) -> None:
         self.replica_id = replica_id
         self.num_replicas = num_replicas
         self.device = device
         self._announce = announce
+        self._ops = ops
 
     # ------------------------------------------------------------------ agreement
 
@@ -198,7 +210,7 @@ class Peers:
             flat = torch.cat([tensors[i].detach().reshape(-1) for i in members]).to(_CARRIER.get(dtype, dtype))
             flats.append(flat)
             if flat.numel():
-                works.append(dist.all_reduce(flat, async_op=True))
+                works.append(self._begin(flat))
         for work in works:
             work.wait()
         results: list[Any] = [None] * len(tensors)
@@ -207,6 +219,13 @@ class Peers:
             for i, piece in zip(members, pieces, strict=True):
                 results[i] = piece.view(tensors[i].shape).to(tensors[i].dtype)
         return results
+
+    def _begin(self, flat: Tensor) -> Any:
+        """Begin a sum, by the strategy's cross-device ops where they do it in another way than the process group."""
+        ops = self._ops()
+        if ops is None or isinstance(ops, _AS_THE_GROUP) or flat.device.type != ops.member.device.type:
+            return dist.all_reduce(flat, async_op=True)
+        return ops.all_reduce(ReduceOp.SUM, flat)
 
     def gathered(self, tensor: Tensor, axis: int, sizes: Sequence[int]) -> Tensor:
         """Return the replicas' tensors joined along `axis`; `sizes` are theirs along it."""
