@@ -23,18 +23,17 @@ def test_nothing_is_lost_whatever_strikes_and_wherever():
     assert sum(chaos.record.outcomes.values()) == len(ROUNDS)
 
 
-def test_the_harness_finds_replicas_that_were_left_a_step_apart(monkeypatch: pytest.MonkeyPatch):
+def test_the_harness_finds_a_replica_that_was_started_anew_and_not_filled(monkeypatch: pytest.MonkeyPatch):
     """It would be of no use if it could not fail."""
-    monkeypatch.setattr(recovery, "_level", lambda pool, living: living[0])
-    apart = next(
+    monkeypatch.setattr(recovery, "_fill", lambda pool, source, blank: ())
+    killed = next(
         number
         for number in range(1000)
-        if (draw := drawn(SEED, number)).strikes[0].act == "raise"
-        and draw.strikes[0].point == "after step"
+        if (draw := drawn(SEED, number)).strikes[0].act == "kill"
+        and draw.outside is None
         and draw.recovery is None
         and len(draw.victims) == 1
     )
     chaos = Chaos(SEED)
-    chaos.run([apart])
-    assert "the replicas stand at steps" in chaos.failures[0]
-    assert f"--seed {SEED} --only {apart}" in chaos.failures[0]
+    chaos.run([killed])
+    assert f"--seed {SEED} --only {killed}" in chaos.failures[0]
