@@ -1,6 +1,6 @@
 """`fit` on two CPU replicas against a hand-written DDP loop, and against Keras 3 `fit` on one device.
 
-    python benchmarks/fit.py [rounds [images]]
+    python benchmarks/fit.py [rounds [images [name of the cross-device op]]]
 
 Fashion-MNIST's images where Debian's package dataset-fashion-mnist is installed, else random ones of that size. Same
 networks, optimizer, data and metrics; all take turns, an epoch each. Two replicas with a thread each; Keras has all
@@ -31,6 +31,7 @@ from mirror_nb.demo.datasets import fashion_mnist
 
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 5
 IMAGES = int(sys.argv[2]) if len(sys.argv) > 2 else 6400
+OPS = sys.argv[3] if len(sys.argv) > 3 else None
 HERE = Path(__file__).parent
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 DEVICES = ("cpu:0", "cpu:1")
@@ -69,7 +70,7 @@ def main() -> None:
         torchrun = stack.enter_context(closing(_torchrun(file)))
         has_keras = importlib.util.find_spec("keras") is not None
         keras = stack.enter_context(closing(_keras(file))) if has_keras else None
-        strategy = stack.enter_context(mnb.MirroredStrategy(DEVICES))
+        strategy = stack.enter_context(mnb.MirroredStrategy(DEVICES, cross_device_ops=OPS))
         models = {kind: _model(strategy, kind) for kind in KINDS}
         rivals = {
             "fit": lambda kind: _epoch(models[kind], images, labels),
@@ -84,7 +85,7 @@ def main() -> None:
             firsts["Keras"] = lambda kind: keras.ask(f"first {kind}")
         times = {kind: _in_turns(rivals, kind, ROUNDS) for kind in KINDS}
         first_times = {kind: _in_turns(firsts, kind, 2 * ROUNDS) for kind in KINDS}
-    report("fit", [*_head(name), *_table(times), *_first_lines(first_times)])
+    report("fit" if OPS is None else f"fit_{OPS}", [*_head(name), *_table(times), *_first_lines(first_times)])
 
 
 def _data() -> tuple[torch.Tensor, torch.Tensor, str]:
@@ -214,7 +215,7 @@ def _table(times: dict[str, dict[str, float]]) -> list[str]:
             lines.append(f"{words:36}{cells}")
     return [
         *lines,
-        "of fit: how many times fit's time it takes (aim: 1 for DDP on mirror_nb's replicas, by the same op)",
+        "of fit: how many times fit's time it takes (aim: 1 for DDP by the same op: with gloo, torchrun's)",
     ]
 
 
