@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import os
 import pickle
 import re
@@ -424,7 +425,8 @@ class Done(_Compact):
 
 # --------------------------------------------------------------------------- the channel
 
-_HEADER = struct.Struct("<QB")
+_HEADER = struct.Struct("<QBI")
+# Length of the pickle, whether a slab comes with it, and the number of buffers whose lengths follow.
 
 
 class ChannelClosed(Exception):
@@ -440,8 +442,9 @@ class Channel:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         self._ended = False
         self._lock = threading.Lock()
-        self._chunk = memoryview(bytearray(_CHUNK))
-        self._bytes = bytearray()
+        self._bytes = bytearray(_CHUNK)
+        self._begin = self._end = 0
+        # What has arrived and was not taken yet.
         self._descriptors: deque[int] = deque()
 
     def fileno(self) -> int:
@@ -453,17 +456,25 @@ class Channel:
 
         Raises ChannelClosed when the other end is gone.
         """
-        body = pickle.dumps(message, protocol=5)
-        header = _HEADER.pack(len(body), slab is not None)
+        buffers: list[pickle.PickleBuffer] = []
+        body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+        # Tensors go from their memory to the socket: a copy of 100 KB takes as long as a small call.
+        parts = [body, *(buffer.raw() for buffer in buffers)]
+        header = _HEADER.pack(len(body), slab is not None, len(buffers))
+        lengths = struct.pack(f"<{len(buffers)}Q", *(len(part) for part in parts[1:]))
+        ancillary = [] if slab is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", slab))]
         try:
             with self._lock:
-                if slab is None:
-                    self._socket.sendall(header + body)
-                else:
-                    socket.send_fds(self._socket, [header], [slab])
-                    self._socket.sendall(body)
+                self._send_all([header + lengths, *parts], ancillary)
         except OSError as reason:
             raise ChannelClosed(str(reason)) from reason
+
+    def _send_all(self, parts: list[Any], ancillary: list[Any]) -> None:
+        sent = self._socket.sendmsg(parts, ancillary)
+        for part in parts:
+            if sent < len(part):
+                self._socket.sendall(memoryview(part)[sent:])
+            sent = max(0, sent - len(part))
 
     def receive(self) -> tuple[Any, int | None]:
         """Wait for the next message and its slab. Raises ChannelClosed when the other end is gone."""
@@ -474,12 +485,12 @@ class Channel:
     def drain(self) -> list[tuple[Any, int | None]]:
         """Return the messages that have arrived, without waiting. Raises ChannelClosed at the end of the last."""
         try:
-            while self._read(socket.MSG_DONTWAIT) == _CHUNK:
+            while self._read(_DONT_WAIT):
                 pass
         except BlockingIOError:
             pass
         except ChannelClosed:
-            if not self._bytes:
+            if self._begin == self._end:
                 raise
         messages = []
         while (message := self._next()) is not None:
@@ -488,10 +499,12 @@ class Channel:
             raise ChannelClosed("the other end is gone")
         return messages
 
-    def _read(self, flags: int) -> int:
+    def _read(self, flags: int) -> bool:
+        """Take what has arrived; return whether there may be more."""
+        room = self._room()
         try:
             # Not socket.recv_fds: it drops its flags (CPython 3.9 to 3.13), so that `drain` would wait.
-            length, ancillary, *_ = self._socket.recvmsg_into([self._chunk], _ANCILLARY_BYTES, flags | _CLOSE_ON_EXEC)
+            length, ancillary, *_ = self._socket.recvmsg_into([room], _ANCILLARY_BYTES, flags | _CLOSE_ON_EXEC)
         except BlockingIOError:
             raise
         except OSError as reason:
@@ -503,19 +516,38 @@ class Channel:
         if not length:
             self._ended = True
             raise ChannelClosed("the other end is gone")
-        self._bytes += self._chunk[:length]
-        return length
+        self._end += length
+        return length == len(room)
+
+    def _room(self) -> memoryview:
+        if self._begin == self._end:
+            self._begin = self._end = 0
+            if len(self._bytes) > 4 * _CHUNK:
+                self._bytes = bytearray(_CHUNK)
+        if len(self._bytes) - self._end < _CHUNK // 2:
+            rest = memoryview(self._bytes)[self._begin : self._end]
+            # Twice what is there: a long message is not copied for each of its pieces.
+            self._bytes = bytearray(2 * len(rest) + _CHUNK)
+            self._bytes[: len(rest)] = rest
+            self._begin, self._end = 0, len(rest)
+        return memoryview(self._bytes)[self._end :]
 
     def _next(self) -> tuple[Any, int | None] | None:
-        if len(self._bytes) < _HEADER.size:
+        view = memoryview(self._bytes)[self._begin : self._end]
+        if len(view) < _HEADER.size:
             return None
-        length, with_slab = _HEADER.unpack_from(self._bytes)
-        end = _HEADER.size + length
-        if len(self._bytes) < end:
+        body, with_slab, count = _HEADER.unpack_from(view)
+        begin = _HEADER.size + 8 * count
+        if len(view) < begin:
             return None
-        with memoryview(self._bytes) as view:
-            message = pickle.loads(view[_HEADER.size : end])
-        del self._bytes[:end]
+        lengths = struct.unpack_from(f"<{count}Q", view, _HEADER.size)
+        if len(view) < begin + body + sum(lengths):
+            return None
+        ends = list(itertools.accumulate(lengths, initial=begin + body))
+        # Copies: the memory is used again for the next message.
+        buffers = [bytearray(view[start:end]) for start, end in itertools.pairwise(ends)]
+        message = pickle.loads(view[begin : begin + body], buffers=buffers)
+        self._begin += ends[-1]
         return message, self._descriptors.popleft() if with_slab else None
 
     def close(self) -> None:
@@ -529,4 +561,5 @@ class Channel:
 _CHUNK = 1 << 18
 # Bytes read at once, into memory that is kept.
 _ANCILLARY_BYTES = socket.CMSG_LEN(4 * struct.calcsize("i"))
-_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_DONT_WAIT = int(socket.MSG_DONTWAIT)
+_CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))

@@ -30,6 +30,8 @@ from mirror_nb.keras_objects import reduce_keras, repairing
 
 IN_BAND_BYTES = 128 * 1024
 # So much of an object's buffers stays in the pickle: for 100 KB a slab takes 90 µs, a socket 15.
+IN_BAND_BUFFERS = 256
+# A message takes less than 1024 pieces (IOV_MAX).
 MESSAGE_BYTES = 160 * 1024
 # A longer pickle lies in the slab too: a message that a socket's buffer holds is sent without waiting for a
 # receiver that may be stopped, and what is sent to many is not copied for each.
@@ -49,15 +51,18 @@ class Payload:
     # 0: there is no slab.
     simple: bool = False
     # Made by pickle's own pickler, of what refers to nothing.
+    beside: tuple[Any, ...] = ()
+    # Buffers that travel in the message, beside its pickle, where there is no slab.
 
     def __reduce__(self) -> Any:
         # Three times as fast as dataclasses' own way, in every message.
-        return Payload, (self.pickled, self.extents, self.slab_bytes, self.simple)
+        beside = tuple(map(pickle.PickleBuffer, self.beside))
+        return Payload, (self.pickled, self.extents, self.slab_bytes, self.simple, beside)
 
     @property
     def nbytes(self) -> int:
         """Size of all that travels, in bytes."""
-        return len(self.pickled) + self.slab_bytes
+        return len(self.pickled) + self.slab_bytes + sum(memoryview(buffer).nbytes for buffer in self.beside)
 
 
 @dataclass(slots=True)
@@ -424,10 +429,8 @@ def pack(
     Raises TooLarge beyond `limit`, TransferError when something in `obj` cannot be pickled.
     """
     if namespace is None and limit is None and not in_band:
-        outside = _Outside()
         with contextlib.suppress(_NotSimpleError, RecursionError):
-            bare = _bare(obj, reference, set())
-            return _beside(pickle.dumps(bare, 5, buffer_callback=outside), outside.buffers, simple=True)
+            return _pack_simple(_bare(obj, reference, set()))
     file = _Limited(limit)
     packer = _Packer(file, namespace, reference, handle, limit, in_band, label)
     try:
@@ -439,10 +442,19 @@ def pack(
     names, files = frozenset(packer.global_names), frozenset(packer.files)
     if in_band:
         return Packed(Payload(file.getvalue()), None, names, files)
-    return _beside(file.getvalue(), packer.outside.buffers, names, files)
+    return _in_slab(file.getvalue(), packer.outside.buffers, names, files)
 
 
-def _beside(
+def _pack_simple(bare: Any) -> Packed:
+    found: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(bare, 5, buffer_callback=found.append)
+    buffers = [buffer.raw() for buffer in found]
+    if len(buffers) > IN_BAND_BUFFERS or len(pickled) + sum(buffer.nbytes for buffer in buffers) > IN_BAND_BYTES:
+        return _in_slab(pickled, buffers, simple=True)
+    return Packed(Payload(pickled, simple=True, beside=tuple(buffers)), None, frozenset())
+
+
+def _in_slab(
     pickled: bytes,
     buffers: list[memoryview],
     names: frozenset[str] = frozenset(),
@@ -552,7 +564,9 @@ def unpack(
         buffers = [view[start : start + length] for start, length in payload.extents]
     pickled: Any = payload.pickled or buffers.pop()
     if payload.simple:
-        return pickle.loads(pickled, buffers=buffers), Arrivals()
+        # What no channel has copied, in a pool without processes, is still the sender's memory.
+        own = [buffer if isinstance(buffer, bytearray) else bytearray(buffer) for buffer in payload.beside]
+        return pickle.loads(pickled, buffers=own or buffers), Arrivals()
     opener = _Opener(pickled, buffers, namespace, resolve, device)
     before, _opening = _opening, opener
     try:

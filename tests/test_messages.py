@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirror_nb.messages import Abort, Channel, ChannelClosed, Interrupt, Request, Snapshot, Stream
-from mirror_nb.payload import anonymous_file
+from mirror_nb.messages import Abort, Channel, ChannelClosed, Interrupt, Mirror, Request, Snapshot, Stream
+from mirror_nb.payload import Payload, anonymous_file
 
 
 @pytest.fixture
@@ -87,10 +86,10 @@ def test_draining_waits_for_nothing(ends):
 def test_half_a_message_is_kept_until_the_rest_is_there():
     raw, end = socket.socketpair()
     receiver, sender = Channel(end), Channel(raw)
-    whole = pickle.dumps(Stream("stdout", "text"), protocol=5)
-    raw.sendall(len(whole).to_bytes(8, "little") + b"\0" + whole[:10])
+    whole = on_the_wire(Stream("stdout", "text"))
+    raw.sendall(whole[:20])
     assert receiver.drain() == []
-    raw.sendall(whole[10:])
+    raw.sendall(whole[20:])
     assert receiver.drain() == [(Stream("stdout", "text"), None)]
     sender.close()
     receiver.close()
@@ -142,18 +141,35 @@ def test_closing_gives_back_the_slabs_that_nobody_took():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.text(max_size=500), max_size=20), st.integers(1, 40))
+@given(st.lists(st.binary(max_size=500), max_size=20), st.integers(1, 40))
 def test_any_cut_of_the_stream_gives_the_same_messages(texts, step):
     raw, end = socket.socketpair()
     receiver = Channel(end)
-    stream = b""
-    for text in texts:
-        body = pickle.dumps(Stream("stdout", text), protocol=5)
-        stream += len(body).to_bytes(8, "little") + b"\0" + body
+    stream = b"".join(on_the_wire(Mirror(Payload(b"p", beside=(bytearray(text), b"", text)))) for text in texts)
     got = []
     for i in range(0, len(stream), step * 100):
         raw.sendall(stream[i : i + step * 100])
-        got += [message.text for message, _ in receiver.drain()]
-    assert got == texts
+        got += [message.objects.beside for message, _ in receiver.drain()]
+    assert got == [(text, b"", text) for text in texts]
+    assert all(type(written) is bytearray for written, *_ in got)
     raw.close()
     receiver.close()
+
+
+def test_many_buffers_and_large_ones_arrive_whole(ends):
+    buffers = tuple(bytes([i % 256]) * (i * 37 % 5000) for i in range(300))
+    sender = threading.Thread(target=ends[0].send, args=(Mirror(Payload(b"p", beside=buffers)),))
+    sender.start()
+    message, _ = ends[1].receive()
+    sender.join()
+    assert message.objects.beside == buffers
+
+
+def on_the_wire(message: object) -> bytes:
+    """Return the bytes that a channel makes of a message."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        sender = Channel(ours)
+        sender.send(message)
+        sender.close()
+        return b"".join(iter(lambda: theirs.recv(1 << 20), b""))
