@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -107,6 +108,27 @@ def test_only_loopback_is_listened_on(two):
 def test_the_cores_are_shared_out(two):
     ran = run_cell(two, "import torch\nthreads = torch.get_num_threads()")
     assert ran.values[0]["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+def test_a_replica_keeps_the_memory_that_a_step_frees(two):
+    source = """
+        import resource, torch
+
+        def step():
+            for size in [20, 3, 12] * 3:
+                kept.append(torch.ones(size << 18))
+            kept.clear()
+
+        kept = []
+        step()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(5):
+            step()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    """
+    ran = run_cell(two, textwrap.dedent(source))
+    assert all(ran.values[r]["faults"] < 1000 for r in (0, 1)), "105 MB a step are 27,000 pages"
 
 
 def test_data_loader_workers_find_classes_of_the_cell(two):
