@@ -43,6 +43,8 @@ from mirror_nb.values import ReduceOp
 PATIENCE = 4
 # Plans, and entries of what followed what; when there are more, all are forgotten, alike on all replicas.
 REMEMBERED = 64
+# What messages say of an all-reduce: the first words in short.
+PURPOSE = "gradients, in which a backward pass that uses no parameter of a mirrored module takes no part"
 
 
 @final
@@ -306,10 +308,12 @@ class GradientSynchronizer:
             number = len(round_.works)
             if self.recorder is not None:
                 self.recorder.queued(number, flat.numel() * flat.element_size())
-            round_.works.append(ops.all_reduce(ReduceOp.MEAN, flat, bucket=number))
+            with _for_gradients():
+                round_.works.append(ops.all_reduce(ReduceOp.MEAN, flat, bucket=number))
         else:
             flat[: bucket.numel].mul_(1 / self.num_replicas)
-            round_.works.append(dist.all_reduce(flat, async_op=True))
+            with _for_gradients():
+                round_.works.append(dist.all_reduce(flat, async_op=True))
         return flat
 
     def _end(self, round_: _Round) -> None:
@@ -374,7 +378,8 @@ class GradientSynchronizer:
         if plan.early < len(plan.buckets):
             return self._launch(round_, plan.buckets[-1], tail)[-len(tail) :]
         alone = torch.tensor(tail)
-        round_.works.append(dist.all_reduce(alone, async_op=True))
+        with _for_gradients():
+            round_.works.append(dist.all_reduce(alone, async_op=True))
         return alone
 
     def _check_given_up(self, tail: _Tail) -> None:
@@ -784,7 +789,8 @@ class _Buffers:
     def _allocate(bucket: _Bucket, extra: int, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None) -> Tensor:
         if ops is not None:
             # Where the replicas reduce it as it lies, if there is such memory.
-            return ops.allocate(bucket.numel + extra, bucket.dtype)
+            with _for_gradients():
+                return ops.allocate(bucket.numel + extra, bucket.dtype)
         owners = (agreed[number].parameter() for number in bucket.numbers)
         device = next((parameter.device for parameter in owners if parameter is not None), bucket.device_type)
         return torch.empty(bucket.numel + extra, dtype=bucket.dtype, device=device)
@@ -964,6 +970,22 @@ def _gather(value: Any, num_replicas: int) -> list[Any]:
     gathered: list[Any] = [None] * num_replicas
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+@final
+class _for_gradients:  # noqa: N801
+    """What begins inside says in messages that it is for gradients. No generator: that would take twice as long."""
+
+    __slots__ = ("_fabric",)
+
+    def __enter__(self) -> None:
+        self._fabric = getattr(dist.group.WORLD, "shared", None)
+        if self._fabric is not None:
+            self._fabric.purpose = PURPOSE
+
+    def __exit__(self, *exception: object) -> None:
+        if self._fabric is not None:
+            self._fabric.purpose = ""
 
 
 def _listed(things: Sequence[object]) -> str:

@@ -245,6 +245,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Where:
+    """Tell by `Whereabouts` where this replica is; read by the control thread at once, and between requests."""
+
+    question: int
+    # Its number; the answer bears it too.
+
+
+@dataclass(frozen=True, slots=True)
 class CommMessage:
     """A front end's message to a widget that lives in the replica."""
 
@@ -325,6 +333,57 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """A collective that a replica waits in."""
+
+    number: int
+    # Which one of its group this is, from 1; the same on all replicas that run the same ones.
+    collective: str
+    # As a user would say it: "all_reduce of float32[3]".
+    seconds: float
+    # Since it waits.
+    late: tuple[int, ...]
+    # Replicas that have not come to it, as far as that is known.
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """A process group as one of its replicas sees it."""
+
+    group: str
+    # torch's name of it.
+    replicas: tuple[int, ...]
+    # Its members.
+    issued: int
+    # Collectives that this replica has begun since the group was formed.
+    begun: tuple[tuple[str, int], ...]
+    # In this request, by kind.
+    under_way: bool
+    # Some that were begun have not ended.
+    waits: tuple[Wait, ...]
+    seen: tuple[str, ...] = ()
+    # Of each member its last collective in words, as shared memory tells.
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a replica is."""
+
+    question: int
+    request: int | None
+    # The one that it works for; None: for none.
+    line: str
+    # Of the user's that its main thread is at: place and text; empty: it is at none.
+    inside: str
+    # The function that this line has called into, where it is neither the user's nor ours.
+    gradients: bool
+    # It waits for the gradients of a backward pass.
+    threads: bool
+    # Other threads run the user's code.
+    groups: tuple[Collectives, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Note(_Compact):
     """A small value that a call of our own tells the controller while it runs."""
 
@@ -345,6 +404,10 @@ class Failure:
     # It is the KeyboardInterrupt that the controller asked for.
     secondary: bool = False
     # It only tells that another replica failed.
+    line: str = ""
+    # Of the user's that raised it: place and text; empty: none did.
+    memory: str = ""
+    # Of a device that was full: what was asked, free and reserved.
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ def test_different_collectives_are_an_error_on_every_replica_and_no_hang(crew: C
 
     for kind, message in crew.call(use):
         assert kind == "UsageError"
-        assert f"all_reduce (SUM) of {numel} float32 on replica 0, broadcast with replica 0 of {numel}" in message
+        assert f"replica 0: all_reduce (SUM) of float32[{numel}], replica 1: broadcast from replica 0 of" in message
     assert crew.call(total) == [6.0] * N
 
 

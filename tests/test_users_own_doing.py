@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 from driving import doing, eventually, gone, plain, run_cell
+from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb import payload
+from mirror_nb.collectives.barrier import LOOK_AFTER_SECONDS
 from mirror_nb.devices import Device, resolve
-from mirror_nb.errors import DeviceError, TransferError
+from mirror_nb.errors import DeviceError, ReplicaError, TransferError
+from mirror_nb.notebook.session import CellOptions, Session
+from mirror_nb.pool.base import UNEVEN_AFTER
 from mirror_nb.pool.failures import raise_for
-from mirror_nb.pool.local import LocalPool
+from mirror_nb.pool.local import LocalPool, _visible, stop_forkserver
 from mirror_nb.strategies.mirrored import SETUP
 
 
@@ -301,11 +306,13 @@ def test_a_file_of_the_users_may_be_named_as_one_of_ours(two, tmp_path, name):
     goes_on(two)
 
 
-@pytest.mark.parametrize("name", ["devices", "messages", "worker", "pool"])
-def test_replicas_start_in_a_folder_with_files_named_as_ours(tmp_path, name, monkeypatch):
-    (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')\n")
+def test_replicas_start_in_a_folder_with_files_named_as_ours_and_pythons(tmp_path, monkeypatch):
+    """A notebook's folder stands first in its path, and the forkserver is started there."""
+    for name in ("devices", "messages", "worker", "pool", "mirror_nb", "torch", "queue", "random", "resource"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    stop_forkserver()
     with LocalPool((Device("cpu", 0), Device("cpu", 1)), setup=SETUP) as pool:
         pool.start()
         assert run_cell(pool, "n = int(strategy.reduce('sum', 1.0))").values[0]["n"] == 2
@@ -403,13 +410,109 @@ def test_a_crash_in_native_code_shows_where_it_was(two):
     two.mend()
 
 
-def test_a_plain_script_with_our_name_says_what_is_wrong(tmp_path):
-    """A user's own mirror_nb.py hides the package; Python's own error names the file."""
-    import subprocess
+# ---------------------------------------------------------------------- programs of their own
 
-    (tmp_path / "mirror_nb.py").write_text(textwrap.dedent("import mirror_nb\nmirror_nb.MirroredStrategy\n"))
-    ended = subprocess.run(
-        [sys.executable, "mirror_nb.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+SCRIPT = """
+import os, sys, numpy, torch
+import mirror_nb as mnb
+from torch.utils.data import DataLoader, TensorDataset
+strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+big = torch.ones(2_000_000)
+loader = DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=8)
+with strategy.scope():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def step(batch):
+    optimizer.zero_grad(); model(batch[0]).sum().backward(); optimizer.step()
+    return big.sum()
+MARK
+totals = [strategy.run(step, args=(batch,)) for batch in strategy.distribute_dataset(loader)]
+print("total", float(strategy.reduce("sum", totals[0], axis=None)), torch.isfinite(model.weight).all().item())
+strategy.close()
+"""
+
+
+def script(tmp_path: Path, mark: str = "") -> list[str]:
+    file = tmp_path / "program.py"
+    file.write_text(SCRIPT.replace("MARK", mark))
+    return [sys.executable, str(file)]
+
+
+def test_a_full_dev_shm_and_a_closed_lid_cost_a_session_nothing(tmp_path):
+    """No room in /dev/shm, as in Docker; and all of it stopped at once, for longer than any of its waits."""
+    command, proof = [], ""
+    mount = 'mount -t tmpfs -o size=64k none /dev/shm && (head -c 1M /dev/zero >/dev/shm/all 2>/dev/null; exec "$@")'
+    own = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount, "sh"]
+    # Where that is forbidden, only the lid is closed.
+    if shutil.which("unshare") and subprocess.run([*own, "true"], capture_output=True, check=False).returncode == 0:
+        command, proof = own, "free = os.statvfs('/dev/shm').f_bavail; assert free == 0, free; "
+    mark = f"{proof}strategy.run(lambda: 1); open({str(tmp_path / 'in')!r}, 'w').close(); sys.stdin.readline()"
+    program = subprocess.Popen(
+        [*command, *script(tmp_path, mark)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    assert ended.returncode == 1
-    assert str(Path("mirror_nb.py")) in ended.stderr
+    try:
+        eventually(lambda: (tmp_path / "in").exists() or program.poll() is not None, "its replicas run", 100)
+        parent = psutil.Process(program.pid)
+        everyone = [parent, *parent.children(recursive=True)]
+        assert len(everyone) >= 4, "the forkserver and two replicas"
+        assert program.stdin is not None
+        program.stdin.write("go on\n")
+        program.stdin.flush()
+        for process in everyone:
+            process.suspend()
+        eventually(lambda: all(p.status() == psutil.STATUS_STOPPED for p in everyone), "they stop")
+        threading.Event().wait(UNEVEN_AFTER + LOOK_AFTER_SECONDS + 0.5)
+        for process in everyone:
+            process.resume()
+        said, _ = program.communicate(timeout=60)
+    finally:
+        program.kill()
+        program.wait()
+    assert "total 4000000.0 True" in said, said
+
+
+def test_a_users_own_mirror_nb_is_named_by_pythons_error(tmp_path):
+    (tmp_path / "mirror_nb.py").write_text("mine = 1\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", "import mirror_nb as mnb; mnb.MirroredStrategy()"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "has no attribute 'MirroredStrategy'" in ended.stderr
+
+
+def test_replicas_start_and_cells_run_where_the_folder_is_gone(tmp_path, monkeypatch):
+    """The notebook was moved while its kernel ran."""
+    session = Session(InteractiveShell())
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    stop_forkserver()
+    try:
+        session.start("cpu:0,cpu:1")
+        assert session.run_cell("int(strategy.reduce('sum', 1))", CellOptions(quiet=True)) == 2
+    finally:
+        session.stop()
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices", "given"),
+    [("", [0, 1], "0,1"), ("5,3,7", [0, 2], "5,7"), ("GPU-ab, GPU-cd", [1], "GPU-cd")],
+)
+def test_replicas_see_gpus_by_the_names_that_the_notebook_has_for_them(visible, indices, given, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _visible(indices) == given
+
+
+def test_a_gpu_beyond_cuda_visible_devices_is_named_with_what_there_is(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    with pytest.raises(ReplicaError, match="GPU 2 is not among CUDA_VISIBLE_DEVICES=5,3"):
+        _visible([0, 2])

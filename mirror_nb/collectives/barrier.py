@@ -53,7 +53,9 @@ class Counter:
     # Its process id.
     CALLED = 8
     # Counted up by others, who wait for what this replica has begun and does not go on with.
-    HOW_MANY = 9
+    TOLD = 9
+    # Number of the last collective of which it has said what it took it for.
+    HOW_MANY = 10
 
 
 @final
@@ -108,6 +110,10 @@ class Flags:
     def lagging(self, counter: int, value: int) -> list[int]:
         """Return the replicas that have not come to `value`."""
         return [index // LINE for index in self._others[counter] if self.values[index] < value]
+
+    def shown(self, replica: int, counter: int) -> int:
+        """Return what a replica shows."""
+        return self.values[replica * LINE + counter]
 
     def spin(self, counter: int, value: int, ended: Callable[[], bool]) -> bool:
         """Wait for a short time; returns whether every other replica has come to `value`, or `ended()`."""
@@ -168,7 +174,7 @@ class Flags:
         """Tell all, once and for good, that this replica takes part no more."""
         values = self.values
         values[self._me + Counter.LEFT] = 1
-        for counter in (Counter.POSTED, Counter.DONE, Counter.STAGED, Counter.TAKEN, Counter.REDUCED):
+        for counter in (Counter.POSTED, Counter.DONE, Counter.STAGED, Counter.TAKEN, Counter.REDUCED, Counter.TOLD):
             _wake(self._address + 8 * (self._me + counter))
 
     def missing(self) -> str | None:

@@ -5,12 +5,13 @@ Knows tensors on the CPU, segments and flags. Knows nothing of torch.distributed
     replica i:  post (what, where) ──▶ all posted? ──▶ read the others' parts, sum, show ──▶ all have shown? ──▶ done
                      │                     │
                      ▼                     ▼
-                a header in its line   the same headers everywhere, else an error everywhere
+                a header in its line   the same headers everywhere, else an error everywhere that tells them all
 
 An *exchange* is one collective under way: a generator that says which counter of the others it needs next. It goes on
 when somebody waits, asks (`progress`) or begins another one, so `all_reduce` returns at once and a backward pass may
 go on. Up to `SLOT_BYTES` every replica lays its part out and sums all parts itself, after one arrival. Larger tensors
 go through in pieces; those that lie in memory of `allocate` are summed where they are: each replica a slice, for all.
+What another carrier does is announced, so that replicas which take different ways find out, too.
 
 Sums are always made in the order replica 0 + 1 + 2 + …, element by element. So the bits depend neither on how tensors
 are cut into buckets nor on which way they take. bf16 and fp16 are summed in fp32 and rounded once.
@@ -22,6 +23,8 @@ import copy
 import enum
 import threading
 import time
+import zlib
+from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -47,6 +50,8 @@ _HEADERS = 2 * SLOTS
 _ALIGNMENT = 64
 _REMEMBERED = 512
 CALL_AFTER_SECONDS = 0.002
+_TOLD_BYTES = 1024
+# Of what a replica says of a collective that the others did not run.
 
 DTYPES = (
     torch.float32,
@@ -80,6 +85,8 @@ class _Kind(enum.IntEnum):
     BROADCAST = 4
     ALL_GATHER = 5
     ALL_REDUCE_BY_GROUPS = 6
+    CARRIED = 7
+    # By somebody else, who knows what it is: here its name alone is compared.
 
 
 _COMBINE: dict[Fold, Callable[..., Tensor]] = {
@@ -103,6 +110,7 @@ class Exchange:
 
     __slots__ = (
         "called",
+        "carried_somewhere",
         "ended",
         "ended_ns",
         "error",
@@ -110,19 +118,23 @@ class Exchange:
         "needs",
         "number",
         "posted",
+        "purpose",
         "started_ns",
         "steps",
         "what",
     )
 
-    def __init__(self, number: int, kind: _Kind, flat: Tensor, steps: _Steps | None) -> None:
+    def __init__(self, number: int, kind: _Kind, what: Tensor | str, steps: _Steps | None) -> None:
         self.number = number
         self.kind = kind
-        self.what: Tensor | None = flat
-        # For messages: the tensor as its owner knows it.
+        self.what: Tensor | str | None = what
+        # For messages: the tensor as its owner knows it; of what is announced, what it is.
         self.steps = steps
         self.needs: _Need = (Counter.DONE, 0)
+        self.purpose = ""
         self.posted = False
+        self.carried_somewhere = False
+        # The replicas differ, and one of them has handed the collective to another carrier.
         self.ended = False
         self.error: BaseException | None = None
         self.called: list[Callable[[], None]] = []
@@ -135,7 +147,8 @@ class Exchange:
     def label(self) -> str:
         """What it is, as a user would say it."""
         # In words only when something went wrong: they would take a fifth of a small collective's time.
-        return _label(self.kind, self.what)
+        # Up to the comma it says what, then why.
+        return _label(self.kind, self.what) + _for(self.purpose.partition(",")[0])
 
     def outcome(self) -> None:
         """Raise its error, if it ended with one."""
@@ -188,7 +201,16 @@ class Fabric:
         self._views: dict[Any, list[Tensor]] = {}
         self._plans: dict[Any, list[tuple[list[Tensor], Tensor]]] = {}
         self._ended: list[Exchange] = []
-        self._waiting = 0
+        self.purpose = ""
+        # What the collectives are for that are begun now; for messages.
+        self._waiting: list[tuple[Exchange, float]] = []
+        # What threads of this process wait for, and since when; time.monotonic.
+        self._begun = [0] * (max(_Kind) + 1)
+        # Collectives by kind, since the group was formed.
+        self._carried: Tally[str] = Tally()
+        # Those of kind CARRIED by name.
+        self._marked = self._begun.copy(), self._carried.copy()
+        # Both at the last `mark`.
         self._helper: threading.Thread | None = None
 
     @staticmethod
@@ -202,16 +224,23 @@ class Fabric:
 
     # ------------------------------------------------------------------ collectives
 
-    def all_reduce(self, flat: Tensor, fold: Fold) -> Exchange:
-        """Begin to make `flat` (contiguous, of one of `DTYPES`) on every replica the fold of all of them."""
+    def all_reduce(self, flat: Tensor, fold: Fold, what: Tensor | None = None) -> Exchange:
+        """Begin to make `flat` (contiguous, of one of `DTYPES`) on every replica the fold of all of them.
+
+        `what`, here as below: the tensor whose values `flat` shows, for messages.
+        """
         nbytes = flat.numel() * flat.element_size()
         location = self._location(flat, nbytes) if nbytes >= IN_PLACE_BYTES else 0
         if nbytes <= SLOT_BYTES and not location:
-            return self._sum_small(flat, fold)
+            return self._sum_small(flat, fold, what)
         header = self._header(_Kind.ALL_REDUCE, fold, 0, flat)
-        return self._queue_up(_Kind.ALL_REDUCE, flat, lambda number: self._large(number, header, location, flat, fold))
+        return self._queue_up(
+            _Kind.ALL_REDUCE,
+            flat if what is None else what,
+            lambda number: self._large(number, header, location, flat, fold),
+        )
 
-    def reduce(self, flat: Tensor, root: int, fold: Fold) -> Exchange:
+    def reduce(self, flat: Tensor, root: int, fold: Fold, what: Tensor | None = None) -> Exchange:
         """Begin to make `flat` on replica `root` the fold of all of them; the others' stay as they are."""
         mine = self.replica_id == root
 
@@ -219,9 +248,9 @@ class Fabric:
             if mine:
                 self._fold(views, flat[low:high], fold)
 
-        return self._begin_pieces(_Kind.REDUCE, fold, root, flat, take)
+        return self._begin_pieces(_Kind.REDUCE, fold, root, flat, what, take)
 
-    def broadcast(self, flat: Tensor, root: int) -> Exchange:
+    def broadcast(self, flat: Tensor, root: int, what: Tensor | None = None) -> Exchange:
         """Begin to make `flat` on every replica what it is on replica `root`."""
         mine = self.replica_id == root
 
@@ -229,21 +258,21 @@ class Fabric:
             if not mine:
                 flat[low:high].copy_(views[root])
 
-        return self._begin_pieces(_Kind.BROADCAST, Fold.SUM, root, flat, take, lays_out=mine)
+        return self._begin_pieces(_Kind.BROADCAST, Fold.SUM, root, flat, what, take, lays_out=mine)
 
-    def all_gather(self, outputs: Sequence[Tensor], flat: Tensor) -> Exchange:
+    def all_gather(self, outputs: Sequence[Tensor], flat: Tensor, what: Tensor | None = None) -> Exchange:
         """Begin to make `outputs[i]` on every replica what `flat` is on replica i."""
 
         def take(views: list[Tensor], low: int, high: int) -> None:
             for output, view in zip(outputs, views, strict=True):
                 output[low:high].copy_(view)
 
-        return self._begin_pieces(_Kind.ALL_GATHER, Fold.SUM, 0, flat, take)
+        return self._begin_pieces(_Kind.ALL_GATHER, Fold.SUM, 0, flat, what, take)
 
     def barrier(self) -> Exchange:
         """Begin to wait until all replicas have come here."""
         return self._begin(
-            _Kind.BARRIER, Fold.SUM, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), lambda views: None
+            _Kind.BARRIER, Fold.SUM, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), None, lambda views: None
         )
 
     def all_reduce_by_groups(self, flat: Tensor, fold: Fold, groups: Sequence[Sequence[int]]) -> Exchange:
@@ -252,6 +281,18 @@ class Fabric:
         return self._queue_up(
             _Kind.ALL_REDUCE_BY_GROUPS, flat, lambda number: self._by_groups(number, header, flat, fold, groups)
         )
+
+    def announce(self, name: str, alike: str, what: str) -> Exchange:
+        """Begin to find out whether all replicas run this collective, which somebody else carries.
+
+        `name`: of the collective. `alike`: what has to be the same on all of them. `what`: the same in words, with
+        whatever else there is to say. Where the replicas differ, the group is of no more use: the other carrier cannot
+        take back what it began.
+        """
+        header = _Kind.CARRIED << 55 | zlib.crc32(f"{name} {alike}".encode())
+        with self._lock:
+            self._carried[name] += 1
+            return self._queue_up(_Kind.CARRIED, what, lambda number: self._announced(number, header))
 
     # ------------------------------------------------------------------ going on
 
@@ -271,11 +312,12 @@ class Fabric:
         """
         if not exchange.ended:
             limit = self.timeout_seconds if seconds is None else seconds
-            self._waiting += 1
+            waiting = exchange, time.monotonic()
+            self._waiting.append(waiting)
             try:
-                self._wait(exchange, time.monotonic(), limit)
+                self._wait(*waiting, limit)
             finally:
-                self._waiting -= 1
+                self._waiting.remove(waiting)
         exchange.outcome()
 
     def _wait(self, exchange: Exchange, began: float, limit: float) -> None:
@@ -332,16 +374,20 @@ class Fabric:
 
     def abort(self, error: BaseException) -> None:
         """End what has been begun with `error`, and refuse what comes, from any thread, at once."""
+        self._stop(error)
+        self._tell()
+        self._flags.answer_myself()
+
+    def _stop(self, error: BaseException) -> None:
         if self._error is None:
             # A copy: the one that was given may hold the frames it was raised in.
             self._error = fresh(error)
         self._flags.wake_myself()
         with self._lock:
             for exchange in self._queue:
-                self._end(exchange, self._error)
+                if not exchange.ended:
+                    self._end(exchange, self._error)
             self._queue.clear()
-        self._tell()
-        self._flags.answer_myself()
 
     def close(self, error: BaseException) -> None:
         """Take part no more: `abort`, and tell the others, who then fail. Tensors of `allocate` stay as they are."""
@@ -354,6 +400,36 @@ class Fabric:
     def pending(self) -> bool:
         """Whether anything that was begun has not ended."""
         return bool(self._queue)
+
+    # ------------------------------------------------------------------ questions, which take no lock
+
+    def waits(self) -> list[tuple[Exchange, float, list[int]]]:
+        """Return what threads wait for here, since when (time.monotonic), and which replicas have not come to it."""
+        return [(exchange, since, self.lacking(exchange)) for exchange, since in list(self._waiting)]
+
+    def lacking(self, exchange: Exchange) -> list[int]:
+        """Return the replicas that have not come to an exchange."""
+        return self._flags.lagging(Counter.POSTED, exchange.number)
+
+    def mark(self) -> None:
+        """Count from here on."""
+        self._marked = self._begun.copy(), self._carried.copy() if self._carried else self._carried
+
+    def begun(self) -> Tally[str]:
+        """Return how many collectives were begun here since the last `mark`, by kind."""
+        kinds = {kind.name.lower(): self._begun[kind] - self._marked[0][kind] for kind in _Kind}
+        del kinds["carried"]
+        return Tally(kinds) + (self._carried - self._marked[1])
+
+    @property
+    def issued(self) -> int:
+        """How many collectives were begun here since the group was formed."""
+        return self._issued
+
+    def seen(self) -> list[str]:
+        """Return each replica's last collective in words, whatever it is doing; empty if it has begun none."""
+        last = [self._flags.shown(r, Counter.POSTED) for r in range(self.num_replicas)]
+        return [_words(self._headers[self._place(r, number)]) if number else "" for r, number in enumerate(last)]
 
     # ------------------------------------------------------------------ memory that all map
 
@@ -397,33 +473,39 @@ class Fabric:
     # ------------------------------------------------------------------ exchanges, begun and carried on
 
     def _begin(
-        self, kind: _Kind, fold: Fold, root: int, flat: Tensor, take: Callable[[list[Tensor]], None]
+        self,
+        kind: _Kind,
+        fold: Fold,
+        root: int,
+        flat: Tensor,
+        what: Tensor | None,
+        take: Callable[[list[Tensor]], None],
     ) -> Exchange:
         header = self._header(kind, fold, root, flat)
-        return self._queue_up(kind, flat, lambda number: self._small(number, header, flat, take, True))
+        return self._queue_up(
+            kind, flat if what is None else what, lambda number: self._small(number, header, flat, take, True)
+        )
 
-    def _sum_small(self, flat: Tensor, fold: Fold) -> Exchange:
+    def _sum_small(self, flat: Tensor, fold: Fold, what: Tensor | None) -> Exchange:
         """What `_begin` does with `_small`, in a straight line: of all collectives this one has to take least time."""
         header = self._header(_Kind.ALL_REDUCE, fold, 0, flat)
         with self._lock:
             number = self._issued + 1
             if self._queue or self._error is not None or not self._flags.reached(Counter.DONE, number - SLOTS):
-                return self._begin(_Kind.ALL_REDUCE, fold, 0, flat, lambda views: self._fold(views, flat, fold))
-            exchange = Exchange(number, _Kind.ALL_REDUCE, flat, None)
+                return self._begin(_Kind.ALL_REDUCE, fold, 0, flat, what, lambda views: self._fold(views, flat, fold))
+            exchange = Exchange(number, _Kind.ALL_REDUCE, flat if what is None else what, None)
+            exchange.purpose = self.purpose
             try:
                 self._issued = number
+                self._begun[_Kind.ALL_REDUCE] += 1
                 views = self._views_of(self._slots, number % SLOTS, flat.dtype, flat.numel())
                 views[self.replica_id].copy_(flat)
                 self._post(number, header, 0)
-                if self._flags.reached(Counter.POSTED, number):
+                if self._flags.reached(Counter.POSTED, number) and self._all_alike(number, header):
                     exchange.started_ns = time.perf_counter_ns()
-                    self._compare(number, header)
                     self._fold(views, flat, fold)
                     self._end(exchange, None)
                     return exchange
-            except UsageError as mismatch:
-                self._end(exchange, mismatch)
-                return exchange
             except BaseException as error:
                 self._give_up(exchange, error)
                 raise
@@ -434,10 +516,9 @@ class Fabric:
         return exchange
 
     def _rest_of_small(self, number: int, header: int, views: list[Tensor], flat: Tensor, fold: Fold) -> _Steps:
-        self._compare(number, header)
+        if not self._all_alike(number, header):
+            yield from self._differ(number)
         self._fold(views, flat, fold)
-        return
-        yield  # It is a generator that needs nothing more.
 
     def _begin_pieces(
         self,
@@ -445,23 +526,27 @@ class Fabric:
         fold: Fold,
         root: int,
         flat: Tensor,
+        what: Tensor | None,
         take: Callable[[list[Tensor], int, int], None],
         lays_out: bool = True,
     ) -> Exchange:
         header = self._header(kind, fold, root, flat)
         numel = flat.numel()
+        named = flat if what is None else what
         if numel * flat.element_size() <= SLOT_BYTES:
             return self._queue_up(
-                kind, flat, lambda n: self._small(n, header, flat, lambda views: take(views, 0, numel), lays_out)
+                kind, named, lambda n: self._small(n, header, flat, lambda views: take(views, 0, numel), lays_out)
             )
-        return self._queue_up(kind, flat, lambda n: self._in_pieces(n, header, flat, take, lays_out))
+        return self._queue_up(kind, named, lambda n: self._in_pieces(n, header, flat, take, lays_out))
 
-    def _queue_up(self, kind: _Kind, flat: Tensor, steps: Callable[[int], _Steps]) -> Exchange:
+    def _queue_up(self, kind: _Kind, what: Tensor | str, steps: Callable[[int], _Steps]) -> Exchange:
         with self._lock:
             if self._error is not None:
                 raise fresh(self._error)
             self._issued += 1
-            exchange = Exchange(self._issued, kind, flat, steps(self._issued))
+            self._begun[kind] += 1
+            exchange = Exchange(self._issued, kind, what, steps(self._issued))
+            exchange.purpose = self.purpose
             self._queue.append(exchange)
             self._advance()
         if self._ended:
@@ -507,6 +592,8 @@ class Fabric:
         except UsageError as mismatch:
             # Every replica sees it, and none has read or written anything: the next exchange is in step.
             self._end(exchange, mismatch)
+            if exchange.carried_somewhere:
+                self._stop(mismatch)
         except BaseException as error:
             self._give_up(exchange, error)
             raise
@@ -553,14 +640,22 @@ class Fabric:
             views[self.replica_id].copy_(flat)
         self._post(number, header, 0)
         yield Counter.POSTED, number
-        self._compare(number, header)
+        if not self._all_alike(number, header):
+            yield from self._differ(number)
         if flat.numel():
             take(views)
+
+    def _announced(self, number: int, header: int) -> _Steps:
+        self._post(number, header, 0)
+        yield Counter.POSTED, number
+        if not self._all_alike(number, header):
+            yield from self._differ(number)
 
     def _large(self, number: int, header: int, location: int, flat: Tensor, fold: Fold) -> _Steps:
         self._post(number, header, location)
         yield Counter.POSTED, number
-        self._compare(number, header)
+        if not self._all_alike(number, header):
+            yield from self._differ(number)
         if location and self._all_at(number, location):
             yield from self._in_place(location, flat, fold)
         elif self.num_replicas == 2:
@@ -581,7 +676,8 @@ class Fabric:
     ) -> _Steps:
         self._post(number, header, 0)
         yield Counter.POSTED, number
-        self._compare(number, header)
+        if not self._all_alike(number, header):
+            yield from self._differ(number)
         yield from self._through_pieces(flat, take, lays_out)
 
     def _through_pieces(self, flat: Tensor, take: Callable[[list[Tensor], int, int], None], lays_out: bool) -> _Steps:
@@ -646,7 +742,8 @@ class Fabric:
         """Piece by piece: the first of each group sums the group's parts, then each replica sums these sums."""
         self._post(number, header, 0)
         yield Counter.POSTED, number
-        self._compare(number, header)
+        if not self._all_alike(number, header):
+            yield from self._differ(number)
         dtype = torch.float32 if flat.dtype in _HALF else flat.dtype
         mine = next((group for group in groups if group[0] == self.replica_id), None)
         within = Fold.SUM if fold is Fold.MEAN else fold
@@ -733,28 +830,44 @@ class Fabric:
     def _header(self, kind: _Kind, fold: Fold, root: int, flat: Tensor) -> int:
         return (((kind << 3 | fold) << 4 | _CODES[flat.dtype]) << 8 | root) << 40 | flat.numel()
 
+    def _place(self, replica: int, number: int) -> int:
+        return 2 * (replica * _HEADERS + number % _HEADERS)
+
     def _post(self, number: int, header: int, location: int) -> None:
-        index = 2 * (self.replica_id * _HEADERS + number % _HEADERS)
+        index = self._place(self.replica_id, number)
         self._headers[index] = header
         self._headers[index + 1] = location
         self._flags.show(Counter.POSTED, number)
 
-    def _compare(self, number: int, header: int) -> None:
+    def _all_alike(self, number: int, header: int) -> bool:
         headers, index = self._headers, 2 * (number % _HEADERS)
         for _ in range(self.num_replicas):
             if headers[index] != header:
-                raise UsageError(self._mismatch(number))
+                return False
             index += 2 * _HEADERS
+        return True
 
     def _all_at(self, number: int, location: int) -> bool:
-        return all(
-            self._headers[2 * (r * _HEADERS + number % _HEADERS) + 1] == location for r in range(self.num_replicas)
-        )
+        return all(self._headers[self._place(r, number) + 1] == location for r in range(self.num_replicas))
 
-    def _mismatch(self, number: int) -> str:
-        said = [self._headers[2 * (r * _HEADERS + number % _HEADERS)] for r in range(self.num_replicas)]
-        each = ", ".join(f"{_words(header)} on replica {r}" for r, header in enumerate(said))
-        return (
+    def _differ(self, number: int) -> _Steps:
+        """Tell the others what this replica runs, and raise what all of them run.
+
+        Every replica comes here, since all compare the same headers. Nobody reads the slot any more: whoever has
+        posted this number has finished the one that had the slot before.
+        """
+        exchange = self._queue[0]
+        headers = [self._headers[self._place(r, number)] for r in range(self.num_replicas)]
+        exchange.carried_somewhere = any(header >> 55 == _Kind.CARRIED for header in headers)
+        rows = self._slots[number % SLOTS, :, :_TOLD_BYTES]
+        mine = _words(headers[self.replica_id], exchange.what) + _for(exchange.purpose)
+        told = mine.encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
+        rows[self.replica_id].copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+        self._flags.show(Counter.TOLD, number)
+        yield Counter.TOLD, number
+        said = [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+        each = ", ".join(f"replica {r}: {text}" for r, text in enumerate(said))
+        raise UsageError(
             f"the replicas ran different collectives: {each}; run the same ones in the same order, on tensors of the "
             "same shape and dtype, on every replica"
         )
@@ -830,21 +943,34 @@ def _aligned(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
-def _label(kind: _Kind, flat: Tensor | None) -> str:
-    if kind is _Kind.BARRIER or flat is None:
-        return kind.name.lower()
-    return f"{kind.name.lower()} of {str(flat.dtype).removeprefix('torch.')}{list(flat.shape)}"
+def _label(kind: _Kind, what: Tensor | str | None) -> str:
+    if isinstance(what, str):
+        return what
+    return kind.name.lower() if kind is _Kind.BARRIER or what is None else f"{kind.name.lower()} of {_shown(what)}"
 
 
-def _words(header: int) -> str:
-    """A header as a user would say it."""
-    numel, rest = header & ((1 << 40) - 1), header >> 40
-    root, dtype, fold, kind = rest & 255, rest >> 8 & 15, rest >> 12 & 7, rest >> 15
-    name = _Kind(kind).name.lower()
-    if kind == _Kind.BARRIER:
+def _for(purpose: str) -> str:
+    return f" for {purpose}" if purpose else ""
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _words(header: int, what: Tensor | str | None = None) -> str:
+    """A header as a user would say it; `what`: as in Exchange, where it is known."""
+    kind = _Kind(header >> 55)
+    name = kind.name.lower()
+    if isinstance(what, str):
+        return what
+    if kind is _Kind.CARRIED:
+        return "a collective through gloo"
+    if kind is _Kind.BARRIER:
         return name
+    numel, root, dtype, fold = header & ((1 << 40) - 1), header >> 40 & 255, header >> 48 & 15, header >> 52 & 7
     if kind in (_Kind.ALL_REDUCE, _Kind.REDUCE, _Kind.ALL_REDUCE_BY_GROUPS):
         name = f"{name} ({Fold(fold).name})"
     if kind in (_Kind.REDUCE, _Kind.BROADCAST):
-        name = f"{name} with replica {root}"
-    return f"{name} of {numel} {str(DTYPES[dtype]).removeprefix('torch.')}"
+        name = f"{name} {'to' if kind is _Kind.REDUCE else 'from'} replica {root}"
+    of = f"{numel} {str(DTYPES[dtype]).removeprefix('torch.')}" if what is None else _shown(what)
+    return f"{name} of {of}"

@@ -24,7 +24,9 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, final
@@ -37,9 +39,9 @@ from mirror_nb.collectives import segments, through_memory
 from mirror_nb.collectives.fabric import Exchange, Fabric
 from mirror_nb.collectives.fabric import fresh as _fresh
 from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
-from mirror_nb.messages import Rendezvous
+from mirror_nb.messages import Collectives, Rendezvous, Wait
 
-__all__ = ["Rendezvous", "abort", "dissolve", "form", "install"]
+__all__ = ["Rendezvous", "abort", "dissolve", "form", "install", "mark", "standing"]
 
 BACKEND = "mirror_nb"
 
@@ -77,6 +79,9 @@ _COLLECTIVES = {
     "recv": "recv",
     "recv_anysource": "recv",
 }
+
+# What two members do by themselves: the others need not know.
+_BETWEEN_TWO = frozenset({"send", "recv"})
 
 # Calls that neither wait nor communicate on the CPU: handed to the inner group as they are.
 _PASSED_ON = (
@@ -202,6 +207,17 @@ def abort(error: BaseException) -> None:
     _abort_nccl([group.take_nccl() for group in groups])
 
 
+def mark() -> None:
+    """Count collectives from here on, for `standing`: a request begins."""
+    for group in _state.groups:
+        group.mark()
+
+
+def standing() -> list[Collectives]:
+    """Return what this process has begun in each group and what it waits for; from any thread, without a lock."""
+    return [group.standing() for group in list(_state.groups)]
+
+
 class _State:
     """What this process has of groups: the generation, who is live, and whether all is aborted."""
 
@@ -232,6 +248,7 @@ class _State:
     def begin(self, operation: _Operation | _SharedWork) -> None:
         with self.lock:
             self.check()
+            operation.since = time.monotonic()
             self.live.add(operation)
 
     def end(self, operation: _Operation | _SharedWork) -> None:
@@ -283,7 +300,19 @@ class _Operation:
     its own ends the process.
     """
 
-    __slots__ = ("arguments", "cuda", "done", "error", "futures", "label", "owner", "seconds", "value")
+    __slots__ = (
+        "arguments",
+        "cuda",
+        "done",
+        "error",
+        "futures",
+        "label",
+        "number",
+        "owner",
+        "seconds",
+        "since",
+        "value",
+    )
 
     def __init__(self, label: str, arguments: tuple[Any, ...], seconds: float, owner: object = None) -> None:
         self.label = label
@@ -292,6 +321,9 @@ class _Operation:
         self.cuda = tensor.device if tensor is not None and tensor.is_cuda else None
         self.seconds = seconds
         self.owner = id(owner)
+        self.number = 0
+        # Which one of its group this is; 0: not known.
+        self.since = 0.0
         self.done = threading.Event()
         self.value: Any = None
         self.error: BaseException | None = None
@@ -372,7 +404,7 @@ class _Operation:
 
     def _timeout(self, seconds: float) -> ReplicaTimeout:
         return ReplicaTimeout(
-            f"{self._name()} did not end within {seconds:g} s: a peer may have left, or it runs another "
+            f"{self.name()} did not end within {seconds:g} s: a peer may have left, or it runs another "
             "collective; see that every replica runs the same collectives in the same order"
         )
 
@@ -383,13 +415,14 @@ class _Operation:
             translated: Exception = self._timeout(self.seconds)
         else:
             translated = PeerFailed(
-                f"{self._name()} failed: a peer may have left, or it runs another collective or "
+                f"{self.name()} failed: a peer may have left, or it runs another collective or "
                 f"another shape ({str(error).strip()})"
             )
         translated.__cause__ = error
         return translated
 
-    def _name(self) -> str:
+    def name(self) -> str:
+        """What it is, as a user would say it."""
         tensors = list(_tensors(self.arguments))
         if not tensors:
             return self.label
@@ -401,12 +434,16 @@ class _Operation:
 class _InterruptibleWork(dist._Work):
     """A handle on a collective, as torch.distributed's own, whose wait ends with a signal or an `abort`."""
 
-    def __init__(self, operation: _Operation, work: dist.Work) -> None:
+    def __init__(self, operation: _Operation, work: dist.Work, meet: Callable[[float], None] | None) -> None:
         super().__init__()
         self._operation = operation
         self._work = work
+        self._meet = meet
+        # Waits until all replicas have come to this collective, or raises where they came to different ones.
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._meet is not None and not self._operation.done.is_set():
+            self._meet(timeout.total_seconds() if timeout else self._operation.seconds)
         self._operation.wait(timeout.total_seconds() if timeout else None)
         return True
 
@@ -448,6 +485,11 @@ class _SharedWork(dist._Work):
         self._result = result
         self._seconds = seconds
         self.owner = id(owner)
+        self.since = 0.0
+
+    @property
+    def exchange(self) -> Exchange:
+        return self._exchange
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         exchange = self._exchange
@@ -522,6 +564,10 @@ class InterruptibleGroup(dist.ProcessGroup):
         self._name = self._description = "undefined"
         self._inner: dist.ProcessGroup | None = None
         self._nccl: Any = None
+        self._begun: Counter[str] = Counter()
+        # Collectives that shared memory knows nothing of, by kind, since the group was formed.
+        self._marked: Counter[str] = Counter()
+        # The same at the last `mark`.
         self.shared: Fabric | None = None
         # What the members share, for collectives of others than torch's; None where they cannot, and why:
         self.unshared = ""
@@ -535,6 +581,7 @@ class InterruptibleGroup(dist.ProcessGroup):
         self.retire(PeerFailed("the process group was formed anew while this collective ran"))
         self._inner = opened.inner
         self._nccl = opened.nccl
+        self._begun, self._marked = Counter(), Counter()
         self.shared = opened.shared if isinstance(opened.shared, Fabric) else None
         self.unshared = "" if isinstance(opened.shared, Fabric) else opened.shared
         self._store = opened.store
@@ -560,16 +607,87 @@ class InterruptibleGroup(dist.ProcessGroup):
         call = getattr(self._living(), name)
         if self._nccl is not None and _on_cuda((*args, *kwargs.values())):
             # NCCL's wait makes the stream wait, not this thread: its handle is given as it is.
+            self._begun[label] += 1
             return call(*args, **kwargs)
         operation = _Operation(label, (*args, *kwargs.values()), self._seconds_of(args, kwargs), self)
+        what = f"{operation.name()} through gloo"
         _state.begin(operation)
         try:
             work = call(*args, **kwargs)
+            meet = self._announce(operation, what, args, kwargs) if label not in _BETWEEN_TWO else None
             operation.follow(work)
         except BaseException:
             _state.end(operation)
             raise
-        return _InterruptibleWork(operation, work)
+        return _InterruptibleWork(operation, work, meet)
+
+    def _announce(
+        self, operation: _Operation, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[float], None] | None:
+        """Let the others know of a collective that gloo carries: one that waits for another would never see it."""
+        shared = self.shared
+        if shared is None:
+            self._begun[operation.label] += 1
+            operation.number = self._begun.total()
+            return None
+        exchange = shared.announce(operation.label, through_memory.alike(operation.label, args, kwargs), what)
+        operation.number = exchange.number
+
+        def ended() -> None:
+            if exchange.error is not None:
+                operation.fail(exchange.error)
+
+        shared.when_ended(exchange, ended)
+        if not exchange.ended and _may_be_left_alone(args, kwargs):
+            shared.go_on_by_itself(at_once=False)
+        return functools.partial(shared.wait, exchange)
+
+    def mark(self) -> None:
+        """Count from here on."""
+        if self._begun:
+            self._marked = self._begun.copy()
+        if self.shared is not None:
+            self.shared.mark()
+
+    def standing(self) -> Collectives:
+        """What was begun here and what is waited for."""
+        shared, live = self.shared, [item for item in list(_state.live) if item.owner == id(self)]
+        now = time.monotonic()
+        begun, waits = self._begun - self._marked, []
+        seen: tuple[str, ...] = ()
+        if shared is not None:
+            begun += shared.begun()
+            seen = tuple(shared.seen())
+            found = [(exchange, since) for exchange, since, _ in shared.waits()]
+            if not found:
+                # Futures that C++ waits for.
+                found = [(work.exchange, work.since) for work in live if isinstance(work, _SharedWork)]
+            waits = [
+                Wait(exchange.number, exchange.label, now - since, self._ids(shared.lacking(exchange)))
+                for exchange, since in found
+                if not exchange.ended
+            ]
+        if not waits:
+            waits = [
+                Wait(item.number, item.name(), now - item.since, ())
+                for item in live
+                if isinstance(item, _Operation) and not item.done.is_set()
+            ]
+        issued = self._begun.total() if shared is None else shared.issued
+        under_way = bool(live) or (shared is not None and shared.pending)
+        members = self._ids(range(self.size()))
+        return Collectives(self._name, members, issued, tuple(sorted(begun.items())), under_way, tuple(waits), seen)
+
+    def _ids(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Replica ids of members of this group."""
+        if self is _state.world:
+            return tuple(ranks)
+        try:
+            ids = dist.get_process_group_ranks(self)
+        except (KeyError, ValueError, RuntimeError):
+            # It has been forgotten meanwhile.
+            return ()
+        return tuple(ids[rank] for rank in ranks)
 
     def inner_operation(self, operation: dist.P2POp) -> dist.P2POp:
         """The same send or receive in the inner group, which torch's registries do not know."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from mirror_nb.collectives.fabric import DTYPES, Exchange, Fabric, Fold
 
@@ -25,6 +26,9 @@ _FOLDS = (
 )
 # No dictionary: torch's options hold an object that equals these from its side only.
 
+_SAME_SIZE = frozenset({"all_reduce", "all_reduce_coalesced", "broadcast", "reduce"})
+# Of these every replica gives tensors of as many elements and of one dtype.
+
 _Begun = tuple[Exchange, list[Tensor]]
 # With what torch's handle gives as its result.
 
@@ -32,10 +36,18 @@ _Begun = tuple[Exchange, list[Tensor]]
 def begin(fabric: Fabric, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
     """Begin the collective that a process group's method `name` means; None where the carrier has to do it."""
     call = _CALLS.get(name)
-    begun = None if call is None else call(fabric, args, kwargs)
-    if begun is not None and begun[1] and not begun[0].ended:
-        begun[0].what = begun[1][0]
-    return begun
+    return None if call is None else call(fabric, args, kwargs)
+
+
+def alike(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What of a collective's arguments is the same on every replica that runs the same one."""
+    given = [*args, *kwargs.values()]
+    ops = [getattr(option, "reduceOp", option) for option in given]
+    said = [str(getattr(op, "op", op)) for op in ops if isinstance(op, dist.ReduceOp)]
+    said += [f"root {option.rootRank}" for option in given if hasattr(option, "rootRank")]
+    if label in _SAME_SIZE:
+        said += [f"{t.dtype} {t.numel()}" for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+    return " ".join(said)
 
 
 def _all_reduce(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
@@ -43,7 +55,7 @@ def _all_reduce(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     fold = _fold(args, kwargs, 1, tensor)
     if tensor is None or fold is None:
         return None
-    return fabric.all_reduce(_flat(tensor), fold), [tensor]
+    return fabric.all_reduce(_flat(tensor), fold, tensor), [tensor]
 
 
 def _reduce(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
@@ -51,7 +63,7 @@ def _reduce(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _B
     root, fold = _root(args, kwargs), _fold(args, kwargs, 2, tensor)
     if tensor is None or fold is None or root is None:
         return None
-    return fabric.reduce(_flat(tensor), root, fold), [tensor]
+    return fabric.reduce(_flat(tensor), root, fold, tensor), [tensor]
 
 
 def _broadcast(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
@@ -59,7 +71,7 @@ def _broadcast(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     root = _root(args, kwargs)
     if tensor is None or root is None:
         return None
-    return fabric.broadcast(_flat(tensor), root), [tensor]
+    return fabric.broadcast(_flat(tensor), root, tensor), [tensor]
 
 
 def _all_gather(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
@@ -74,7 +86,7 @@ def _all_gather(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     )
     if not fits or (rows is not outputs and len(outputs) != 1):
         return None
-    return fabric.all_gather([_flat(row) for row in rows], _flat(tensor)), list(rows)
+    return fabric.all_gather([_flat(row) for row in rows], _flat(tensor), tensor), list(rows)
 
 
 def _all_gather_into(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
@@ -85,7 +97,7 @@ def _all_gather_into(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, An
     if output.numel() != tensor.numel() * fabric.num_replicas:
         return None
     rows = list(_flat(output).view(fabric.num_replicas, tensor.numel()))
-    return fabric.all_gather(rows, _flat(tensor)), [output]
+    return fabric.all_gather(rows, _flat(tensor), tensor), [output]
 
 
 def _barrier(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:

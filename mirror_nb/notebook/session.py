@@ -328,7 +328,7 @@ class Session:
                 mentioned=names.mentioned,
                 # Not execution_count: since IPython 9 that is the next cell's already.
                 count=self._shell.displayhook.prompt_count,
-                working_directory=os.getcwd(),
+                working_directory=_folder(),
                 synchronize=options.synchronize,
                 partial=len(replicas) < self._running().size,
                 owner=replica_id == replicas[0],
@@ -486,6 +486,14 @@ class Session:
         if wrong or not replicas:
             raise UsageError(f"there is no replica {spans(wrong)}; there are {n}: {spans(range(n))}")
         return sorted(set(replicas))
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        # It was moved while the kernel ran; the replicas stay where they are.
+        return ""
 
 
 def _mended(death: Death, source: int | None, left: Sequence[str]) -> str:

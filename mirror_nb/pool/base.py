@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import signal
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 from mirror_nb.devices import Device
-from mirror_nb.errors import PoolClosed, ReplicaError
+from mirror_nb.errors import PoolClosed, ReplicaError, ReplicaTimeout
 from mirror_nb.messages import (
     Abort,
     Call,
@@ -34,8 +35,11 @@ from mirror_nb.messages import (
     RunCell,
     Steer,
     Stream,
+    Where,
+    Whereabouts,
     Word,
 )
+from mirror_nb.pool import hangs
 from mirror_nb.telemetry.notice import Notice
 from mirror_nb.telemetry.timeline import Timeline
 
@@ -49,6 +53,10 @@ INTERRUPT_AFTER_DEATH = 0.3
 # Less after a death: the user is to know of it within half a second, and nothing that goes on will be whole.
 GRACE = 3.0
 # Seconds from an interrupt to the kill.
+SILENT_AFTER = 0.25
+# Seconds from a question to a look at a replica that does not answer it, from outside.
+UNEVEN_AFTER = 0.5
+# Seconds from the first replica's end to the question whether the others wait for it; then as often.
 UNEVEN_MERGE_CALLS = "Some replicas made a different number of replica_context().merge_call() calls."
 FORM_SECONDS = 60.0
 # For joining the process group; a replica that is not there by then is replaced.
@@ -117,6 +125,10 @@ class Report:
     interrupted: bool
     # The user asked for the end.
     timed_out: bool
+    standings: dict[int, hangs.Standing] = field(default_factory=dict)
+    # Where they were, those that were asked: by replica id.
+    uneven: bool = False
+    # Some waited in a collective for others that had come to the end without it.
 
     @property
     def failures(self) -> dict[int, Failure]:
@@ -180,6 +192,10 @@ class Pool(ABC):
     @abstractmethod
     def _poll(self, timeout: float) -> list[Incoming]:
         """Return what came within `timeout` seconds; earlier when there was an interrupt."""
+
+    @abstractmethod
+    def _look(self, replica_id: int) -> hangs.Silent:
+        """Look at a replica that does not answer, from outside."""
 
     @abstractmethod
     def _kill(self, replica_id: int) -> None:
@@ -421,6 +437,12 @@ class _Following:
         # How many merge_calls each replica has entered.
         self._reason: str | None = None
         # Why the others must end, in a few words.
+        self._question = 0
+        self._asked: set[int] = set()
+        self._standings: dict[int, hangs.Standing] = {}
+        # What was answered to the last question.
+        self._uneven = False
+        self._ask_at = time.monotonic() + UNEVEN_AFTER if len(requests) < pool.size else math.inf
         self._steps: list[tuple[float, Callable[[], None]]] = []
         # What is still to be done to end them, by time.
 
@@ -438,11 +460,18 @@ class _Following:
             self._escalate()
         if self._reason is not None:
             self._pool.unform()
-        return Report(dict(sorted(self._answers.items())), self._interrupts.count > 0, self._timed_out)
+        return Report(
+            dict(sorted(self._answers.items())),
+            self._interrupts.count > 0,
+            self._timed_out,
+            self._standings,
+            self._uneven,
+        )
 
     def _patience(self) -> float:
         now = time.monotonic()
-        times = [when for when, _ in self._steps] + ([self._deadline] if self._deadline is not None else [])
+        times = [self._ask_at, *(when for when, _ in self._steps)]
+        times += [self._deadline] if self._deadline is not None else []
         return max(0.0, min([0.1, *(when - now for when in times)]))
 
     def _take(self, replica_id: int, message: Any, slab: int | None) -> None:
@@ -463,8 +492,16 @@ class _Following:
                 self._pool.unform()
             self._check_meetings()
             if message.failure is not None:
+                if message.failure.type_name == ReplicaTimeout.__name__ and self._reason is None:
+                    self._ask(self._pending)
                 text = f"replica {replica_id} raised {message.failure.type_name}"
                 self._fail(text, abort_after=ABORT_AFTER)
+            elif self._ask_at == math.inf:
+                self._ask_at = time.monotonic() + UNEVEN_AFTER
+        elif isinstance(message, Whereabouts):
+            if message.question == self._question:
+                self._standings[replica_id] = message
+                self._check_evenness()
         elif isinstance(message, Meeting):
             self._meetings[replica_id] += 1
             self._check_meetings()
@@ -476,6 +513,28 @@ class _Following:
         waiting = max((self._meetings[r] for r in self._pending), default=0)
         if any(self._meetings[r] < waiting for r, answer in self._answers.items() if answer.failure is None):
             self._fail(UNEVEN_MERGE_CALLS, abort_after=0.0)
+
+    def _ask(self, replicas: Iterable[int]) -> None:
+        """Have replicas say where they are; they do so before they heed what is sent after this."""
+        self._question = next(_numbers)
+        self._asked = set(replicas)
+        self._standings = {}
+        for replica_id in self._asked:
+            self._pool._send(replica_id, Where(self._question), None)
+
+    def _look_at_silent(self) -> None:
+        for replica_id in self._asked & self._pending - set(self._standings):
+            self._standings[replica_id] = self._pool._look(replica_id)
+
+    def _check_evenness(self) -> None:
+        """End the wait in a collective that some replica has left out: it has nothing more to do and will not come."""
+        if self._reason is not None:
+            return
+        failed = {r for r, answer in self._answers.items() if answer.done is None or answer.failure is not None}
+        reason = hangs.uneven(self._standings, self._asked - self._pending - failed, self._pending)
+        if reason is not None:
+            self._uneven = True
+            self._fail(reason, abort_after=0.0)
 
     def _end_of(self, replica_id: int, answer: Answer) -> None:
         self._pending.discard(replica_id)
@@ -495,6 +554,10 @@ class _Following:
 
     def _escalate(self) -> None:
         now = time.monotonic()
+        if now >= self._ask_at:
+            self._ask_at = now + UNEVEN_AFTER
+            if self._reason is None and self._pending:
+                self._ask(range(self._pool.size))
         count = self._interrupts.taken()
         if count >= 2 and self._pending:
             self._kill()
@@ -508,7 +571,13 @@ class _Following:
 
     def _end_now(self, reason: str, now: float) -> None:
         self._reason = reason
-        self._plan((now, self._interrupt), *self._aborts(now), (now + GRACE, self._kill))
+        self._ask(self._pending)
+        self._plan(
+            (now, self._interrupt),
+            *self._aborts(now),
+            (now + SILENT_AFTER, self._look_at_silent),
+            (now + GRACE, self._kill),
+        )
 
     def _plan(self, *steps: tuple[float, Callable[[], None]]) -> None:
         self._steps = sorted(steps, key=lambda step: step[0])

@@ -10,6 +10,7 @@ from typing import NoReturn
 from mirror_nb.devices import Device
 from mirror_nb.errors import RemoteException, ReplicaDied, ReplicaTimeout, TrainingStopped
 from mirror_nb.messages import Failure
+from mirror_nb.pool import hangs
 from mirror_nb.pool.base import Report
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -27,11 +28,11 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
     if report.interrupted:
         stopped = sorted(failures) or sorted(report.answers)
         notes = [f"interrupted on {_who(stopped, devices, among)}", *_deaths(report)]
-        _raise(KeyboardInterrupt(), _lines(failures), notes)
+        _raise(KeyboardInterrupt(), _lines(failures), notes, _where(report, devices))
     if report.timed_out:
         late = sorted({*failures, *(d.replica_id for d in report.deaths)}) or sorted(report.answers)
         slow = ReplicaTimeout(f"{_who(late, devices, among)} did not finish within {timeout:g} s and were stopped")
-        _raise(slow, _lines(failures)[:-1], [_last_line(slow), *_deaths(report)])
+        _raise(slow, _lines(failures)[:-1], [_last_line(slow), *_deaths(report)], _where(report, devices))
     stop = next((f for f in failures.values() if f.type_name == TrainingStopped.__name__), None)
     if stop is not None:
         _raise(TrainingStopped(stop.message), [], [stop.message, *_deaths(report)])
@@ -40,7 +41,7 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
         died = _died(report)
         _raise(died, _last_words(report), [_last_line(died)])
     if failures:
-        _raise_users(failures, devices, among, _deaths(report))
+        _raise_users(failures, devices, among, _deaths(report), _where(report, devices))
 
 
 def settle(report: Report, devices: Sequence[Device]) -> None:
@@ -53,22 +54,45 @@ def settle(report: Report, devices: Sequence[Device]) -> None:
         raise
 
 
-def _raise_users(failures: dict[int, Failure], devices: Sequence[Device], among: int, deaths: list[str]) -> NoReturn:
+def _where(report: Report, devices: Sequence[Device]) -> list[str]:
+    """Return where the replicas were, if that explains why they did not come to an end."""
+    found = report.standings
+    several = len(report.answers) > 1
+    if not found or not (report.uneven or hangs.hangs(found) or (report.timed_out and several)):
+        return []
+    return hangs.explain(found, report.answers.keys() - found.keys(), devices)
+
+
+def _raise_users(
+    failures: dict[int, Failure], devices: Sequence[Device], among: int, deaths: list[str], where: list[str]
+) -> NoReturn:
     primary = {r: f for r, f in failures.items() if not f.secondary and not f.interrupted}
     groups: dict[tuple[str, str], list[int]] = {}
     for replica_id, failure in (primary or failures).items():
         groups.setdefault((failure.type_name, failure.message), []).append(replica_id)
     first, *others = groups.values()
     failure = failures[first[0]]
-    notes = [f"raised by {_who(first, devices, among)}"]
+    notes = [f"raised by {_who(first, devices, among)}", *_at_other_lines(first, failures, devices)]
     for ids in others:
         other = failures[ids[0]]
         notes.append(f"{_who(ids, devices, among)} raised {other.type_name}: {other.message}")
+    notes += [
+        f"replica {r} ({devices[r]}) was out of memory: {f.memory}; what the failed code held is free again"
+        for r, f in failures.items()
+        if f.memory
+    ]
     freed = [r for r in failures if primary and r not in primary]
     if freed:
         notes.append(f"{_who(freed, devices, among)} waited for it and was freed")
     # A replica that would not stop for another's error was ended: the error is what the user has to know.
-    _raise(rebuilt(failure), list(failure.traceback), notes + deaths)
+    _raise(rebuilt(failure), list(failure.traceback), notes + deaths, where)
+
+
+def _at_other_lines(ids: Sequence[int], failures: dict[int, Failure], devices: Sequence[Device]) -> list[str]:
+    """Say who raised the same at another line than the first, whose traceback stands for all."""
+    shown = failures[ids[0]].line
+    others = [r for r in ids if failures[r].line not in ("", shown)]
+    return [f"replica {r} ({devices[r]}) at {failures[r].line}" for r in others]
 
 
 def rebuilt(failure: Failure) -> BaseException:
@@ -99,8 +123,8 @@ def spans(ids: Iterable[int]) -> str:
     return ", ".join(f"{a}–{b}" if a != b else str(a) for a, b in runs)
 
 
-def _raise(error: BaseException, lines: list[str], notes: list[str]) -> NoReturn:
-    shown = [*lines, *(f"{_BOLD}{note}{_PLAIN}" for note in notes)]
+def _raise(error: BaseException, lines: list[str], notes: list[str], table: Sequence[str] = ()) -> NoReturn:
+    shown = [*lines, *(f"{_BOLD}{note}{_PLAIN}" for note in notes), *table]
     # IPython shows these lines in the place of the frames of this process, which the user did not write.
     error._render_traceback_ = lambda: shown  # type: ignore[attr-defined]
     # Plain Python shows notes below its own traceback.

@@ -21,6 +21,7 @@ from mirror_nb.devices import Device
 from mirror_nb.errors import DeviceError
 from mirror_nb.messages import Done, Form, Rendezvous, Request
 from mirror_nb.pool.base import Death, Incoming, Pool, ReplicaStatus
+from mirror_nb.pool.hangs import Silent
 from mirror_nb.replica.runtime import Identity, Replica
 
 
@@ -81,6 +82,9 @@ class InProcessPool(Pool):
         found = list(self._incoming)
         self._incoming.clear()
         return found
+
+    def _look(self, replica_id: int) -> Silent:
+        return Silent("runs in this process", (), "")
 
     def _kill(self, replica_id: int) -> None:
         """Nothing to end: a request here has returned by the time anybody can ask for its end."""

@@ -39,11 +39,13 @@ import torch.multiprocessing
 from mirror_nb.devices import Device
 from mirror_nb.errors import DeviceError, ReplicaError
 from mirror_nb.messages import Channel, ChannelClosed, Exit, Record, Rendezvous, ReplicaSpec
-from mirror_nb.pool import nanny
+from mirror_nb.pool import nanny, outside
 from mirror_nb.pool.base import Death, Incoming, Pool, ReplicaStatus
+from mirror_nb.pool.hangs import Silent
 from mirror_nb.pool.last_words import Ends, LastWords
 from mirror_nb.telemetry.notice import Notice, Posted
 from mirror_nb.telemetry.ring import Reader, Ring
+from mirror_nb.telemetry.samples import last_collective
 from mirror_nb.telemetry.timeline import Timeline
 
 COLLECTIVE_SECONDS = 600.0
@@ -213,6 +215,27 @@ class LocalPool(Pool):
         return replica_id, member.death, None
 
     # ------------------------------------------------------------------ ends
+
+    def _look(self, replica_id: int) -> Silent:
+        member = self._members[replica_id]
+        pid = member.process.pid
+        status = ""
+        with contextlib.suppress(psutil.Error):
+            status = psutil.Process(pid).status()
+        if status == psutil.STATUS_STOPPED:
+            how = f"is stopped by a signal (kill -CONT {pid} lets it go on)"
+            return Silent(how, outside.stack(pid), self._last_record(replica_id))
+        how = "does not return to Python: native code holds its lock"
+        stack = member.last_words.look(pid) or outside.stack(pid)
+        return Silent(how, stack, self._last_record(replica_id))
+
+    def _last_record(self, replica_id: int) -> str:
+        """Say which collective the replica recorded last: its ring is here, whatever became of it."""
+        reader = Reader(self._rings[replica_id].descriptor)
+        try:
+            return last_collective(reader.read())
+        finally:
+            reader.close()
 
     def _kill(self, replica_id: int) -> None:
         member = self._members[replica_id]
@@ -397,7 +420,7 @@ def end_children() -> None:
 def _starting() -> Iterator[None]:
     """Hide the main script while a process starts, which would run it again, and keep Ctrl-C from it."""
     main = sys.modules["__main__"]
-    with _main_lock:
+    with _main_lock, _somewhere():
         sys.modules["__main__"] = types.ModuleType("__main__")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -405,6 +428,23 @@ def _starting() -> Iterator[None]:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _somewhere() -> Iterator[None]:
+    """Be in a folder that is there: the notebook's may have been moved, and multiprocessing asks for its path."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        gone = os.open(".", os.O_RDONLY)
+        os.chdir(tempfile.gettempdir())
+        try:
+            yield
+        finally:
+            os.fchdir(gone)
+            os.close(gone)
+    else:
+        yield
 
 
 _main_lock = threading.Lock()

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -52,6 +52,7 @@ from mirror_nb.messages import (
 )
 from mirror_nb.payload import Packed, closing_slab, pack
 from mirror_nb.recorder import Recorder
+from mirror_nb.replica import full, whereabouts
 from mirror_nb.replica.namespace import Namespace
 from mirror_nb.replica.progress import Progress
 from mirror_nb.replica.scope import Scope
@@ -116,6 +117,8 @@ class Replica:
             self.scope.__enter__()
         self._failed: list[types.TracebackType] = []
         # Of what the present request raised: their frames hold what the failed code held.
+        self._was_full = False
+        # It raised since there was no memory left.
         self._functions: dict[bytes, Any] = {}
         # By their pickles: those that the controller calls again and again.
         self.partial = False
@@ -147,6 +150,11 @@ class Replica:
         if self._shell is None:
             self._shell = make_shell(self.emit, self._module)
         return self._shell
+
+    @property
+    def cell_numbers(self) -> Mapping[str, int]:
+        """The notebook's numbers of its cells, by the file that their code names."""
+        return self._shell.cell_numbers if self._shell is not None else {}
 
     # ------------------------------------------------------------------ requests
 
@@ -209,12 +217,15 @@ class Replica:
         """
         if not self._failed:
             return
+        was_full, self._was_full = self._was_full, False
         if self._shell is not None:
             self._shell.forget_failure()
         while self._failed:
             traceback.clear_frames(self._failed.pop())
         # Exceptions and frames refer to each other.
         gc.collect()
+        if was_full:
+            full.give_back(self.identity.device)
 
     def form(self, rendezvous: Rendezvous) -> None:
         """Join the group of this generation; ready means that an all-reduce gave the right sum."""
@@ -344,9 +355,13 @@ class Replica:
     def failure(self, error: BaseException, rendered: tuple[str, ...] = ()) -> Failure:
         """Turn an exception into what travels."""
         self.gradients.reset()
+        lack = full.cause(error)
+        memory = full.memory(lack, self.identity.device) if lack is not None else ""
+        line = whereabouts.line_of(error.__traceback__, self.cell_numbers)
         lines = rendered or tuple(
             "".join(traceback.format_exception(type(error), error, _after_ours(error.__traceback__))).splitlines()
         )
+        self._was_full = self._was_full or lack is not None
         self._keep_until_told(error)
         clean = error.with_traceback(None)
         self.namespace.label(type(error))
@@ -367,6 +382,8 @@ class Replica:
             pickled=pickled,
             interrupted=isinstance(error, KeyboardInterrupt),
             secondary=isinstance(error, PeerFailed) or "PeerFailed" in str(error),
+            line=line,
+            memory=memory,
         )
 
     def _keep_until_told(self, error: BaseException) -> None:

@@ -105,9 +105,14 @@ class ReplicaShell(InteractiveShell):
                 if hasattr(holder, name):
                     setattr(holder, name, None)
 
+    @property
+    def cell_numbers(self) -> dict[str, int]:
+        """The notebook's numbers of its cells, by the file that their code names."""
+        return getattr(self.compile, "_filename_map", {})
+
     def learn(self, sources: Iterable[Source]) -> None:
         """Know the lines of the notebook's own cells, for tracebacks through their functions."""
-        numbers = getattr(self.compile, "_filename_map", {})
+        numbers = self.cell_numbers
         for source in sources:
             # Without a time of change, since there is no file to look at.
             lines = source.text.splitlines(keepends=True)
@@ -146,7 +151,9 @@ def _users_frames(trace: types.TracebackType | None) -> types.TracebackType | No
         trace = trace.tb_next
     modules = [frame.tb_frame.f_globals.get("__name__", "") for frame in frames]
     end = next((i for i, module in enumerate(modules) if module.startswith(_WAITING)), len(frames))
-    ours = ("mirror_nb.", "torch.distributed.") if end < len(frames) else ("mirror_nb.",)
+    # A backward pass waits inside of autograd.
+    led_there = ("torch.distributed.", "torch.autograd", "torch._tensor")
+    ours = ("mirror_nb.", *(led_there if end < len(frames) else ()))
     while end and modules[end - 1].startswith(ours):
         end -= 1
     short = None

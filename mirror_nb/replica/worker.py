@@ -45,9 +45,10 @@ from mirror_nb.messages import (
     RunCell,
     Steer,
     Stream,
+    Where,
 )
 from mirror_nb.recorder import Recorder
-from mirror_nb.replica import runtime, shell, whole
+from mirror_nb.replica import runtime, shell, whereabouts, whole
 from mirror_nb.replica.alarm import Alarm
 from mirror_nb.replica.streams import Streams
 from mirror_nb.steering import Steering
@@ -145,6 +146,11 @@ class _Process:
         # Messages that the main thread is sending, one inside the other.
         self._streams = Streams(self._emit)
         self._comms: Any = None
+        self._replica: runtime.Replica | None = None
+        self._request: int | None = None
+        # Number of the request that the main thread carries out.
+        self._answering: threading.Thread | None = None
+        # Sends an answer to `Where`.
 
     def serve(self) -> None:
         sys.stdout, sys.stderr = self._streams.stdout, self._streams.stderr
@@ -172,11 +178,12 @@ class _Process:
             self._recorder,
             self._steering,
         )
+        self._replica = replica
         builtins.input = shell.refuse_input
         while True:
             try:
                 request, slab = self._next_request()
-                with self._at_work():
+                with self._at_work(request.number):
                     self._streams.open()
                     if isinstance(request.what, RunCell):
                         self._use_comms()
@@ -202,14 +209,17 @@ class _Process:
             raise
 
     @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _at_work(self, number: int) -> Iterator[None]:
         """Let the control thread read, if this takes long."""
+        self._request = number
+        process_group.mark()
         self._busy = True
         self._relief.ring_in(LOOK_AFTER)
         try:
             yield
         finally:
             self._busy = False
+            self._request = None
             self._relief.stop()
             if self._relieved:
                 os.write(self._end, b"!")
@@ -222,6 +232,10 @@ class _Process:
     def _emit(self, message: object, slab: int | None = None) -> None:
         with self._whole_messages():
             if isinstance(message, Done):
+                if self._answering is not None:
+                    # Nobody listens any more once this request is done.
+                    self._answering.join()
+                    self._answering = None
                 self._streams.close()
             elif not isinstance(message, Stream):
                 self._streams.flush()
@@ -273,6 +287,8 @@ class _Process:
                 process_group.abort(PeerFailed(reason))
             case CommMessage() if self._comms is not None:
                 self._comms.receive(message)
+            case Where(question):
+                self._answer(question)
             case Steer():
                 self._steering.hear(message)
             case Record() if slab is not None:
@@ -282,6 +298,21 @@ class _Process:
                 self._requests.append((message, slab))
             case Exit():
                 _end()
+
+    def _answer(self, question: int) -> None:
+        """Say where this replica is as of now; what follows the question on the channel does not wait for that."""
+        cells = self._replica.cell_numbers if self._replica is not None else {}
+        answer = whereabouts.look(question, self._request, self._main_thread, cells)
+
+        def send() -> None:
+            with contextlib.suppress(ChannelClosed):
+                self._channel.send(answer)
+
+        if threading.get_ident() == self._main_thread:
+            send()
+        else:
+            self._answering = threading.Thread(target=send, name="mirror_nb answers", daemon=True)
+            self._answering.start()
 
     def _insist(self, number: int) -> None:
         """Interrupt the main thread until it has taken it: it holds interrupts back while it imports."""

@@ -152,3 +152,16 @@ def decode(rows: Samples) -> list[Sample]:
         ends = (0.0, serial) if kind == Kind.COLLECTIVE else (value, 0)
         found.append(Sample(Kind(kind), *integers, *ends))
     return found
+
+
+def last_collective(rows: Samples) -> str:
+    """Say which collective was recorded last: what it is, in which step, how long ago; empty if there is none."""
+    found = rows[rows["kind"] == Kind.COLLECTIVE]
+    if not len(found):
+        return ""
+    code, step, nbytes, queued, ended = (
+        int(found[-1][name]) for name in ("code", "step", "amount", "queued", "ended")
+    )
+    name = Operation(code & ~BLOCKING).name.lower()
+    ago = (clock() - (ended or queued)) / 1e9
+    return f"{name} of {nbytes} bytes in step {step}, {'ended' if ended else 'begun and not ended'} {ago:.1f} s ago"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 
 import pytest
@@ -346,8 +347,8 @@ assert reduced(torch.ones(3)).tolist() == [num_replicas] * 3
     )
     assert ran.report.clean, ran.report.failures
     for found in ran.values.values():
-        assert f"of {sizes[0]} float32 on replica 0" in found["said"]
-        assert f"of {sizes[1]} float32 on replica {peers.size - 1}" in found["said"]
+        assert re.search(rf"replica 0: \w+ \(SUM\) of float32\[{sizes[0]}\]", found["said"])
+        assert re.search(rf"replica {peers.size - 1}: \w+ \(SUM\) of float32\[{sizes[1]}\]", found["said"])
 
 
 def test_tensors_of_different_dtypes_are_an_error_on_every_replica(peers):
@@ -358,7 +359,7 @@ def test_tensors_of_different_dtypes_are_an_error_on_every_replica(peers):
         timeout=60,
     )
     assert set(ran.errors.values()) <= {"UsageError", "PeerFailed"}
-    assert "5 float32 on replica 0, all_reduce (SUM) of 5 float64 on replica 1" in " ".join(
+    assert "replica 0: all_reduce (SUM) of float32[5], replica 1: all_reduce (SUM) of float64[5]" in " ".join(
         failure.message for failure in ran.report.failures.values()
     )
 

@@ -1,0 +1,157 @@
+"""Why replicas do not come to an end: what each of them said of where it is, as a table, and what differs.
+
+Knows messages. Knows no process and no exception; whoever raises one puts these lines below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from mirror_nb.devices import Device
+from mirror_nb.messages import Collectives, Wait, Whereabouts
+
+HANG_SECONDS = 0.5
+# A wait in a collective that is longer may be one for a replica that does not come.
+UNUSED = (
+    "a backward pass that uses no parameter of a mirrored module takes no part in the all-reduce of gradients "
+    "that the others wait in"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A replica that does not answer."""
+
+    how: str
+    # In words: it is stopped, or native code holds Python's lock.
+    stack: tuple[str, ...]
+    # Its frames, the latest call first, as far as they could be had.
+    last: str
+    # The last that it recorded; empty: nothing.
+
+
+Standing = Whereabouts | Silent
+
+
+def hangs(found: Mapping[int, Standing]) -> bool:
+    """Whether this looks like a hang: a long wait in a collective, or a replica that does not answer."""
+    return any(
+        isinstance(one, Silent) or any(wait.seconds >= HANG_SECONDS for _, wait in _waits(one))
+        for one in found.values()
+    )
+
+
+def explain(found: Mapping[int, Standing], ended: Set[int], devices: Sequence[Device]) -> list[str]:
+    """Return a table of where the replicas are, and what differs; `ended`: those that are done with the request."""
+    rows = [("replica", "device", "where", "at")]
+    below: list[str] = []
+    for r in sorted({*found, *ended}):
+        one = found.get(r)
+        where, at = ("has ended", "") if r in ended or one is None else _row(one)
+        rows.append((str(r), str(devices[r]), where, at))
+        if isinstance(one, Silent):
+            below += [f"replica {r} {one.how}" + (":" if one.stack else ""), *(f"  {line}" for line in one.stack)]
+            below += [f"replica {r}'s last record: {one.last}"] if one.last else []
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
+    return ["where the replicas were:", *(line.rstrip() for line in lines), *below, *_differences(found)]
+
+
+def uneven(found: Mapping[int, Standing], idle: Set[int], running: Set[int]) -> str | None:
+    """Say that a replica waits in a collective for one that is done and will never come; None if none does.
+
+    `idle`: replicas that have ended the request, or were never asked to run it.
+    """
+    for r in sorted(running):
+        one = found.get(r)
+        for group, wait in _waits(one):
+            gone = [p for p in group.replicas if p in idle and _will_not_come(found.get(p), group.group, wait.number)]
+            if gone and isinstance(one, Whereabouts):
+                return _uneven(r, one, group, wait, gone, found)
+    return None
+
+
+def _will_not_come(one: Standing | None, group: str, number: int) -> bool:
+    """Whether a replica that runs nothing has begun fewer collectives, and nothing there may begin more."""
+    if not isinstance(one, Whereabouts) or one.request is not None or one.threads:
+        return False
+    return any(g.group == group and g.issued < number and not g.under_way for g in one.groups)
+
+
+def _uneven(
+    r: int, one: Whereabouts, group: Collectives, wait: Wait, gone: Sequence[int], found: Mapping[int, Standing]
+) -> str:
+    at = f" at {one.line}" if one.line else ""
+    counts = _counts({p: found[p] for p in (r, *gone)})
+    gone_without = f"{_replicas(gone)} {'have' if gone[1:] else 'has'} come to the end without it"
+    why = "see that every replica runs the same number of steps" + (f": {UNUSED}" if one.gradients else "")
+    return f"replica {r} waits in {wait.collective}{at}, but {gone_without}{f' ({counts})' if counts else ''}; {why}"
+
+
+def _waits(one: Standing | None) -> list[tuple[Collectives, Wait]]:
+    return [(group, wait) for group in one.groups for wait in group.waits] if isinstance(one, Whereabouts) else []
+
+
+def _row(one: Standing) -> tuple[str, str]:
+    if isinstance(one, Silent):
+        return one.how, one.stack[0].strip() if one.stack else ""
+    if one.request is None:
+        return "has ended", ""
+    waits = _waits(one)
+    if waits:
+        longest = max((wait for _, wait in waits), key=lambda wait: wait.seconds)
+        for_whom = f" for {_replicas(longest.late)}" if longest.late else ""
+        return f"waits {longest.seconds:.1f} s in {longest.collective}{for_whom}", one.line
+    return (f"in {one.inside}" if one.inside else "runs"), one.line
+
+
+def _differences(found: Mapping[int, Standing]) -> list[str]:
+    """Return what some replicas have begun and others have not, by the first that waits for others."""
+    counts = _counts(found)
+    lines = [f"in this cell or call, {counts}"] if counts else []
+    for one in found.values():
+        for group, wait in _waits(one):
+            for late in wait.late:
+                last = _last(group, late)
+                lines.append(
+                    f"replica {late} has not come to {wait.collective}" + (f"; its last was {last}" if last else "")
+                )
+            if wait.late:
+                return [*lines, f"perhaps {UNUSED}"] if _for_gradients(one) else lines
+    return lines
+
+
+def _for_gradients(one: Standing) -> bool:
+    return isinstance(one, Whereabouts) and one.gradients
+
+
+def _last(group: Collectives, replica: int) -> str:
+    """Return the last collective of a replica in words, as shared memory tells; empty if it does not."""
+    place = group.replicas.index(replica) if replica in group.replicas else len(group.seen)
+    return group.seen[place] if place < len(group.seen) else ""
+
+
+def _counts(found: Mapping[int, Standing]) -> str:
+    """Say how many collectives of each kind they have begun, where that differs."""
+    begun: dict[int, dict[str, int]] = {}
+    for r, one in sorted(found.items()):
+        if isinstance(one, Whereabouts):
+            begun[r] = {}
+            for group in one.groups:
+                for kind, count in group.begun:
+                    begun[r][kind] = begun[r].get(kind, 0) + count
+    said = []
+    for kind in sorted({kind for counts in begun.values() for kind in counts}):
+        by_count: dict[int, list[str]] = {}
+        for r, counts in begun.items():
+            by_count.setdefault(counts.get(kind, 0), []).append(str(r))
+        if len(by_count) > 1:
+            (fewest, first), *others = sorted(by_count.items())
+            said.append(f"{_replicas(first)} {'have' if first[1:] else 'has'} begun {fewest} {kind}")
+            said[-1] += "".join(f", {_replicas(ids)} {count}" for count, ids in others)
+    return "; ".join(said)
+
+
+def _replicas(ids: Sequence[object]) -> str:
+    return f"replica{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"

@@ -1,0 +1,81 @@
+"""A device that is full: which errors say so, and what they leave out.
+
+Knows torch's and NumPy's words for it. Knows no replica and no channel.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import psutil
+import torch
+
+_CPU = "DefaultCPUAllocator: can't allocate memory"
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)|[Uu]nable to allocate ([\d.]+) (bytes|[KMGT]iB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def cause(error: BaseException | None) -> BaseException | None:
+    """Return what says that there was no memory left, on a GPU or on the machine: `error`, or what it came from."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return error
+        if isinstance(error, RuntimeError) and _CPU in str(error):
+            return error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def memory(error: BaseException, device: torch.device) -> str:
+    """Say what was asked, what is free and what is reserved, as of now: before what failed is let go."""
+    asked = _asked(str(error))
+    parts = [f"asked for {_size(asked)}" if asked is not None else "it does not say how much was asked for"]
+    if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info(device)
+        reserved, held = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        parts += [
+            f"{_size(free)} of {_size(total)} free",
+            f"torch has reserved {_size(reserved)}, {_size(held)} in use",
+        ]
+    else:
+        there = psutil.virtual_memory()
+        parts += [f"{_size(there.available)} of {_size(there.total)} free"]
+        process = psutil.Process().memory_info()
+        parts += [f"this replica has {_size(process.rss)}"]
+        limit = _limit()
+        if limit is not None:
+            parts += [f"its address space is {_size(process.vms)} of the {_size(limit)} that its limit allows"]
+    return "; ".join(parts)
+
+
+def give_back(device: torch.device) -> None:
+    """Have torch give memory back that it keeps for later, which may be cut into pieces that are too small."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _asked(message: str) -> int | None:
+    found = _ASKED.search(message)
+    if found is None:
+        return None
+    number, unit = [part for part in found.groups() if part is not None]
+    return int(float(number) * _UNITS[unit])
+
+
+def _limit() -> int | None:
+    """Return the limit on this process's address space in bytes, None if there is none."""
+    try:
+        words = next(line for line in Path("/proc/self/limits").read_text().splitlines() if "address space" in line)
+    except (OSError, StopIteration):
+        return None
+    soft = words.split()[3]
+    return int(soft) if soft.isdigit() else None
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"

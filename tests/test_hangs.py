@@ -1,0 +1,389 @@
+"""A hang is explained: who waits in which collective, who is at which line. Different ones are named at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import textwrap
+from collections.abc import Callable
+
+import psutil
+import pytest
+from driving import Ran, doing, eventually, plain, press_ctrl_c, run_cell
+
+from mirror_nb.devices import Device
+from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
+from mirror_nb.messages import Collectives, Wait, Whereabouts
+from mirror_nb.pool import base, hangs, outside
+from mirror_nb.pool.failures import raise_for
+from mirror_nb.pool.local import LocalPool
+from mirror_nb.telemetry import samples
+
+BEGIN = "import torch, torch.distributed as dist, time, os, signal\nmodel = torch.nn.Linear(2, 2)\n"
+NO_SHARED_MEMORY = "dist.group.WORLD.shared = None\n"
+# As between machines: gloo carries everything, and nobody sees what the others have come to.
+
+
+@pytest.fixture
+def two(replicas: Callable[[int], LocalPool]) -> LocalPool:
+    return replicas(2)
+
+
+@pytest.fixture
+def three(replicas: Callable[[int], LocalPool]) -> LocalPool:
+    return replicas(3)
+
+
+def shown(pool: LocalPool, ran: Ran, kind: type[BaseException], timeout: float | None = None) -> str:
+    """What the user sees; the same text stands in the error's notes, for plain Python."""
+    with pytest.raises(kind) as caught:
+        raise_for(ran.report, pool.devices, timeout)
+    text = plain("\n".join(caught.value._render_traceback_()))
+    assert caught.value.__notes__ == [text]
+    return text
+
+
+def goes_on(pool: LocalPool) -> None:
+    pool.mend()
+    ran = run_cell(pool, BEGIN + "model(torch.ones(1, 2)).sum().backward()\nn = int(strategy.reduce('sum', 1))")
+    assert ran.report.clean, ran.report.failures
+    assert {values["n"] for values in ran.values.values()} == {pool.size}
+
+
+# ---------------------------------------------------------------------- different collectives
+
+DIFFERENT = {
+    "shape": ("dist.all_reduce(torch.ones(3 + replica_id))", "all_reduce (SUM) of float32[3]", "float32[4]"),
+    "dtype": (
+        "dist.all_reduce(torch.ones(2, 3).to(torch.float64 if replica_id else torch.float32))",
+        "all_reduce (SUM) of float32[2, 3]",
+        "all_reduce (SUM) of float64[2, 3]",
+    ),
+    "dtype that gloo carries": (
+        "t = torch.ones(2).to(torch.bool if replica_id else torch.float32)\n"
+        "dist.all_gather([t.clone(), t.clone()], t)",
+        "all_gather of float32[2]",
+        "all_gather of bool[2] and 2 more through gloo",
+    ),
+    "op": (
+        "dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if replica_id else dist.ReduceOp.SUM)",
+        "all_reduce (SUM) of float32[2]",
+        "all_reduce (MAX) of float32[2]",
+    ),
+    "root": (
+        "dist.broadcast(torch.ones(2), replica_id)",
+        "broadcast from replica 0 of float32[2]",
+        "broadcast from replica 1 of float32[2]",
+    ),
+    "kind": (
+        "dist.barrier() if replica_id else dist.all_reduce(torch.ones(300_000))",
+        "all_reduce (SUM) of float32[300000]",
+        "barrier",
+    ),
+    "order": (
+        "calls = [lambda: dist.all_reduce(torch.ones(2)), lambda: dist.broadcast(torch.ones(2), 0)]\n"
+        "for call in reversed(calls) if replica_id else calls: call()",
+        "all_reduce (SUM) of float32[2]",
+        "broadcast from replica 0 of float32[2]",
+    ),
+    "shared memory and gloo": (
+        "dist.gather(torch.ones(2), None, 0) if replica_id else dist.all_reduce(torch.ones(2))",
+        "all_reduce (SUM) of float32[2]",
+        "gather of float32[2] through gloo",
+    ),
+    "both through gloo": (
+        "dist.gather(torch.ones(2), None, 0) if replica_id else dist.all_to_all_single(torch.ones(2), torch.ones(2))",
+        "all_to_all_single of float32[2] and 1 more through gloo",
+        "gather of float32[2] through gloo",
+    ),
+    "a backward pass and a gather": (
+        "dist.gather(torch.ones(2), None, 0) if replica_id else model(torch.ones(1, 2)).sum().backward()",
+        "for gradients, in which a backward pass that uses no parameter of a mirrored module takes no part",
+        "gather of float32[2] through gloo",
+    ),
+    "a backward pass and a reduction": (
+        "strategy.reduce('sum', 1.0) if replica_id else model(torch.ones(1, 2)).sum().backward()",
+        "for gradients, in which",
+        "all_gather of int64[10]",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_different_collectives_are_named_on_every_replica_at_once(two, what):
+    source, first, second = DIFFERENT[what]
+    ran = run_cell(two, BEGIN + source)
+    assert ran.errors == {0: "UsageError", 1: "UsageError"}
+    text = shown(two, ran, UsageError)
+    (said,) = {failure.message for failure in ran.report.failures.values()}
+    on_first, _, on_second = said.partition(", replica 1: ")
+    assert on_first.startswith("the replicas ran different collectives: replica 0: ")
+    assert first in on_first
+    assert second in on_second
+    assert "raised by all 2 replicas" in text
+    goes_on(two)
+
+
+def test_who_ran_another_line_is_told_with_it(two):
+    ran = run_cell(two, BEGIN + "if replica_id:\n    dist.barrier()\nelse:\n    dist.all_reduce(torch.ones(3))")
+    text = shown(two, ran, UsageError)
+    assert "----> 6     dist.all_reduce(torch.ones(3))" in text
+    assert "replica 1 (cpu:1) at Cell In[1], line 4: dist.barrier()" in text
+
+
+def test_after_different_collectives_that_gloo_carried_the_rest_of_the_cell_is_refused(two):
+    """gloo cannot take back what it began: later sums would meet earlier ones."""
+    ran = run_cell(
+        two,
+        BEGIN
+        + "said = []\nfor i in range(2):\n    try:\n"
+        + "        dist.gather(torch.ones(2), None, 0) if replica_id and not i else dist.all_reduce(torch.ones(2))\n"
+        + "    except ValueError as error: said.append(str(error)[:40])",
+    )
+    assert ran.values[0]["said"] == ran.values[1]["said"] == ["the replicas ran different collectives: "] * 2
+    two.unform()
+    goes_on(two)
+
+
+def test_gloo_carries_what_is_the_same_on_all_and_differs_in_size(two):
+    """Sizes that may differ by replica, and roots that alone give what they scatter."""
+    ran = run_cell(
+        two,
+        BEGIN
+        + "mine = torch.ones(3 - replica_id)\nsplits = [[2, 1], [1, 1]]\n"
+        + "got = torch.empty(splits[0][replica_id] + splits[1][replica_id])\n"
+        + "dist.all_to_all_single(got, mine, [splits[0][replica_id], splits[1][replica_id]], splits[replica_id])\n"
+        + "one = torch.empty(1)\ndist.scatter(one, [torch.ones(1), torch.ones(1)] if replica_id == 0 else None, 0)\n"
+        + "works = [dist.all_gather([torch.empty(1, dtype=torch.bool) for _ in range(2)],\n"
+        + "         torch.ones(1, dtype=torch.bool), async_op=True) for _ in range(40)]\n"
+        + "for work in works: work.wait()\nn = float(got.sum() + one)",
+    )
+    assert ran.report.clean, ran.report.failures
+    assert {r: values["n"] for r, values in ran.values.items()} == {0: 4.0, 1: 3.0}
+
+
+# ---------------------------------------------------------------------- different numbers of them
+
+UNEVEN = {
+    "all_reduce": "for _ in range(4 - replica_id): dist.all_reduce(torch.ones(3))",
+    "gather": "if replica_id == 0: dist.gather(torch.ones(2), [torch.ones(2), torch.ones(2)])",
+    "gloo alone": NO_SHARED_MEMORY + "for _ in range(4 - replica_id): dist.all_reduce(torch.ones(3))",
+}
+
+
+@pytest.mark.parametrize("what", UNEVEN)
+def test_a_replica_that_has_ended_is_not_waited_for(two, what):
+    ran = run_cell(two, BEGIN + UNEVEN[what])
+    assert ran.errors == {0: "PeerFailed"}
+    text = shown(two, ran, PeerFailed)
+    assert "replica 0 waits in" in text
+    assert "but replica 1 has come to the end without it" in text
+    assert "see that every replica runs the same number of steps" in text
+    if what != "gather":
+        assert "replica 1 has begun 3 all_reduce, replica 0 4" in text
+        assert "line 3: for _ in range(4 - replica_id)" in text or "line 4: for _ in" in text
+    goes_on(two)
+
+
+def test_a_backward_pass_that_uses_no_mirrored_parameter_is_told_of(two):
+    ran = run_cell(
+        two,
+        BEGIN
+        + "x = torch.ones(1, 2, requires_grad=True)\nmodel(x).sum().backward()\n"
+        + "(x if replica_id else model(x)).sum().backward()",
+    )
+    text = shown(two, ran, PeerFailed)
+    assert "for gradients at Cell In[1], line 5" in text
+    assert "a backward pass that uses no parameter of a mirrored module takes no part" in text
+    goes_on(two)
+
+
+def test_a_replica_that_does_not_run_the_cell_is_not_waited_for(three):
+    ran = run_cell(three, BEGIN + "dist.all_reduce(torch.ones(3))", replicas=[0, 2])
+    assert set(ran.errors.values()) == {"PeerFailed"}
+    assert "but replica 1 has come to the end without it" in shown(three, ran, PeerFailed)
+    goes_on(three)
+
+
+@pytest.mark.parametrize("how", ["late", "in a thread"])
+def test_a_replica_that_comes_later_is_waited_for(two, how, monkeypatch):
+    monkeypatch.setattr(base, "UNEVEN_AFTER", 0.1)
+    come = "time.sleep(0.6); total = torch.ones(1); dist.all_reduce(total)"
+    ran = run_cell(
+        two,
+        BEGIN
+        + f"import threading\ndef come():\n    global total\n    {come}\n"
+        + f"if replica_id and {how == 'late'}: come()\n"
+        + "elif replica_id: threading.Thread(target=come).start()\n"
+        + "else:\n    total = torch.ones(1); dist.all_reduce(total)",
+    )
+    assert ran.report.clean, ran.report.failures
+    assert ran.values[0]["total"].item() == 2
+
+
+# ---------------------------------------------------------------------- timeouts and interrupts
+
+HANG = BEGIN + "def work():\n    {}\ndist.all_reduce(torch.ones(3))\nif replica_id == 1:\n    work()\n{}"
+
+
+@pytest.mark.parametrize("carrier", ["shared memory", "gloo"])
+def test_a_timeout_shows_where_each_replica_is_and_what_differs(two, carrier):
+    source = HANG.format("time.sleep(1000)", "dist.all_reduce(torch.ones(2, 3))")
+    ran = run_cell(two, source.replace("def work", NO_SHARED_MEMORY * (carrier == "gloo") + "def work"), timeout=0.8)
+    text = shown(two, ran, ReplicaTimeout, 0.8)
+    first, second = text[text.index("where the replicas were:") :].splitlines()[2:4]
+    assert first.startswith("0        cpu:0   waits 0.")
+    assert " s in all_reduce of float32[2, 3]" in first
+    assert first.endswith(": dist.all_reduce(torch.ones(2, 3))")
+    assert second.startswith("1        cpu:1   runs")
+    assert second.endswith(": time.sleep(1000)")
+    assert "in this cell or call, replica 1 has begun 1 all_reduce, replica 0 2" in text
+    if carrier == "shared memory":
+        assert "replica 1 has not come to all_reduce of float32[2, 3]; its last was all_reduce (SUM) of 3 flo" in text
+    goes_on(two)
+
+
+def test_a_replica_that_is_stopped_or_holds_the_lock_is_told_of_from_outside(three, monkeypatch):
+    monkeypatch.setattr(base, "GRACE", 1.5)
+    source = (
+        BEGIN
+        + "def held():\n    sum(range(10**12))\n"
+        + "model(torch.ones(1, 2)).sum().backward()\n"
+        + "if replica_id == 1: held()\nif replica_id == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        + "dist.all_reduce(torch.ones(3))"
+    )
+    ran = run_cell(three, source, timeout=1.5)
+    assert {death.replica_id for death in ran.report.deaths} == {1, 2}
+    assert all(death.by_us for death in ran.report.deaths)
+    text = shown(three, ran, ReplicaTimeout, 1.5)
+    assert "s in all_reduce of float32[3] for replicas 1, 2" in text
+    assert "replica 1 does not return to Python: native code holds its lock" in text
+    assert "line 4 in held" in text
+    assert "replica 2 is stopped by a signal (kill -CONT " in text
+    assert "replica 2's last record: all_reduce of " in text
+    assert "replica 1 has not come to all_reduce of float32[3]; its last was all_reduce (MEAN)" in text
+    goes_on(three)
+
+
+def test_an_interrupt_of_a_cell_that_hangs_shows_where_each_replica_is(two, tmp_path):
+    ran = interrupted(two, HANG.format("time.sleep(1000)", "dist.all_reduce(torch.ones(2, 3))"), tmp_path, hung=True)
+    text = shown(two, ran, KeyboardInterrupt)
+    assert "interrupted on all 2 replicas" in text
+    assert "waits " in text
+    assert "in all_reduce of float32[2, 3] for replica 1" in text
+    assert "1        cpu:1   runs " in text
+    assert ": time.sleep(1000)" in text
+    goes_on(two)
+
+
+def test_an_interrupt_of_a_cell_that_runs_shows_no_table(two, tmp_path):
+    ran = interrupted(two, BEGIN + "while True: dist.all_reduce(torch.ones(3))", tmp_path, hung=False)
+    assert "where the replicas were" not in shown(two, ran, KeyboardInterrupt)
+    goes_on(two)
+
+
+def interrupted(pool: LocalPool, source: str, tmp_path, hung: bool) -> Ran:
+    """Press Ctrl-C once both run the cell; `hung`: once replica 0 has waited for long."""
+    cell = source.replace("def work", f"open({str(tmp_path)!r} + f'/{{replica_id}}', 'w').close()\ndef work")
+    cell = cell if cell != source else f"open({str(tmp_path)!r} + f'/{{replica_id}}', 'w').close()\n{source}"
+    began: list[float] = []
+
+    def ready() -> bool:
+        if all((tmp_path / str(r)).exists() for r in range(2)):
+            began.append(samples.clock())
+        return bool(began) and (not hung or samples.clock() - began[0] > (hangs.HANG_SECONDS + 0.4) * 1e9)
+
+    with doing(press_ctrl_c, when=ready):
+        return run_cell(pool, cell)
+
+
+def test_a_collective_that_passes_its_own_time_shows_where_the_others_are(two):
+    ran = run_cell(
+        two,
+        BEGIN
+        + "from datetime import timedelta\nif replica_id: time.sleep(1000)\n"
+        + "dist.all_reduce(torch.ones(3), async_op=True).wait(timedelta(seconds=0.7))",
+    )
+    assert ran.errors[0] == "ReplicaTimeout"
+    text = shown(two, ran, ReplicaTimeout)
+    assert "replica 1 has not come" in text
+    assert "where the replicas were:" not in text or "time.sleep(1000)" in text
+    assert [one.line for one in ran.report.standings.values()] == [
+        "Cell In[1], line 4: if replica_id: time.sleep(1000)"
+    ]
+    goes_on(two)
+
+
+# ---------------------------------------------------------------------- the table, from what is made by hand
+
+DEVICES = [Device("cuda", i) for i in range(4)]
+
+
+def at(line: str, *waits: Wait, request: int | None = 7, threads: bool = False, begun: int = 3) -> Whereabouts:
+    group = Collectives("0", (0, 1, 2, 3), begun, (("all_reduce", begun),), bool(waits), waits)
+    return Whereabouts(1, request, line, "", False, threads, (group,))
+
+
+def test_a_replica_that_works_on_or_has_threads_of_the_users_may_still_come():
+    waits = at("loss.backward()", Wait(4, "all_reduce of float32[9]", 3.0, (1,)), begun=4)
+    assert hangs.uneven({0: waits, 1: at("")}, idle={1}, running={0}) is None
+    assert hangs.uneven({0: waits, 1: at("", request=None, threads=True)}, idle={1}, running={0}) is None
+    assert hangs.uneven({0: waits, 1: at("", request=None, begun=4)}, idle={1}, running={0}) is None
+    assert hangs.uneven({0: waits}, idle={1}, running={0}) is None
+    said = hangs.uneven({0: waits, 1: at("", request=None)}, idle={1}, running={0})
+    assert said is not None
+    assert "replica 1 has come to the end without it (replica 1 has begun 3 all_reduce, replica 0 4)" in said
+
+
+def test_the_table_of_four():
+    waits = Wait(4, "all_reduce of float32[9]", 12.34, (2, 3))
+    found = {
+        0: at("Cell In[5], line 9: backward()", waits, begun=4),
+        2: Whereabouts(
+            1, 7, "train.py, line 3: for x in loader:", "torch.utils.data.dataloader._next_data", False, False, ()
+        ),
+        3: hangs.Silent("is stopped by a signal", (), "all_reduce of 36 bytes in step 2, ended 9.0 s ago"),
+    }
+    assert "\n".join(hangs.explain(found, {1}, DEVICES)) == textwrap.dedent("""\
+        where the replicas were:
+        replica  device  where                                                       at
+        0        cuda:0  waits 12.3 s in all_reduce of float32[9] for replicas 2, 3  Cell In[5], line 9: backward()
+        1        cuda:1  has ended
+        2        cuda:2  in torch.utils.data.dataloader._next_data                   train.py, line 3: for x in loader:
+        3        cuda:3  is stopped by a signal
+        replica 3 is stopped by a signal
+        replica 3's last record: all_reduce of 36 bytes in step 2, ended 9.0 s ago
+        in this cell or call, replica 2 has begun 0 all_reduce, replica 0 4
+        replica 2 has not come to all_reduce of float32[9]
+        replica 3 has not come to all_reduce of float32[9]""")
+
+
+def test_py_spys_frames_are_the_main_threads_above_ours():
+    said = textwrap.dedent("""\
+        Process 12: python
+        Thread 13 (idle): "mirror_nb control"
+            _read_for_a_while (mirror_nb/replica/worker.py:216)
+        Thread 12 (active): "MainThread"
+            step (cell.py:3)
+            <module> (cell.py:9)
+            run_code (IPython/core/interactiveshell.py:3577)
+        """)
+    assert outside.frames(said) == ("step (cell.py:3)", "<module> (cell.py:9)")
+
+
+def test_without_py_spy_there_is_no_stack_and_no_error(monkeypatch):
+    monkeypatch.setattr(outside.shutil, "which", lambda *_, **__: None)
+    assert outside.stack(os.getpid()) == ()
+
+
+@pytest.mark.skipif(shutil.which("py-spy", path=os.path.dirname(sys.executable)) is None, reason="needs py-spy")
+def test_py_spy_tells_where_a_stopped_replica_is(two):
+    pid = two.status()[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it stops")
+        assert outside.stack(pid) == () or "receive" in outside.stack(pid)[0]
+    finally:
+        os.kill(pid, signal.SIGCONT)
