@@ -60,7 +60,8 @@ ROUNDS ?= 500
 SEED ?= 1
 
 chaos: $(VENV)/.has-test
-	$(BIN)/python tests/faults/chaos.py --rounds $(ROUNDS) --seed $(SEED) --report benchmarks/results/chaos.txt
+	$(BIN)/python tests/faults/chaos.py --rounds $(ROUNDS) --seed $(SEED) --log build/chaos.jsonl \
+	  --report benchmarks/results/chaos.txt
 
 leaks: $(VENV)/.has-test
 	MIRROR_NB_LEAKS=long $(BIN)/python -m pytest tests/test_leaks.py --timeout 7200 -q

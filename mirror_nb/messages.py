@@ -384,6 +384,11 @@ class Whereabouts:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldBack:
+    """The replica has heard the interrupt, and will raise it when what it is in the middle of is whole."""
+
+
+@dataclass(frozen=True, slots=True)
 class Note(_Compact):
     """A small value that a call of our own tells the controller while it runs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from driving import DEADLINE, doing, eventually, gone, press_ctrl_c, run_cell
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
-from mirror_nb.pool import base
+from mirror_nb.pool import base, nanny
 from mirror_nb.pool.base import Death
 from mirror_nb.pool.local import LocalPool
 
@@ -336,7 +338,7 @@ def interrupted(pool: LocalPool, source: str, tmp_path: Path, press: Callable[[]
 )
 def test_an_interrupt_stops_all_and_they_keep_their_names(two, tmp_path, source):
     before = pids(two)
-    report = interrupted(two, "kept = 6\n" + source, tmp_path)
+    report = interrupted(two, f"kept = 6\nMARK\n{source}", tmp_path)
     assert report.interrupted
     assert {failure.type_name for failure in report.failures.values()} == {"KeyboardInterrupt"}
     assert all(failure.interrupted for failure in report.failures.values())
@@ -396,6 +398,43 @@ def test_a_replica_that_will_not_stop_is_replaced_alone(two, tmp_path, short_gra
     assert run_cell(two, "k = kept", replicas=[0]).values[0]["k"] == 1
 
 
+def test_a_replica_in_the_middle_of_an_import_is_given_time_to_end_it(two, tmp_path, short_grace, monkeypatch):
+    look = base._Following._kill_silent
+
+    def after_the_grace(self: base._Following, last: float) -> None:
+        look(self, last)
+        (tmp_path / "go").touch()
+
+    monkeypatch.setattr(base._Following, "_kill_silent", after_the_grace)
+    (tmp_path / "takes_its_time.py").write_text(
+        f"import os, time\nopen({str(tmp_path)!r} + f'/begun{{os.getpid()}}', 'w').close()\n"
+        f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\nwhole = True\n"
+    )
+    before = pids(two)
+    with doing(press_ctrl_c, when=lambda: len(list(tmp_path.glob("begun*"))) == 2):
+        ran = run_cell(two, f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport takes_its_time\nlate = 1")
+    assert ran.report.interrupted
+    assert pids(two) == before, "nobody was ended"
+    two.mend()
+    assert run_cell(two, "whole = takes_its_time.whole").values[1]["whole"] is True
+
+
+def test_an_import_that_never_ends_is_ended_at_last(two, tmp_path, short_grace, monkeypatch):
+    monkeypatch.setattr(base, "HELD_BACK_SECONDS", 1.5)
+    (tmp_path / "endless.py").write_text(
+        f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\nwhile True: time.sleep(0.01)\n"
+    )
+    before = pids(two)
+    with doing(press_ctrl_c, when=(tmp_path / "begun").exists):
+        ran = run_cell(
+            two, f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nif replica_id == 1:\n    import endless"
+        )
+    assert ran.report.interrupted
+    assert [death.by_us for death in ran.report.deaths] == [True]
+    two.mend()
+    assert [now == then for now, then in zip(pids(two), before, strict=True)] == [True, False]
+
+
 def test_sending_much_to_a_stopped_replica_does_not_block_the_controller(two, short_grace):
     os.kill(pids(two)[1], signal.SIGSTOP)
     ran = run_cell(two, "n = len(text)", {"text": "x" * 10_000_000}, timeout=0.5)
@@ -439,6 +478,43 @@ def test_an_interrupt_between_requests_is_an_ordinary_one(two):
     assert run_cell(two, "x = 2").report.clean
 
 
+def test_an_interrupt_while_a_dead_replica_is_replaced_leaves_it_to_be_replaced(two, monkeypatch):
+    before, launch = pids(two), LocalPool._launch
+    os.kill(before[0], signal.SIGKILL)
+    eventually(two.dead, "the death is seen")
+
+    def press_and_launch(self: LocalPool, replica_id: int) -> object:
+        press_ctrl_c()
+        return launch(self, replica_id)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalPool, "_launch", press_and_launch)
+        with pytest.raises(KeyboardInterrupt):
+            two.mend()
+    two.mend()
+    ran = run_cell(two, "n = int(strategy.reduce('sum', 1.0))")
+    assert ran.report.clean, ran.report
+    assert ran.values[0]["n"] == 2
+    assert pids(two)[0] != before[0]
+    assert pids(two)[1] == before[1]
+
+
+def test_a_replica_that_cannot_be_replaced_now_is_replaced_later(two, monkeypatch):
+    os.kill(pids(two)[1], signal.SIGKILL)
+    eventually(two.dead, "the death is seen")
+
+    def fail(self: LocalPool, replica_id: int) -> None:
+        raise OSError("no more processes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalPool, "_launch", fail)
+        with pytest.raises(OSError, match="no more processes"):
+            two.mend()
+    assert [death.replica_id for death in two.dead()] == [1]
+    two.mend()
+    assert run_cell(two, "n = int(strategy.reduce('sum', 1.0))").values[0]["n"] == 2
+
+
 def test_two_requests_at_once_are_refused(two, tmp_path):
     import threading
 
@@ -480,7 +556,9 @@ def controller(source: str, tmp_path: Path) -> subprocess.Popen[str]:
         "open('ran', 'a').write('x')\n"
         "pool = LocalPool((Device('cpu', 0), Device('cpu', 1)), setup=SETUP)\npool.start()\n" + textwrap.dedent(source)
     )
-    return subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(script)], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 @pytest.fixture
@@ -495,8 +573,9 @@ def script(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     for process in started:
         process.kill()
         process.wait()
-        if process.stdout:
-            process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            if pipe:
+                pipe.close()
 
 
 SAY = """
@@ -539,6 +618,30 @@ if replica_id == 1:
     eventually(lambda: all(map(gone, family)), "replicas, their children, forkserver and nanny end")
 
 
+@pytest.mark.parametrize(
+    "end",
+    ["os.kill(os.getpid(), 9)", "ctypes.string_at(0)", "os._exit(1)", "os.kill(os.getpid(), 15)", "pool.close()"],
+    ids=["kill -9", "a crash", "_exit", "SIGTERM", "a close"],
+)
+def test_however_the_controller_ends_no_process_file_or_folder_is_left_after_two_seconds(
+    script, end, tmp_path, monkeypatch
+):
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    process = script(f"{SAY}\nimport ctypes, os, sys\nsys.stdin.readline()\n{end}")
+    replicas = [int(pid) for pid in process.stdout.readline().split()]
+    family = {*replicas, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))}
+    assert list(folder.iterdir()), "multiprocessing's folder, with its sockets"
+    process.stdin.close()
+    process.wait(DEADLINE)
+    eventually(lambda: all(map(gone, family)), "processes end", seconds=2)
+    eventually(lambda: not list(folder.iterdir()), f"{list(folder.rglob('*'))} go", seconds=2)
+    # What others make there meanwhile bears other names.
+    assert not [name for name in set(os.listdir("/dev/shm")) - shared if "mirror" in name or name.startswith("torch_")]
+
+
 def test_a_fork_of_the_controller_does_not_keep_replicas_alive(script):
     process = script(
         f"import os, sys\nif os.fork() == 0:\n    import time; time.sleep(1000)\n{SAY}\nimport time; time.sleep(1000)"
@@ -552,6 +655,29 @@ def test_a_fork_of_the_controller_does_not_keep_replicas_alive(script):
         for child in children:
             if not gone(child.pid):
                 child.kill()
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs /dev/shm")
+def test_semaphores_that_a_kill_left_half_made_go_with_the_session():
+    """What a file is used for cannot be seen from its name alone: one that a process has mapped stays."""
+    name = uuid.uuid4().hex[:6]
+    left, mapped, old = (Path("/dev/shm", prefix + name) for prefix in ("sem.", "sem.mp-", "torch_1_"))
+    try:
+        for path in (left, mapped, old):
+            path.write_bytes(bytes(32))
+        with mapped.open("r+b") as file:
+            held = mmap.mmap(file.fileno(), 32)
+        later = time.time() + 60
+        os.utime(left, (later, later))
+        os.utime(mapped, (later, later))
+        os.utime(old, (0, 0))
+        # A replica that is gone already, as after a kill -9 of the controller.
+        subprocess.run([sys.executable, "-S", "-E", nanny.__file__], input=b"+ 999999999 1\n", check=True)
+        assert [path.exists() for path in (left, mapped, old)] == [False, True, True]
+        held.close()
+    finally:
+        for path in (left, mapped, old):
+            path.unlink(missing_ok=True)
 
 
 def test_a_death_reads_well():

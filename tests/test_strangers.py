@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import encodings.idna  # noqa: F401 - for the name of a host, by a user who may not read Python's files
+import json
 import os
+import pickle
 import shutil
+import signal
 import socket
 import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from driving import gone, run_cell
+from driving import doing, gone, run_cell
 
 from mirror_nb.collectives import sealed
 from mirror_nb.devices import Device
@@ -150,6 +156,133 @@ def test_a_stranger_who_talks_to_the_store_gets_no_code_run_and_ends_nothing(two
     two.unform()
     two.mend()
     assert run_cell(two, "n = int(strategy.reduce('sum', 1.0))").values[0]["n"] == 2
+
+
+# ---------------------------------------------------------------------- another user
+
+HOLD = """
+import os, time, torch
+from torch.utils.data import DataLoader, Dataset
+class Rows(Dataset):
+    def __len__(self): return 6
+    def __getitem__(self, i): return torch.ones(1000) * i
+total = float(strategy.reduce('sum', sum(float(batch[0, 0]) for batch in DataLoader(Rows(), num_workers=1))))
+rows = iter(DataLoader(Rows(), num_workers=1, persistent_workers=True))
+next(rows)
+secret = torch.full((10_000,), 42.0)
+open(FOLDER + f'/in{replica_id}', 'w').close()
+while not os.path.exists(FOLDER + '/go'): time.sleep(0.01)
+"""
+NOBODY = 65534
+
+
+def as_another_user(probe: Callable[[], Any]) -> Any:
+    """Return what a function returns in a process of user "nobody", which has none of our descriptors."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = "nothing"
+        try:
+            os.dup2(writable, 3)
+            os.closerange(4, 1 << 16)
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            said = probe()
+        except BaseException as error:
+            # Not its traceback: this user may not even read the files of this Python.
+            said = f"the probe itself failed: {error!r}"
+        finally:
+            os.write(3, json.dumps(said).encode())
+            os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable) as file:
+        said = file.read()
+    os.waitpid(child, 0)
+    return json.loads(said)
+
+
+def reach(listening: set[int], named: set[str], folders: set[str], pids: set[int], bomb: bytes) -> list[str]:
+    """Try everything that is open to another user of the machine; return what should have been refused."""
+    reached = []
+
+    def refused(what: str, attempt: Callable[[], object]) -> None:
+        try:
+            attempt()
+            reached.append(what)
+        except (PermissionError, FileNotFoundError, ProcessLookupError, ConnectionRefusedError):
+            pass
+
+    for path in named:
+        refused(f"connected to {path}", lambda path=path: socket.socket(socket.AF_UNIX).connect(path))  # type: ignore[misc]
+    for folder in folders:
+        refused(f"listed {folder}", lambda folder=folder: os.listdir(folder))  # type: ignore[misc]
+    for pid in pids:
+        for name in ("environ", "mem", "maps"):
+            refused(f"read /proc/{pid}/{name}", lambda pid=pid, name=name: Path(f"/proc/{pid}/{name}").read_bytes())  # type: ignore[misc]
+        refused(f"listed the descriptors of {pid}", lambda pid=pid: os.listdir(f"/proc/{pid}/fd"))  # type: ignore[misc]
+        refused(f"opened a descriptor of {pid}", lambda pid=pid: os.open(f"/proc/{pid}/fd/3", os.O_RDONLY))  # type: ignore[misc]
+        refused(f"sent a signal to {pid}", lambda pid=pid: os.kill(pid, signal.SIGUSR1))  # type: ignore[misc]
+    for port in listening:
+        # These let anybody connect; what is sent there must run nothing, whatever its frame.
+        for frame in (
+            b"",
+            len(bomb).to_bytes(8, "little"),
+            len(bomb).to_bytes(8, "big"),
+            len(bomb).to_bytes(4, "big"),
+        ):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+                stranger.sendall(frame + bomb)
+    return reached
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user, as this test does"
+)
+def test_another_user_of_the_machine_reads_nothing_and_runs_nothing(two, tmp_path):
+    """While loaders' workers run and a group is formed, so that everything that ever listens does."""
+    # Where the other user could write, if something of ours ran the code.
+    trap = Path(tempfile.mkdtemp()) / "opened"
+    trap.parent.chmod(0o777)
+    reached: list[Any] = []
+
+    def probe() -> None:
+        ours = family(two)
+        sockets = [c for pid in ours for c in psutil.Process(pid).net_connections("all")]
+        bound = [c for c in sockets if c.family != socket.AF_UNIX and (c.status == "LISTEN" or c.type == 2)]
+        assert {c.laddr.ip for c in bound} <= {"127.0.0.1", "::1"}, bound
+        named = {c.laddr for c in sockets if c.family == socket.AF_UNIX and c.laddr}
+        folders = {str(Path(path).parent) for path in named}
+        assert bound, "the store listens"
+        assert named, "the forkserver listens"
+        bomb = pickle.dumps(Trap(str(trap)))
+        ports = {c.laddr.port for c in bound if c.type == socket.SOCK_STREAM}
+        reached.append(as_another_user(lambda: reach(ports, named, folders, ours, bomb)))
+        (tmp_path / "go").touch()
+
+    try:
+        with doing(probe, when=lambda: all((tmp_path / f"in{r}").exists() for r in range(2))):
+            ran = run_cell(two, HOLD.replace("FOLDER", repr(str(tmp_path))))
+        assert reached == [[]]
+        assert ran.report.clean, ran.report.failures
+        assert ran.values[0]["total"] == 30
+        assert not trap.exists()
+        two.mend()
+        ran = run_cell(two, "import torch\nn = int(strategy.reduce('sum', torch.ones(3)).sum())\ndel rows")
+        assert ran.report.clean, ran.report.failures
+        assert ran.values[1]["n"] == 6
+    finally:
+        shutil.rmtree(trap.parent)
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
 
 
 # ---------------------------------------------------------------------- two sessions

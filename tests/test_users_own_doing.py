@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import signal
@@ -15,6 +16,8 @@ import psutil
 import pytest
 from driving import doing, eventually, gone, plain, run_cell
 from IPython.core.interactiveshell import InteractiveShell
+from torch.utils.data import _utils as torch_loaders
+from torch.utils.data import dataloader
 
 from mirror_nb import payload
 from mirror_nb.collectives.barrier import LOOK_AFTER_SECONDS
@@ -24,6 +27,7 @@ from mirror_nb.notebook.session import CellOptions, Session
 from mirror_nb.pool.base import UNEVEN_AFTER
 from mirror_nb.pool.failures import raise_for
 from mirror_nb.pool.local import LocalPool, _visible, stop_forkserver
+from mirror_nb.replica import runtime
 from mirror_nb.strategies.mirrored import SETUP
 
 
@@ -136,7 +140,8 @@ def test_what_a_failed_cell_held_is_let_go(two):
     goes_on(two)
 
 
-def test_workers_of_a_loader_end_with_the_cell_that_was_stopped(two, tmp_path):
+@pytest.mark.parametrize("seconds", [0.05, 1000.0])
+def test_workers_of_a_loader_end_with_the_cell_that_was_stopped(two, tmp_path, seconds):
     def press() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -151,7 +156,7 @@ class Slow(Dataset):
     def __len__(self): return 100
     def __getitem__(self, i):
         open({str(tmp_path)!r} + f'/in{{replica_id}}', 'w').close()
-        time.sleep(0.05)
+        time.sleep({seconds})
         return i
 for batch in DataLoader(Slow(), num_workers=2): pass
 """,
@@ -161,6 +166,15 @@ for batch in DataLoader(Slow(), num_workers=2): pass
     goes_on(two)
     children = [child for pid in pids(two) for child in psutil.Process(pid).children(recursive=True)]
     eventually(lambda: all(gone(child.pid) for child in children), "the loader's workers end")
+
+
+def test_loaders_that_are_let_go_of_do_not_wait_as_long_as_torch_would_have_them():
+    """The name is torch's own; where it is gone, this and the code that sets it have to go."""
+    usual = torch_loaders.MP_STATUS_CHECK_INTERVAL
+    assert "_utils.MP_STATUS_CHECK_INTERVAL" in inspect.getsource(dataloader._MultiProcessingDataLoaderIter)
+    with runtime._impatient_loaders():
+        assert usual > torch_loaders.MP_STATUS_CHECK_INTERVAL > 0
+    assert usual == torch_loaders.MP_STATUS_CHECK_INTERVAL
 
 
 def test_an_interrupt_that_python_drops_is_raised_again(two, tmp_path):

@@ -28,6 +28,7 @@ from mirror_nb.messages import (
     Done,
     Failure,
     Form,
+    HeldBack,
     Interrupt,
     Meeting,
     Rendezvous,
@@ -49,10 +50,12 @@ ABORT_AGAIN = (0.0, 0.1, 0.3, 0.7, 1.5)
 # Seconds after that, as long as they do not answer.
 INTERRUPT_AFTER = 0.8
 # Seconds from a replica's failure to the interrupt of peers that do not wait in a collective.
-INTERRUPT_AFTER_DEATH = 0.3
+INTERRUPT_AFTER_DEATH = 0.1
 # Less after a death: the user is to know of it within half a second, and nothing that goes on will be whole.
 GRACE = 3.0
-# Seconds from an interrupt to the kill.
+# Seconds from an interrupt to the kill, and from the last word of a replica that it is held back.
+HELD_BACK_SECONDS = 20.0
+# From an interrupt to the kill, whatever the replica says: an import of torch's takes 5 s on a machine that is busy.
 SILENT_AFTER = 0.25
 # Seconds from a question to a look at a replica that does not answer it, from outside.
 UNEVEN_AFTER = 0.5
@@ -243,7 +246,7 @@ class Pool(ABC):
 
     def start(self) -> None:
         """Start every replica and form the group; returns when each has done an all-reduce."""
-        self._start(list(range(self.size)))
+        self._start_whole(list(range(self.size)))
         self.form()
         self.blank.clear()
 
@@ -252,13 +255,21 @@ class Pool(ABC):
         self._check_open()
         gone = self.dead()
         if gone:
+            # First: an interrupt may end this between the two.
+            self.unform()
             self._replace(gone)
-            self._formed = False
         return gone if self._formed else gone + self.form()
 
     def _replace(self, gone: list[Death]) -> None:
         self.blank |= {death.replica_id for death in gone}
-        self._start([death.replica_id for death in gone])
+        self._start_whole([death.replica_id for death in gone])
+
+    def _start_whole(self, ids: list[int]) -> None:
+        """Start replicas, and raise an interrupt only then: it must find them all there."""
+        with self._interrupts as interrupts:
+            self._start(ids)
+        if interrupts.count:
+            raise KeyboardInterrupt
 
     def unform(self) -> None:
         """The group is no longer usable; `mend` makes a new one."""
@@ -445,6 +456,8 @@ class _Following:
         self._ask_at = time.monotonic() + UNEVEN_AFTER if len(requests) < pool.size else math.inf
         self._steps: list[tuple[float, Callable[[], None]]] = []
         # What is still to be done to end them, by time.
+        self._holding: dict[int, float] = {}
+        # When replicas said last that they hold an interrupt back.
 
     def follow(self) -> Report:
         for replica_id, what in self._requests.items():
@@ -505,6 +518,8 @@ class _Following:
         elif isinstance(message, Meeting):
             self._meetings[replica_id] += 1
             self._check_meetings()
+        elif isinstance(message, HeldBack):
+            self._holding[replica_id] = time.monotonic()
         else:
             self._on_message(replica_id, message)
 
@@ -549,7 +564,7 @@ class _Following:
         self._plan(
             *self._aborts(now + abort_after),
             (now + patience, self._interrupt),
-            (now + patience + GRACE, self._kill),
+            *self._kills(now + patience),
         )
 
     def _escalate(self) -> None:
@@ -576,7 +591,7 @@ class _Following:
             (now, self._interrupt),
             *self._aborts(now),
             (now + SILENT_AFTER, self._look_at_silent),
-            (now + GRACE, self._kill),
+            *self._kills(now),
         )
 
     def _plan(self, *steps: tuple[float, Callable[[], None]]) -> None:
@@ -594,6 +609,20 @@ class _Following:
     def _interrupt(self) -> None:
         for replica_id in self._pending:
             self._pool._send(replica_id, Interrupt(self._number), None)
+
+    def _kills(self, interrupted: float) -> list[tuple[float, Callable[[], None]]]:
+        last = interrupted + max(GRACE, HELD_BACK_SECONDS)
+        return [(interrupted + GRACE, lambda: self._kill_silent(last)), (last, self._kill)]
+
+    def _kill_silent(self, last: float) -> None:
+        """End those that do not answer, and look again at those that are in the middle of something."""
+        now = time.monotonic()
+        answered = [self._holding[r] for r in self._pending if self._holding.get(r, 0.0) > now - GRACE]
+        for replica_id in set(self._pending):
+            if self._holding.get(replica_id, 0.0) <= now - GRACE:
+                self._pool._kill(replica_id)
+        if answered and now < last:
+            self._plan(*self._steps, (min(answered) + GRACE, lambda: self._kill_silent(last)))
 
     def _kill(self) -> None:
         for replica_id in set(self._pending):

@@ -16,6 +16,7 @@ import functools
 import importlib
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import selectors
 import signal
@@ -111,12 +112,32 @@ class LocalPool(Pool):
             self._store, self._port = _listen()
         if self._nanny is None:
             self._nanny = _start_nanny()
-        context = _context()
         for replica_id in ids:
-            self._bury(replica_id)
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            last_words = LastWords()
-            process = context.Process(
+            # The dead one stays until another is there: where that cannot be started, it is to be replaced still.
+            dead = self._members.get(replica_id)
+            if dead is not None:
+                self._end_session(dead)
+            member = self._members[replica_id] = self._launch(replica_id)
+            if dead is not None:
+                self._bury(dead)
+            if replica_id not in self._rings:
+                self._rings[replica_id] = Ring.create()
+            # One that is dead already shows in `_poll`.
+            with contextlib.suppress(ChannelClosed):
+                member.channel.send(Record(), self._rings[replica_id].descriptor)
+            self._selector.register(member.channel, selectors.EVENT_READ, (replica_id, _CHANNEL))
+            self._selector.register(member.process.sentinel, selectors.EVENT_READ, (replica_id, _SENTINEL))
+            self._tell_nanny(f"+ {member.process.pid} {member.began}")
+        # It is there by now: the processes got their descriptors over a socket in it.
+        self._tell_nanny(f"/ {multiprocessing.util.get_temp_dir()}")
+        self._post()
+
+    def _launch(self, replica_id: int) -> _Member:
+        """Start a process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        last_words = LastWords()
+        try:
+            process = _context().Process(
                 target=_be_a_replica,
                 args=(theirs, last_words.ends(), self._spec(replica_id)),
                 name=f"mirror_nb replica {replica_id}",
@@ -125,17 +146,14 @@ class LocalPool(Pool):
             )
             with _starting():
                 process.start()
+        except BaseException:
+            ours.close()
+            last_words.close()
+            raise
+        finally:
             theirs.close()
-            last_words.started()
-            began = nanny.start_time(process.pid)
-            member = self._members[replica_id] = _Member(process, Channel(ours), began, last_words)
-            if replica_id not in self._rings:
-                self._rings[replica_id] = Ring.create()
-            member.channel.send(Record(), self._rings[replica_id].descriptor)
-            self._selector.register(member.channel, selectors.EVENT_READ, (replica_id, _CHANNEL))
-            self._selector.register(process.sentinel, selectors.EVENT_READ, (replica_id, _SENTINEL))
-            self._tell_nanny(f"+ {process.pid} {began}")
-        self._post()
+        last_words.started()
+        return _Member(process, Channel(ours), nanny.start_time(process.pid), last_words)
 
     def _spec(self, replica_id: int) -> ReplicaSpec:
         n = self.size
@@ -206,12 +224,13 @@ class LocalPool(Pool):
 
     def _died(self, replica_id: int) -> Incoming:
         member = self._members[replica_id]
-        self._stop_watching(member)
         member.process.join(EXIT_SECONDS)
         self._end_session(member)
         code = member.process.exitcode
         last_words = member.last_words.take()
         member.death = Death(replica_id, self.devices[replica_id], member.process.pid, code, member.killed, last_words)
+        # Last: an interrupt before this, outside of a request, leaves a death that is seen again.
+        self._stop_watching(member)
         return replica_id, member.death, None
 
     # ------------------------------------------------------------------ ends
@@ -248,17 +267,15 @@ class LocalPool(Pool):
         """End the replica and all that its cells started."""
         nanny.end_session(member.process.pid, member.began)
 
-    def _bury(self, replica_id: int) -> None:
-        member = self._members.pop(replica_id, None)
-        if member is not None:
-            self._end_session(member)
-            member.process.join(EXIT_SECONDS)
-            self._tell_nanny(f"- {member.process.pid}")
-            self._stop_watching(member)
-            member.channel.close()
-            member.last_words.close()
-            with contextlib.suppress(ValueError):
-                member.process.close()
+    def _bury(self, member: _Member) -> None:
+        self._end_session(member)
+        member.process.join(EXIT_SECONDS)
+        self._tell_nanny(f"- {member.process.pid}")
+        self._stop_watching(member)
+        member.channel.close()
+        member.last_words.close()
+        with contextlib.suppress(ValueError):
+            member.process.close()
 
     def _stop_watching(self, member: _Member) -> None:
         for source in (member.channel, member.process.sentinel):
@@ -275,9 +292,10 @@ class LocalPool(Pool):
         deadline = time.monotonic() + EXIT_SECONDS
         for member in self._members.values():
             member.process.join(max(0.0, deadline - time.monotonic()))
-        for replica_id in list(self._members):
-            self._bury(replica_id)
+        while self._members:
+            self._bury(self._members.popitem()[1])
         if self._nanny is not None and self._nanny.stdin is not None:
+            self._tell_nanny(".")
             self._nanny.stdin.close()
             self._nanny.wait()
         self._store = None

@@ -1,9 +1,13 @@
 """Ends replicas when their controller is gone, whatever ended it. Runs as a script in a process of its own.
 
 It imports nothing but the standard library and holds no torch, so that it costs 9 MB. Lines on its standard
-input, `+ pid start_time` and `- pid`, tell which replicas there are; the end of the input tells that the
-controller ended. Each replica leads a session, so its shells and DataLoader workers go with it. A pid that
-was given to another process since is recognised by its start time and left alone.
+input, `+ pid start_time` and `- pid`, tell which replicas there are, `/ folder` where multiprocessing keeps its
+sockets, and `.` that the pool was closed; the end of the input without that tells that the controller ended. Each
+replica leads a session, so its shells and DataLoader workers go with it. A pid that was given to another process
+since is recognised by its start time and left alone.
+
+At the end it removes what processes that were killed in the middle of making a semaphore left in /dev/shm, and the
+folder that a killed controller left.
 """
 
 from __future__ import annotations
@@ -11,7 +15,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import sys
+import time
+
+SHARED_MEMORY = "/dev/shm"
+LEAVING_SECONDS = 0.25
+# For killed processes to be gone, so that what they had open counts as left.
+LISTENING_SECONDS = 5.0
+# For the forkserver to be gone, which unloads torch.
 
 
 def start_time(pid: int) -> str:
@@ -46,19 +58,89 @@ def end_session(pid: int, began: str) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def left(since: float) -> set[str]:
+    """Return the files in /dev/shm, no older than `since`, that a kill in the wrong microsecond leaves.
+
+    A semaphore bears its first name, of six random characters, and then multiprocessing's for some microseconds; a
+    tensor of a DataLoader's worker bears torch's.
+    """
+    found = set()
+    for name in os.listdir(SHARED_MEMORY) if os.path.isdir(SHARED_MEMORY) else []:
+        path = os.path.join(SHARED_MEMORY, name)
+        with contextlib.suppress(OSError):
+            half_made = name.startswith("sem.") and len(name) == len("sem.abcdef")
+            status = os.lstat(path)
+            ours = status.st_uid == os.getuid() and status.st_mtime >= since
+            if ours and (half_made or name.startswith(("sem.mp-", "torch_"))):
+                found.add(path)
+    return found
+
+
+def in_use(paths: set[str]) -> set[str]:
+    """Return those that a process of this user has open or mapped."""
+    found: set[str] = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{pid}").st_uid != os.getuid():
+                continue
+            with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+                found |= {line.split(maxsplit=5)[5].rstrip("\n") for line in file if SHARED_MEMORY in line} & paths
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(FileNotFoundError):
+                    found |= {os.readlink(f"/proc/{pid}/fd/{descriptor}")} & paths
+        except OSError:
+            # It has just ended, or is no program of Python's: a container's first process, a keeper of secrets.
+            continue
+    return found
+
+
+def sweep(since: float) -> None:
+    """Remove from /dev/shm what nobody uses any more, and no process will remove."""
+    deadline = time.monotonic() + LEAVING_SECONDS
+    while (paths := left(since)) and time.monotonic() < deadline:
+        for path in paths - in_use(paths):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        time.sleep(0.02)
+
+
+def remove_sockets(folder: str) -> None:
+    """Remove the folder of a controller that could not do it itself, once nobody listens on the sockets in it."""
+    deadline = time.monotonic() + LISTENING_SECONDS
+    with contextlib.suppress(OSError):
+        while os.listdir(folder) and time.monotonic() < deadline:
+            with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
+                bound = {path for line in file for path in line.rstrip("\n").split(maxsplit=7)[7:]}
+            for path in (os.path.join(folder, name) for name in os.listdir(folder)):
+                if path not in bound and stat.S_ISSOCK(os.lstat(path).st_mode):
+                    os.unlink(path)
+            time.sleep(0.02)
+        os.rmdir(folder)
+
+
 def main() -> None:
     """Watch until the input ends, then end what is left."""
+    first = time.time()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     replicas: dict[int, str] = {}
+    folder, closed = "", False
     for line in sys.stdin:
-        sign, pid, *began = line.split()
+        sign, _, rest = line.rstrip("\n").partition(" ")
         if sign == "+":
-            replicas[int(pid)] = began[0] if began else ""
+            pid, _, start = rest.partition(" ")
+            replicas[int(pid)] = start
+        elif sign == "-":
+            replicas.pop(int(rest), None)
+        elif sign == "/":
+            folder = rest
         else:
-            replicas.pop(int(pid), None)
-    for replica, time in replicas.items():
-        end_session(replica, time)
+            closed = True
+    for replica, start in replicas.items():
+        end_session(replica, start)
+    sweep(first)
+    if folder and not closed:
+        remove_sockets(folder)
 
 
 if __name__ == "__main__":

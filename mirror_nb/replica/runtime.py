@@ -23,6 +23,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import _utils as torch_loaders
 
 from mirror_nb.batches import to_device
 from mirror_nb.collectives import process_group
@@ -60,6 +61,7 @@ from mirror_nb.replica.shell import ReplicaShell, make_shell
 from mirror_nb.steering import Steering
 
 KEPT_FUNCTIONS = 16
+LOADER_SECONDS = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,18 +214,19 @@ class Replica:
     def _release(self) -> None:
         """Let go of what failed code held: a large tensor, a DataLoader's workers.
 
-        Only now that the controller has been told: a loader waits up to 5 s for workers that are busy, and who does
-        not answer an interrupt is ended.
+        Only now that the controller has been told: a loader waits for workers that are busy, and who does not answer
+        an interrupt is ended.
         """
         if not self._failed:
             return
         was_full, self._was_full = self._was_full, False
-        if self._shell is not None:
-            self._shell.forget_failure()
-        while self._failed:
-            traceback.clear_frames(self._failed.pop())
-        # Exceptions and frames refer to each other.
-        gc.collect()
+        with _impatient_loaders():
+            if self._shell is not None:
+                self._shell.forget_failure()
+            while self._failed:
+                traceback.clear_frames(self._failed.pop())
+            # Exceptions and frames refer to each other.
+            gc.collect()
         if was_full:
             full.give_back(self.identity.device)
 
@@ -414,6 +417,20 @@ def _communication(pickled: bytes, identity: Identity) -> Communication:
         return found
     kind = identity.device.type
     return chosen(None, None, [Device(kind, i) for i in range(identity.num_replicas)])
+
+
+@contextlib.contextmanager
+def _impatient_loaders() -> Iterator[None]:
+    """Have loaders that are let go of wait for their workers for LOADER_SECONDS, and then end them.
+
+    Not the 5 s that torch gives them: the next cell would wait for workers whose work nobody wants any more.
+    """
+    before = torch_loaders.MP_STATUS_CHECK_INTERVAL
+    torch_loaders.MP_STATUS_CHECK_INTERVAL = LOADER_SECONDS
+    try:
+        yield
+    finally:
+        torch_loaders.MP_STATUS_CHECK_INTERVAL = before
 
 
 def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

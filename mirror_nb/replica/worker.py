@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from mirror_nb.messages import (
     CommMessage,
     Done,
     Exit,
+    HeldBack,
     Interrupt,
     Record,
     ReplicaSpec,
@@ -60,6 +62,8 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 512 * 2**20
 INSIST_SECONDS = 0.02
+SAY_SECONDS = 0.5
+# Between two words that an interrupt is held back.
 LOOK_AFTER = 0.05
 # Seconds from the start of a request until the control thread reads the channel.
 
@@ -142,6 +146,8 @@ class _Process:
         # Number of the request that shall be interrupted.
         self._held_back = False
         # The interrupt came inside an optimizer's step, or while a message was sent, and waits for the end of that.
+        self._said = 0.0
+        # When the controller was told so last.
         self._sending = 0
         # Messages that the main thread is sending, one inside the other.
         self._streams = Streams(self._emit)
@@ -364,6 +370,12 @@ class _Process:
             return
         self._held_back = True
         self._catch_up(frame)
+        # In the middle of a message there is nothing to say: that does not take long.
+        if not self._sending and time.monotonic() > self._said + SAY_SECONDS:
+            self._said = time.monotonic()
+            # Past `_emit`: what was interrupted here may have the locks of the streams.
+            with contextlib.suppress(ChannelClosed):
+                self._channel.send(HeldBack())
 
     def _on_unraisable(self, show: Callable[[Any], object], lost: Any) -> None:
         """Raise an interrupt anew that came while an object was being deleted, where Python drops exceptions."""
