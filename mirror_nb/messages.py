@@ -385,7 +385,7 @@ class Whereabouts:
 
 @dataclass(frozen=True, slots=True)
 class HeldBack:
-    """The replica has heard the interrupt, and will raise it when what it is in the middle of is whole."""
+    """The replica ends as soon as it can: an import or an optimizer's step has to be whole, an error to be shown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
 from mirror_nb.errors import MirrorError, PeerFailed
-from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, Source
+from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, HeldBack, Source
 
 
 @dataclass(slots=True)
@@ -93,6 +93,8 @@ class ReplicaShell(InteractiveShell):
             return
         if isinstance(error, KeyboardInterrupt | MirrorError):
             shown = (kind, error, _users_frames(trace))
+        # A first traceback takes seconds on a machine that is busy.
+        self.display_pub.emit(HeldBack())
         super().showtraceback(shown, *args, **kwargs)
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
