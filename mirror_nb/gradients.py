@@ -23,7 +23,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
@@ -290,7 +290,7 @@ class GradientSynchronizer:
         round_.touched.append(number)
         bucket = round_.plan.bucket_of.get(number)
         if bucket is not None:
-            round_.plan.buckets[bucket].place(number, parameter)
+            round_.plan.buckets[bucket].place(number, tracked, parameter)
             round_.lacking[bucket] -= 1
             if bucket == round_.launched and not round_.lacking[bucket]:
                 self._launch_ready(round_)
@@ -319,8 +319,10 @@ class GradientSynchronizer:
     def _end(self, round_: _Round) -> None:
         if self.recorder is not None:
             self.recorder.backward_computed()
+        # The replicas' agreements go by torch.distributed, and wait no longer than the reductions may.
+        limited = nullcontext() if self._ops is None else self._ops.limited()
         try:
-            with torch.no_grad():
+            with limited, torch.no_grad():
                 self._finish(round_)
         except BaseException:
             # A collective that failed may go on writing into the buffers.
@@ -361,7 +363,7 @@ class GradientSynchronizer:
                 self._mark(round_, tracked, parameter)
 
     def _tail_length(self) -> int:
-        return len(_Tail(frozenset(), 0, [0.0] * self.num_replicas, [0.0, 0.0]).numbers(len(self._agreed)))
+        return _Tail.length(len(self._agreed), self.num_replicas)
 
     def _launch_rest(self, round_: _Round) -> Tensor:
         """Send the buckets that are left, with gaps, and the tail; returns where the tail will be."""
@@ -594,6 +596,10 @@ class _Tail:
     given_up: list[float]
     steering: list[float]
 
+    @staticmethod
+    def length(agreed: int, num_replicas: int) -> int:
+        return agreed + 1 + num_replicas + 2
+
     def numbers(self, agreed: int) -> list[float]:
         flags = [0.0] * agreed
         for number in self.used:
@@ -676,7 +682,7 @@ class _Bucket:
         current = parameter is not None and parameter.grad is gradient
         return current and view is not None and _lies_in(gradient, view)
 
-    def place(self, number: int, parameter: nn.Parameter) -> None:
+    def place(self, number: int, tracked: _Tracked, parameter: nn.Parameter) -> None:
         """Let a gradient that has just been accumulated show this memory: copied while it is in the cache.
 
         The tensor stays who it is; its own memory is free for the next gradient.
@@ -685,15 +691,15 @@ class _Bucket:
         if self.device_type == "cpu" and gradient is not None and _may_move(gradient, parameter):
             view = self._views[number]
             if not _lies_in(gradient, view):
-                with torch.no_grad():
-                    view.copy_(gradient)
+                # Neither of the two has a graph, so nothing is recorded.
+                view.copy_(gradient)
                 gradient.data = view
-            self._lend(gradient, parameter, number)
+            self._lend(gradient, tracked, number)
 
-    def _lend(self, gradient: Tensor, parameter: nn.Parameter, number: int) -> None:
+    def _lend(self, gradient: Tensor, tracked: _Tracked, number: int) -> None:
         assert self._memory is not None
         self._placed.add(number)
-        self._memory.lend(gradient, parameter, number)
+        self._memory.lend(gradient, tracked, number)
 
     def fill(self, agreed: Sequence[_Agreed], tail: Sequence[float]) -> Tensor:
         """Copy in the gradients that are not there yet, zeros where there are none; then the `tail` as it is."""
@@ -709,10 +715,7 @@ class _Bucket:
                 into.append(view)
                 source.append(parameter.grad)
         _copy_all(into, source)
-        flat = self._memory.flat[: self.numel + len(tail)]
-        if tail:
-            flat[self.numel :] = torch.tensor(tail)
-        return flat
+        return self._memory.piece(self.numel, tail)
 
     def hand_out(self, agreed: Sequence[_Agreed], used: frozenset[int]) -> None:
         """Let the gradients show this memory, where some replica had one; the tensors stay who they are.
@@ -721,15 +724,18 @@ class _Bucket:
         """
         into, source = [], []
         for number, view in self._views.items():
-            parameter = agreed[number].parameter()
-            if number in self._placed or parameter is None or number not in used:
+            if number in self._placed or number not in used:
+                continue
+            tracked = agreed[number].tracked
+            parameter = None if tracked is None else tracked.parameter()
+            if tracked is None or parameter is None:
                 continue
             gradient = parameter.grad
             if gradient is None:
                 gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
             if _may_move(gradient, parameter):
                 gradient.data = view
-                self._lend(gradient, parameter, number)
+                self._lend(gradient, tracked, number)
             else:
                 into.append(gradient)
                 source.append(view)
@@ -750,13 +756,24 @@ class _Memory:
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
+        self._piece = flat
         self._lent: dict[int, tuple[Callable[[], Tensor | None], Callable[[], nn.Parameter | None], int]] = {}
 
-    def lend(self, gradient: Tensor, parameter: nn.Parameter, number: int) -> None:
+    def lend(self, gradient: Tensor, tracked: _Tracked, number: int) -> None:
         """Remember a gradient that shows this memory."""
         known = self._lent.get(id(gradient))
         if known is None or known[0]() is not gradient:
-            self._lent[id(gradient)] = (TensorWeakRef(gradient), TensorWeakRef(parameter), number)
+            self._lent[id(gradient)] = (TensorWeakRef(gradient), tracked.parameter, number)
+
+    def piece(self, numel: int, tail: Sequence[float]) -> Tensor:
+        """Return the first `numel` elements and, written behind them, the `tail`."""
+        wanted = numel + len(tail)
+        if self._piece.numel() != wanted:
+            # Kept, since every step asks for the same: a slice takes longer than to look whether it is this one.
+            self._piece = self.flat[:wanted]
+        if tail:
+            self._piece[numel:] = torch.tensor(tail)
+        return self._piece
 
     def take_back(self, stays: Callable[[Tensor, nn.Parameter | None, int], bool]) -> None:
         """Give memory of their own to the gradients that somebody still holds, but for those that stay.

@@ -11,6 +11,8 @@ no network and no strategy. Without a ring it writes nothing.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
@@ -66,6 +68,16 @@ class Recorder:
     def open(self, writer: Writer | None) -> None:
         """Write there from now on; None: nowhere."""
         self._writer = writer
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Write nothing of what happens meanwhile: it belongs to no step, and none ends with it."""
+        before = self._writer, self._fed
+        self._writer, self._fed = None, True
+        try:
+            yield
+        finally:
+            self._writer, self._fed = before
 
     def begin_generation(self, generation: int, step: int) -> None:
         """The process group was formed anew: serials go on above all earlier ones, steps from the replicas' last."""

@@ -59,21 +59,39 @@ def run(pool: LocalPool, source: str, ops: object, options: CommunicationOptions
 # Time
 
 
+# In the first pass the replicas agree on what they train, in the second one buckets get their memory.
+@pytest.mark.parametrize("passes_before", [0, 1, 3])
 @pytest.mark.parametrize("ops", OPS)
-def test_a_replica_that_does_not_come_is_waited_for_no_longer_than_asked(two, ops):
+def test_a_replica_that_does_not_come_is_waited_for_no_longer_than_asked(two, ops, passes_before):
     source = """
-for _ in range(3):
-    # Until buckets have their memory: that all replicas make it is waited for as long as the group allows.
+for _ in range(passes_before):
     backward()
 if replica_id == 0:
     backward()
 """
-    options = CommunicationOptions(timeout_seconds=0.3)
+    options = CommunicationOptions(timeout_seconds=0.5)
     # The group itself would wait longer than this cell may run.
-    ran = run_cell(two, MODEL + source, {"ops": ops, "options": options}, timeout=20)
+    given = {"ops": ops, "options": options, "passes_before": passes_before}
+    ran = run_cell(two, MODEL + source, given, timeout=20)
     assert not ran.report.timed_out
     assert ran.errors == {0: "ReplicaTimeout"}
-    assert "did not end within 0.3 s" in ran.report.failures[0].message
+    assert "did not end within 0.5 s" in ran.report.failures[0].message
+
+
+def test_a_measurement_waits_no_longer_than_asked_either(two):
+    source = """
+from mirror_nb.collectives.measuring import compare
+op = strategy.cross_device_ops
+if replica_id == 0:
+    compare({"shared_memory": op}, 1000, seconds=0.1)
+else:
+    # The tensor is made together; then this one goes away.
+    op.allocate(1000, torch.float32)
+"""
+    given = {"ops": "shared_memory", "options": CommunicationOptions(timeout_seconds=0.5)}
+    ran = run_cell(two, MODEL + source, given, timeout=20)
+    assert not ran.report.timed_out
+    assert ran.errors == {0: "ReplicaTimeout"}
 
 
 def test_a_wait_may_name_its_own_time():

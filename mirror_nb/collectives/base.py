@@ -10,9 +10,11 @@ replica. To write one, derive from `CrossDeviceOps` and write `start` and `unfit
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
@@ -309,12 +311,13 @@ class CrossDeviceOps(abc.ABC):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of zeros on this replica's device, where the replicas can reduce it without a copy.
 
-        Every replica calls it, for the same, in the same order. Raises ReplicaError where there is not enough memory.
+        Every replica calls it, for the same, in the same order. Raises ReplicaError where there is not enough memory,
+        ReplicaTimeout where a replica does not come.
         """
         fabric = self.fabric if self.member.device.type == "cpu" else None
         if fabric is None or numel == 0:
             return torch.zeros(numel, dtype=dtype, device=self.member.device)
-        return fabric.allocate(numel, dtype)
+        return fabric.allocate(numel, dtype, self.member.limit)
 
     @final
     def release(self, tensor: Tensor) -> None:
@@ -328,6 +331,14 @@ class CrossDeviceOps(abc.ABC):
         fabric = self.fabric
         if fabric is not None and fabric.pending:
             fabric.progress()
+
+    @final
+    def limited(self) -> AbstractContextManager[None]:
+        """Within it what torch.distributed begins over the same group waits no longer than the options allow."""
+        within: Callable[[float], AbstractContextManager[None]] | None = getattr(self.member.group, "within", None)
+        limit = self.member.limit
+        # A group that torch made waits as long as it was made to.
+        return contextlib.nullcontext() if limit is None or within is None else within(limit)
 
     def _run(self, op: str, tensor: Tensor, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
         member = self.member

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import threading
 import time
 import zlib
@@ -43,8 +44,6 @@ SLOTS = 16
 PIECE_BYTES = 512 * 1024
 PIECES = 4
 BLOCK_BYTES = 512 * 1024
-IN_PLACE_BYTES = 16 * 1024
-# From this size on, what lies in `allocate`d memory is summed there: below, one arrival less counts for more.
 _HEADERS = 2 * SLOTS
 # A replica may be that far ahead of another: both post ahead of what has ended, that by so many.
 _ALIGNMENT = 64
@@ -230,9 +229,11 @@ class Fabric:
         `what`, here as below: the tensor whose values `flat` shows, for messages.
         """
         nbytes = flat.numel() * flat.element_size()
-        location = self._location(flat, nbytes) if nbytes >= IN_PLACE_BYTES else 0
-        if nbytes <= SLOT_BYTES and not location:
+        if nbytes <= SLOT_BYTES:
+            # Also what lies in `allocate`d memory. Of two replicas the late one finds all that it needs in the slot,
+            # and has not to wait until the other, which sleeps by then, has woken up and summed its slice.
             return self._sum_small(flat, fold, what)
+        location = self._location(flat, nbytes)
         header = self._header(_Kind.ALL_REDUCE, fold, 0, flat)
         return self._queue_up(
             _Kind.ALL_REDUCE,
@@ -433,13 +434,15 @@ class Fabric:
 
     # ------------------------------------------------------------------ memory that all map
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, seconds: float | None = None) -> Tensor:
         """Return a flat tensor of zeros that is reduced where it lies, without a copy; every replica calls it.
 
-        Raises ReplicaError, on every replica, where there is no such memory.
+        `seconds`: how long the others are waited for, by default the group's time. Raises ReplicaError, on every
+        replica, where there is no such memory; ReplicaTimeout.
         """
         part = _aligned(max(numel, 1) * dtype.itemsize, 4096)
-        segment = _common_segment(self._gather, self.replica_id, part * self.num_replicas)
+        gather = functools.partial(self._gather, seconds=seconds)
+        segment = _common_segment(gather, self.replica_id, part * self.num_replicas)
         parts = segment.memory.split(part)
         mine = parts[self.replica_id]
         with self._lock:
@@ -463,11 +466,11 @@ class Fabric:
                     return ((i + 1) << 40) + address - region.begins
         return 0
 
-    def _gather(self, value: Any) -> list[Any]:
+    def _gather(self, value: Any, seconds: float | None) -> list[Any]:
         text = written(value).encode()[:2048].ljust(2048)
         room = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = room.new_empty(self.num_replicas, room.numel())
-        self.wait(self.all_gather(list(rows), room))
+        self.wait(self.all_gather(list(rows), room), seconds)
         return [read(row.numpy().tobytes().decode()) for row in rows]
 
     # ------------------------------------------------------------------ exchanges, begun and carried on

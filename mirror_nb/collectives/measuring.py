@@ -64,18 +64,20 @@ def compare(
     flat = first.allocate(numel, dtype)
     course = _Course(member, flat)
     try:
-        for _ in range(_WARM_UP):
-            begun = time.perf_counter()
-            for name in ops:
-                course.run(ops[name])
-            took = time.perf_counter() - begun
-        took = float(_worst(member, torch.tensor([took], dtype=torch.float64)))
-        rounds = max(least, min(most, int(seconds / max(took, 1e-6))))
-        found = torch.tensor([[course.run(ops[name]) for name in ops] for _ in range(rounds)], dtype=torch.float64)
+        with first.limited():
+            for _ in range(_WARM_UP):
+                begun = time.perf_counter()
+                for name in ops:
+                    course.run(ops[name])
+                took = time.perf_counter() - begun
+            took = float(_worst(member, torch.tensor([took], dtype=torch.float64)))
+            rounds = max(least, min(most, int(seconds / max(took, 1e-6))))
+            found = torch.tensor([[course.run(ops[name]) for name in ops] for _ in range(rounds)], dtype=torch.float64)
+            worst = _worst(member, found.reshape(-1))
     finally:
         first.release(flat)
     # Of all replicas the last to begin, the last to end, and whether any was wrong.
-    begun_at, ended_at, wrong = _worst(member, found.reshape(-1)).view(rounds, len(ops), 3).unbind(2)
+    begun_at, ended_at, wrong = worst.view(rounds, len(ops), 3).unbind(2)
     taken = (ended_at - begun_at) / 1000
     return {name: Trial(tuple(taken[:, i].tolist()), not bool(wrong[:, i].any())) for i, name in enumerate(ops)}
 

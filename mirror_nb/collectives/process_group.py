@@ -765,6 +765,15 @@ class InterruptibleGroup(dist.ProcessGroup):
     def get_group_store(self) -> dist.Store:
         return self._store
 
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Let what begins meanwhile wait `seconds` at most, unless its caller names a time."""
+        before, self._seconds = self._seconds, min(seconds, self._seconds)
+        try:
+            yield
+        finally:
+            self._seconds = before
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._living().set_timeout(timeout)
         self._seconds = timeout.total_seconds()

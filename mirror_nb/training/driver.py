@@ -12,6 +12,7 @@ all replicas. Knows a model, its strategy's place and what jobs return; knows no
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -31,6 +32,10 @@ from mirror_nb.training.running import Logs, Running, known_steps, task_of
 
 if TYPE_CHECKING:
     from mirror_nb.training.model import Model
+
+
+ADVISE_STEPS, ADVISE_SECONDS = 1000, 20.0
+# A training that has so much left is worth a trial, which takes 30 steps' time at most.
 
 
 @final
@@ -177,7 +182,9 @@ class Fit:
         self._inside = True
         callbacks.on_epoch_begin(epoch)
         self._progress.begin_epoch(epoch, plan.epochs, known_steps(plan.feed, plan.steps))
+        began = time.monotonic()
         logs = self._train(epoch)
+        self._advise(time.monotonic() - began)
         if self._validates(epoch):
             validated = self._validate(epoch)
             logs |= {f"val_{name}": value for name, value in validated.items()}
@@ -214,6 +221,21 @@ class Fit:
             self._progress.update(self._step, logs, advanced[0].examples)
             if ended or self._model.stop_training:
                 return logs
+
+    def _advise(self, seconds: float) -> None:
+        """After the first epoch of a long training, once for a model: say what would make it faster, as measured."""
+        plan, model = self._plan, self._model
+        if self._epoch != plan.initial_epoch or model._advised or plan.verbose == 0 or model.stop_training:
+            return
+        left = (plan.epochs - self._epoch - 1) * self._step
+        # What replica 0 found holds for all: they try it together or not at all.
+        if not self._place.every([left >= ADVISE_STEPS and left * seconds / self._step >= ADVISE_SECONDS])[0]:
+            return
+        model._advised = True
+        assert self._training is not None
+        for sentence in self._training.ask(job.advise)[0]:
+            if self._leads:
+                self._progress.say(sentence)
 
     def _show(self, note: Note) -> None:
         self._progress.update(note.step, {} if note.loss is None else {"loss": note.loss}, note.examples)

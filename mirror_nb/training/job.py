@@ -18,6 +18,7 @@ from mirror_nb import mirrors
 from mirror_nb.errors import ReplicaError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.seat import Seat
+from mirror_nb.training import trials
 from mirror_nb.training.learning import Training, load_states, states_of
 from mirror_nb.training.loop import Advanced, Job, Task
 from mirror_nb.training.prediction import Prediction
@@ -81,6 +82,11 @@ def advance(strategy: Strategy, token: str, epoch: int, steps: int | None) -> Ad
 def end_epoch(strategy: Strategy, token: str, monitored: float | None) -> None:
     """Let a scheduler that goes by epochs go on; `monitored` is what one that waits for a plateau looks at."""
     _job(strategy, token, Training).end_epoch(monitored)
+
+
+def advise(strategy: Strategy, token: str) -> tuple[str, ...]:
+    """Try what might make a Training's steps faster, and return what to say of it."""
+    return trials.advise(strategy._place, _job(strategy, token, Training))
 
 
 def export(strategy: Strategy, token: str) -> dict[str, Any]:

@@ -8,6 +8,9 @@ replica's seat; knows no epochs to come, no callbacks and no files.
 from __future__ import annotations
 
 import contextlib
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
@@ -58,6 +61,9 @@ class Training(Scoring):
         if optimizer is not None:
             # What the user's own lines left in them belongs to no step of this training.
             optimizer.zero_grad()
+        self._sample: Share | None = None
+        # A full one, and how long the latest steps took, ms: for `trials`.
+        self._durations: deque[float] = deque(maxlen=64)
         self._check()
 
     def _check(self) -> None:
@@ -81,6 +87,13 @@ class Training(Scoring):
     # ------------------------------------------------------------------ one step
 
     def _take(self, share: Share, last: bool) -> None:
+        began = time.perf_counter()
+        self._do_step(share, last)
+        self._durations.append((time.perf_counter() - began) * 1000)
+        if self._sample is None and share.examples * self._seat.num_replicas >= share.global_examples:
+            self._sample = share
+
+    def _do_step(self, share: Share, last: bool) -> None:
         if self._steps_by_itself:
             self._let_it_step(share)
         elif self._closure:
@@ -229,6 +242,61 @@ class Training(Scoring):
         self._optimizer.step(closure)  # type: ignore[arg-type]
         self._optimizer.zero_grad()
         self._count()
+
+    # ------------------------------------------------------------------ trials
+
+    @property
+    def seat(self) -> Seat:
+        """The replica that trains."""
+        return self._seat
+
+    @property
+    def model(self) -> Model:
+        """What is trained."""
+        return self._model
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """What trains it; None: the model's own step does."""
+        return self._optimizer
+
+    def typical_step_ms(self) -> float | None:
+        """Return the median time of the latest steps without loading; None where a step cannot be tried by itself."""
+        settings = self._task.settings
+        if (
+            self._device.type != "cpu"
+            or self._sample is None
+            or self._own_step is not None
+            or self._steps_by_itself
+            or self._closure
+            or self._scaler is not None
+            or self._group > 1
+            or settings.compile
+            or settings.sync_batch_norm
+        ):
+            return None
+        return statistics.median(self._durations)
+
+    def try_pass(self, shares: int) -> None:
+        """Go forward and backward with so many times this replica's share, and forget it.
+
+        Statistics and random numbers go on: whoever tries puts them back.
+        """
+        share = self._sample
+        assert share is not None
+        self._model.train()
+        inputs, targets, weights = map_leaves(
+            (share.inputs, share.targets, share.sample_weight),
+            lambda leaf: torch.cat([leaf] * shares) if isinstance(leaf, Tensor) and shares > 1 else leaf,
+        )
+        with torch.enable_grad():
+            with self._autocast():
+                outputs = self._call(inputs)
+                examples = share.examples * shares
+                loss = self._objective(outputs, targets, weights, self._task.class_weight, examples=examples)
+            loss.numerator.sum().backward()
+        for parameter in self._model.parameters():
+            parameter.grad = None
 
     # ------------------------------------------------------------------ between epochs, and elsewhere
 

@@ -37,6 +37,7 @@ _OURS: dict[str, Any] = {
     "_last": None,
     "_compiled": None,
     "_unsettled": False,
+    "_advised": False,
     "stop_training": False,
 }
 # What belongs to who calls fit, and does not travel with the network; with its first values.
@@ -65,6 +66,8 @@ class Model(nn.Module):
     # Where the latest fit ended, as far as that is small.
     _unsettled: bool
     # The replicas may stand a step apart.
+    _advised: bool
+    # Once: what would make its steps faster was looked for.
     stop_training: bool
 
     def __init__(self, network: nn.Module | None = None) -> None:
