@@ -34,6 +34,7 @@ from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.messages import (
     Bind,
     Call,
+    Check,
     Communicate,
     Done,
     Failure,
@@ -148,6 +149,12 @@ class Replica:
             self._shell = make_shell(self.emit, self._module)
         return self._shell
 
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters of the networks that are held here: `model.0.weight`, `0.weight` without a name."""
+        for key, module in self.namespace.held().items():
+            if isinstance(module, nn.Module) and not key.startswith("_"):
+                yield from module.named_parameters("" if key.startswith(":") else key)
+
     # ------------------------------------------------------------------ requests
 
     def handle(self, request: Request, slab: int | None) -> None:
@@ -185,6 +192,8 @@ class Replica:
                     self.namespace.restore(names, slab)
                 case Steps():
                     packed = pack(self._progress.steps(), in_band=True)
+                case Check():
+                    packed = pack(self.steering.compare(), in_band=True)
                 case Standing(keys):
                     packed = pack(self._progress.standing(keys))
                 case StandAt(standing):
