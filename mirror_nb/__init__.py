@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ReplicaDied,
         ReplicaError,
         ReplicaTimeout,
+        TrainingStopped,
         TransferError,
         UsageError,
     )
@@ -100,6 +101,7 @@ __all__ = [
     "Strategy",
     "SymmetricMemoryAllReduce",
     "SyncOnReadVariable",
+    "TrainingStopped",
     "TransferError",
     "UsageError",
     "ValueContext",
@@ -145,6 +147,7 @@ _PLACES = {
         "ReplicaDied",
         "ReplicaError",
         "ReplicaTimeout",
+        "TrainingStopped",
         "TransferError",
         "UsageError",
     ),

@@ -36,7 +36,7 @@ from torch.utils.weak import TensorWeakRef
 from mirror_nb.collectives.base import CrossDeviceOps, Reduction
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
 from mirror_nb.recorder import Recorder
-from mirror_nb.steering import Steering
+from mirror_nb.steering import QUIET, Steering
 from mirror_nb.values import ReduceOp
 
 # So many backward passes in a row leave the same parameters out before the plan leaves them out too.
@@ -125,6 +125,18 @@ class GradientSynchronizer:
             parameter.requires_grad_(wanted)
         self._tracked[tracked.key] = tracked
         self._by_id[id(parameter)] = tracked
+
+    def synchronized(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that all replicas have synchronised by now, in an order that is the same on all.
+
+        By the names under which they were tracked, "Linear.weight", the further ones of a name "Linear.weight (2)".
+        """
+        found: dict[str, nn.Parameter] = {}
+        for agreed in self._agreed:
+            parameter, tracked = agreed.parameter(), agreed.tracked
+            if parameter is not None and tracked is not None:
+                found[f"{tracked.name} ({tracked.ordinal + 1})" if tracked.ordinal else tracked.name] = parameter
+        return found
 
     def leave_to(self, owner: object, parameters: Iterable[nn.Parameter]) -> None:
         """Leave `parameters` alone while `owner`, which synchronises them itself, is alive."""
@@ -371,7 +383,7 @@ class GradientSynchronizer:
             frozenset(round_.touched),
             len(round_.unknown),
             [float(round_.given_up and i == self.replica_id) for i in range(self.num_replicas)],
-            self.steering.flags() if self.steering is not None else [0.0, 0.0],
+            self.steering.flags() if self.steering is not None else QUIET,
         ).numbers(len(self._agreed))
         plan = round_.plan
         while round_.launched < plan.early:
@@ -598,7 +610,7 @@ class _Tail:
 
     @staticmethod
     def length(agreed: int, num_replicas: int) -> int:
-        return agreed + 1 + num_replicas + 2
+        return agreed + 1 + num_replicas + len(QUIET)
 
     def numbers(self, agreed: int) -> list[float]:
         flags = [0.0] * agreed
@@ -609,7 +621,7 @@ class _Tail:
     @staticmethod
     def read(sums: list[float], agreed: int) -> _Tail:
         used = frozenset(number for number in range(agreed) if sums[number])
-        return _Tail(used, sums[agreed], sums[agreed + 1 : -2], sums[-2:])
+        return _Tail(used, sums[agreed], sums[agreed + 1 : -len(QUIET)], sums[-len(QUIET) :])
 
 
 @final

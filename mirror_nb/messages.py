@@ -174,12 +174,14 @@ class Word(enum.Enum):
 
     GO = "go"
     PAUSE = "pause"
+    COMPARE = "compare"
+    # Record the checksums of the parameters, and go on.
     STOP = "stop"
 
 
 @dataclass(frozen=True, slots=True)
 class Steer:
-    """Hold, go on or end where a step ends; read by the control thread at once."""
+    """Hold, go on, compare or end where a step ends; holds until another word; read by the control thread at once."""
 
     number: int
     # Grows with each word of a pool.
@@ -214,6 +216,11 @@ class Restore:
 @dataclass(frozen=True, slots=True)
 class Steps:
     """Tell how often each optimizer stepped in the last cell or call: {key: count}, below 0 if left halfway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Tell and record the checksums of the parameters that are synchronised: {name: checksum}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +289,7 @@ class Request(_Compact):
         | Snapshot
         | Restore
         | Steps
+        | Check
         | Standing
         | StandAt
     )

@@ -286,12 +286,22 @@ def called(module: nn.Module) -> str:
 
 def bits(values: Iterable[torch.Tensor]) -> int:
     """Return a checksum of the tensors' bits and their places; equal values give equal sums on every device."""
-    total = 0
-    for value in values:
-        flat = value.detach().contiguous().reshape(-1)
-        if flat.numel():
-            total = (total * 1_000_003 + _placed(_words(flat))) % (1 << 61)
-    return total
+    return mixed(checksums(values))
+
+
+def checksums(values: Iterable[torch.Tensor]) -> list[int]:
+    """Return such a checksum of each tensor; a GPU is waited for once."""
+    sums = [_placed(_words(value.detach().contiguous().reshape(-1))) for value in values]
+    here = torch.stack([each.cpu() if len({s.device for s in sums}) > 1 else each for each in sums]) if sums else None
+    return [] if here is None else [each % _MODULUS for each in here.tolist()]
+
+
+def mixed(sums: Iterable[int]) -> int:
+    """Return one checksum for several, in their order."""
+    return functools.reduce(lambda total, each: (total * 1_000_003 + each) % _MODULUS, sums, 0)
+
+
+_MODULUS = 1 << 61
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
@@ -305,10 +315,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ROW = 4096
 
 
-def _placed(words: torch.Tensor) -> int:
+def _placed(words: torch.Tensor) -> torch.Tensor:
     """Sum the words, each times a number that its place gives: values that change places change the sum."""
     if len(words) <= _ROW:
-        return int((words * _weights(words.device)[: len(words)]).sum())
+        return words.mul(_weights(words.device)[: len(words)]).sum()
     rows = len(words) // _ROW
     body, rest = words[: rows * _ROW].view(rows, _ROW), words[rows * _ROW :]
     # A word's place is its column and its row: sums over both read the words twice and copy nothing.

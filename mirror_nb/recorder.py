@@ -12,7 +12,7 @@ no network and no strategy. Without a ring it writes nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -40,6 +40,8 @@ class Recorder:
         self._writer: Writer | None = None
         self.step = 0
         # The one at work, from 1; equal on all replicas.
+        self._checked = 0
+        # The step at which checksums were written last.
         self._serial = 0
         self._serials: dict[int, int] = {}
         # Of the gradients' collectives under way, by bucket.
@@ -237,7 +239,12 @@ class Recorder:
         if self._writer is not None:
             self._writer.mark(mark, self.step, amount)
 
-    def checksum(self, checksum: int) -> None:
-        """Write the checksum of the parameters."""
+    def wants_checksums(self) -> bool:
+        """Whether steps were done since the last ones were written, which somebody may read."""
+        return self._writer is not None and self.step > self._checked
+
+    def checksums(self, checksums: Mapping[str, int]) -> None:
+        """Write the checksums of the parameters, by name."""
+        self._checked = self.step
         if self._writer is not None:
-            self._writer.checksum(self.step, checksum)
+            self._writer.checksums(self.step, checksums)

@@ -78,7 +78,7 @@ class MadeSession(Driven):
         return Offers(
             operations=tuple(Operation(name, times) for name in names),
             bucket_sizes=tuple(size * 2**20 for size in (25, 4, 100)),
-            precisions=("fp32", "bf16"),
+            compressions=("none", "bf16"),
             measurable=True,
         )
 

@@ -157,10 +157,11 @@ class MadeRings:
         for writer in self.writers:
             writer.memory(self.steps, used, used + used // 5, at=self.now)
 
-    def log_checksums(self, checksums: Sequence[int]) -> None:
-        """Log a checksum of each replica's parameters."""
+    def log_checksums(self, checksums: Sequence[int], others: int = 1) -> None:
+        """Log a checksum of each replica's parameter `weight`, and of so many others that are equal."""
         for writer, checksum in zip(self.writers, checksums, strict=True):
-            writer.checksum(self.steps, checksum, at=self.now)
+            equal = {f"layer{i}.bias": 5 + i for i in range(others)}
+            writer.checksums(self.steps, {"weight": checksum, **equal}, at=self.now)
 
     def close(self) -> None:
         """Give the memory back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -150,6 +151,24 @@ def test_steps_without_examples_or_loss_break_no_line():
         assert "after the first steps" in text(shown(rings))
 
 
+def test_metrics_are_small_curves_below_the_loss_and_numbers_in_the_header():
+    with MadeRings(2) as rings:
+        for step in range(30):
+            rings.step()
+            rings.log_loss()
+            rings.log("accuracy", [step / 30, step / 30])
+            for name in ("precision", "recall", "f1"):
+                rings.log(name, [0.25, 0.75])
+        rings.log("never a number", [math.nan, math.nan])
+        frame = shown(rings)
+    small = tree(frame).find(".//div[@class='also']")
+    assert [each.text for each in small.findall("span")] == ["accuracy", "precision", "recall"]
+    assert [each.text for each in small.findall("b")] == ["0.967", "0.500", "0.500"]
+    assert all("d" in path.attrib for path in small.iter("path"))
+    assert ("0.967", "accuracy", "") in words.facts(frame)
+    assert "accuracy 0.967" in words.alternative(frame)
+
+
 def test_texts_of_users_are_escaped():
     with MadeRings(2) as rings:
         rings.step(30)
@@ -213,9 +232,14 @@ def test_parameters_that_differ_are_told():
         rings.log_loss()
         rings.log_checksums([7, 8])
         frame = shown(rings)
-    assert "parameters differ at 30" in text(frame)
+        rings.step()
+        rings.log_checksums([8, 8])
+        healed = shown(rings)
+    assert "weight differs at step 30" in text(frame)
     assert "differs" in classes(tree(frame))
-    assert "parameters differ at step 30" in words.alternative(frame)
+    assert "weight differs at step 30" in words.alternative(frame)
+    assert "weight differs on r1" in text(frame)
+    assert "parameters in sync at step 31 ✓" in text(healed)
 
 
 def test_a_throttling_device_is_red_and_the_others_are_not():

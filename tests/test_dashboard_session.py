@@ -136,6 +136,26 @@ def test_started_with_a_dashboard_every_cell_that_trains_has_one(kernel):
     kernel.run(f"%mirror stop\n{START}")
 
 
+def test_after_each_pass_over_the_data_parameters_are_compared_and_the_odd_one_is_named(kernel):
+    shown = kernel.run(f"%%mirrored --dashboard\n{TRAIN}")
+    assert "parameters in sync at step 40" in picture(shown)[1]
+    spoilt = TRAIN.replace(
+        "for epoch in range(4):",
+        """for epoch in range(4):
+    if epoch == 3 and replica_id == 1:
+        model[2].bias.data[0] += 1""",
+    )
+    alt = picture(kernel.run(f"%%mirrored --dashboard\n{spoilt}"))[1]
+    assert "model.2.bias differs on r1" in alt
+    # The other parameters have had gradients that differ since.
+    assert re.search(r"[1-4] parameters? differs? at step|differs at step", alt)
+    assert "model.2.bias on r1" in kernel.run("%mirror compare").stdout
+    cell = "%%mirrored\ncompared = strategy.compare_parameters()\nbool(compared), sorted(compared.differing)[-1]"
+    assert "'model.2.bias'" in str(kernel.run(cell).result)
+    kernel.run("%mirror restart")
+    assert "no parameters to compare" in kernel.run("%mirror compare").stdout
+
+
 def test_a_replica_that_dies_is_named_on_the_picture_and_the_next_cell_trains(kernel):
     shown = kernel.run(
         "%%mirrored --dashboard\n"
@@ -232,6 +252,47 @@ def test_fit_records_its_loss_its_epochs_and_that_the_parameters_are_equal(strat
     # The mean over an epoch of what was logged a step is the loss that fit tells.
     mean = np.nanmean(timeline.arrays()["loss"][:, -20:])
     assert mean == pytest.approx(history.history["loss"][-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+def test_fit_records_its_metrics_by_step(strategy, own_step):
+    class Own(mirror_nb.Model):
+        def training_step(self, batch: Any) -> dict[str, torch.Tensor]:
+            x, y = batch
+            outputs = self(x)
+            right = (outputs.argmax(1) == y).double().mean()
+            return {"loss": nn.functional.cross_entropy(outputs, y), "accuracy": right}
+
+    with strategy.scope():
+        model = (Own if own_step else mirror_nb.Model)(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)))
+        model.compile("sgd", loss=None if own_step else "cross_entropy", metrics=None if own_step else ["accuracy"])
+    history = fit(model, epochs=2)
+    arrays = strategy.timeline().arrays()
+    # The means by step are those that fit gives for the epoch: all shares have as many examples.
+    assert np.nanmean(arrays["accuracy"][:, -20:]) == pytest.approx(history.history["accuracy"][-1], rel=1e-6)
+    assert np.nanmean(arrays["loss"][:, -20:]) == pytest.approx(history.history["loss"][-1], rel=1e-5)
+    assert np.isfinite(arrays["accuracy"][:, -20:]).all()
+    assert strategy.timeline().snapshot().curves["accuracy"].last == pytest.approx(arrays["accuracy"][:, -1].mean())
+
+
+def test_parameters_are_compared_on_request_too(strategy, model):
+    fit(model, epochs=1)
+    compared = strategy.compare_parameters()
+    assert compared
+    assert re.fullmatch(r"\d+ parameters in sync on 2 replicas", repr(compared))
+
+    def spoil() -> None:
+        if mirror_nb.get_replica_context().replica_id_in_sync_group == 0:
+            next(model.parameters()).data[0] += 1
+
+    strategy.run(spoil)
+    compared = strategy.compare_parameters()
+    assert not compared
+    (ids,) = compared.differing.values()
+    assert ids == (1,)
+    shot = strategy.timeline().snapshot()
+    assert dict(shot.differing) == compared.differing
+    assert mirror_nb.OneDeviceStrategy("cpu").compare_parameters()
 
 
 def test_the_last_step_is_known_when_gradients_are_accumulated(strategy, model):
@@ -359,6 +420,37 @@ def test_a_press_while_nothing_works_is_no_word(live, monkeypatch):
     live._buttons.stop()
     live._buttons.pause()
     assert (said, live._buttons.state) == ([], Phase.RUNNING)
+
+
+def test_compare_is_obeyed_at_the_end_of_a_step_and_the_training_goes_on(live, model):
+    live.show()
+    checked: list[int | None] = []
+
+    def compare() -> None:
+        eventually(lambda: live._buttons.working and live._timeline.last_step > 5, "it trains")
+        live._buttons.compare()
+        eventually(lambda: live._timeline.snapshot().checked_step, "it was compared")
+        checked.append(live._timeline.snapshot().checked_step)
+        live._buttons.stop()
+
+    comparing = threading.Thread(target=compare)
+    comparing.start()
+    history = fit(model, examples=400_000, epochs=1)
+    comparing.join()
+    live.cell_ended()
+    # Long before the epoch's end, which compares by itself.
+    assert 5 < checked[0] < 10_000
+    assert history.epoch == [0]
+
+
+def test_a_word_that_nothing_obeyed_is_not_for_the_next_cell(live, strategy, model):
+    live.show()
+    strategy.run(lambda: None)
+    live._buttons.stop()
+    assert live._buttons.state is Phase.STOPPING
+    live.cell_ended()
+    assert live._buttons.state is Phase.RUNNING
+    assert len(fit(model, epochs=2).epoch) == 2
 
 
 def test_stop_ends_a_fit_with_its_history_and_a_picture_that_says_so(live, shell, model):

@@ -56,4 +56,4 @@ def test_it_says_how_the_training_ended():
     said = [text.get_text() for text in figure.texts]
     assert "stopped · $x_{$ <b> · 2 replicas · ring" in said
     assert "stopped by hand" in said
-    assert "Parameters differ between replicas" in [text.get_text() for text in figure.axes[-1].texts]
+    assert "weight differs on r1" in [text.get_text() for text in figure.axes[-1].texts]

@@ -49,6 +49,9 @@ class Word:
     def resume(self) -> None:
         self.state = Phase.RUNNING
 
+    def compare(self) -> None:
+        self.compared = True
+
 
 @pytest.fixture
 def rings():
@@ -147,6 +150,16 @@ def test_pause_becomes_resume_and_back(rings, shell):
     assert "Pause" in buttons(dashboard)
 
 
+def test_compare_tells_the_controls_and_changes_nothing_else(rings, shell):
+    dashboard = Dashboard(rings.timeline, controls=(word := Word()), shell=shell)
+    dashboard.show()
+    buttons(dashboard)["Compare"].click()
+    assert (word.compared, word.state) == (True, Phase.RUNNING)
+    word.stop()
+    dashboard.tick()
+    assert buttons(dashboard)["Compare"].disabled
+
+
 def test_without_controls_there_are_no_buttons(rings, shell):
     dashboard = Dashboard(rings.timeline, shell=shell)
     dashboard.show()
@@ -172,12 +185,15 @@ def test_the_still_picture_takes_the_place_of_the_live_one(rings, shell):
 
 
 def test_devices_are_read_once_a_second_and_half_a_minute_is_kept(rings, shell):
+    # Made once: what reading takes counts as drawing, and slow frames come more rarely.
+    made = readings(2, seconds=200)
+
     class Machine:
         reads = 0
 
         def read(self):
             self.reads += 1
-            return tuple(r for r in readings(2, seconds=200) if r.at == self.reads * 1_000_000_000)
+            return tuple(r for r in made if r.at == self.reads * 1_000_000_000)
 
         def close(self):
             raise AssertionError("it is the caller's")

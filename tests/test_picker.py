@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -12,17 +13,20 @@ from typing import Any
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic_arguments import parse_argstring
 from made_devices import GB, MadeMachine, MadeSession
 from traitlets.config import Config
 
 import mirror_nb
+from mirror_nb.collectives.options import Communication
 from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.notebook.magics import MirrorMagics, _exchange
 from mirror_nb.notebook.picker import page, widget
 from mirror_nb.notebook.picker.choice import Choice, Standing
 from mirror_nb.notebook.picker.driven_session import DrivenSession
 from mirror_nb.notebook.picker.inventory import Machine, places
 from mirror_nb.notebook.picker.widget import Picker
-from mirror_nb.notebook.session import Session
+from mirror_nb.notebook.session import QUICK_SIZES, Exchange, Session
 
 Made = Callable[..., tuple[Picker, MadeSession]]
 
@@ -64,7 +68,7 @@ def enabled(picker: Picker) -> list[str]:
         (
             Choice(("cuda:0", "cuda:1"), "nccl", 4 * 2**20, "bf16"),
             False,
-            "%mirror start --devices cuda:0,cuda:1 --ops nccl --bucket-mb 4 --precision bf16",
+            "%mirror start --devices cuda:0,cuda:1 --ops nccl --bucket-mb 4 --compression bf16",
         ),
         (Choice(("cpu:0",), bucket_size=2**19), False, "%mirror start --devices cpu:0 --bucket-mb 0.5"),
     ],
@@ -78,13 +82,13 @@ def test_the_line_follows_the_boxes(made):
     assert "%mirror start --devices cuda:0,cuda:1<" in shown(picker)
     picker.boxes["cuda:0"].value = False
     assert "%mirror start --devices cuda:1<" in shown(picker)
-    picker.precisions.value = "bf16"
+    picker.compressions.value = "bf16"
     picker.bucket_sizes.value = 4 * 2**20
-    assert "%mirror start --devices cuda:1 --bucket-mb 4 --precision bf16<" in shown(picker)
+    assert "%mirror start --devices cuda:1 --bucket-mb 4 --compression bf16<" in shown(picker)
     session.runs = Standing(("cuda:1",), (7,))
     picker.look_at_replicas()
     # Without a name a restart keeps the ops that run.
-    assert "%mirror restart --devices cuda:1 --ops nccl --bucket-mb 4 --precision bf16<" in shown(picker)
+    assert "%mirror restart --devices cuda:1 --ops nccl --bucket-mb 4 --compression bf16<" in shown(picker)
 
 
 # --------------------------------------------------------------------------- devices
@@ -269,7 +273,7 @@ def test_start_restart_and_stop_do_what_they_say_and_are_there_when_they_can_be(
     picker.stop.click()
     assert enabled(picker) == ["Start"]
     assert "no replicas" in shown(picker)
-    both, one = Choice(("cuda:0", "cuda:1")), Choice(("cuda:0",), "nccl")
+    both, one = Choice(("cuda:0", "cuda:1")), Choice(("cuda:0",), "nccl", 25 * 2**20, "none")
     assert session.told == [("start", both), ("restart", one), ("stop", None)]
 
 
@@ -345,12 +349,52 @@ def test_a_real_session_starts_and_stops_replicas(shell):
         assert "1 replica (cpu:0) ready" in driven.restart(Choice(("cpu:0",), "gloo"))
         with pytest.raises(DeviceError, match="Nccl"):
             driven.restart(Choice(("cpu:0",), "nccl"))
-        with pytest.raises(UsageError, match="--bucket-mb 4: only devices and ops can be chosen yet"):
-            driven.restart(Choice(("cpu:0",), bucket_size=4 * 2**20))
-        with pytest.raises(UsageError, match="cannot be measured here yet"):
+        with pytest.raises(UsageError, match=r"one replica .* reduces with nobody"):
             driven.measure(Choice(("cpu:0",)))
+        alone = driven.offers(("cpu:0",))
+        assert (alone.measurable, alone.bucket_sizes, alone.compressions) == (False, (), ())
     finally:
         assert "stopped" in driven.stop()
+
+
+def communication_of(session: Session) -> Communication:
+    """What the replicas were told to reduce by."""
+    return pickle.loads(session.pool.communication)
+
+
+def test_a_real_session_is_measured_and_given_buckets_and_compression(shell):
+    session = Session(shell)
+    driven, devices = DrivenSession(session), ("cpu:0", "cpu:1")
+    offers = driven.offers(devices)
+    assert offers.measurable
+    assert (offers.bucket_sizes[0], offers.compressions) == (25 * 2**20, ("none", "bf16"))
+    assert all(not its.times for its in offers.operations)
+    try:
+        # No replicas run: it starts its own, and leaves none.
+        assert "fastest: " in driven.measure(Choice(devices))
+        assert driven.standing() == Standing()
+        for its in driven.offers(devices).operations:
+            assert [size for size, _ in its.times] == list(QUICK_SIZES)
+            assert all(0 < seconds < 30 for _, seconds in its.times)
+        picked = Choice(devices, "one_device", 4 * 2**20, "bf16")
+        driven.start(picked)
+        # The line that is shown means the same.
+        parsed = parse_argstring(MirrorMagics.mirror, picked.line().removeprefix("%mirror "))
+        assert _exchange(parsed) == session._exchange == Exchange("one_device", 4, "bf16")
+        options = communication_of(session)
+        assert (options.options.bytes_per_pack, options.options.compression) == (4 * 2**20, "bf16")
+        assert type(options.ops).__name__ == "ReductionToOneDevice"
+        assert "running already" in session.start()
+        with pytest.raises(UsageError, match=r"%mirror restart --bucket-mb 25 \("):
+            session.start(exchange=Exchange(bucket_mb=25))
+        with pytest.raises(UsageError, match="--bucket-mb is -1; it must be above 0"):
+            session.restart(exchange=Exchange(bucket_mb=-1))
+        # What is not named stays.
+        session.restart("cpu:0,cpu:1", Exchange(compression="none"))
+        assert communication_of(session).options.bytes_per_pack == 4 * 2**20
+        assert communication_of(session).options.compression is None
+    finally:
+        session.stop()
 
 
 def test_what_is_displayed_has_a_text_for_who_cannot_show_widgets(made):

@@ -33,6 +33,7 @@ def test_a_word_that_one_replica_heard_ends_the_same_step_on_all():
     first.boundary()
     second.boundary()
     together(first, second)
+    second.hear(Steer(1, Word.STOP))
     for replica in (first, second):
         with pytest.raises(TrainingStopped, match="end of a step"):
             replica.boundary()
@@ -72,11 +73,45 @@ def test_a_stop_during_a_pause_ends_it():
     assert len(raised) == 1
 
 
-def test_what_was_said_during_an_earlier_request_is_past():
+def test_a_word_between_two_requests_is_for_the_next_one_unless_it_is_taken_back():
     replica = Steering(lambda mark: None)
     replica.hear(Steer(1, Word.STOP))
     replica.begin()
+    with pytest.raises(TrainingStopped):
+        replica.boundary()
+    replica.begin()
     replica.boundary()
+    replica.hear(Steer(2, Word.STOP))
+    replica.hear(Steer(3, Word.GO))
+    replica.begin()
+    replica.boundary()
+
+
+def test_parameters_are_compared_once_after_the_same_step_and_the_training_goes_on():
+    marks: list[Mark] = []
+    replicas, compared = [Steering(marks.append), Steering(marks.append)], []
+    for replica_id, replica in enumerate(replicas):
+        replica.compare = lambda replica_id=replica_id: compared.append(replica_id) or {}
+        replica.hear(Steer(1, Word.COMPARE))
+    for _ in range(3):
+        together(*replicas)
+        for replica in replicas:
+            replica.boundary()
+    assert (compared, marks) == ([0, 1], [])
+
+
+def test_parameters_are_compared_during_a_pause_too():
+    replica, compared = Steering(lambda mark: None), threading.Event()
+    replica.compare = lambda: compared.set() or {}
+    replica.hear(Steer(1, Word.PAUSE))
+    holding = threading.Thread(target=replica.boundary, daemon=True)
+    holding.start()
+    replica.hear(Steer(2, Word.COMPARE))
+    assert compared.wait(10)
+    assert holding.is_alive()
+    replica.hear(Steer(3, Word.GO))
+    holding.join(10)
+    assert not holding.is_alive()
 
 
 def test_where_gradients_carry_nothing_a_fit_does_not_obey_alone():

@@ -183,7 +183,7 @@ def test_parameters_that_differ_are_trouble():
         made.step(30)
         made.log_checksums([1, 2])
         (finding,) = found(made)
-        assert (finding.weight, finding.title) == (Weight.TROUBLE, "Parameters differ between replicas")
+        assert (finding.weight, finding.title) == (Weight.TROUBLE, "weight differs on r1")
         assert "step 30" in finding.detail
 
 
@@ -194,6 +194,6 @@ def test_at_most_three_are_told_trouble_first():
         made.log_checksums([1, 2])
         told = found(made, *[HOT] * 10)
         assert len(told) == AT_MOST
-        assert told[0].title == "Parameters differ between replicas"
+        assert told[0].title == "weight differs on r1"
         assert [f.weight for f in told] == sorted((f.weight for f in told), reverse=True)
         assert told[1].lost >= told[2].lost

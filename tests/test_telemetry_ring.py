@@ -13,7 +13,7 @@ from made_rings import MadeRings
 
 from mirror_nb.errors import UsageError
 from mirror_nb.telemetry import ring as ring_module
-from mirror_nb.telemetry.ring import NAME_BYTES, NAMES, Reader, Ring, Writer
+from mirror_nb.telemetry.ring import NAME_BYTES, NAMES, OVERALL, Reader, Ring, Writer
 from mirror_nb.telemetry.samples import BLOCKING, DTYPE, RECORD, Kind, Mark, Operation, clock, decode
 
 DEADLINE = 60.0
@@ -47,9 +47,9 @@ def test_what_is_written_is_read_once_and_in_order(ring):
     writer.scalar("loss", 0.5, 7, at=155)
     writer.memory(7, 1000, 2000, at=160)
     writer.step_ended(7, 64, 100, 170)
-    writer.checksum(7, -1, at=180)
+    writer.checksums(7, {"weight": -1}, at=180)
     writer.mark(Mark.EPOCH, 7, 2)
-    begun, forward, collective, scalar, memory, ended, checksum, mark = decode(reader.read())
+    begun, forward, collective, scalar, memory, ended, checksum, overall, mark = decode(reader.read())
     assert (begun.kind, begun.step, begun.began) == (Kind.STEP_BEGUN, 7, 100)
     assert (forward.kind, forward.began, forward.ended) == (Kind.FORWARD, 110, 120)
     assert (collective.code, collective.number, collective.amount) == (Operation.ALL_REDUCE | BLOCKING, 3, 1 << 20)
@@ -57,7 +57,8 @@ def test_what_is_written_is_read_once_and_in_order(ring):
     assert (scalar.value, scalar.began, reader.names()[scalar.number]) == (0.5, 155, "loss")
     assert (memory.amount, memory.queued) == (1000, 2000)
     assert (ended.amount, ended.ended) == (64, 170)
-    assert checksum.amount == (1 << 63) - 1
+    assert (checksum.amount, reader.names()[checksum.number]) == ((1 << 63) - 1, "weight")
+    assert overall.number == OVERALL
     assert (mark.code, mark.amount) == (Mark.EPOCH, 2)
     assert 0 < mark.began <= clock()
     assert len(reader.read()) == 0
@@ -225,5 +226,5 @@ def test_names_are_interned_up_to_a_limit_that_the_error_tells(ring):
     for name in names:
         writer.scalar(name, 0.0, 1)
     assert list(reader.names()) == names
-    with pytest.raises(UsageError, match=r"'another' would be name number 129; a ring keeps 128: log"):
+    with pytest.raises(UsageError, match=rf"'another' would be name number {NAMES + 1}; a ring keeps {NAMES}: log"):
         writer.scalar("another", 0.0, 1)

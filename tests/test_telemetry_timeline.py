@@ -14,7 +14,7 @@ from made_rings import KB, MB, MadeRings
 
 from mirror_nb.errors import UsageError
 from mirror_nb.telemetry import timeline as timeline_module
-from mirror_nb.telemetry.ring import Reader, Ring, Writer
+from mirror_nb.telemetry.ring import NAMES, REST, Reader, Ring, Writer
 from mirror_nb.telemetry.samples import Kind, Mark, Operation
 from mirror_nb.telemetry.snapshot import BREAKDOWN, Snapshot, State
 from mirror_nb.telemetry.tables import Cover
@@ -250,9 +250,27 @@ def test_parameters_are_in_sync_or_not_by_their_last_common_checksum():
         assert (seen.in_sync, seen.checked_step) == (True, 1)
         made.step()
         made.log_checksums([77, 78])
-        made.writers[0].checksum(3, 1)
+        made.writers[0].checksums(3, {"weight": 1})
         seen = snapshot(made)
         assert (seen.in_sync, seen.checked_step) == (False, 2)
+        assert dict(seen.differing) == {"weight": (1,)}
+
+
+def test_parameters_without_a_name_of_their_own_are_told_together():
+    with MadeRings(3) as made:
+        made.step()
+        made.log_checksums([77, 77, 77], others=2 * NAMES)
+        assert snapshot(made).in_sync
+        made.step()
+        made.log_checksums([77, 78, 77], others=2 * NAMES)
+        assert dict(snapshot(made).differing) == {"weight": (1,)}
+        for replica_id, writer in enumerate(made.writers):
+            last = {f"layer{NAMES}.bias": int(replica_id == 2) + 9}
+            writer.checksums(3, {f"layer{i}.bias": i for i in range(NAMES)} | last)
+        made.log("loss", [1.0] * 3)
+        seen = snapshot(made)
+        assert dict(seen.differing) == {REST: (2,)}
+        assert seen.curves["loss"].last == 1.0
 
 
 def test_epoch_and_time_left_come_from_marks():
@@ -279,6 +297,23 @@ def test_a_timeline_without_samples_has_nothing_to_say():
 def test_a_timeline_needs_a_ring():
     with pytest.raises(UsageError, match="`readers` is empty"):
         Timeline([])
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_each_replicas_numbers_are_those_that_it_would_have_alone(blocking):
+    with MadeRings(3, jitter=0.3, overlap=not blocking, blocking=blocking) as made:
+        made.data[1] = 900.0
+        alone = [Timeline([Reader(ring.descriptor)]) for ring in made.rings]
+        for pause in (0.0, 3.0, 0.0):
+            made.step(7)
+            made.pause(pause)
+            for timeline in (made.timeline, *alone):
+                timeline.update(now=made.now)
+        together = made.timeline.arrays()
+        for replica_id, timeline in enumerate(alone):
+            for name, values in timeline.arrays().items():
+                if name not in ("step", "wait", "late"):
+                    np.testing.assert_array_equal(values[0], together[name][replica_id], err_msg=name)
 
 
 def test_reading_often_or_rarely_gives_the_same_numbers():
@@ -345,6 +380,15 @@ def test_collectives_without_steps_are_seen_after_a_moment():
         assert made.timeline.snapshot(now=made.now).all_reduces == ()
         made.now += 2 * 10**9
         assert snapshot(made).all_reduces[0].count == 10
+
+
+def test_samples_without_any_length_are_no_harm():
+    with MadeRings(2) as made:
+        made.mark(Mark.RUNNING)
+        made.now += 5 * 10**9
+        assert snapshot(made).replicas[0].state is State.RUNNING
+        made.step(3)
+        assert snapshot(made).step == 3
 
 
 def test_lanes_show_the_last_step():

@@ -139,8 +139,6 @@ class LiveDashboard:
             self._buttons.working = self._buttons.armed = True
             self._woken = clock()
             self._prepare()
-        # A word that came between two calls was for neither.
-        self._buttons.repeat()
         if self._board.live:
             self._board.tick()
         elif time.monotonic() >= self._due:
@@ -155,7 +153,7 @@ class LiveDashboard:
         outcome = _outcome(report)
         if self._buttons.state is Phase.STOPPING and (outcome[0] is Phase.STOPPED or self._obeyed()):
             outcome = (Phase.STOPPED, "")
-            self._buttons.state = Phase.RUNNING
+            self._buttons.rest()
         if outcome[0] is Phase.FINISHED and self._outcome == (Phase.STOPPED, "") and not self._news():
             # What fit asks for after it was stopped is no training.
             outcome = self._outcome
@@ -173,7 +171,7 @@ class LiveDashboard:
             self._board.tick()
             time.sleep(HOLD_SECONDS)
         if self._buttons.state is Phase.STOPPING:
-            self._buttons.state = Phase.RUNNING
+            self._buttons.rest()
             self._latest, self._board.note = self._outcome = (Phase.STOPPED, "")
             raise TrainingStopped(
                 "stopped between two calls, by the Stop button; the variables are those of that step"
@@ -182,7 +180,8 @@ class LiveDashboard:
     def cell_ended(self, result: object = None) -> None:
         """The cell has ended: leave the picture, if there is something new on it."""
         outcome, self._outcome = self._outcome, None
-        self._buttons.state, self._buttons.armed = Phase.RUNNING, False
+        self._buttons.rest()
+        self._buttons.armed = False
         if not self._shown or outcome is None:
             return
         self._timeline.update()
@@ -197,6 +196,7 @@ class LiveDashboard:
 
     def close(self) -> None:
         """The replicas are stopped: leave the picture."""
+        self._buttons.rest()
         if self._board.live:
             self._board.finish(Phase.FINISHED if self._timeline.last_step else Phase.WAITING)
         self._shown = False
@@ -254,7 +254,10 @@ class LiveDashboard:
 
 @final
 class _Buttons:
-    """Stop and Pause: word for the replicas, and what was said last. Called from any thread."""
+    """Stop, Pause and Compare: word for the replicas, and what was said last. Called from any thread.
+
+    A word holds over the calls of a cell until it is obeyed or `rest` takes it back.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -263,6 +266,8 @@ class _Buttons:
         # Whether a call is under way.
         self.armed = False
         # Whether there was one in this cell: without, there is nothing to end.
+        self._said = False
+        # Whether the replicas were told anything that may still hold.
 
     def stop(self) -> None:
         self._say(Phase.STOPPING, Word.STOP)
@@ -273,15 +278,18 @@ class _Buttons:
     def resume(self) -> None:
         self._say(Phase.RUNNING, Word.GO)
 
-    def repeat(self) -> None:
-        """Say again what was not obeyed yet."""
-        if self.state is not Phase.RUNNING:
-            self._say(self.state, Word.STOP if self.state is Phase.STOPPING else Word.PAUSE)
+    def compare(self) -> None:
+        self._say(self.state, Word.COMPARE)
+
+    def rest(self) -> None:
+        """Nothing is wanted any more: what was not obeyed yet is not for what comes later."""
+        self._say(Phase.RUNNING, Word.GO)
+        self._said = False
 
     def _say(self, phase: Phase, word: Word) -> None:
-        if not self.armed:
+        if not self.armed or (word is Word.GO and not self._said):
             return
-        self.state = phase
+        self.state, self._said = phase, True
         try:
             self._pool.steer(word)
         except PoolClosed:

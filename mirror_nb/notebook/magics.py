@@ -17,13 +17,13 @@ from mirror_nb.bench.command import Options
 from mirror_nb.bench.steps import StepTable
 from mirror_nb.errors import MirrorError, UsageError
 from mirror_nb.notebook.picker.driven_session import DrivenSession
-from mirror_nb.notebook.session import CellOptions, Session
+from mirror_nb.notebook.session import CellOptions, Exchange, Session
 
 if TYPE_CHECKING:
     from mirror_nb.notebook.picker.widget import Picker
 
 
-_WHAT = ["start", "stop", "restart", "status", "dashboard", "push", "pull", "bench"]
+_WHAT = ["start", "stop", "restart", "status", "dashboard", "compare", "push", "pull", "bench"]
 
 
 @magics_class
@@ -78,6 +78,13 @@ class MirrorMagics(Magics):
     @argument(
         "--ops", default=None, metavar="NAME", help="start, restart: cross-device ops; bench: several, with commas"
     )
+    @argument("--bucket-mb", type=float, default=None, metavar="MB", help="start, restart: size of a gradient bucket")
+    @argument(
+        "--compression",
+        default=None,
+        choices=["none", "bf16"],
+        help="start, restart: gradients travel in half the bytes",
+    )
     @argument("--seed", type=int, default=0, help="start: seed of the replicas' random numbers")
     @argument("--in-process", action="store_true", help="start: one replica in this very process, for debugging")
     @argument("--dashboard", action="store_true", help="start: show a dashboard above every mirrored cell that trains")
@@ -90,7 +97,7 @@ class MirrorMagics(Magics):
     @argument("--optimizer", default="SGD", help="bench: one of torch.optim")
     @line_magic
     def mirror(self, line: str) -> Any:
-        """Start, stop and look at the replicas; push names to them and pull names from them; measure.
+        """Start, stop and look at the replicas; compare their parameters; push names to them and pull names; measure.
 
         `bench` returns its table, the others print a line.
         `%mirror dashboard` shows what they do, live while the cells below it run.
@@ -133,19 +140,25 @@ class MirrorMagics(Magics):
         session = self.session
         match given.what:
             case "start":
-                started = session.start(given.devices, given.seed, given.in_process, given.ops)
+                started = session.start(given.devices, given.seed, given.in_process, _exchange(given))
                 session.dashboards_above_cells |= given.dashboard
                 return started
             case "restart":
-                return session.restart(given.devices, given.ops)
+                return session.restart(given.devices, _exchange(given))
             case "stop":
                 return session.stop()
+            case "compare":
+                return session.compare()
             case "push":
                 return session.push(given.names)
             case "pull":
                 return session.pull(given.names, given.replica)
             case _:
                 return session.status()
+
+
+def _exchange(given: Any) -> Exchange:
+    return Exchange(given.ops, given.bucket_mb, given.compression)
 
 
 MOST_IDS = 1024

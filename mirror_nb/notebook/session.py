@@ -19,9 +19,10 @@ from comm import get_comm_manager
 from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb import devices as device_names
-from mirror_nb.bench.collectives import AllReduceTable
+from mirror_nb.bench.collectives import AllReduceTable, all_reduce
 from mirror_nb.bench.command import Options, imported, measure
 from mirror_nb.bench.steps import StepTable
+from mirror_nb.collectives.options import CommunicationOptions
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, UsageError
@@ -36,9 +37,13 @@ from mirror_nb.pool.base import Death, Pool, Report
 from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool, stop_forkserver
-from mirror_nb.pool.recovery import recover
+from mirror_nb.pool.recovery import compare, recover
 from mirror_nb.strategies.mirrored import SETUP
 
+QUICK_SIZES = (64 * 2**10, 2**20, 25 * 2**20)
+# Bytes, of all-reduces that are measured for the picker.
+QUICK_SECONDS = 0.3
+# For each size.
 IDLE_SECONDS = 0.2
 # Between two looks at the replicas while no cell runs; one takes 10 µs.
 
@@ -57,6 +62,41 @@ class CellOptions:
     # Seconds.
     dashboard: bool = False
     # Above what it shows.
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """How replicas exchange gradients, in the words of `%mirror start`; None: not said."""
+
+    ops: str | None = None
+    # The name of the cross-device ops.
+    bucket_mb: float | None = None
+    # Size of a bucket, MiB.
+    compression: str | None = None
+    # "bf16", or "none".
+
+    def options(self) -> CommunicationOptions:
+        """Return the same as options. Raises UsageError for what cannot be."""
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
+            raise UsageError(f"--bucket-mb is {self.bucket_mb:g}; it must be above 0, and 25 is usual")
+        return CommunicationOptions(
+            bytes_per_pack=round((self.bucket_mb or 0) * 2**20),
+            compression=None if self.compression == "none" else self.compression,
+        )
+
+    def over(self, before: Exchange) -> Exchange:
+        """Return this where it says something, else what was before."""
+        return Exchange(
+            self.ops or before.ops,
+            before.bucket_mb if self.bucket_mb is None else self.bucket_mb,
+            self.compression or before.compression,
+        )
+
+    def flags(self) -> list[str]:
+        """Return the flags that say it."""
+        size = None if self.bucket_mb is None else f"{self.bucket_mb:g}"
+        given = {"--ops": self.ops, "--bucket-mb": size, "--compression": self.compression}
+        return [f"{flag} {value}" for flag, value in given.items() if value is not None]
 
 
 @dataclass(slots=True)
@@ -91,7 +131,9 @@ class Session:
         self._told: set[int] = set()
         # Pids of dead replicas that the user has been told of.
         self._seed = 0
-        self._ops: str | None = None
+        self._exchange = Exchange()
+        self.measured: dict[tuple[str, ...], AllReduceTable] = {}
+        # What all-reduces took when they were last measured here, by devices.
         self._operation = ""
         # The same as a class, as dashboards call it.
         self._dashboard: LiveDashboard | None = None
@@ -108,24 +150,29 @@ class Session:
         return self._pool
 
     def start(
-        self, devices: str | None = None, seed: int = 0, in_process: bool = False, ops: str | None = None
+        self,
+        devices: str | None = None,
+        seed: int = 0,
+        in_process: bool = False,
+        exchange: Exchange = Exchange(),
     ) -> str:
         """Start replicas and return a line that says so; on the same devices again, say that they run.
 
-        `ops`: the name of the cross-device ops. Raises DeviceError for devices that are not there and ops that cannot
+        Raises DeviceError for devices that are not there and ops that cannot
         work on them, UsageError when others are running.
         """
         chosen = device_names.resolve(devices, torch.cuda.device_count())
         if self._pool is not None:
-            if (devices is None or chosen == self._pool.devices) and ops in (None, self._ops):
+            same = exchange.over(self._exchange) == self._exchange
+            if (devices is None or chosen == self._pool.devices) and same:
                 return f"{_replicas(self._pool.devices)} running already"
             raise UsageError(
                 f"replicas are running on {', '.join(map(str, self._pool.devices))}; "
-                f"use %mirror restart {_flags(devices, ops)} (their names are lost then), or %mirror stop"
+                f"use %mirror restart {_flags(devices, exchange)} (their names are lost then), or %mirror stop"
             )
         began = time.perf_counter()
-        communication = choose(ops, None, chosen)
-        self._seed, self._ops, self._operation = seed, ops, type(communication.ops).__name__
+        communication = choose(exchange.ops, exchange.options(), chosen)
+        self._seed, self._exchange, self._operation = seed, exchange, type(communication.ops).__name__
         pool = (InProcessPool if in_process else LocalPool)(
             chosen, setup=SETUP, seed=seed, communication=communication.pickled()
         )
@@ -159,16 +206,16 @@ class Session:
 
         loop.call_later(IDLE_SECONDS, look)
 
-    def restart(self, devices: str | None = None, ops: str | None = None) -> str:
-        """Stop the replicas and start new ones, on the same devices and with the same ops unless others are named."""
+    def restart(self, devices: str | None = None, exchange: Exchange = Exchange()) -> str:
+        """Stop the replicas and start new ones, on the same devices with the same options unless others are named."""
         if self._pool is None:
-            return self.start(devices, ops=ops)
-        names, ops = devices or ",".join(map(str, self._pool.devices)), ops or self._ops
+            return self.start(devices, exchange=exchange)
+        names, exchange = devices or ",".join(map(str, self._pool.devices)), exchange.over(self._exchange)
         # A mistake in the names must not cost the replicas that run.
-        choose(ops, None, device_names.resolve(names, torch.cuda.device_count()))
+        choose(exchange.ops, exchange.options(), device_names.resolve(names, torch.cuda.device_count()))
         in_process = isinstance(self._pool, InProcessPool)
         self._end()
-        return self.start(names, self._seed, in_process, ops)
+        return self.start(names, self._seed, in_process, exchange)
 
     def stop(self) -> str:
         """Stop the replicas and all that they started; return a line that says so."""
@@ -242,6 +289,12 @@ class Session:
             own.cell_ended()
         finally:
             own.close()
+
+    def compare(self) -> str:
+        """Return a line that says whether the replicas' parameters are equal, or which are not."""
+        pool = self._running()
+        self._mend()
+        return repr(compare(pool))
 
     # ------------------------------------------------------------------ cells
 
@@ -449,11 +502,30 @@ class Session:
             self.start()
         self._mend()
         if model is None:
-            return measure(self._running(), options)
+            return self._kept(measure(self._running(), options))
         if model not in self._shell.user_ns and ":" not in model:
             raise UsageError(f"--model {model}: the notebook has no such name")
         made = self._shell.user_ns[model] if model in self._shell.user_ns else imported(model)
         return measure(self._running(), options, made)
+
+    def measure(self, devices: str) -> AllReduceTable:
+        """Time the all-reduces that fit these devices, a few sizes each, for the picker.
+
+        On the replicas that run, if they are on these devices, else on others that live as long as this takes.
+        Raises DeviceError for devices that are not there, UsageError for a single one, and what `all_reduce` raises.
+        """
+        chosen = device_names.resolve(devices, torch.cuda.device_count())
+        if self._pool is not None and self._pool.devices == chosen:
+            self._mend()
+            return self._kept(all_reduce(self._pool, sizes=QUICK_SIZES, seconds=QUICK_SECONDS))
+        with LocalPool(chosen, setup=SETUP) as pool:
+            pool.start()
+            return self._kept(all_reduce(pool, sizes=QUICK_SIZES, seconds=QUICK_SECONDS))
+
+    def _kept(self, table: AllReduceTable | StepTable) -> AllReduceTable:
+        assert isinstance(table, AllReduceTable)
+        self.measured[table.devices] = table
+        return table
 
     # ------------------------------------------------------------------ replicas that are gone
 
@@ -517,6 +589,5 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 _MISSING = object()
 
 
-def _flags(devices: str | None, ops: str | None) -> str:
-    given = {"--devices": devices, "--ops": ops}
-    return " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
+def _flags(devices: str | None, exchange: Exchange) -> str:
+    return " ".join([*([] if devices is None else [f"--devices {devices}"]), *exchange.flags()])

@@ -1,4 +1,6 @@
-"""After a failure: replicas that were started anew get what a survivor has, and survivors stand at the same step.
+"""Replicas brought to the same values after a failure, and the question whether they have them.
+
+Those that were started anew get what a survivor has, and survivors stand at the same step.
 
 Knows messages; knows neither what the payloads hold nor whose names they are.
 """
@@ -8,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mirror_nb.messages import Restore, Snapshot, StandAt, Standing, Steps
+from mirror_nb.messages import Check, Restore, Snapshot, StandAt, Standing, Steps
 from mirror_nb.payload import unpack
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import raise_for
+from mirror_nb.telemetry.comparison import Comparison, compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +52,7 @@ def recover(pool: Pool) -> Recovery:
 
 def _level(pool: Pool, living: Sequence[int]) -> int:
     """Give the furthest replica's values to those that stand elsewhere; return its id."""
-    report = pool.run({r: Steps() for r in living})
-    raise_for(report, pool.devices)
-    steps: dict[int, dict[str, int]] = {}
-    for replica_id, answer in report.answers.items():
-        assert answer.done is not None
-        assert answer.done.payload is not None
-        steps[replica_id] = unpack(answer.done.payload, answer.slab)[0]
+    steps = _ask(pool, Steps(), living)
     # One that was left halfway is none to go on from, however far it came.
     source = max(living, key=lambda r: (not any(n < 0 for n in steps[r].values()), sum(steps[r].values()), -r))
     apart = {r: [key for key, n in steps[source].items() if steps[r].get(key, n) != n] for r in living}
@@ -64,6 +61,22 @@ def _level(pool: Pool, living: Sequence[int]) -> int:
     if behind:
         _send(pool, Standing(tuple(keys)), source, StandAt, behind)
     return source
+
+
+def compare(pool: Pool) -> Comparison:
+    """Return whether all replicas have equal parameters. Raises what happened to the replicas."""
+    return compared(list(_ask(pool, Check(), range(pool.size)).values()))
+
+
+def _ask(pool: Pool, question: object, replicas: Sequence[int]) -> dict[int, dict[str, int]]:
+    report = pool.run(dict.fromkeys(replicas, question))
+    raise_for(report, pool.devices)
+    answers: dict[int, dict[str, int]] = {}
+    for replica_id, answer in report.answers.items():
+        assert answer.done is not None
+        assert answer.done.payload is not None
+        answers[replica_id] = unpack(answer.done.payload, answer.slab)[0]
+    return answers
 
 
 def _fill(pool: Pool, source: int, blank: Sequence[int]) -> tuple[str, ...]:

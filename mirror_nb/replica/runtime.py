@@ -35,6 +35,7 @@ from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.messages import (
     Bind,
     Call,
+    Check,
     Communicate,
     Done,
     Failure,
@@ -158,6 +159,12 @@ class Replica:
         """The notebook's numbers of its cells, by the file that their code names."""
         return self._shell.cell_numbers if self._shell is not None else {}
 
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters of the networks that are held here: `model.0.weight`, `0.weight` without a name."""
+        for key, module in self.namespace.held().items():
+            if isinstance(module, nn.Module) and not key.startswith("_"):
+                yield from module.named_parameters("" if key.startswith(":") else key)
+
     # ------------------------------------------------------------------ requests
 
     def handle(self, request: Request, slab: int | None) -> None:
@@ -195,6 +202,8 @@ class Replica:
                     self.namespace.restore(names, slab)
                 case Steps():
                     packed = pack(self._progress.steps(), in_band=True)
+                case Check():
+                    packed = pack(self.steering.compare(), in_band=True)
                 case Standing(keys):
                     packed = pack(self._progress.standing(keys))
                 case StandAt(standing):

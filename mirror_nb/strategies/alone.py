@@ -30,6 +30,7 @@ from mirror_nb.strategies.reductions import (
     select,
 )
 from mirror_nb.strategies.seat import AloneSeat
+from mirror_nb.telemetry.comparison import Comparison, compared
 from mirror_nb.values import ReduceOp
 from mirror_nb.variables import Variable, component, component_variable, plain
 
@@ -103,6 +104,9 @@ class AlonePlace(Place):
 
     def dashboard(self) -> Any:
         self.timeline()
+
+    def compare_parameters(self) -> Comparison:
+        return compared([{}])
 
     def every(self, results: list[Any]) -> list[Any]:
         return results

@@ -18,6 +18,7 @@ from mirror_nb.imported import when_imported
 from mirror_nb.strategies.context import entered, require_cross_replica
 from mirror_nb.strategies.extended import StrategyExtended
 from mirror_nb.strategies.place import Place
+from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, ReduceOp
 
@@ -186,6 +187,15 @@ class Strategy(ABC):
         too. Once for each strategy: a second call shows the same once more. Raises ContextError in a replica.
         """
         return self._place.dashboard()
+
+    def compare_parameters(self) -> Comparison:
+        """Compare checksums of the parameters that the replicas have synchronised so far: are they all equal?
+
+        The answer is true if they are, and prints as a sentence; `differing` names those that are not, and on which
+        replicas. The dashboard shows it too, as it does by itself after each pass over a distributed dataset and each
+        epoch of `fit`. In a replica all of them have to call it.
+        """
+        return self._place.compare_parameters()
 
     # ------------------------------------------------------------------ life
 

@@ -29,7 +29,7 @@ from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
-from mirror_nb.pool.recovery import recover
+from mirror_nb.pool.recovery import compare, recover
 from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome, update_component
@@ -37,6 +37,7 @@ from mirror_nb.strategies.functions import Functions
 from mirror_nb.strategies.place import Place
 from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import gather_values, local_parts, reduce_local, regroup, select
+from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
 from mirror_nb.variables import Variable
@@ -157,6 +158,9 @@ class ControllerPlace(Place):
             live = importlib.import_module("mirror_nb.notebook.live")
             self._dashboard = live.LiveDashboard(pool, operation=self._operation(), title=self._title)
         return self._dashboard.show()
+
+    def compare_parameters(self) -> Comparison:
+        return compare(self._ready())
 
     def _title(self) -> str:
         networks = self._mirrors.roots()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
@@ -48,6 +48,7 @@ from mirror_nb.strategies.reductions import (
 from mirror_nb.strategies.replica_variables import ReplicaHome
 from mirror_nb.strategies.seat import PeerSeat
 from mirror_nb.strategies.standalone import Standalone, standalone
+from mirror_nb.telemetry.comparison import Comparison, compared
 from mirror_nb.values import DistributedValues, ReduceOp
 from mirror_nb.variables import Variable, component, component_variable, distributed, provide_arrivals
 
@@ -97,6 +98,7 @@ class OnReplica(Protocol):
     @property
     def communication(self) -> Communication: ...
     def communicate(self, by: Communication) -> None: ...
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
     @property
     def emit(self) -> Callable[..., None]: ...
 
@@ -140,6 +142,7 @@ class ReplicaPlace(Place):
             recorder=replica.recorder,
             steering=replica.steering,
             send=self._send_note,
+            named=replica.named_parameters,
         )
         if replica.own_process:
             provide_arrivals(self._take_variable)
@@ -199,6 +202,9 @@ class ReplicaPlace(Place):
 
     def dashboard(self) -> Any:
         raise ContextError("the dashboard is the notebook's: write %mirror dashboard, or %%mirrored --dashboard")
+
+    def compare_parameters(self) -> Comparison:
+        return compared(self.seat.collect(self.seat.check()))
 
     def every(self, results: list[Any]) -> list[Any]:
         return self.seat.collect(results[0])
@@ -369,6 +375,8 @@ class ReplicaPlace(Place):
     def _on_end(self) -> None:
         self._replica.gradients.clear_shares()
         self._replica.recorder.exhausted()
+        if self._replica.recorder.wants_checksums():
+            self.seat.check()
 
     def _on_batch(self, local_examples: int, global_examples: int) -> None:
         self._replica.recorder.arrived(local_examples)

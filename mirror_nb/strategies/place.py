@@ -14,6 +14,7 @@ import torch
 
 from mirror_nb.collectives.options import Communication
 from mirror_nb.strategies.seat import Seat
+from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.values import ReduceOp
 
 if TYPE_CHECKING:
@@ -64,6 +65,10 @@ class Place(ABC):
     @abstractmethod
     def dashboard(self) -> Any:
         """Show what the replicas record, live; ContextError in a replica."""
+
+    @abstractmethod
+    def compare_parameters(self) -> Comparison:
+        """Return whether all replicas have equal parameters; in a replica all of them have to ask."""
 
     @abstractmethod
     def command(

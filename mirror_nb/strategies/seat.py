@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.mirrors import checksums
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
 from mirror_nb.steering import Steering
@@ -45,6 +46,10 @@ class Seat(ABC):
     @abstractmethod
     def heed(self) -> None:
         """Raise the KeyboardInterrupt that came inside a function that must end first (replica/whole.py)."""
+
+    @abstractmethod
+    def check(self) -> dict[str, int]:
+        """Record checksums of the parameters that are synchronised, and return them by name; nobody is waited for."""
 
     @abstractmethod
     def averaging(self) -> AbstractContextManager[None]:
@@ -118,19 +123,36 @@ class PeerSeat(Seat):
         recorder: Recorder,
         steering: Steering,
         send: Callable[[Any], None],
+        named: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     ) -> None:
         super().__init__(replica_id, num_replicas, device)
         self.recorder = recorder
         self.steering = steering
+        steering.compare = self.check
         self._gradients = gradients
         self._scope = scope
         self._send = send
+        self._named = named
+        # Parameters by the names of those who hold them.
 
     def note(self, value: Any) -> None:
         self._send(value)
 
     def heed(self) -> None:
         """Nothing: the replica's process insists by itself."""
+
+    def check(self) -> dict[str, int]:
+        parameters = self._gradients.synchronized()
+        own: dict[int, str] = {}
+        # The user's name where there is one, and no other bears it: `model.0.weight` says more than `Linear.weight`.
+        for name, parameter in self._named() if parameters else ():
+            if name not in own.values():
+                own.setdefault(id(parameter), name)
+        names = [own.get(id(parameter), name) for name, parameter in parameters.items()]
+        sums = dict(zip(names, checksums(parameters.values()), strict=True))
+        if sums:
+            self.recorder.checksums(sums)
+        return sums
 
     @contextlib.contextmanager
     def averaging(self) -> Iterator[None]:
@@ -201,6 +223,9 @@ class AloneSeat(Seat):
 
     def heed(self) -> None:
         self._heed()
+
+    def check(self) -> dict[str, int]:
+        return {}
 
     def averaging(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

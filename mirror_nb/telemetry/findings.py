@@ -14,7 +14,7 @@ import numpy as np
 
 from mirror_nb.telemetry.machine import HOT, Reading
 from mirror_nb.telemetry.samples import Operation
-from mirror_nb.telemetry.snapshot import BREAKDOWN, Floats, Snapshot
+from mirror_nb.telemetry.snapshot import BREAKDOWN, UNKNOWN, Floats, Snapshot
 
 AT_MOST = 3
 # Findings told at a time.
@@ -107,13 +107,16 @@ def stuck(snapshot: Snapshot) -> Finding | None:
 
 def out_of_sync(snapshot: Snapshot) -> Finding | None:
     """The last checksums of the parameters differ."""
-    if snapshot.in_sync is not False:
+    if not snapshot.differing:
         return None
+    name, ids = next(iter(snapshot.differing.items()))
+    others = len(snapshot.differing) - 1
+    more = f" and {others} other parameter{'s' if others > 1 else ''}" if others else ""
     return Finding(
         Weight.TROUBLE,
-        "Parameters differ between replicas",
-        f"checksums at step {snapshot.checked_step:,}: something changes them on one replica only",
-        None,
+        f"{name}{more} differ{'' if others or name == UNKNOWN else 's'} on {_named(ids)}",
+        f"checksums at step {snapshot.checked_step:,}: something changes parameters on one replica only",
+        ids[0] if len(ids) == 1 else None,
         1.0,
     )
 

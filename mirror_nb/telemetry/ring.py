@@ -1,7 +1,7 @@
 """A ring of samples in shared memory: one process writes, others read. Knows nothing of what samples are for.
 
 ```
-0        64            64 + 128·64                       64 bytes each
+0        64            64 + 512·64                       64 bytes each
 │ header │ names, fixed │ record │ record │ … │ record │   sequence s lies at s mod capacity
 ```
 
@@ -17,6 +17,7 @@ import mmap
 import os
 import platform
 import struct
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self, final
 
@@ -38,8 +39,14 @@ from mirror_nb.telemetry.samples import (
 
 CAPACITY = 16_384
 # Records: 1 MB a replica; at 100 steps a second of 20 samples each, eight seconds.
-NAMES = 128
-# Names of scalars in one ring.
+NAMES = 512
+# In one ring, of scalars and of parameters.
+SCALARS = 128
+# So many are left to scalars, however many parameters there are.
+REST = "other parameters"
+# Those beyond.
+OVERALL = -1
+# In the place of a name's number: the checksum of all parameters, which is written last.
 NAME_BYTES = 62
 _SIZE = RECORD.size
 _BEGUN, _ENDED, _COLLECTIVE, _SCALAR = map(int, (Kind.STEP_BEGUN, Kind.STEP_ENDED, Kind.COLLECTIVE, Kind.SCALAR))
@@ -192,11 +199,37 @@ class Writer:
         place = _RECORDS_AT + (n & self._mask) * 64
         self._pack(self._memory, place, Kind.MARK, mark, 0, step, amount, 0, at or clock(), 0, 0.0, n)
 
-    def checksum(self, step: int, checksum: int, at: int = 0) -> None:
-        """The checksum of the parameters after this step; of larger numbers, the low 63 bits."""
+    def checksums(self, step: int, checksums: Mapping[str, int], at: int = 0) -> None:
+        """The checksums of the parameters after this step, by name; of larger numbers, the low 63 bits.
+
+        Of a long name its end is kept. Where a ring has no more names, the rest has one together.
+        """
+        at = at or clock()
+        rest = overall = 0
+        for name, checksum in checksums.items():
+            overall = (overall * 1_000_003 + checksum) & _LOW
+            number = self._number_of(name)
+            if number is None:
+                rest = (rest * 1_000_003 + checksum) & _LOW
+            else:
+                self._checksum(step, number, checksum & _LOW, at)
+        number = self._number_of(REST, room=NAMES) if rest else None
+        if number is not None:
+            self._checksum(step, number, rest, at)
+        self._checksum(step, OVERALL, overall, at)
+
+    def _checksum(self, step: int, number: int, checksum: int, at: int) -> None:
         n = next(self._sequence)
         place = _RECORDS_AT + (n & self._mask) * 64
-        self._pack(self._memory, place, Kind.CHECKSUM, 0, 0, step, checksum & _LOW, 0, at or clock(), 0, 0.0, n)
+        self._pack(self._memory, place, Kind.CHECKSUM, 0, number, step, checksum, 0, at, 0, 0.0, n)
+
+    def _number_of(self, parameter: str, room: int = NAMES - SCALARS) -> int | None:
+        """Return the number of a parameter's name; None where there is no more room for it."""
+        text = parameter.encode()
+        if len(text) > NAME_BYTES:
+            parameter = "…" + text[3 - NAME_BYTES :].decode(errors="ignore")
+        number = self._names.get(parameter)
+        return self._intern(parameter) if number is None and len(self._names) < room else number
 
     def close(self) -> None:
         """Let go of the memory; what was written stays."""

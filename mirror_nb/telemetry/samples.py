@@ -11,7 +11,7 @@ One layout serves every kind. Times are nanoseconds of `clock`, which all proces
 | SCALAR | | name | step | | | began: when | the number |
 | MEMORY | | | step | bytes allocated | bytes reserved | began: when | |
 | MARK | Mark | | step | what the mark says | | began: when | |
-| CHECKSUM | | | step | the checksum | | began: when | |
+| CHECKSUM | | name, −1: of all | step | the checksum | | began: when | |
 
 A step begins when the replica asks for its batch and ends with the optimizer. BACKWARD ends when the last gradient is
 ready, before the wait for reductions. Steps are counted from 1 over the life of a strategy, alike on all replicas; so

@@ -15,6 +15,8 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 BREAKDOWN = (*PARTS, "other")
 # The columns of Snapshot.breakdown.
+UNKNOWN = "some parameters"
+# In Snapshot.differing, where it is not known which of them.
 
 
 class State(enum.Enum):
@@ -165,6 +167,8 @@ class Snapshot:
     # For each replica, by time.
     in_sync: bool | None
     # Whether the checksums of all replicas' parameters agreed the last time; None before.
+    differing: Mapping[str, tuple[int, ...]]
+    # The parameters that did not, and the replicas whose values are not those that most have.
     checked_step: int | None
     # When that was.
     overwritten: int

@@ -64,7 +64,10 @@ def disjoint(began: Integers, ended: Integers) -> tuple[Integers, Integers]:
 
 @final
 class StepTable:
-    """What each replica spent each step on: columns as attributes, of shape (replicas, length)."""
+    """What each replica spent each step on: columns as attributes, of shape (replicas, length).
+
+    A place is a step's, and a replica's: the column in the replica's row, counted on over all rows.
+    """
 
     COLUMNS = ("began", "ended", "examples", *PARTS, "collectives", "bytes", "wait", "late")
     # `wait`: for peers, a part of "exposed". `late`: behind the first at the worst collective of the step.
@@ -73,49 +76,54 @@ class StepTable:
         self.length = length
         self.step: Integers = np.zeros((num_replicas, length), np.int64)
         # 0: nothing there.
-        self._columns = {name: np.zeros((num_replicas, length), np.int64) for name in self.COLUMNS}
+        self._known = self.step.reshape(-1)
+        # One memory for all columns, so that one move clears a step in each.
+        self._cells = np.zeros((len(self.COLUMNS), num_replicas * length), np.int64)
+        self._columns = {
+            name: cells.reshape(num_replicas, length) for name, cells in zip(self.COLUMNS, self._cells, strict=True)
+        }
 
     def __getitem__(self, name: str) -> Integers:
         return self._columns[name]
 
     def place(
-        self, replica_id: int, steps: Integers, begin: NDArray[np.bool_] | bool = False
+        self, who: Integers, steps: Integers, begin: NDArray[np.bool_] | bool = False
     ) -> tuple[Integers, NDArray[np.bool_]]:
-        """Return the places of these steps, made ready, and which of them are remembered; steps below 1 are none.
+        """Return the places of these replicas' steps, made ready, and which are remembered; steps below 1 are none.
 
         What is known of those that `begin` is forgotten.
         """
-        known = self.step[replica_id]
-        places = steps % self.length
+        places = who * self.length + steps % self.length
+        newest = np.zeros(len(self.step), np.int64)
+        np.maximum.at(newest, who, steps)
         # Samples of a step that is forgotten, or will be with this very call, would spoil the one in its place.
-        keep = (steps > max(0, int(steps.max(initial=0)) - self.length)) & (steps >= known[places])
-        fresh = keep & ((known[places] != steps) | begin)
+        keep = (steps > np.maximum(0, newest - self.length)[who]) & (steps >= self._known[places])
+        fresh = keep & ((self._known[places] != steps) | begin)
         if fresh.any():
-            self._clear(replica_id, places[fresh])
-            known[places[fresh]] = steps[fresh]
+            self._cells[:, places[fresh]] = 0
+            self._known[places[fresh]] = steps[fresh]
         return places, keep
 
-    def add(self, replica_id: int, name: str, places: Integers, amounts: Integers) -> None:
+    def add(self, name: str, places: Integers, amounts: Integers) -> None:
         """Add the amounts to a column, each at its place."""
-        np.add.at(self._columns[name][replica_id], places, amounts)
+        np.add.at(self._flat(name), places, amounts)
 
-    def raise_to(self, replica_id: int, name: str, places: Integers, amounts: Integers) -> None:
+    def raise_to(self, name: str, places: Integers, amounts: Integers) -> None:
         """Set a column at these places to the amounts where they are greater than what is there."""
-        np.maximum.at(self._columns[name][replica_id], places, amounts)
+        np.maximum.at(self._flat(name), places, amounts)
 
-    def put(self, replica_id: int, name: str, places: Integers, values: Integers) -> None:
+    def put(self, name: str, places: Integers, values: Integers) -> None:
         """Set a column at these places."""
-        self._columns[name][replica_id, places] = values
+        self._flat(name)[places] = values
+
+    def _flat(self, name: str) -> Integers:
+        return self._cells[self.COLUMNS.index(name)]
 
     def window(self, last: int, count: int) -> tuple[Integers, Integers, NDArray[np.bool_]]:
         """Return the `count` steps up to `last`, their places, and (replicas, steps) which of them have ended."""
         steps = np.arange(max(1, last - min(count, self.length) + 1), last + 1)
         places = steps % self.length
         return steps, places, (self.step[:, places] == steps) & (self._columns["ended"][:, places] > 0)
-
-    def _clear(self, replica_id: int, places: Integers) -> None:
-        for column in self._columns.values():
-            column[replica_id, places] = 0
 
 
 @final
@@ -129,26 +137,22 @@ class CollectiveTable:
         self.serial: Integers = np.full((num_replicas, length), -1, np.int64)
         self._compared = np.full(length, -1, np.int64)
         # The serial of each column that `news` has told of.
-        self._columns = {name: np.zeros((num_replicas, length), np.int64) for name in self.COLUMNS}
+        self._cells = np.zeros((len(self.COLUMNS), num_replicas * length), np.int64)
+        self._columns = {
+            name: cells.reshape(num_replicas, length) for name, cells in zip(self.COLUMNS, self._cells, strict=True)
+        }
 
     def __getitem__(self, name: str) -> Integers:
         return self._columns[name]
 
-    def add(self, replica_id: int, rows: Samples, exposed: Integers) -> None:
-        """Enter finished collectives, with the part of each that nothing was computed beside."""
-        places = rows["serial"] % self.length
-        self.serial[replica_id, places] = rows["serial"]
-        values = {
-            "step": rows["step"],
-            "operation": rows["code"] & ~np.uint16(BLOCKING),
-            "bytes": rows["amount"],
-            "queued": rows["queued"],
-            "began": rows["began"],
-            "ended": rows["ended"],
-            "exposed": exposed,
-        }
-        for name, value in values.items():
-            self._columns[name][replica_id, places] = value
+    def add(self, who: Integers, rows: Samples, exposed: Integers) -> None:
+        """Enter these replicas' finished collectives, with the part of each that nothing was computed beside."""
+        serials = rows["serial"]
+        places = who * self.length + serials % self.length
+        self.serial.reshape(-1)[places] = serials
+        operations = (rows["code"] & ~np.uint16(BLOCKING)).astype(np.int64)
+        times = (rows[name] for name in ("amount", "queued", "began", "ended"))
+        self._cells[:, places] = np.stack([rows["step"], operations, *times, exposed])
 
     def news(self) -> NDArray[np.intp]:
         """Return the places of the collectives that every replica has done since the last call."""
@@ -165,15 +169,15 @@ class CollectiveTable:
         return places[np.argsort(first[places])]
 
 
-def exposed_parts(rows: Samples, compute: Cover) -> Integers:
-    """Return how long each finished collective of one replica held up its computing, in nanoseconds.
+def exposed_parts(began: Integers, ended: Integers, blocking: NDArray[np.bool_], compute: Cover) -> Integers:
+    """Return how long each finished collective held up computing, in nanoseconds.
 
     A blocking one does for its whole length; of the others, what no span of computing covers. What two of them share
-    counts once.
+    counts once. The times of several replicas must lie apart from each other.
     """
-    exposed = rows["ended"] - rows["began"]
-    beside = np.nonzero((rows["code"] & BLOCKING) == 0)[0]
-    beside = beside[np.argsort(rows["began"][beside], kind="stable")]
-    began, ended = disjoint(rows["began"][beside], rows["ended"][beside])
+    exposed = ended - began
+    beside = np.flatnonzero(~blocking)
+    beside = beside[np.argsort(began[beside], kind="stable")]
+    began, ended = disjoint(began[beside], ended[beside])
     exposed[beside] = ended - began - compute.within(began, ended)
     return exposed

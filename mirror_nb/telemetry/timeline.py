@@ -20,10 +20,12 @@ import numpy as np
 
 from mirror_nb.errors import UsageError
 from mirror_nb.telemetry import trace
+from mirror_nb.telemetry.comparison import differing, odd
 from mirror_nb.telemetry.lanes import lane, of_step
-from mirror_nb.telemetry.ring import Reader
+from mirror_nb.telemetry.ring import OVERALL, Reader
 from mirror_nb.telemetry.samples import BLOCKING, DTYPE, Kind, Mark, Operation, Samples, clock, joined
 from mirror_nb.telemetry.snapshot import (
+    UNKNOWN,
     Curve,
     Floats,
     Integers,
@@ -53,9 +55,14 @@ LATE = 90
 # Steps whose lateness is shown.
 POINTS = 140
 # Of a curve: more are not told apart on a screen.
+CHECKS = 20
+# Comparisons of parameters that are remembered.
+KEPT_SPANS = 64
+# Of each replica.
 UNDECIDED_SECONDS = 1.0
 # Samples that no step seems to end enter the tables after this long, so that work without steps is seen too.
 _NS = 1e9
+_NEVER = 1 << 62
 _BEGUN, _ENDED, _COLLECTIVE, _MARK = map(int, (Kind.STEP_BEGUN, Kind.STEP_ENDED, Kind.COLLECTIVE, Kind.MARK))
 _SCALAR, _MEMORY, _CHECKSUM = map(int, (Kind.SCALAR, Kind.MEMORY, Kind.CHECKSUM))
 _SPANS = [(int(kind), name) for kind, name in SPANS.items()]
@@ -78,8 +85,6 @@ class _Track:
         self.count = 0
         # Of the samples that are kept.
         self.pending: Samples = np.empty(0, DTYPE)
-        self.spans: Samples = np.empty(0, DTYPE)
-        # The latest spans of computing and blocking collectives: a collective may end after its step did.
         self.names: tuple[str, ...] = ()
         self.marks: deque[tuple[int, Mark, int]] = deque(maxlen=1000)
         # When, which, amount.
@@ -92,17 +97,9 @@ class _Track:
         self.examples = 0
         self.memory = (0, 0, 0)
         # Allocated, reserved, peak.
-        self.checksums: dict[int, int] = {}
-        # By step.
+        self.checksums: dict[int, dict[int, int]] = {}
+        # By step, and by the number of the parameter's name; whole once OVERALL is among them.
         self.restarts = 0
-
-    def covers(self, rows: Samples) -> tuple[Cover, Cover]:
-        """Return when this replica computed, and when a blocking collective held it up, these samples included."""
-        spans = joined([self.spans, rows])
-        self.spans = spans[-64:]
-        computing = in_computing(spans["kind"])
-        began, ended = spans["began"], spans["ended"]
-        return Cover(began[computing], ended[computing]), Cover(began[~computing], ended[~computing])
 
 
 @final
@@ -126,6 +123,9 @@ class Timeline:
         self._scalar_steps: dict[str, Integers] = {}
         self._lost = (0, 0)
         # Overwritten and torn in rings that were replaced.
+        self._spans: Integers = np.empty((4, 0), np.int64)
+        # The latest spans of computing and blocking collectives: a collective may end after its step did. Whose they
+        # are, when they began, when they ended, whether they blocked.
         self._idle: deque[tuple[int, int]] = deque(maxlen=1000)
         # When nobody asked the replicas for anything, nanoseconds: since, until.
 
@@ -161,7 +161,8 @@ class Timeline:
             if len(rows):
                 self._take(track, rows)
                 self._enter_values(replica_id, track, rows)
-            self._enter(replica_id, track, now)
+        # All replicas' at once: a call of numpy takes as long for eight of them as for one.
+        self._enter_steps([_settled(track, now) for track in self._tracks])
         self._compare()
         return read
 
@@ -223,7 +224,7 @@ class Timeline:
         breakdown, waits = self._breakdown(places, there)
         step_seconds, throughput = self._by_the_clock(places[there.all(axis=0)])
         planned = self._latest(Mark.PLANNED)
-        checked, in_sync = self._checked()
+        checked, odd_ones = self._checked()
         ends, throughputs = self._curve_of_throughput(curve_steps, curve_places, curve_there)
         lane_step, lanes, hidden = self._lanes(done)
         known = breakdown[:, : len(PARTS) + 1]
@@ -255,7 +256,8 @@ class Timeline:
             all_reduces=self._all_reduces(),
             lane_step=lane_step,
             lanes=lanes,
-            in_sync=in_sync,
+            in_sync=None if odd_ones is None else not odd_ones,
+            differing=odd_ones or {},
             checked_step=checked,
             overwritten=overwritten,
             torn=torn,
@@ -294,46 +296,58 @@ class Timeline:
             over = {serial for serial, (step, *_) in track.open.items() if step <= done} | set(closed.tolist())
             track.open = {serial: about for serial, about in track.open.items() if serial not in over}
 
-    def _enter(self, replica_id: int, track: _Track, now: int) -> None:
-        """Put the samples up to the last step's end into the tables."""
-        pending = track.pending
-        if not len(pending):
+    def _enter_steps(self, parts: Sequence[Samples]) -> None:
+        """Put samples of steps that have ended into the tables, one array a replica."""
+        if not any(map(len, parts)):
             return
-        ends = np.nonzero(pending["kind"] == _ENDED)[0]
-        upto = int(ends[-1]) + 1 if len(ends) else 0
-        in_step = (pending["kind"][upto:] == _BEGUN).any()
-        silent = now - track.newest > UNDECIDED_SECONDS * _NS
-        if (silent and not in_step) or len(pending) - upto > track.reader.capacity:
-            upto = len(pending)
-        if upto:
-            rows, track.pending = pending[:upto], pending[upto:]
-            self._enter_steps(replica_id, track, rows)
-
-    def _enter_steps(self, replica_id: int, track: _Track, rows: Samples) -> None:
-        rows = _without_abandoned(rows)
+        parts = [_without_abandoned(part) for part in parts]
+        who, rows = np.repeat(np.arange(len(parts)), list(map(len, parts))), joined(parts)
         table, kind, step = self._steps, rows["kind"], rows["step"]
         began, ended = rows["began"], rows["ended"]
-        places, keep = table.place(replica_id, step, kind == _BEGUN)
-        over = keep & (kind == _ENDED)
+        places, keep = table.place(who, step, kind == _BEGUN)
+        over = np.flatnonzero(keep & (kind == _ENDED))
         for name, values in (("began", began), ("ended", ended), ("examples", rows["amount"])):
-            table.put(replica_id, name, places[over], values[over])
-        track.step = max(track.step, int(step[over].max(initial=0)))
-        track.examples += int(rows["amount"][over].sum())
-        done = (kind == _COLLECTIVE) & (ended > 0)
-        blocking = done & ((rows["code"] & BLOCKING) > 0)
-        compute, held_up = track.covers(rows[in_computing(kind) | blocking])
+            table.put(name, places[over], values[over])
+        for r, its_step, examples in zip(*(at[over].tolist() for at in (who, step, rows["amount"])), strict=True):
+            self._tracks[r].step = max(self._tracks[r].step, its_step)
+            self._tracks[r].examples += examples
+        blocks = (rows["code"] & BLOCKING) > 0
+        done = np.flatnonzero((kind == _COLLECTIVE) & (ended > 0))
+        timed = np.flatnonzero(in_computing(kind) | ((kind == _COLLECTIVE) & (ended > 0) & blocks))
+        whole = ended > 0
+        bounds = int(began[whole].min(initial=_NEVER)), int(ended[whole].max(initial=0))
+        apart, compute, held_up = self._covers(np.stack([who, began, ended, blocks])[:, timed], *bounds)
         for span, name in _SPANS:
-            its = keep & (kind == span)
+            its = np.flatnonzero(keep & (kind == span))
+            since, until = began[its] + apart[who[its]], ended[its] + apart[who[its]]
             # A blocking collective inside of it is communication, not computing.
-            own = ended[its] - began[its] - held_up.within(began[its], ended[its])
-            table.add(replica_id, name, places[its], own)
-        collectives = rows[done]
-        exposed = exposed_parts(collectives, compute)
-        self._collectives.add(replica_id, collectives, exposed)
+            table.add(name, places[its], until - since - held_up.within(since, until))
+        collectives, whose = rows[done], who[done]
+        since, until = began[done] + apart[whose], ended[done] + apart[whose]
+        exposed = exposed_parts(since, until, blocks[done], compute)
+        self._collectives.add(whose, collectives, exposed)
         places, keep = places[done], keep[done]
         counted = {"exposed": exposed, "collectives": np.ones_like(exposed), "bytes": collectives["amount"]}
         for name, amounts in counted.items():
-            table.add(replica_id, name, places[keep], amounts[keep])
+            table.add(name, places[keep], amounts[keep])
+
+    def _covers(self, spans: Integers, first: int, last: int) -> tuple[Integers, Cover, Cover]:
+        """Return when replicas computed, and when a blocking collective held them up; these spans are entered.
+
+        Each replica's times are moved by what is returned first, so that no two replicas' meet between `first` and
+        `last`, the times that will be asked for.
+        """
+        spans = np.concatenate([self._spans, spans], axis=1)
+        who, began, ended, blocks = spans
+        length = int(ended.max(initial=last)) - int(began.min(initial=first)) + 1
+        apart = length * np.arange(self.num_replicas)
+        order = np.argsort(who, kind="stable")
+        # How many of the same replica's follow.
+        following = np.bincount(who, minlength=self.num_replicas).cumsum()[who[order]] - np.arange(len(who)) - 1
+        self._spans = spans[:, order[following < KEPT_SPANS]]
+        computing = blocks == 0
+        since, until = began + apart[who], ended + apart[who]
+        return apart, Cover(since[computing], until[computing]), Cover(since[~computing], until[~computing])
 
     def _enter_values(self, replica_id: int, track: _Track, rows: Samples) -> None:
         kind = rows["kind"]
@@ -346,9 +360,10 @@ class Timeline:
         if len(memory):
             peak = max(track.memory[2], int(memory["amount"].max()))
             track.memory = (int(memory["amount"][-1]), int(memory["queued"][-1]), peak)
-        for row in rows[kind == _CHECKSUM]:
-            track.checksums[int(row["step"])] = int(row["amount"])
-        while len(track.checksums) > 100:
+        sums = rows[kind == _CHECKSUM][["step", "number", "amount"]]
+        for step, number, checksum in sums.tolist():
+            track.checksums.setdefault(step, {})[number] = checksum
+        while len(track.checksums) > CHECKS:
             del track.checksums[next(iter(track.checksums))]
 
     def _compare(self) -> None:
@@ -364,10 +379,10 @@ class Timeline:
         queued, took = table["queued"][:, places], table["ended"][:, places] - table["began"][:, places]
         late = queued - queued.min(axis=0)
         waited = np.minimum(table["exposed"][:, places], took - took.min(axis=0))
-        for replica_id, steps in enumerate(table["step"][:, places]):
-            columns, keep = self._steps.place(replica_id, steps)
-            self._steps.raise_to(replica_id, "late", columns[keep], late[replica_id][keep])
-            self._steps.add(replica_id, "wait", columns[keep], waited[replica_id][keep])
+        who = np.repeat(np.arange(self.num_replicas), len(places))
+        columns, keep = self._steps.place(who, table["step"][:, places].ravel())
+        self._steps.raise_to("late", columns[keep], late.ravel()[keep])
+        self._steps.add("wait", columns[keep], waited.ravel()[keep])
 
     def _put_scalar(self, name: str, replica_id: int, steps: Integers, values: Floats) -> None:
         if name not in self._scalars:
@@ -481,12 +496,20 @@ class Timeline:
         found = [(at, amount) for track in self._tracks for at, mark, amount in track.marks if mark is wanted]
         return max(found)[1] if found else None
 
-    def _checked(self) -> tuple[int | None, bool | None]:
-        common = set.intersection(*(set(track.checksums) for track in self._tracks))
-        if not common:
+    def _checked(self) -> tuple[int | None, dict[str, tuple[int, ...]] | None]:
+        """The last step after which all have told their checksums, and what differed: by name, on whom."""
+        whole = ({step for step, sums in track.checksums.items() if OVERALL in sums} for track in self._tracks)
+        step = max(set.intersection(*whole), default=None)
+        if step is None:
             return None, None
-        step = max(common)
-        return step, len({track.checksums[step] for track in self._tracks}) == 1
+        sums = [track.checksums[step] for track in self._tracks]
+        if all(each[OVERALL] == sums[0][OVERALL] for each in sums):
+            return step, {}
+        named = [
+            {track.names[number]: checksum for number, checksum in each.items() if number != OVERALL}
+            for track, each in zip(self._tracks, sums, strict=True)
+        ]
+        return step, differing(named) or {UNKNOWN: odd([each[OVERALL] for each in sums])}
 
     def _replica(
         self, replica_id: int, now: int, steps: Integers, places: Integers, there: np.ndarray, waits: Floats
@@ -532,6 +555,21 @@ class Timeline:
             lengths[span.part] += span.ended - span.began
         total = sum(lengths.values())
         return step, lanes, lengths["collective"] / total if total else None
+
+
+def _settled(track: _Track, now: int) -> Samples:
+    """Take from what is pending the samples up to the last step's end."""
+    pending = track.pending
+    if not len(pending):
+        return pending
+    ends = np.nonzero(pending["kind"] == _ENDED)[0]
+    upto = int(ends[-1]) + 1 if len(ends) else 0
+    silent = now - track.newest > UNDECIDED_SECONDS * _NS
+    in_step = silent and (pending["kind"][upto:] == _BEGUN).any()
+    if (silent and not in_step) or len(pending) - upto > track.reader.capacity:
+        upto = len(pending)
+    track.pending = pending[upto:]
+    return pending[:upto]
 
 
 def _without_abandoned(rows: Samples) -> Samples:

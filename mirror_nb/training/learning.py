@@ -127,7 +127,7 @@ class Training(Scoring):
         self._measure(outputs, share)
         # Of this share's own examples: a part of the mean over all, made whole.
         own = share.global_examples / (share.examples * by)
-        self._seat.recorder.log({"loss": value.detach() * own})
+        self._record(value.detach() * own)
         return value.detach(), by
 
     def _root_gradient(self, value: Tensor, factor: float) -> Tensor:
@@ -211,7 +211,7 @@ class Training(Scoring):
         with self._seat.weighed(share.examples, share.global_examples), self._autocast():
             value = self._loss_of_own_step(share)
         if share.examples:
-            self._seat.recorder.log({"loss": value.detach() * (share.global_examples / share.examples)})
+            self._record(value.detach() * (share.global_examples / share.examples))
             self._loss_sum.add_(value.detach(), alpha=share.global_examples)
             self._weight += share.examples
         self._count()

@@ -236,11 +236,10 @@ class Job(ABC):
             recorder.mark(Mark.PLANNED, recorder.step + left + later)
 
     def _end_record(self) -> None:
-        """Write down the checksum of the parameters, by which it is seen whether the replicas' are equal."""
-        recorder = self._seat.recorder
-        recorder.exhausted()
-        if recorder.enabled:
-            recorder.checksum(mirrors.bits(self._model.parameters()))
+        """Write down the checksums of the parameters, by which it is seen whether the replicas' are equal."""
+        self._seat.recorder.exhausted()
+        if self._seat.recorder.wants_checksums():
+            self._seat.check()
 
     def _agree(self, mine: bytes) -> bytes:
         first: bytes = self._seat.collect(mine)[0]

@@ -59,6 +59,13 @@ class Metric(ABC):
     def compute(self, states: Sequence[State]) -> float | Tensor:
         """Return the metric of all data, from all replicas' states, in their order; NaN without data."""
 
+    def latest(self) -> Tensor | None:
+        """Return the metric of the latest share alone, a tensor on its device; None where that costs more than a sum.
+
+        For a curve by step; nothing is waited for.
+        """
+        return None
+
 
 @final
 class Mean(Metric):
@@ -77,11 +84,12 @@ class Mean(Metric):
 
     def reset(self) -> None:
         self._sums: Sums | None = None
+        self._latest: Sums | None = None
 
     @torch.no_grad()
     def update(self, outputs: Any, targets: Any, sample_weight: Any = None) -> None:
         # They stay on the device, where they are waited for only when the state is asked for.
-        total, count = self._values(outputs, targets, sample_weight)
+        total, count = self._latest = self._values(outputs, targets, sample_weight)
         if self._sums is None:
             # A float64 of its own: what the function gave may be an integer, or its own tensor.
             self._sums = total.to(torch.float64, copy=True), count.to(torch.float64, copy=True)
@@ -100,6 +108,12 @@ class Mean(Metric):
 
     def load_state(self, state: State) -> None:
         self._sums = (state["total"].clone(), state["count"].clone()) if state else None
+
+    def latest(self) -> Tensor | None:
+        if self._latest is None:
+            return None
+        mean = self._latest[0] / self._latest[1]
+        return mean if self._finish is None else self._finish(mean)
 
     def compute(self, states: Sequence[State]) -> float | Tensor:
         known = [state for state in states if state]
@@ -137,6 +151,9 @@ class Called(Metric):
             )
         self._outputs.append(map_leaves(outputs, on_cpu))
         self._targets.append(map_leaves(targets, on_cpu))
+
+    def latest(self) -> Tensor | None:
+        return None if self._outputs else self._mean.latest()
 
     def _call(self, outputs: Any, targets: Any) -> Tensor:
         value = self._function(outputs, targets)
@@ -191,6 +208,9 @@ class OfOutput(Metric):
 
     def load_state(self, state: State) -> None:
         self._metric.load_state(state)
+
+    def latest(self) -> Tensor | None:
+        return self._metric.latest()
 
     def compute(self, states: Sequence[State]) -> float | Tensor:
         return self._metric.compute(states)

@@ -57,6 +57,8 @@ class Scoring(Job):
         self._weight = 0
         self._part_sums: dict[str, Tensor] = {}
         self._named_sums: dict[str, Tensor] = {}
+        self._named: dict[str, Tensor] = {}
+        # What the model's own step told beside its latest loss.
         for metric in (*self._plain_metrics, *self._weighted_metrics):
             metric.reset()
 
@@ -109,8 +111,9 @@ class Scoring(Job):
                 f"{self._step_name} returned {told(result)}; return the loss, a scalar tensor that is the mean over "
                 "the batch's examples, or a dict with it under 'loss' and metrics beside it"
             )
-        for name, value in named.items():
-            self._add(self._named_sums, name, torch.as_tensor(value, device=self._device), share.examples)
+        self._named = {name: torch.as_tensor(value, device=self._device) for name, value in named.items()}
+        for name, value in self._named.items():
+            self._add(self._named_sums, name, value, share.examples)
         return loss.reshape(()) * (share.examples / share.global_examples)
 
     def _add(self, sums: dict[str, Tensor], name: str, value: Tensor, weight: int) -> None:
@@ -126,6 +129,14 @@ class Scoring(Job):
             divisor = self._objective.no_denominator(self._device)
             if divisor is not None:
                 self._seat.add_up(divisor)
+
+    def _record(self, loss: Tensor) -> None:
+        """Write down the loss and the metrics of this share's own examples."""
+        recorder = self._seat.recorder
+        if recorder.enabled:
+            measured = {m.name: m.latest() for m in (*self._plain_metrics, *self._weighted_metrics)}
+            known = {name: value for name, value in (measured | self._named).items() if value is not None}
+            recorder.log({"loss": loss} | {name: value.detach() for name, value in known.items()})
 
     def _measure(self, outputs: Any, share: Share) -> None:
         if self._own_step is not None or not (self._plain_metrics or self._weighted_metrics) or not self._counting:

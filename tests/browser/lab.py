@@ -39,6 +39,7 @@ _CHROMIUM = (
     "--disable-sync",
     # Chromium asks its maker for these.
 )
+_APPS = {"jupyterlab": "LabApp", "notebook": "JupyterNotebookApp"}
 _SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
     # All cells are in the page, those out of sight too.
@@ -47,9 +48,13 @@ _SETTINGS = {
 
 
 class Lab:
-    """A JupyterLab server on loopback whose every file lies in `folder`. Use it as a context manager."""
+    """A JupyterLab server on loopback whose every file lies in `folder`. Use it as a context manager.
 
-    def __init__(self, folder: Path) -> None:
+    `program`: "jupyterlab", or "notebook" for Notebook 7.
+    """
+
+    def __init__(self, folder: Path, program: str = "jupyterlab") -> None:
+        self._program = program
         self._folder = folder
         self.notebooks = folder / "notebooks"
         self._token = uuid.uuid4().hex
@@ -62,8 +67,8 @@ class Lab:
             path = self._folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values))
-        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"]
-        command += [f"--ServerApp.root_dir={self.notebooks}", "--LabApp.expose_app_in_browser=True"]
+        command = [sys.executable, "-m", self._program, "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"]
+        command += [f"--ServerApp.root_dir={self.notebooks}", f"--{_APPS[self._program]}.expose_app_in_browser=True"]
         with open(self._folder / "server.log", "wb") as log:
             self._server = subprocess.Popen(
                 command, env=self._environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -119,7 +124,8 @@ class Lab:
 
     def address(self, notebook: str) -> str:
         """Return where a notebook opens, alone in its page."""
-        return f"{self._url}doc/tree/{notebook}?token={self._token}&reset"
+        where = "doc/tree" if self._program == "jupyterlab" else "notebooks"
+        return f"{self._url}{where}/{notebook}?token={self._token}&reset"
 
     def write(self, cells: Sequence[str]) -> str:
         """Write a notebook of these code cells; return its name."""

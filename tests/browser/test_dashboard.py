@@ -86,10 +86,17 @@ def test_every_panel_changes_while_the_cell_runs_and_the_picture_stays(trains, g
     panels = ("Throughput", "Loss", "Where a step goes", "All-reduce", "late", "Overlap", "Devices", "What to look at")
     for title in panels:
         board.get_by_text(title).first.wait_for()
-    before = steps(opened)
-    drawn = board.inner_html()
-    eventually(lambda: steps(opened) > before, "steps are counted")
-    assert board.inner_html() != drawn
+    # Each card by itself, until each was drawn anew; what to look at may have nothing new to say.
+    cards = board.locator(".c")
+    before, drawn = steps(opened), cards.evaluate_all(INNER)
+    changed: set[int] = set()
+
+    def all_changed() -> bool:
+        changed.update(i for i, now in enumerate(cards.evaluate_all(INNER)) if now != drawn[i])
+        return changed >= set(range(len(panels) - 1))
+
+    eventually(all_changed, "each panel changes")
+    assert steps(opened) > before
     gate.touch()
     opened.wait()
     alt = picture(opened)
@@ -97,9 +104,42 @@ def test_every_panel_changes_while_the_cell_runs_and_the_picture_stays(trains, g
     assert board.count() == 0
 
 
+INNER = "cards => cards.map(card => card.innerHTML)"
+
+
+def reaction(notebook: Notebook, button: str, pill: str) -> float:
+    """Press a button; return the seconds until the screen shows the state that follows, by the page's clock."""
+    return float(
+        notebook.page.evaluate(
+            """([button, pill]) => new Promise((resolve) => {
+                const board = document.querySelector('.mnb-board');
+                const pressed = [...board.querySelectorAll('button')].find(b => b.innerText.includes(button));
+                const began = performance.now();
+                const look = () => board.isConnected && !board.querySelector('.pill.' + pill)
+                    ? requestAnimationFrame(look) : resolve((performance.now() - began) / 1000);
+                pressed.click();
+                look();
+            })""",
+            [button, pill],
+        )
+    )
+
+
+def test_compare_says_whether_parameters_are_equal_while_the_cell_runs(trains, gate):
+    opened = trains(first="%%mirrored --dashboard\nx, y = torch.rand(10**6, 20), torch.zeros(10**6).long()")
+    board = opened.output(1).locator(".mnb-board")
+    assert "in sync" not in board.inner_text()
+    board.get_by_role("button", name="Compare").click()
+    board.get_by_text("parameters in sync at step").wait_for()
+    board.get_by_role("button", name="Stop").click()
+    opened.wait()
+    assert "parameters in sync at step" in picture(opened)
+
+
 def test_stop_ends_the_training_while_the_cell_runs(trains):
     opened = trains()
-    opened.output(1).get_by_role("button", name="Stop").click()
+    # A step takes a few milliseconds.
+    assert reaction(opened, "Stop", "stopping") < 0.5
     opened.wait()
     assert "stopped on 2 replicas" in picture(opened).lower()
     opened.run(2)
@@ -108,8 +148,7 @@ def test_stop_ends_the_training_while_the_cell_runs(trains):
 
 def test_pause_holds_and_resume_goes_on(trains, gate):
     opened = trains()
-    opened.output(1).get_by_role("button", name="Pause").click()
-    opened.output(1).locator(".pill.paused").wait_for()
+    assert reaction(opened, "Pause", "paused") < 0.5
     held = steps(opened)
     opened.output(1).get_by_role("button", name="Resume").click()
     opened.output(1).locator(".pill.running").wait_for()
@@ -125,6 +164,13 @@ def test_the_stop_square_interrupts_the_cell_and_the_picture_says_so(trains):
     opened.wait()
     assert "interrupted" in picture(opened)
     opened.run(2)
+
+
+def test_when_the_kernel_is_gone_it_says_what_to_do(trains):
+    opened = trains()
+    opened.restart_kernel()
+    opened.output(1).get_by_text("The kernel that drew this is gone").wait_for()
+    assert not opened.output(1).get_by_role("button", name="Stop").is_visible()
 
 
 def test_a_replica_that_is_killed_while_one_watches_is_named(trains):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,9 +35,15 @@ def test_replicas_are_started_by_the_picker_used_by_a_cell_and_stopped(lab: Lab,
     picker.get_by_label("CPU replicas").fill("2")
     picker.get_by_label("CPU replicas").press("Enter")
     opened.wait_for(0, "%mirror start --devices cpu:0,cpu:1")
+    picker.get_by_role("button", name="Measure").click()
+    opened.wait_for(0, "measured on cpu:0, cpu:1; fastest: ")
+    picker.get_by_text(re.compile(r"shared_memory \(default\).* 25 MB \d")).wait_for()
+    picker.get_by_label("Bucket size").select_option("4.0 MB")
+    picker.get_by_label("Gradients travel as").select_option("bf16, half the bytes")
+    opened.wait_for(0, "%mirror start --devices cpu:0,cpu:1 --bucket-mb 4 --compression bf16")
     picker.locator("button.mod-primary").click()
     opened.wait_for(0, "2 replicas (cpu:0, cpu:1) ready in")
-    opened.wait_for(0, "%mirror restart --devices cpu:0,cpu:1")
+    opened.wait_for(0, "%mirror restart --devices cpu:0,cpu:1 --ops shared_memory --bucket-mb 4 --compression bf16")
     opened.run(1)
     assert "on 2" in opened.shown(1)
     # What a cell does to the replicas is seen by the picker.

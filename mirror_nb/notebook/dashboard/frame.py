@@ -6,9 +6,14 @@ import enum
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
+
 from mirror_nb.telemetry.findings import Finding, Weight
 from mirror_nb.telemetry.machine import Reading
 from mirror_nb.telemetry.snapshot import Curve, Snapshot
+
+OTHERS = 3
+# Scalars that are drawn beside the loss.
 
 
 class Phase(enum.Enum):
@@ -60,6 +65,12 @@ class Frame:
         curves = self.snapshot.curves
         name = self.scalar if self.scalar in curves else next(iter(curves), None)
         return None if name is None else (name, curves[name])
+
+    def others(self) -> list[tuple[str, Curve]]:
+        """Return the names and curves of the scalars that are drawn small, below the first one."""
+        chosen = self.curve()
+        found = [(name, c) for name, c in self.snapshot.curves.items() if chosen is None or name != chosen[0]]
+        return [(name, curve) for name, curve in found if np.isfinite(curve.mean).any()][:OTHERS]
 
     def device(self, replica_id: int) -> str:
         """Return the name of a replica's device, or the replica's own."""

@@ -40,7 +40,7 @@ font:11px/1.35 var(--jp-ui-font-family,var(--vscode-font-family,system-ui,sans-s
 {",".join(_DARK)}{{{_variables(True)}}}{replicas}{parts}
 .mnb *{{box-sizing:border-box}}.mnb i{{font-style:normal}}.mnb b{{font-weight:600}}.mnb .b{{font-weight:700}}
 .mnb .hot{{--c:var(--hot);color:var(--hot)!important}}.mnb .m{{--c:var(--m)}}.mnb .ink{{--c:var(--fg)}}
-.mnb .top{{display:flex;flex-wrap:wrap;gap:2px 12px;align-items:center;min-height:28px;padding-right:170px}}
+.mnb .top{{display:flex;flex-wrap:wrap;gap:2px 12px;align-items:center;min-height:28px;padding-right:250px}}
 .mnb .top>b{{font-size:16px;font-weight:700}}.mnb .top>span{{color:var(--m)}}
 .mnb .pill{{border-radius:6px;padding:3px 10px 2px;line-height:13px;font-weight:700;font-size:10px;
 letter-spacing:.05em;text-transform:uppercase;color:var(--bg);background:var(--m)}}
@@ -70,6 +70,9 @@ font-variant-numeric:tabular-nums}}
 .mnb .two:not(.m){{color:var(--fg)!important}}
 .mnb path{{vector-effect:non-scaling-stroke}}.mnb .s{{fill:none;stroke:var(--c);stroke-width:1.5;
 stroke-linejoin:round;stroke-linecap:round}}.mnb .g{{fill:none;stroke:var(--edge);stroke-width:1}}
+.mnb .also{{display:grid;grid-template-columns:auto minmax(40px,1fr) minmax(48px,auto);gap:5px 10px;
+align-items:center;color:var(--m);margin-top:8px}}.mnb .also svg{{width:100%;height:20px;overflow:visible}}
+.mnb .also b{{color:var(--fg);font-variant-numeric:tabular-nums}}
 .mnb .crisp svg{{shape-rendering:crispEdges}}
 .mnb .ink{{stroke-width:1.8}}.mnb .band{{fill:var(--fg);fill-opacity:.16}}
 .mnb .ridge{{fill:var(--exposed);fill-opacity:.35;stroke:var(--exposed);stroke-width:1}}
@@ -93,10 +96,22 @@ grid-template-columns:auto minmax(24px,1fr) auto minmax(24px,1fr) auto auto auto
 .mnb .wide2{{grid-column:span 2}}}}
 @container (min-width:1000px){{.mnb .grid{{grid-template-columns:repeat(3,minmax(0,1fr))}}
 .mnb .alone .look{{grid-column:1/-1}}}}
+.mnb-board .mnb-gone{{display:none!important}}
+.mnb-board.jupyter-widgets-disconnected .mnb-gone{{display:flex!important}}
+.mnb-board.jupyter-widgets-disconnected::before,.mnb-board .jupyter-widgets-disconnected::before{{
+content:none!important;display:none!important}}
+.mnb-board.jupyter-widgets-disconnected>.mnb-buttons{{display:none}}
+.mnb-board.jupyter-widgets-disconnected>:not(.mnb-gone){{opacity:.4}}
 .mnb-board{{position:relative}}.mnb-buttons{{position:absolute;right:0;top:0;z-index:1}}
 .mnb-buttons button{{width:76px}}</style>"""
 
 
+GONE = (
+    '<div class="mnb"><div class="note" role="status">The kernel that drew this is gone, and this is the last that it '
+    "drew. Run the cell again to train anew; <code>python -m mirror_nb watch</code> shows replicas that still run."
+    "</div></div>"
+)
+# Hidden by the style until the front end says that the kernel is.
 STYLE = _style()
 # The same in every frame: sent once.
 

@@ -37,6 +37,8 @@ from mirror_nb.telemetry.snapshot import BREAKDOWN, SizeClass
 
 HEIGHT = 132
 # Of curves, pixels.
+SMALL_HEIGHT = 20
+# Of the curves below the loss.
 LATEST = 10
 # Points of a line of which its label gives the mean.
 CLASSES = 5
@@ -93,14 +95,26 @@ def loss(frame: Frame) -> str:
     band = area(places, lowest, highest, "band") if shot.num_replicas > 1 else ""
     marks = band + line(places, mean, "s ink")
     right = [Label(float(mean[np.isfinite(mean)][-1]), words.number(curve.last), "b")]
-    body = _curves(shot.steps, low, high, marks, right)
+    body = _curves(shot.steps, low, high, marks, right) + _others(frame)
     title = name[:1].upper() + name[1:]
     if shot.num_replicas == 1:
         return _card(title, body, "by step")
     said = "mean, min–max over replicas"
     if shot.in_sync is not None:
-        said = f"parameters {'in sync ✓' if shot.in_sync else 'differ'} at {shot.checked_step:,} · mean, min–max"
+        said = f"{words.sync(frame)}{' ✓' if shot.in_sync else ''} · mean, min–max"
     return _card(title, body, said, "differs" if shot.in_sync is False else "")
+
+
+def _others(frame: Frame) -> str:
+    """The other scalars, each as a small line of its mean with its name and its last value."""
+    rows = []
+    for name, curve in frame.others():
+        low, high = visible(curve.mean, [curve.last], floor=False)
+        ys = _heights(curve.mean, low, high) * (SMALL_HEIGHT / HEIGHT)
+        drawn = line(abscissas(len(ys)), ys, "s ink")
+        svg = f'<svg viewBox="0 0 {WIDTH} {SMALL_HEIGHT}" preserveAspectRatio="none">{drawn}</svg>'
+        rows.append(f"<span>{html.escape(name)}</span>{svg}<b>{words.number(curve.last)}</b>")
+    return f'<div class="also">{"".join(rows)}</div>' if rows else ""
 
 
 def breakdown(frame: Frame) -> str:

@@ -86,7 +86,8 @@ def area(xs: Integers, low: Floats, high: Floats, kind: str) -> str:
 def _path(xs: Integers, ys: Floats) -> str:
     """Return a path through the points, in quarters of a pixel, each told from the one before: half the bytes."""
     quarters = np.rint(ys * 4).astype(np.int64)
-    steps = zip(np.diff(xs).tolist(), np.diff(quarters).tolist(), strict=True)
+    # Not np.diff, which takes longer to begin than to subtract.
+    steps = zip((xs[1:] - xs[:-1]).tolist(), (quarters[1:] - quarters[:-1]).tolist(), strict=True)
     return f"M{xs[0]} {quarters[0]}l" + " ".join([f"{x} {y}" for x, y in steps])
 
 

@@ -20,6 +20,7 @@ from mirror_nb.telemetry.snapshot import BREAKDOWN
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.gridspec import SubplotSpec
 
 _INK, _PALE, _EDGE, _GROUND = "#1d2330", "#6b7280", "#e1e4e8", "#eceef1"
 _HOT, _COMM = palette.TROUBLE[0], palette.COMMUNICATION[0]
@@ -60,7 +61,7 @@ def draw(frame: Frame) -> Figure:
         grid = figure.add_gridspec(3, 3, left=0.05, right=0.94, top=0.84, bottom=0.05, hspace=0.55, wspace=0.36)
         _header(figure, frame)
         _throughput(figure.add_subplot(grid[0, 0]), frame)
-        _loss(figure.add_subplot(grid[0, 1]), frame)
+        _losses(figure, grid[0, 1], frame)
         _breakdown(figure.add_subplot(grid[0, 2]), frame)
         _all_reduces(figure.add_subplot(grid[1, 0]), frame)
         _lateness(figure.add_subplot(grid[1, 1]), frame)
@@ -125,6 +126,23 @@ def _beside(axes: Axes, y: float, text: str, colour: str, weight: str = "normal"
     axes.text(1.02, y, text, color=colour, fontweight=weight, va="center", transform=axes.get_yaxis_transform())
 
 
+def _losses(figure: Figure, cell: SubplotSpec, frame: Frame) -> None:
+    """The loss, and below it the other scalars, small."""
+    others = frame.others()
+    rows = cell.subgridspec(1 + len(others), 1, height_ratios=[3.2, *[0.7] * len(others)], hspace=0.5)
+    _loss(figure.add_subplot(rows[0]), frame)
+    for row, (name, curve) in enumerate(others):
+        axes = figure.add_subplot(rows[row + 1])
+        axes.plot(frame.snapshot.steps, curve.mean, color=_INK, lw=1.2)
+        axes.set_ylim(*visible(curve.mean, [curve.last], floor=False))
+        axes.margins(x=0)
+        axes.set(xticks=[], yticks=[])
+        axes.spines["bottom"].set_visible(False)
+        look: Any = {"va": "center", "transform": axes.transAxes, "fontsize": 7.5, "parse_math": False}
+        axes.text(-0.02, 0.5, name, ha="right", color=_PALE, **look)
+        axes.text(1.02, 0.5, words.number(curve.last), fontweight="bold", **look)
+
+
 def _loss(axes: Axes, frame: Frame) -> None:
     chosen = frame.curve()
     if chosen is None or not np.isfinite(chosen[1].mean).any():
@@ -139,8 +157,8 @@ def _loss(axes: Axes, frame: Frame) -> None:
     axes.set_xlim(shot.steps[0], max(shot.steps[-1], shot.steps[0] + 1))
     axes.grid(axis="y")
     _beside(axes, min(high, max(low, curve.last)), words.number(curve.last), _INK, "bold")
-    sync = {None: "", True: "parameters in sync ✓", False: "parameters differ"}[shot.in_sync]
-    _title(axes, name[:1].upper() + name[1:], sync or "mean, min–max")
+    note = "mean, min–max" if shot.in_sync is None else words.sync(frame) + " ✓" * shot.in_sync
+    _title(axes, name[:1].upper() + name[1:], note)
     if shot.in_sync is False:
         axes.title.set_color(_HOT)
 

@@ -56,6 +56,9 @@ class Controls(Protocol):
     def resume(self) -> None:
         """Go on."""
 
+    def compare(self) -> None:
+        """After the current step, see whether all replicas have equal parameters; the training goes on."""
+
     @property
     def state(self) -> Phase:
         """Where the training stands."""
@@ -257,13 +260,21 @@ class _View:
         self._page = HTML()
         self._stop = Button(description="Stop", icon="stop", tooltip="End after this step; variables are kept")
         self._pause = Button(description="Pause", icon="pause", tooltip="Hold after this step")
-        self._buttons = HBox([self._pause, self._stop] if controls is not None else [])
+        self._compare = Button(
+            description="Compare",
+            icon="check",
+            tooltip="See after this step whether all replicas have equal parameters",
+        )
+        self._buttons = HBox([self._compare, self._pause, self._stop] if controls is not None else [])
         self._buttons.add_class("mnb-buttons")
-        self._board = VBox([HTML(page.STYLE), self._buttons, self._page])
+        gone = HTML(page.GONE)
+        gone.add_class("mnb-gone")
+        self._board = VBox([HTML(page.STYLE), gone, self._buttons, self._page])
         self._board.add_class("mnb-board")
         self._stop.on_click(self._press_stop)
         self._pause.on_click(self._press_pause)
-        for button in (self._stop, self._pause):
+        self._compare.on_click(self._press_compare)
+        for button in (self._stop, self._pause, self._compare):
             routes.free(kernel, button.comm)
 
     def mime(self) -> dict[str, Any]:
@@ -291,12 +302,16 @@ class _View:
         held = phase in (Phase.PAUSING, Phase.PAUSED)
         self._pause.description, self._pause.icon = ("Resume", "play") if held else ("Pause", "pause")
         self._pause.disabled = phase is Phase.STOPPING or phase.over
-        self._stop.disabled = phase is Phase.STOPPING or phase.over
+        self._stop.disabled = self._compare.disabled = phase is Phase.STOPPING or phase.over
 
     def _press_stop(self, _: object) -> None:
         # In another thread: the controls are told, and the next tick shows it.
         if self._controls is not None:
             self._controls.stop()
+
+    def _press_compare(self, _: object) -> None:
+        if self._controls is not None:
+            self._controls.compare()
 
     def _press_pause(self, _: object) -> None:
         if self._controls is not None:

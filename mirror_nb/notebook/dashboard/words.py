@@ -6,6 +6,7 @@ import math
 
 from mirror_nb.notebook.dashboard.frame import Frame, Phase
 from mirror_nb.telemetry.findings import ENOUGH
+from mirror_nb.telemetry.snapshot import UNKNOWN
 
 
 def number(value: float | None) -> str:
@@ -82,6 +83,15 @@ def steps(frame: Frame) -> str:
     return f"{frame.snapshot.step:,} / {planned:,}" if planned else f"{frame.snapshot.step:,}"
 
 
+def sync(frame: Frame) -> str:
+    """Return whether parameters are equal, as was seen last: `parameters in sync at step 480`, `0.bias differs …`."""
+    shot, names = frame.snapshot, list(frame.snapshot.differing)
+    which = "parameters in sync" if not names else f"{names[0]} differs"
+    if names == [UNKNOWN] or len(names) > 1:
+        which = f"{len(names) if len(names) > 1 else 'some'} parameters differ"
+    return f"{which} at step {shot.checked_step:,}"
+
+
 def facts(frame: Frame) -> list[tuple[str, str, str]]:
     """Return the key numbers: (value, what it is, its CSS class). What is not known is left out, never guessed."""
     shot = frame.snapshot
@@ -90,6 +100,7 @@ def facts(frame: Frame) -> list[tuple[str, str, str]]:
         (number(shot.throughput) if shot.throughput else None, "samples/s", ""),
         (f"{frame.speed_up:.2f}×" if frame.speed_up else None, "vs 1 replica", ""),
         (number(curve[1].last) if curve else None, curve[0] if curve else "", ""),
+        *((number(other.last), name, "") for name, other in frame.others()),
         (
             percent(shot.exposed) if shot.exposed is not None and shot.num_replicas > 1 else None,
             "exposed comm",
@@ -132,6 +143,6 @@ def alternative(frame: Frame) -> str:
     if len(rates) > 1:
         said.append(f"samples/s by replica, waits left out: {', '.join(rates)}")
     if shot.in_sync is not None and shot.num_replicas > 1:
-        said.append(f"parameters {'in sync' if shot.in_sync else 'differ'} at step {shot.checked_step:,}")
+        said.append(sync(frame))
     said += [f"{finding.title}, {finding.detail}" for finding in frame.findings]
     return ". ".join(part for part in said if part) + "."

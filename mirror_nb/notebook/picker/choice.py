@@ -27,8 +27,8 @@ class Offers:
     # The default first.
     bucket_sizes: tuple[int, ...] = ()
     # Bytes; the default first.
-    precisions: tuple[str, ...] = ()
-    # As `%mirror start --precision` takes them; the default first.
+    compressions: tuple[str, ...] = ()
+    # As `%mirror start --compression` takes them; the default first.
     measurable: bool = False
     # Whether `measure` works.
 
@@ -42,7 +42,9 @@ class Choice:
     operation: str | None = None
     bucket_size: int | None = None
     # Bytes.
-    precision: str | None = None
+    compression: str | None = None
+    # Of gradients on their way. What a network computes in is its own lines' affair: `torch.autocast`, or `precision`
+    # of `compile`.
 
     def arguments(self) -> str:
         """Return the options of `%mirror start` that say the same."""
@@ -51,8 +53,8 @@ class Choice:
             said.append(f"--ops {self.operation}")
         if self.bucket_size is not None:
             said.append(f"--bucket-mb {self.bucket_size / 2**20:g}")
-        if self.precision is not None:
-            said.append(f"--precision {self.precision}")
+        if self.compression is not None:
+            said.append(f"--compression {self.compression}")
         return " ".join(said)
 
     def line(self, running: bool = False) -> str:

@@ -8,10 +8,13 @@ from typing import final
 import torch
 
 from mirror_nb import devices as device_names
-from mirror_nb.collectives.options import IMPLEMENTATIONS
-from mirror_nb.errors import UsageError
+from mirror_nb.collectives.options import COMPRESSIONS, IMPLEMENTATIONS, CommunicationOptions
+from mirror_nb.notebook.dashboard import words
 from mirror_nb.notebook.picker.choice import Choice, Driven, Offers, Operation, Standing
-from mirror_nb.notebook.session import Session
+from mirror_nb.notebook.session import Exchange, Session
+
+BUCKETS = (2**20, 4 * 2**20, 100 * 2**20)
+# Bytes: what is offered beside the default.
 
 
 @final
@@ -33,30 +36,42 @@ class DrivenSession(Driven):
         return Standing(tuple(map(str, pool.devices)), tuple(status.pid for status in pool.status()))
 
     def offers(self, devices: Sequence[str]) -> Offers:
-        """Return the cross-device ops that fit; a session cannot choose bucket size and precision yet."""
-        return Offers(operations=tuple(map(Operation, _fitting(devices))))
+        """Return what can be picked: for a single replica, which reduces nothing, only its op."""
+        names = _fitting(devices)
+        if len(devices) < 2:
+            return Offers(operations=tuple(map(Operation, names)))
+        rows = table.rows if (table := self._session.measured.get(tuple(devices))) is not None else ()
+        times = {name: tuple((row.nbytes, row.p50_us / 1e6) for row in rows if row.op == name) for name in names}
+        return Offers(
+            operations=tuple(Operation(name, times[name]) for name in names),
+            bucket_sizes=tuple(dict.fromkeys([CommunicationOptions().bytes_per_pack, *BUCKETS])),
+            compressions=("none", *COMPRESSIONS),
+            measurable=True,
+        )
 
     def start(self, choice: Choice) -> str:
         """Start replicas."""
-        return self._session.start(_devices(choice), ops=choice.operation)
+        return self._session.start(",".join(choice.devices), exchange=_exchange(choice))
 
     def restart(self, choice: Choice) -> str:
         """Stop the replicas and start others."""
-        return self._session.restart(_devices(choice), choice.operation)
+        return self._session.restart(",".join(choice.devices), _exchange(choice))
 
     def stop(self) -> str:
         """Stop the replicas."""
         return self._session.stop()
 
     def measure(self, choice: Choice) -> str:
-        """Raise UsageError: see `offers`."""
-        raise UsageError("all-reduces cannot be measured here yet; `python -m mirror_nb watch` shows a training's")
+        """Time the all-reduces that fit the devices."""
+        table = self._session.measure(",".join(choice.devices))
+        sizes = sorted({row.nbytes for row in table.rows})
+        best = ", ".join(f"{table.fastest(size)} for {words.size(size)}" for size in sizes)
+        return f"measured on {', '.join(table.devices)}; fastest: {best}"
 
 
-def _devices(choice: Choice) -> str:
-    if choice != Choice(choice.devices, choice.operation):
-        raise UsageError(f"{choice.arguments()}: only devices and ops can be chosen yet; leave the rest out")
-    return ",".join(choice.devices)
+def _exchange(choice: Choice) -> Exchange:
+    size = None if choice.bucket_size is None else choice.bucket_size / 2**20
+    return Exchange(choice.operation, size, choice.compression)
 
 
 def _fitting(devices: Sequence[str]) -> list[str]:

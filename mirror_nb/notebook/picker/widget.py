@@ -27,6 +27,7 @@ FRESH_SECONDS = 60.0
 # After the last touch they are left alone: a notebook that is closed would gather messages over night.
 SUGGESTED = 2
 # CPU replicas, where there is no GPU and nothing runs.
+_TRAVEL = {"none": "they are", "bf16": "bf16, half the bytes"}
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -95,15 +96,15 @@ class Picker:
             self._see()
 
     def choice(self) -> Choice:
-        """Return what is picked; for a restart the ops are named always, which would else stay those that run."""
-        running = bool(self._standing.devices)
+        """Return what is picked; for a restart all is named, since what is not would stay as it runs."""
+        said = _value if self._standing.devices else _unless_first
         chosen = tuple(device for device, box in self.boxes.items() if box.value)
         devices = chosen or tuple(f"cpu:{i}" for i in range(self.cpus.value))
         return Choice(
             devices=devices,
-            operation=self.operations.value if running else _unless_first(self.operations),
-            bucket_size=_unless_first(self.bucket_sizes),
-            precision=_unless_first(self.precisions),
+            operation=said(self.operations),
+            bucket_size=said(self.bucket_sizes),
+            compression=said(self.compressions),
         )
 
     def close(self) -> None:
@@ -126,7 +127,7 @@ class Picker:
         cards.append(VBox([self.cpus, self._cpu_body]))
         self.operations = RadioButtons(description="Cross-device ops")
         self.bucket_sizes = Dropdown(description="Bucket size")
-        self.precisions = Dropdown(description="Precision")
+        self.compressions = Dropdown(description="Gradients travel as", style={"description_width": "initial"})
         self.measure = Button(description="Measure", tooltip="Time all-reduces on the picked devices")
         self.start = Button(description="Start", icon="play", button_style="primary")
         self.restart = Button(description="Restart", icon="refresh", tooltip="Names in the replicas are lost")
@@ -134,7 +135,7 @@ class Picker:
         self._fields = [
             VBox([self.operations, self.measure]),
             VBox([self.bucket_sizes]),
-            VBox([self.precisions]),
+            VBox([self.compressions]),
         ]
         self._options = _classed(Box(self._fields), "mnb-options")
         self.board = VBox(
@@ -160,7 +161,7 @@ class Picker:
         for box in self.boxes.values():
             box.observe(self._gpu_ticked, "value")
         self.cpus.observe(self._cpus_changed, "value")
-        for widget in (self.operations, self.bucket_sizes, self.precisions):
+        for widget in (self.operations, self.bucket_sizes, self.compressions):
             widget.observe(self._option_changed, "value")
         self.start.on_click(lambda _: self._press("starting", self._driven.start))
         self.restart.on_click(lambda _: self._press("restarting", self._driven.restart))
@@ -248,7 +249,7 @@ class Picker:
             labels = [(page.operation(its, i == 0), its.name) for i, its in enumerate(offers.operations)]
             _fill(self.operations, labels)
             _fill(self.bucket_sizes, [(words.size(size), size) for size in offers.bucket_sizes])
-            _fill(self.precisions, [(name, name) for name in offers.precisions])
+            _fill(self.compressions, [(_TRAVEL[name], name) for name in offers.compressions])
             self._draw()
 
     def _draw(self) -> None:
@@ -275,7 +276,7 @@ class Picker:
         self.stop.disabled = self._busy or not running
         self.measure.disabled = self._busy or not chosen
         offers = self._offers
-        shown = (bool(offers.operations), bool(offers.bucket_sizes), bool(offers.precisions))
+        shown = (bool(offers.operations), bool(offers.bucket_sizes), bool(offers.compressions))
         for field, there in zip(self._fields, shown, strict=True):
             field.layout.display = None if there else "none"
         self.measure.layout.display = None if offers.measurable else "none"
@@ -339,6 +340,10 @@ def _put(widget: Any, value: str) -> None:
     """Set a text; an empty one takes no room."""
     widget.value = value
     widget.layout.display = None if value else "none"
+
+
+def _value(widget: Any) -> Any:
+    return widget.value
 
 
 def _unless_first(widget: Any) -> Any:
