@@ -6,6 +6,7 @@ MirrorError
 │   └── TransferError             a name or a value that cannot travel between processes
 ├── ReplicaError (RuntimeError)   something happened in the replicas
 │   ├── ReplicaDied               a process ended; its memory is gone, the others keep theirs
+│   ├── JobLost                   a replica was started anew in the middle of a fit, and knows nothing of it
 │   ├── ReplicaTimeout            a request passed its deadline and was ended
 │   ├── PeerFailed                a collective was ended since another replica left it
 │   └── RemoteException           an exception whose own class cannot be rebuilt here
@@ -41,6 +42,15 @@ class ReplicaError(MirrorError, RuntimeError):
 
 class ReplicaDied(ReplicaError):
     """A replica's process ended; what only it held is gone, the other replicas keep theirs."""
+
+    replica_ids: tuple[int, ...] = ()
+    # Which ended.
+    survived: bool = True
+    # Whether some replica still has the networks.
+
+
+class JobLost(ReplicaError):
+    """A replica was started anew between two messages of a fit, an evaluate or a predict, and knows nothing of it."""
 
 
 class ReplicaTimeout(ReplicaError):

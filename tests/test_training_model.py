@@ -24,7 +24,7 @@ from mirror_nb.replica.runtime import _in_users_code
 from mirror_nb.training import job
 from mirror_nb.training.feeds import feed
 from mirror_nb.training.loop import Note
-from mirror_nb.training.running import Running, task_of
+from mirror_nb.training.running import Guard, Running, task_of
 
 X = torch.arange(50 * 4, dtype=torch.float32).reshape(50, 4).sin()
 Y = (X.sum(1) > 0).long()
@@ -453,7 +453,7 @@ def test_a_replica_that_dies_in_fit_is_named_and_the_next_fit_goes_on(two):
         pool._kill(1)
 
     with doing(kill, lambda: watch.steps > 2), pytest.raises(mnb.ReplicaDied, match="replica 1"):
-        model.fit(X, Y, batch_size=5, epochs=10**6, callbacks=[watch], verbose=0)
+        model.fit(X, Y, batch_size=5, epochs=10**6, callbacks=[watch], verbose=0, on_failure="raise")
     first, second = replicas_weights(two, model)
     assert equal(first, second)
     assert model.fit(X, Y, epochs=2, verbose=0).epoch == [0, 1]
@@ -706,7 +706,7 @@ def test_replica_0_tells_how_far_it_is(place):
     heard: list[Note] = []
     model = made(place)
     data = feed(X, Y, batch_size=10)
-    running = Running(place, job.begin_evaluation, model, task_of(model, data, None, watched=True))
+    running = Running(Guard(place, print), job.begin_evaluation, model, task_of(model, data, None, watched=True))
     (advanced, *_) = running.advance(0, None, changes=False, on_note=heard.append)
     running.end()
     # The first step tells at once; how many follow depends on the time they take.

@@ -148,10 +148,12 @@ def _died(report: Report) -> ReplicaDied:
         f"Replica{_s(living)} {spans(living)} kept {'their' if len(living) > 1 else 'its'} names. " if living else ""
     )
     again = "them" if len(dead) > 1 else "it"
-    return ReplicaDied(
+    died = ReplicaDied(
         f"{'; '.join(_deaths(report))}. {kept}"
         f"The next %%mirrored cell, or strategy.run, starts {again} anew (%mirror restart: all)."
     )
+    died.replica_ids = tuple(dead)
+    return died
 
 
 def _deaths(report: Report) -> list[str]:

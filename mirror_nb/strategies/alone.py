@@ -19,7 +19,7 @@ from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.whole import HeldBack
 from mirror_nb.strategies.context import ReplicaContext, entered
 from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
-from mirror_nb.strategies.place import Place
+from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reductions import (
     as_tensor,
     checked_axis,
@@ -92,6 +92,9 @@ class AlonePlace(Place):
                 return [fn(*args)]
         finally:
             self._listeners.pop()
+
+    def mend(self) -> Mended:
+        return Mended({}, True)
 
     def log(self, values: dict[str, Any]) -> None:
         """Nothing is recorded where there is one device and nobody to wait for."""

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
-from mirror_nb.errors import ContextError, MirrorError, PoolClosed, UsageError
+from mirror_nb.errors import ContextError, MirrorError, PoolClosed, ReplicaDied, UsageError
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
 from mirror_nb.mirrors import Mirrors, absorb_states, called, change_settings, settings_of, tensors
 from mirror_nb.payload import Packed, pack, unpack
@@ -34,7 +34,7 @@ from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome, update_component
 from mirror_nb.strategies.functions import Functions
-from mirror_nb.strategies.place import Place
+from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import gather_values, local_parts, reduce_local, regroup, select
 from mirror_nb.telemetry.comparison import Comparison
@@ -42,6 +42,8 @@ from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
 from mirror_nb.variables import Variable
 
+READS = 3
+# Attempts to read networks from replicas that die meanwhile.
 _BELONGS_TO_SCOPE = (
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
@@ -73,6 +75,9 @@ class ControllerPlace(Place):
         self._dashboard: Any = None
         # Made by the notebook floor, when it is asked for.
         self._closed = False
+        self._replaced: dict[int, str] = {}
+        self._survived = True
+        # Since `mend` told it.
         self._objects = _Objects()
         self._functions = Functions(self._travels_by_reference)
         self._mirrors = Mirrors("k")
@@ -358,10 +363,7 @@ class ControllerPlace(Place):
             return
         self._refreshing = True
         try:
-            pool = self._ready()
-            self._push_changes()
-            report = pool.run({r: Fetch((), r == 0) for r in range(self.num_replicas)})
-            settle(report, self._names)
+            report = self._fetched()
             states = {}
             for replica_id, answer in report.answers.items():
                 if answer.done is not None and answer.done.payload is not None:
@@ -372,6 +374,20 @@ class ControllerPlace(Place):
             self.stale = False
         finally:
             self._refreshing = False
+
+    def _fetched(self) -> Report:
+        """Ask for the networks; again where a replica dies meanwhile, since to read changes nothing."""
+        for attempt in range(READS):
+            pool = self._ready()
+            self._push_changes()
+            report = pool.run({r: Fetch((), r == 0) for r in range(self.num_replicas)})
+            try:
+                settle(report, self._names)
+                break
+            except ReplicaDied:
+                if attempt + 1 == READS:
+                    raise
+        return report
 
     # ------------------------------------------------------------------ values
 
@@ -437,21 +453,32 @@ class ControllerPlace(Place):
                 raise
             self._pool = pool
             return pool
-        self._pool.mend()
-        if self._pool.blank or self._pool.apart:
-            self._recover(self._pool)
-        return self._pool
-
-    def _recover(self, pool: LocalPool) -> None:
-        """Give replicas that were started anew what a survivor has; without one, what is here."""
-        if recover(pool).source is None:
+        if not self._mend(self._pool):
             warnings.warn(
                 "all replicas had died: networks and Variables go on from the values that were last read here, "
                 "optimizers from their start",
                 stacklevel=2,
             )
-            self._mirrors = Mirrors("k")
-            self._objects.forget_sent()
+        return self._pool
+
+    def mend(self) -> Mended:
+        self._check_open()
+        if self._pool is not None:
+            self._mend(self._pool)
+        replaced, survived = self._replaced, self._survived
+        self._replaced, self._survived = {}, True
+        return Mended(replaced, survived)
+
+    def _mend(self, pool: LocalPool) -> bool:
+        """Give replicas that were started anew what a survivor has; without one, what is here, and return False."""
+        for death in pool.mend():
+            self._replaced[death.replica_id] = str(death)
+        if not (pool.blank or pool.apart) or recover(pool).source is not None:
+            return True
+        self._survived = False
+        self._mirrors = Mirrors("k")
+        self._objects.forget_sent()
+        return False
 
     def _request(self, make: Callable[[], Any], packed: Packed) -> None:
         """Send every replica the same request, whose payload is `packed`."""

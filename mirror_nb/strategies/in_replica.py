@@ -30,7 +30,7 @@ from mirror_nb.strategies.context import ReplicaContext, entered
 from mirror_nb.strategies.differentiable import all_gathered, all_reduced
 from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
 from mirror_nb.strategies.peers import MERGE_CALL, Form, Peers, form_of_nest
-from mirror_nb.strategies.place import Place
+from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reductions import (
     as_tensor,
     checked_axis,
@@ -187,6 +187,9 @@ class ReplicaPlace(Place):
                 return [fn(*args)]
         finally:
             self._listeners.pop()
+
+    def mend(self) -> Mended:
+        return Mended({}, True)
 
     def log(self, values: dict[str, Any]) -> None:
         # A loss knows how it came about, and torch warns where such a one is made a number.

@@ -8,7 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -19,6 +20,17 @@ from mirror_nb.values import ReduceOp
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """What was done for replicas that had died."""
+
+    replaced: dict[int, str]
+    # How each of them had ended, by replica id.
+    survived: bool
+    # Whether some replica still had the networks, which all have now.
 
 
 class Place(ABC):
@@ -85,6 +97,14 @@ class Place(ABC):
         a replica gives to its seat's `note` meanwhile comes to `on_note`, here, in this thread. `changes` tells
         whether networks and Variables may be other ones afterwards. On a replica, where every replica makes the
         call, it is called here and the result is this replica's alone.
+        """
+
+    @abstractmethod
+    def mend(self) -> Mended:
+        """Start dead replicas anew, with what a survivor has, and bring survivors to one step.
+
+        Tells of all that were replaced since the last time. Raises ReplicaDied when one dies meanwhile: call again.
+        On a replica there is nothing that could be done.
         """
 
     @abstractmethod

@@ -83,6 +83,10 @@ class Seat(ABC):
     def shared_randomness(self) -> AbstractContextManager[None]:
         """Return a context that draws from the stream that is equal on all replicas."""
 
+    @abstractmethod
+    def plant(self, seed: int) -> None:
+        """Let this replica's own random numbers begin anew at a place that `seed` and its id give."""
+
     def random_state(self) -> dict[str, Any]:
         """Return the states of this replica's own random generators: tensors and plain values."""
         legacy: Any = np.random.get_state(legacy=True)
@@ -204,6 +208,9 @@ class PeerSeat(Seat):
     def shared_randomness(self) -> AbstractContextManager[None]:
         return self._scope.shared_randomness()
 
+    def plant(self, seed: int) -> None:
+        self._scope.plant(seed)
+
     def set_random_state(self, state: dict[str, Any]) -> None:
         super().set_random_state(state)
         self._scope.took_random_state()
@@ -250,3 +257,6 @@ class AloneSeat(Seat):
 
     def shared_randomness(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def plant(self, seed: int) -> None:
+        """Random numbers are the process's own and go on as they are."""

@@ -12,23 +12,29 @@ all replicas. Knows a model, its strategy's place and what jobs return; knows no
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch import Tensor
 
-from mirror_nb.errors import MirrorError
+from mirror_nb.errors import JobLost, MirrorError, ReplicaDied
 from mirror_nb.mirrors import settings_of
 from mirror_nb.training import job
 from mirror_nb.training.callbacks import CallbackList
 from mirror_nb.training.evaluating import evaluated
-from mirror_nb.training.feeds import Feed
+from mirror_nb.training.feeds import ArrayFeed, Feed
 from mirror_nb.training.history import History
-from mirror_nb.training.loop import Note, Totals
+from mirror_nb.training.learning import Whereabouts
+from mirror_nb.training.ledger import Ledger
+from mirror_nb.training.loop import Note, Task, Totals
 from mirror_nb.training.progress import Progress
-from mirror_nb.training.running import Logs, Running, known_steps, task_of
+from mirror_nb.training.running import Guard, Logs, Running, known_steps, task_of
+from mirror_nb.values import PerReplica
 
 if TYPE_CHECKING:
     from mirror_nb.training.model import Model
@@ -59,6 +65,8 @@ class Plan:
     class_weight: dict[int, float] | None
     verbose: int | str
     callbacks: Any
+    recovers: bool
+    # Whether it goes on when a replica has died.
 
 
 @final
@@ -86,6 +94,14 @@ class Fit:
             tell=self._progress.say,
         )
         self._logs = Logs(self._settings)
+        self._guard = Guard(self._strategy, self._progress.say, plan.recovers)
+        self._ledger: Ledger | None = None
+        self._position: dict[str, Any] | None = None
+        # Where the job that runs began; None: at the very beginning.
+        self._saved: str | os.PathLike[str] | None = None
+        # The latest file with the whole state of this training.
+        self._examples_before = 0
+        # Of the epoch that runs, before a replica was replaced.
         self._training: Running | None = None
         self._validation: Running | None = None
         self._epoch = plan.initial_epoch
@@ -107,9 +123,7 @@ class Fit:
             callbacks.on_train_begin()
             # A callback may have loaded a backup: then it tells where to go on, whatever `initial_epoch` says.
             self._begin(restored=model._pending is not asked)
-            logs: dict[str, Any] = {}
-            while self._epoch < self._plan.epochs and not model.stop_training:
-                logs = self._run_epoch()
+            logs = self._run_epochs()
             callbacks.on_train_end(logs)
             self._end()
         except BaseException:
@@ -118,6 +132,8 @@ class Fit:
         finally:
             model._end_fit()
             self._progress.close()
+            if self._ledger is not None:
+                self._ledger.close()
             callbacks.close()
         return self.history
 
@@ -128,24 +144,34 @@ class Fit:
         resume = model._resume_from(plan.initial_epoch, wherever=restored)
         if resume is not None and resume.get("position") is not None:
             self._take_position(resume)
-        # Replicas that the caller cannot seed; where it is one itself, its random numbers are its own.
-        seed = plan.seed if self._place.seat is None else None
-        task = task_of(
-            model,
-            plan.feed,
-            plan.steps,
-            class_weight=plan.class_weight,
-            seed=seed,
-            watched=self._watched,
-            epochs=plan.epochs,
-        )
+        self._position = None if resume is None else resume.get("position")
+        if self._guard.active and self._place.num_replicas > 1 and all(map(_is_cpu, self._place.devices)):
+            # A GPU would have to be waited for in every step.
+            self._ledger = self._ledger or Ledger(self._place.num_replicas, _buffer_bytes(self._model))
         kept = None if resume is None else job.Kept(resume)
-        arguments = (model, model.optimizer, model.scheduler, task, kept)
-        self._training = Running(self._strategy, job.begin_training, *arguments)
+        arguments = (model, model.optimizer, model.scheduler, self._task(), kept)
+        self._training = Running(self._guard, job.begin_training, *arguments, again=self._rejoin)
         model._pending = None
         if plan.validation is not None:
             task = task_of(model, plan.validation, plan.validation_steps)
-            self._validation = Running(self._strategy, job.begin_evaluation, model, task)
+            self._validation = Running(self._guard, job.begin_evaluation, model, task, again=self._rejoin)
+
+    def _task(self) -> Task:
+        plan = self._plan
+        task = task_of(
+            self._model,
+            plan.feed,
+            plan.steps,
+            class_weight=plan.class_weight,
+            # Replicas that the caller cannot seed; where it is one itself, its random numbers are its own.
+            seed=plan.seed if self._place.seat is None else None,
+            watched=self._watched,
+            epochs=plan.epochs,
+        )
+        recovers = self._guard.active and self._place.num_replicas > 1
+        return dataclasses.replace(
+            task, recovers=recovers, ledger=None if self._ledger is None else self._ledger.address
+        )
 
     @property
     def _watched(self) -> bool:
@@ -163,9 +189,16 @@ class Fit:
         assert self._training is not None
         kept = self._training.ask(job.export_position)
         self._model._last = {**_position(kept), "epoch": self._epoch, "step": 0, "total_steps": self._total_steps}
-        self._plan.feed.load_state(self._training.end()["feed"])
-        if self._validation is not None:
-            self._validation.end()
+        feed = kept[0]["feed"]
+        try:
+            feed = self._training.end()["feed"]
+            if self._validation is not None:
+                self._validation.end()
+        except (ReplicaDied, JobLost):
+            # All is done: who died is replaced by the next call.
+            if not self._guard.active:
+                raise
+        self._plan.feed.load_state(feed)
 
     def _settle(self) -> None:
         self._model._last = {"epoch": self._epoch, "step": 0, "total_steps": self._total_steps}
@@ -174,6 +207,109 @@ class Fit:
         if self._validation is not None:
             with contextlib.suppress(MirrorError):
                 self._validation.end()
+
+    # ------------------------------------------------------------------ after a replica's death
+
+    def _run_epochs(self) -> dict[str, Any]:
+        logs: dict[str, Any] = {}
+        while self._epoch < self._plan.epochs and not self._model.stop_training:
+            try:
+                logs = self._run_epoch()
+            except ReplicaDied as died:
+                if died.survived or not self._guard.active:
+                    raise
+                self._go_back(died)
+        return logs
+
+    def _rejoin(self) -> str:
+        """Bring all replicas to where the furthest survivor stands; return where that is.
+
+        Each survivor has done its part of the step that the furthest has ended, and may have begun another, which is
+        undone. What the dead had added up is in the ledger.
+        """
+        if self._training is None:
+            return "fit begins again"
+        there: list[Whereabouts | None] = self._training.ask_once(job.whereabouts)
+        survivors = {r: found for r, found in enumerate(there) if found is not None}
+        if not survivors:
+            self._guard.give_up("All replicas were started anew, one after the other", survived=False)
+        updates = max(found.updates for found in survivors.values())
+        furthest = [r for r, found in survivors.items() if found.updates == updates]
+        if any(survivors[r].broken for r in furthest):
+            self._guard.give_up("The step that it died in had changed the weights already", survived=False)
+        # One of them may have begun the next epoch.
+        source = max(furthest, key=lambda r: _where(survivors[r]))
+        found = survivors[source]
+        position, group = self._position, None
+        known: list[tuple[Totals, dict[int, Tensor]] | None] = [None] * len(there)
+        if found.landmark is not None:
+            position = self._resumption(found)
+            if self._ledger is not None:
+                known = [self._ledger.read(r, found.landmark) for r in range(len(there))]
+            if found.landmark.epoch == self._epoch and self._inside:
+                # Of one that left nothing, what the source had.
+                group = [(known[r] or (survivors.get(r, found).totals,))[0] for r in range(len(there))]
+                # Of an epoch that has just begun there is nothing.
+                group = group if group[0].examples else None
+        kept = None if position is None else job.Kept({"scaler": found.scaler, "position": position})
+        model = self._model
+        buffers = PerReplica([{} if each is None else each[1] for each in known])
+        arguments = (model, model.optimizer, model.scheduler, self._tasks(survivors), kept, source, updates, buffers)
+        self._training.take_over(job.rejoin, self._training.token, *arguments)
+        self._position = position
+        if group is not None:
+            self._before.append(group)
+            self._examples_before += group[0].examples
+        step = 0 if position is None else position["step"]
+        self._guard.reached((updates, self._epoch))
+        if self._inside and step < self._step:
+            # Batches whose gradients wait for the optimizer: callbacks have heard of them.
+            self._training.catch_up(self._epoch, self._step)
+        if self._validation is not None:
+            self._validation.start()
+        return f"fit goes on after step {step} of epoch {self._epoch + 1}"
+
+    def _resumption(self, found: Whereabouts) -> dict[str, Any]:
+        landmark = found.landmark
+        assert landmark is not None
+        return {
+            "epoch": self._epoch,
+            "feed": found.feed,
+            "feed_is_behind": found.feed_is_behind,
+            # Of an epoch that has not begun nothing is done.
+            "step": landmark.step if landmark.epoch == self._epoch else 0,
+            "noise": None if self._position is None else self._position.get("noise"),
+            "random": {"shared": found.shared},
+            "grouped": 0,
+            "gradients": [],
+        }
+
+    def _tasks(self, survivors: Collection[int]) -> Task | PerReplica:
+        task = self._task()
+        if not isinstance(task.feed, ArrayFeed):
+            return task
+        # Arrays stay where they are; a loader's workers may have been struck too.
+        there = dataclasses.replace(task, feed=None)
+        return PerReplica([there if r in survivors else task for r in range(self._place.num_replicas)])
+
+    def _go_back(self, died: ReplicaDied) -> None:
+        """Begin again from the latest file of this training. Raises ReplicaDied where there is none."""
+        if self._saved is None or not os.path.isfile(self._saved):
+            lost = ReplicaDied(
+                f"{died}. The training cannot go on by itself: give fit callbacks=[BackupAndRestore(folder)], and it "
+                "goes on from the latest backup"
+            )
+            lost.replica_ids, lost.survived = died.replica_ids, False
+            raise lost from died
+        self._progress.say(f"{died}. fit goes on from {os.fspath(self._saved)!r}")
+        self._model.load_training(self._saved)
+        self._training = self._validation = None
+        self._step, self._inside, self._before, self._examples_before = 0, False, [], 0
+        self._begin(restored=True)
+
+    def saved(self, path: str | os.PathLike[str]) -> None:
+        """A file holds the whole state of this training."""
+        self._saved = path
 
     # ------------------------------------------------------------------ one epoch
 
@@ -191,8 +327,9 @@ class Fit:
         if self._model.scheduler is not None and self._settings.scheduler_interval == "epoch":
             logs["learning_rate"] = self._model.learning_rate
             assert self._training is not None
-            self._training.ask(job.end_epoch, logs.get("val_loss", logs.get("loss")))
-        self._epoch, self._step, self._inside, self._before = epoch + 1, 0, False, []
+            # A name of this epoch's end and no other's, in this fit and all others of the model.
+            self._training.ask(job.end_epoch, f"{plan.seed} {epoch}", logs.get("val_loss", logs.get("loss")))
+        self._epoch, self._step, self._inside, self._before, self._examples_before = epoch + 1, 0, False, [], 0
         with self._progress.held():
             # They may add to the logs, and speak of an epoch whose line comes first.
             callbacks.on_epoch_end(epoch, logs)
@@ -207,8 +344,8 @@ class Fit:
             begun = self._step
             if every is not None:
                 self._callbacks.on_train_batch_begin(begun)
-            steps = None if every is None else every - begun % every
-            advanced = self._training.advance(epoch, steps, changes=True, on_note=self._show)
+            until = None if every is None else begun + every - begun % every
+            advanced = self._training.advance(epoch, until, changes=True, on_note=self._show)
             self._step = advanced[0].step
             self._total_steps += self._step - begun
             ended = advanced[0].ended or advanced[0].stopped
@@ -218,7 +355,7 @@ class Fit:
                 logs = self._logs.of(*self._before, [each.totals for each in advanced])
             if every is not None and self._step > begun:
                 self._callbacks.on_train_batch_end(self._step - 1, logs)
-            self._progress.update(self._step, logs, advanced[0].examples)
+            self._progress.update(self._step, logs, self._examples_before + advanced[0].examples)
             if ended or self._model.stop_training:
                 return logs
 
@@ -238,7 +375,8 @@ class Fit:
                 self._progress.say(sentence)
 
     def _show(self, note: Note) -> None:
-        self._progress.update(note.step, {} if note.loss is None else {"loss": note.loss}, note.examples)
+        loss = {} if note.loss is None else {"loss": note.loss}
+        self._progress.update(note.step, loss, self._examples_before + note.examples)
 
     def _validates(self, epoch: int) -> bool:
         freq = self._plan.validation_freq
@@ -281,10 +419,25 @@ def _position(kept: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "scaler": first["scaler"],
         "feed": first["feed"],
+        "noise": first["noise"],
         "grouped": first["grouped"],
         "gradients": first["gradients"],
         "random": {"shared": first["shared"], **{number: each["random"] for number, each in enumerate(kept)}},
     }
+
+
+def _where(found: Whereabouts) -> tuple[int, int]:
+    return (-1, 0) if found.landmark is None else (found.landmark.epoch, found.landmark.step)
+
+
+def _buffer_bytes(model: Model) -> int:
+    # Not by buffers(): that would bring the replicas' values here first.
+    parts = [part._buffers.values() for part in model.modules()]
+    return sum(buffer.nbytes for buffers in parts for buffer in buffers if buffer is not None)
+
+
+def _is_cpu(device: str) -> bool:
+    return device.startswith("cpu")
 
 
 def with_current_settings(state: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

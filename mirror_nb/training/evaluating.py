@@ -18,7 +18,7 @@ from mirror_nb.training.callbacks import CallbackList
 from mirror_nb.training.feeds import Feed
 from mirror_nb.training.loop import Advanced, Note, Task
 from mirror_nb.training.progress import Progress
-from mirror_nb.training.running import Logs, Running, known_steps, task_of
+from mirror_nb.training.running import Guard, Logs, Running, known_steps, task_of
 
 if TYPE_CHECKING:
     from mirror_nb.training.model import Model
@@ -53,7 +53,8 @@ def _show_and_run(
     try:
         progress.begin(title, known)
         watched = verbose in (1, "auto") and leads
-        result, logs = work(model, task_of(model, feed, steps, watched=watched), called, progress)
+        guard = Guard(model.strategy, progress.say)
+        result, logs = work(model, guard, task_of(model, feed, steps, watched=watched), called, progress)
         progress.end(logs)
     finally:
         progress.close()
@@ -63,9 +64,9 @@ def _show_and_run(
 
 
 def _evaluated_alone(
-    model: Model, task: Task, callbacks: CallbackList, progress: Progress
+    model: Model, guard: Guard, task: Task, callbacks: CallbackList, progress: Progress
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    running = Running(model.strategy, job.begin_evaluation, model, task)
+    running = Running(guard, job.begin_evaluation, model, task)
 
     def show(note: Note) -> None:
         progress.update(note.step, {} if note.loss is None else {"loss": note.loss}, note.examples)
@@ -94,7 +95,8 @@ def evaluated(
     while not ended:
         if every is not None:
             callbacks.on_test_batch_begin(step)
-        advanced = running.advance(epoch, every, changes=False, on_note=on_note)
+        until = None if every is None else step + every
+        advanced = running.advance(epoch, until, changes=False, on_note=on_note)
         step, ended = advanced[0].step, advanced[0].ended
         if ended or every is not None:
             logs = made.of([each.totals for each in advanced])
@@ -106,9 +108,11 @@ def evaluated(
     return logs
 
 
-def _predicted(model: Model, task: Task, callbacks: CallbackList, progress: Progress) -> tuple[Any, dict[str, Any]]:
+def _predicted(
+    model: Model, guard: Guard, task: Task, callbacks: CallbackList, progress: Progress
+) -> tuple[Any, dict[str, Any]]:
     every = callbacks.every_predict
-    running = Running(model.strategy, job.begin_prediction, model, task)
+    running = Running(guard, job.begin_prediction, model, task)
     step = 0
     advanced: list[Advanced] = []
     try:
@@ -116,8 +120,9 @@ def _predicted(model: Model, task: Task, callbacks: CallbackList, progress: Prog
         while not advanced or not advanced[0].ended:
             if every is not None:
                 callbacks.on_predict_batch_begin(step)
+            until = None if every is None else step + every
             advanced = running.advance(
-                0, every, changes=False, on_note=lambda note: progress.update(note.step, {}, note.examples)
+                0, until, changes=False, on_note=lambda note: progress.update(note.step, {}, note.examples)
             )
             step = advanced[0].step
             progress.update(step, {}, advanced[0].examples)

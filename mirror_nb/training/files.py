@@ -11,7 +11,7 @@ import os
 import pickle
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import IO, Any, cast, final
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from mirror_nb.errors import CheckpointError, UsageError
+from mirror_nb.errors import CheckpointError, MirrorError, UsageError
 
 FORMAT = "mirror_nb"
 VERSION = 1
@@ -93,6 +93,19 @@ def _checked(content: Any, name: str) -> dict[str, Any]:
             "mirror_nb"
         )
     return content
+
+
+@contextlib.contextmanager
+def taking_apart(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what fails inside, since parts of a file are not what was written there, into a CheckpointError."""
+    try:
+        yield
+    except MirrorError:
+        raise
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as reason:
+        raise CheckpointError(
+            f"{os.fspath(path)!r} is damaged ({type(reason).__name__}: {reason}); take another checkpoint"
+        ) from reason
 
 
 def plain(content: Any) -> Any:

@@ -7,6 +7,8 @@ A job lives in the seat under its token between the messages. Knows which jobs t
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import random
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -15,11 +17,11 @@ import torch
 from torch.optim import Optimizer
 
 from mirror_nb import mirrors
-from mirror_nb.errors import ReplicaError
+from mirror_nb.errors import JobLost, ReplicaError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.training import trials
-from mirror_nb.training.learning import Training, load_states, states_of
+from mirror_nb.training.learning import Training, Whereabouts, load_states, states_of
 from mirror_nb.training.loop import Advanced, Job, Task
 from mirror_nb.training.prediction import Prediction
 from mirror_nb.training.scoring import Evaluation
@@ -57,6 +59,7 @@ def begin_training(
     training = Training(seat, model, task, optimizer, scheduler)
     if resume is not None:
         training.load_state(resume.state)
+    training.begin_run(token)
     seat.jobs[token] = training
 
 
@@ -72,16 +75,73 @@ def begin_prediction(strategy: Strategy, token: str, model: Model, task: Task) -
     seat.jobs[token] = Prediction(seat, model, task)
 
 
-def advance(strategy: Strategy, token: str, epoch: int, steps: int | None) -> Advanced:
-    """Go on with a job to the end of this epoch, or for so many steps. Raises ReplicaError if it is not here."""
+def whereabouts(strategy: Strategy, token: str) -> Whereabouts | None:
+    """Return where a Training stands after a failure; None if it is not here."""
+    training = _seat(strategy).jobs.get(token)
+    return training.whereabouts() if isinstance(training, Training) else None
+
+
+def rejoin(
+    strategy: Strategy,
+    token: str,
+    before: str,
+    model: Model,
+    optimizer: Optimizer | None,
+    scheduler: Any,
+    task: Task,
+    resume: Kept | None,
+    source: int,
+    updates: int,
+    buffers: dict[int, torch.Tensor],
+) -> None:
+    """Make a Training that goes on from `resume`, in the place of the job `before`, which replica `source` has.
+
+    That one stands at step `updates` of the optimizer, and then all do. `buffers`: what this replica's were, or those
+    of the one that died in its place, by their number. The job before stays until this one advances: who dies
+    meanwhile is replaced, and all of this is done again.
+    """
+    seat = _seat(strategy)
+    left = seat.jobs.get(before)
+    if isinstance(left, Training):
+        left.step_back(updates)
+    if task.feed is None:
+        if left is None:
+            # It was there when the others were asked, and has died since.
+            raise _lost(seat, before)
+        task = dataclasses.replace(task, feed=left.task.feed)
+    if task.seed is not None:
+        _plant(task.seed)
+    own = {} if left is None else dict(enumerate([buffer.clone() for buffer in model.buffers()]))
+    # One may lack a step that the furthest has done; who filled the replacement may be that one.
+    _align(seat, model, optimizer, scheduler)
+    _share_buffers(seat, model, source, own | buffers)
+    model._updates = updates
+    if isinstance(left, Training):
+        left.keep()
+    training = Training(seat, model, task, optimizer, scheduler)
+    training.follows = before
+    if resume is not None:
+        training.load_state(resume.state)
+    training.begin_run(token)
+    seat.jobs[token] = training
+
+
+def advance(strategy: Strategy, token: str, epoch: int, until: int | None) -> Advanced:
+    """Go on with a job to the end of this epoch, or to a step of it. Raises JobLost if it is not here."""
     job = _job(strategy, token)
-    advanced: Advanced = strategy._place.run(strategy, job.advance, (epoch, steps), {})
+    if job.follows is not None:
+        _forget(_seat(strategy), job.follows)
+        job.follows = None
+    advanced: Advanced = strategy._place.run(strategy, job.advance, (epoch, until), {})
     return advanced
 
 
-def end_epoch(strategy: Strategy, token: str, monitored: float | None) -> None:
-    """Let a scheduler that goes by epochs go on; `monitored` is what one that waits for a plateau looks at."""
-    _job(strategy, token, Training).end_epoch(monitored)
+def end_epoch(strategy: Strategy, token: str, mark: str, monitored: float | None) -> None:
+    """Let a scheduler that goes by epochs go on; `monitored` is what one that waits for a plateau looks at.
+
+    A second call with the same `mark` does nothing: a replica that died meanwhile makes the others be asked again.
+    """
+    _job(strategy, token, Training).end_epoch(mark, monitored)
 
 
 def advise(strategy: Strategy, token: str) -> tuple[str, ...]:
@@ -140,11 +200,32 @@ def _job(strategy: Strategy, token: str, kind: type[_J] | None = None) -> Any:
     seat = _seat(strategy)
     job = seat.jobs.get(token)
     if job is None or (kind is not None and not isinstance(job, kind)):
-        raise ReplicaError(
-            f"replica {seat.replica_id} does not know the job {token!r}: it was started anew meanwhile; the next fit, "
-            "evaluate or predict begins again"
-        )
+        raise _lost(seat, token)
     return job
+
+
+def _lost(seat: Seat, token: str) -> JobLost:
+    return JobLost(
+        f"replica {seat.replica_id} does not know the job {token!r}: it was started anew meanwhile; the next fit, "
+        "evaluate or predict begins again"
+    )
+
+
+def _forget(seat: Seat, token: str) -> None:
+    left = seat.jobs.pop(token, None)
+    if left is not None:
+        # What its loader says of being left belongs to a step that is done again.
+        with contextlib.suppress(Exception):
+            left.close()
+
+
+def _share_buffers(seat: Seat, model: Model, source: int, own: dict[int, torch.Tensor]) -> None:
+    """Give every replica the buffers of replica `source`, but for its `own`, by their number: all take part."""
+    buffers = list(model.buffers())
+    with torch.no_grad():
+        seat.hand_out(buffers, source)
+        for number, mine in own.items():
+            buffers[number].copy_(mine)
 
 
 def _plant(seed: int) -> None:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -19,17 +20,77 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from mirror_nb import mirrors
 from mirror_nb.batches import map_leaves
 from mirror_nb.errors import UsageError
 from mirror_nb.replica.whole import whole
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.training.batch_norm import BatchNorms, exact_batch_norm
 from mirror_nb.training.feeds import Share
-from mirror_nb.training.loop import Task
+from mirror_nb.training.ledger import Landmark, Page
+from mirror_nb.training.loop import Task, Totals
 from mirror_nb.training.scoring import Scoring
 
 if TYPE_CHECKING:
     from mirror_nb.training.model import Model
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where one replica's Training was left by a failure of another."""
+
+    updates: int
+    # Steps of the optimizer that its weights have had by its own account.
+    landmark: Landmark | None
+    # Where it stood after the last of them; None: it has done none, and begun no epoch.
+    broken: bool
+    # A step that was broken off has changed the weights: it cannot be done again.
+    totals: Totals
+    # With what that step has added.
+    scaler: dict[str, Any] | None
+    feed: dict[str, Any]
+    feed_is_behind: bool
+    # The epoch that it is in has not been closed.
+    shared: dict[str, Any]
+    # Random numbers that all replicas have in common.
+
+
+@final
+class Buffers:
+    """A network's buffers, running statistics say, as they were before a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = buffers = list(model.buffers())
+        statistics = {id(each) for each in mirrors.averaged_statistics(model).values()}
+        self._silent = {i for i, buffer in enumerate(buffers) if id(buffer) in statistics}
+        # torch's normalisation writes to them and does not count it.
+        self._kept = [buffer.detach().clone() for buffer in buffers]
+        self._versions = [buffer._version for buffer in buffers]
+        self._first = list(self._versions)
+
+    def keep(self) -> None:
+        """Remember what they are now."""
+        self._copy(self._kept, self._buffers)
+
+    def put_back(self) -> None:
+        """Make them what they were at the last `keep`."""
+        self._copy(self._buffers, self._kept)
+
+    def changed(self) -> dict[int, Tensor]:
+        """Return those that were ever written to, by their number."""
+        pairs = enumerate(zip(self._buffers, self._first, strict=True))
+        return {i: buffer for i, (buffer, first) in pairs if buffer._version != first or i in self._silent}
+
+    def _copy(self, to: list[Tensor], source: list[Tensor]) -> None:
+        # Those alone that were written to: masks may be large, and stay.
+        versions = [buffer._version for buffer in self._buffers]
+        written = [i for i, now in enumerate(versions) if now != self._versions[i] or i in self._silent]
+        if written:
+            with torch.no_grad():
+                torch._foreach_copy_([to[i] for i in written], [source[i] for i in written])
+            for i in written:
+                self._versions[i] = self._buffers[i]._version
 
 
 @final
@@ -52,6 +113,17 @@ class Training(Scoring):
         self._scaler = torch.amp.GradScaler(self._device.type) if settings.precision == "fp16" else None
         self._root: tuple[float, Tensor] = (0.0, torch.zeros(()))
         # What the latest backward pass began with: as a number, and as a tensor.
+        self._noise = task.seed
+        # What every step's random numbers are drawn from, so that a step can be done again; None: from nothing new.
+        self._page = None if task.ledger is None else Page(task.ledger, seat.replica_id, seat.num_replicas)
+        self._run = ""
+        self._landmarks: dict[int, Landmark] = {}
+        # By steps of the optimizer modulo 2: of the latest step and of the one that is about to be done.
+        self._buffers = Buffers(model if task.recovers else nn.Module())
+        self._buffers_of = model._updates
+        # They were kept after so many steps of the optimizer.
+        self._versions = 0
+        # Of the parameters, likewise.
         self._steps_by_itself = optimizer is None
         # The model's training_step has optimizers of its own.
         self._closure = isinstance(optimizer, torch.optim.LBFGS)
@@ -67,7 +139,7 @@ class Training(Scoring):
         self._check()
 
     def _check(self) -> None:
-        settings = self._task.settings
+        settings = self.task.settings
         if self._steps_by_itself and self._own_step is None:
             raise UsageError("the model has no optimizer: give compile(optimizer=...)")
         if self._closure and (settings.accumulate_steps > 1 or self._scaler is not None):
@@ -79,10 +151,78 @@ class Training(Scoring):
         # Without all_reduce for one replica: its statistics are the global batch's.
         all_reduce = self._seat.add_up if self._seat.num_replicas > 1 else None
         normalized = exact_batch_norm(
-            self._model, synchronize=self._task.settings.sync_batch_norm, all_reduce=all_reduce
+            self._model, synchronize=self.task.settings.sync_batch_norm, all_reduce=all_reduce
         )
         with self._seat.averaging(), normalized as self._norms, torch.enable_grad():
             yield
+
+    # ------------------------------------------------------------------ so that a step can be done again
+
+    def begin_run(self, token: str) -> None:
+        """It begins, or goes on, under this token."""
+        self._run = token
+
+    def _next(self) -> tuple[Share | None, bool]:
+        self._begin_step()
+        return super()._next()
+
+    def _begin_step(self) -> None:
+        if self._noise is not None and self._seat.num_replicas > 1:
+            self._seat.plant(_mixed(self._noise, self._epoch, self.step))
+        if self._grouped or not self.task.recovers:
+            return
+        if self.step == 0:
+            # Since the last step of the epoch before, replicas may have averaged their statistics.
+            self._landmark(self.step, self.examples, self._model._updates)
+        self._keep_buffers()
+        if self._steps_by_itself or self._closure:
+            self._versions = self._parameters_version()
+
+    def _keep_buffers(self) -> None:
+        self._buffers_of = self._model._updates
+        self._buffers.keep()
+
+    def _parameters_version(self) -> int:
+        return sum(parameter._version for parameter in self._model.parameters())
+
+    def _landmark(self, step: int, examples: int, updates: int | None = None) -> None:
+        """Write down where the next step of the optimizer will lead, before the others have this replica's part."""
+        if not self.task.recovers:
+            return
+        updates = self._model._updates + 1 if updates is None else updates
+        landmark = self._landmarks[updates % 2] = Landmark(self._run, updates, self._epoch, step)
+        if self._page is not None and not self._page.write(landmark, self._totals(examples), self._buffers.changed()):
+            # Nor will it be smaller in a later step. The others' stand for it, should this replica die.
+            self._page = None
+
+    def whereabouts(self) -> Whereabouts:
+        """Return where this replica was left."""
+        updates = self._model._updates
+        landmark = self._landmarks.get(updates % 2)
+        here = landmark is not None and landmark.updates == updates
+        steps_inside = self._steps_by_itself or self._closure
+        with self._seat.averaging(), self._seat.shared_randomness():
+            shared = self._seat.random_state()
+        return Whereabouts(
+            updates=updates,
+            landmark=landmark if here else None,
+            broken=steps_inside and self._buffers_of == updates and self._versions != self._parameters_version(),
+            totals=self._totals(),
+            scaler=None if self._scaler is None else self._scaler.state_dict(),
+            feed=self._feed.state(),
+            feed_is_behind=self._shares is not None,
+            shared=shared,
+        )
+
+    def step_back(self, updates: int) -> None:
+        """Undo what a step that was broken off, after so many of the optimizer, did to the buffers."""
+        if self._buffers_of == updates:
+            self._buffers.put_back()
+
+    def keep(self) -> None:
+        """All is now as a step that begins here will find it. Called again after each attempt to go on from here."""
+        self._keep_buffers()
+        self._versions = self._parameters_version()
 
     # ------------------------------------------------------------------ one step
 
@@ -101,7 +241,7 @@ class Training(Scoring):
         else:
             complete = last or self._grouped + 1 == self._group
             if complete:
-                self._go_backward(share)
+                self._go_backward(share, complete)
             else:
                 with self._seat.no_sync():
                     self._go_backward(share)
@@ -112,19 +252,26 @@ class Training(Scoring):
             else:
                 self.step += 1
 
-    def _go_backward(self, share: Share) -> tuple[Tensor, int]:
-        """Return this share's part of the loss, a dividend and a divisor; its gradients are in the parameters."""
+    def _go_backward(self, share: Share, complete: bool = False) -> tuple[Tensor, int]:
+        """Return this share's part of the loss, a dividend and a divisor; its gradients are in the parameters.
+
+        `complete`: a step of the optimizer follows.
+        """
         if not share.examples:
+            if complete:
+                self._landmark(self.step + 1, self.examples + share.global_examples)
             return self._stand_by(share)
         with self._autocast():
             value, by, outputs = self._loss(share)
+        self._measure(outputs, share)
+        if complete:
+            self._landmark(self.step + 1, self.examples + share.global_examples)
         factor = self._seat.num_replicas / by
         if self._scaler is None:
             # 20 µs less than dividing and multiplying the loss, which autograd has to go back through.
             value.backward(self._root_gradient(value, factor))
         else:
             self._scaler.scale(value * factor).backward()
-        self._measure(outputs, share)
         # Of this share's own examples: a part of the mean over all, made whole.
         own = share.global_examples / (share.examples * by)
         self._record(value.detach() * own)
@@ -163,7 +310,7 @@ class Training(Scoring):
 
     def _prepare_gradients(self) -> None:
         """Gradients of several batches become their mean; then they are clipped, reduced as they are."""
-        settings, optimizer = self._task.settings, self._optimizer
+        settings, optimizer = self.task.settings, self._optimizer
         assert optimizer is not None
         if self._grouped == 1 and settings.clip_value is None and settings.clip_norm is None:
             return
@@ -201,6 +348,7 @@ class Training(Scoring):
         super()._end_early()
         if self._grouped:
             # No batch follows that would reduce what was accumulated.
+            self._landmark(self.step, self.examples)
             self._seat.take_part()
             self._prepare_gradients()
             self._apply()
@@ -214,6 +362,7 @@ class Training(Scoring):
             self._record(value.detach() * (share.global_examples / share.examples))
             self._loss_sum.add_(value.detach(), alpha=share.global_examples)
             self._weight += share.examples
+        self._landmark(self.step + 1, self.examples + share.global_examples)
         self._count()
 
     def _step_with_closure(self, share: Share) -> None:
@@ -225,7 +374,7 @@ class Training(Scoring):
             optimizer.zero_grad()
             self._grouped = 1
             # A share without examples has a loss of no dtype of its own.
-            value, by = self._go_backward(share)
+            value, by = self._go_backward(share, complete=True)
             total = self._seat.add_up(value.double() / by)
             self._prepare_gradients()
             self._counting = False
@@ -262,7 +411,7 @@ class Training(Scoring):
 
     def typical_step_ms(self) -> float | None:
         """Return the median time of the latest steps without loading; None where a step cannot be tried by itself."""
-        settings = self._task.settings
+        settings = self.task.settings
         if (
             self._device.type != "cpu"
             or self._sample is None
@@ -293,17 +442,19 @@ class Training(Scoring):
             with self._autocast():
                 outputs = self._call(inputs)
                 examples = share.examples * shares
-                loss = self._objective(outputs, targets, weights, self._task.class_weight, examples=examples)
+                loss = self._objective(outputs, targets, weights, self.task.class_weight, examples=examples)
             loss.numerator.sum().backward()
         for parameter in self._model.parameters():
             parameter.grad = None
 
     # ------------------------------------------------------------------ between epochs, and elsewhere
 
-    def end_epoch(self, monitored: float | None) -> None:
-        """Let the scheduler go on, if it goes by epochs."""
-        if self._scheduler is None or self._by_step:
+    def end_epoch(self, mark: str, monitored: float | None) -> None:
+        """Let the scheduler go on, if it goes by epochs; once for each `mark`."""
+        if self._scheduler is None or self._by_step or self._model._scheduled == mark:
             return
+        # On the model: a replica that is filled with another's gets the scheduler and this together.
+        self._model._scheduled = mark
         if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self._scheduler.step(float("nan") if monitored is None else monitored)
         else:
@@ -329,6 +480,7 @@ class Training(Scoring):
             **(states_of(self._optimizer, self._scheduler) if with_optimizer else {}),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "feed": self._feed.state(),
+            "noise": self._noise,
             "shared": shared,
             "grouped": self._grouped,
             "gradients": gradients,
@@ -365,13 +517,24 @@ class Training(Scoring):
             return
         position = state["position"]
         self._feed.load_state(position["feed"])
-        self.step = position["step"]
+        self._feed_is_behind = position.get("feed_is_behind", False)
+        self.step, self._resumed = position["step"], position.get("epoch")
+        if position.get("noise") is not None:
+            self._noise = position["noise"]
         self._set_random_states(position["random"])
         self._grouped = position["grouped"]
         if self._grouped and self._optimizer is not None:
             parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
             for parameter, gradient in zip(parameters, position["gradients"], strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+
+
+def _mixed(seed: int, epoch: int, step: int) -> int:
+    """Return 64 bits, the same for the same step of the same training, unlike those of all others (splitmix64)."""
+    mixed = (seed + 0x9E3779B97F4A7C15 * (epoch + 1) + 0xD1B54A32D192ED03 * (step + 1)) % 2**64
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+    return mixed ^ (mixed >> 31)
 
 
 def states_of(optimizer: Optimizer | None, scheduler: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mirror_nb import mirrors
 from mirror_nb.batches import map_leaves
+from mirror_nb.collectives.segments import Address
 from mirror_nb.errors import TrainingStopped
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.telemetry.samples import Mark
@@ -42,7 +43,8 @@ class Task:
 
     settings: CompileSettings
     # Without the optimizer and the scheduler, which travel by reference.
-    feed: Feed
+    feed: Feed | None
+    # None: that of the job whose place it takes.
     steps: int | None = None
     # Global batches of an epoch, where these are fewer than the feed's; None: all.
     made_here: bool = False
@@ -57,6 +59,10 @@ class Task:
     # By class; 1 for others.
     epochs: int | None = None
     # The number of the last one of the training, from 1; None: nobody knows.
+    recovers: bool = False
+    # Who commands it goes on after a replica's death: what that takes is kept.
+    ledger: Address | None = None
+    # Where it is kept.
 
 
 @final
@@ -121,11 +127,14 @@ class Job(ABC):
     """A loop over this replica's shares, which can stop after any step and go on with the next message."""
 
     trains = False
+    follows: str | None = None
+    # The token of the job that it takes the place of.
 
     def __init__(self, seat: Seat, model: Model, task: Task) -> None:
         self._seat = seat
         self._model = model
-        self._task = task
+        assert task.feed is not None
+        self.task = task
         self._feed = task.feed
         self._device = device_of(model, seat.device)
         settings = task.settings
@@ -138,12 +147,16 @@ class Job(ABC):
         self._ahead: Share | None = None
         # Where the feed does not know its length, one share is read before the one that is due.
         self._epoch = -1
+        self._resumed: int | None = None
+        # The epoch that `step` is of, where it was begun elsewhere.
         self.step = 0
         self.examples = 0
         self.stopped = False
-        known = task.feed.num_batches
+        known = self._feed.num_batches
         self._length = known if task.steps is None else task.steps if known is None else min(known, task.steps)
         self._ended = False
+        self._feed_is_behind = False
+        # The epoch's last batch was taken from it, and it has not been told of the end.
         self._begin_sums()
 
     # ------------------------------------------------------------------ for the subclass
@@ -166,14 +179,13 @@ class Job(ABC):
 
     # ------------------------------------------------------------------ the loop
 
-    def advance(self, epoch: int, steps: int | None) -> Advanced:
-        """Do steps until the epoch ends, or so many."""
+    def advance(self, epoch: int, until: int | None) -> Advanced:
+        """Do steps until the epoch ends, or so many of it are done."""
         if self._ended or epoch != self._epoch:
             # A new one; or, in evaluations, the same once more.
             self._begin(epoch)
-        stop = None if steps is None else self.step + steps
         with self._conditions():
-            while not self._ended and self.step != stop:
+            while not self._ended and (until is None or self.step < until):
                 if self.trains:
                     self._seat.recorder.wanted()
                 share, last = self._next()
@@ -204,15 +216,16 @@ class Job(ABC):
         return self.stopped
 
     def _begin(self, epoch: int) -> None:
-        if self._epoch != -1:
+        if self._epoch != -1 or self._resumed not in (None, epoch):
             self.step = 0
         self.examples, self._epoch = 0, epoch
         # One that was resumed may have been left at its very end.
         self._ended = self._length is not None and self.step >= self._length
         self._begin_sums()
-        if self._ended:
+        if self._ended and not self._feed_is_behind:
             return
-        if self.trains:
+        self._feed_is_behind = False
+        if self.trains and not self._ended:
             self._begin_record(epoch)
         if self._shares is None or self._feed.num_batches is not None:
             self._close_shares()
@@ -222,17 +235,17 @@ class Job(ABC):
                 self._device,
                 epoch=epoch,
                 start=self.step,
-                agree=self._agree if self._task.made_here else None,
+                agree=self._agree if self.task.made_here else None,
             )
 
     def _begin_record(self, epoch: int) -> None:
         """Write down which epoch this is, and which step will be the last."""
         recorder = self._seat.recorder
         recorder.mark(Mark.EPOCH, epoch + 1)
-        if self._length is not None and self._task.epochs is not None:
-            batches = self._task.settings.accumulate_steps
+        if self._length is not None and self.task.epochs is not None:
+            batches = self.task.settings.accumulate_steps
             left = math.ceil((self._length - self.step) / batches)
-            later = (self._task.epochs - epoch - 1) * math.ceil(self._length / batches)
+            later = (self.task.epochs - epoch - 1) * math.ceil(self._length / batches)
             recorder.mark(Mark.PLANNED, recorder.step + left + later)
 
     def _end_record(self) -> None:
@@ -289,14 +302,14 @@ class Job(ABC):
     # ------------------------------------------------------------------ what jobs have in common
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        precision = self._task.settings.precision
+        precision = self.task.settings.precision
         if precision is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=_DTYPES[precision])
 
     def _call(self, inputs: Any) -> Any:
         """Call the network: a tuple or list of inputs as its arguments, a dict as those by name."""
-        if self._task.settings.channels_last:
+        if self.task.settings.channels_last:
             inputs = map_leaves(inputs, _channels_last)
         if isinstance(inputs, Tensor):
             return self._forward(inputs)

@@ -103,7 +103,11 @@ class Mean(Metric):
     def state(self) -> State:
         if self._sums is None:
             return {}
-        total, count = torch.stack(self._sums).cpu()
+        if self._sums[0].device.type == "cpu":
+            total, count = self._sums
+        else:
+            # Waited for once.
+            total, count = torch.stack(self._sums).cpu()
         return {"total": total.clone(), "count": count.clone()}
 
     def load_state(self, state: State) -> None:

@@ -75,6 +75,8 @@ class Model(nn.Module):
         self.__dict__.update(_OURS)
         self._updates = 0
         # Steps of the optimizer that this copy has had.
+        self._scheduled = ""
+        # The epoch for whose end its scheduler has gone on.
         self._strategy = get_strategy()
         if network is not None:
             if not isinstance(network, nn.Module):
@@ -214,6 +216,7 @@ class Model(nn.Module):
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: int | Collection[int] = 1,
+        on_failure: str = "recover",
     ) -> History:
         """Train for `epochs` and return the history of loss and metrics.
 
@@ -227,12 +230,21 @@ class Model(nn.Module):
         `epochs` is the number of the last epoch, `initial_epoch` that of the first, from 0; where a file was loaded
         whose training stopped in this epoch, it goes on from there. Other arguments as in Keras.
 
-        An interrupt leaves the weights after the last whole step. Raises UsageError for arguments that do not fit,
-        and whatever the model's and the callbacks' functions raise.
+        `on_failure`: when a replica dies, "recover" replaces it, does the step again that it died in, and ends on the
+        weights of a training that nothing disturbed. If none survives, it goes on from the latest file with the
+        training's state that a callback saved (BackupAndRestore, ModelCheckpoint). "raise" raises ReplicaDied, as a
+        `%%mirrored` cell always does.
+
+        An interrupt leaves the weights after the last whole step. Raises UsageError for arguments that do not fit, and
+        whatever the model's and the callbacks' functions raise. Raises ReplicaDied where one dies three times at the
+        same step; where none survives and nothing was saved; and where the step cannot be done again, since LBFGS or
+        an optimizer in `training_step` had changed the weights before its end.
         """
         settings = self.compiled_settings
         if self._fit is not None:
             raise UsageError("this model is being fitted; a callback cannot fit it again")
+        if on_failure not in ("recover", "raise"):
+            raise UsageError(f"`on_failure` is {on_failure!r}; it is 'recover' or 'raise'")
         if x is None:
             raise UsageError("`x` is None; give tensors, arrays, a Dataset or a DataLoader")
         _check_counts(epochs=epochs, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
@@ -253,6 +265,7 @@ class Model(nn.Module):
             class_weight=_checked_class_weight(class_weight, settings),
             verbose=verbose,
             callbacks=callbacks,
+            recovers=on_failure == "recover",
         )
         self._history = driver.Fit(self, plan).run()
         return self._history
@@ -384,6 +397,8 @@ class Model(nn.Module):
         problem = place.every([problem])[0]
         if problem is not None:
             raise problem
+        if training is not None and self._fit is not None:
+            self._fit.saved(path)
 
     def load_training(self, path: str | os.PathLike[str]) -> None:
         """Take weights and training state from a file that `save` wrote; in `fit`, go on from where that was.
@@ -391,9 +406,12 @@ class Model(nn.Module):
         Raises CheckpointError for a file that is none, RuntimeError for one of another network.
         """
         content = files.read(path)
-        self.load_state_dict(content["state_dict"])
-        if content.get("training") is not None:
-            self.load_training_state(content["training"])
+        with files.taking_apart(path):
+            self.load_state_dict(content["state_dict"])
+            if content.get("training") is not None:
+                self.load_training_state(content["training"])
+                if self._fit is not None:
+                    self._fit.saved(path)
 
     def training_state(self) -> dict[str, Any]:
         """Return all that a training needs to go on, besides the weights: tensors and plain values.

@@ -8,50 +8,174 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 from torch import Tensor
 
-from mirror_nb.errors import MirrorError
+from mirror_nb.errors import JobLost, MirrorError, ReplicaDied
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.training import job
 from mirror_nb.training.feeds import Feed
 from mirror_nb.training.loop import Advanced, Note, Task, Totals
 from mirror_nb.training.metrics import metrics
+from mirror_nb.training.progress import duration
 from mirror_nb.training.settings import CompileSettings
 
 if TYPE_CHECKING:
     from mirror_nb.training.model import Model
 
 _tokens = itertools.count(1)
+_T = TypeVar("_T")
+STRIKES = 3
+# Deaths of one replica at one place, after which it is not started once more.
+
+
+@final
+class Guard:
+    """Goes on when replicas die: has them replaced and filled, and what they were asked asked again.
+
+    `active`: whether it does; else what happened is raised. `say` is told of each replacement, in a line.
+    """
+
+    def __init__(self, strategy: Strategy, say: Callable[[str], None], active: bool = True) -> None:
+        self.strategy = strategy
+        # In a cell every replica is its own caller, and the cell ends with the one that died.
+        self.active = active and strategy._place.seat is None
+        self._say = say
+        self._at: Any = None
+        # Where the latest replacements found the work.
+        self._strikes: Counter[int] = Counter()
+        # Deaths there, by replica id.
+        self._new: Counter[int] = Counter()
+        # Deaths since then.
+        self._told: list[str] = []
+        # How they came about.
+        self._final: ReplicaDied | None = None
+
+    def through(self, do: Callable[[], _T], again: Callable[[], str]) -> _T:
+        """Return what `do` returns; where a replica dies, `again` prepares another call, and tells where that begins.
+
+        Raises what `do` raises, and ReplicaDied where replacing does not help.
+        """
+        failed = False
+        while True:
+            try:
+                if failed:
+                    self._mend(again)
+                    failed = False
+                return do()
+            except (ReplicaDied, JobLost) as error:
+                if not self.active or error is self._final:
+                    raise
+                failed = True
+
+    def reached(self, at: Any) -> None:
+        """The replacements have found the work here. Raises ReplicaDied where one dies at this place each time."""
+        if at != self._at:
+            self._at = at
+            self._strikes.clear()
+        self._strikes += self._new
+        self._new.clear()
+        self._check(self._strikes)
+
+    def give_up(self, why: str, survived: bool = True) -> NoReturn:
+        """Raise ReplicaDied: replacing does not help. `survived`: whether some replica still has the networks."""
+        died = self._final = ReplicaDied(f"{'; '.join(self._told) or 'a replica had died'}. {why}")
+        died.replica_ids, died.survived = tuple(sorted(self._strikes | self._new)), survived
+        raise died
+
+    def _mend(self, again: Callable[[], str]) -> None:
+        began = time.perf_counter()
+        mended = self.strategy._place.mend()
+        self._new.update(list(mended.replaced))
+        self._told += mended.replaced.values()
+        self._check(self._new)
+        if not mended.survived:
+            self.give_up(
+                "No replica is left that had the networks: they go on from the values that were last read here, "
+                "optimizers from their start",
+                survived=False,
+            )
+        where = again()
+        told = "; ".join(self._told) or "a replica had died"
+        self._say(f"{told}. Replaced in {duration(time.perf_counter() - began)}; {where}")
+        self._told.clear()
+
+    def _check(self, deaths: Counter[int]) -> None:
+        for replica_id, times in deaths.items():
+            if times >= STRIKES:
+                self.give_up(
+                    f"Replica {replica_id} died {times} times at the same step, and is not started once more. If the "
+                    "system ran out of memory (`dmesg` tells), take fewer replicas or a smaller batch size; if native "
+                    "code crashed, its last words are in the error of fit(..., on_failure='raise')"
+                )
 
 
 @final
 class Running:
-    """One job on all replicas, from its beginning to its end."""
+    """One job on all replicas, from its beginning to its end.
 
-    def __init__(self, strategy: Strategy, begin: Callable[..., None], *args: Any) -> None:
-        self._strategy = strategy
-        self._place = strategy._place
-        self._token = f"job{next(_tokens)}"
-        self._place.command(begin, (strategy, self._token, *args), changes=False)
+    `again` brings replacements there where the others are, and returns where that is; without it the job begins anew.
+    """
+
+    def __init__(
+        self, guard: Guard, begin: Callable[..., None], *args: Any, again: Callable[[], str] | None = None
+    ) -> None:
+        self._guard = guard
+        self._strategy = guard.strategy
+        self._place = self._strategy._place
+        self._begin, self._args = begin, args
+        self._again = again or self._start_again
+        self.token = ""
+        guard.through(self.start, again or (lambda: "it begins again"))
+
+    def start(self) -> None:
+        """Begin it on all replicas."""
+        self.take_over(self._begin, *self._args)
+
+    def _start_again(self) -> str:
+        self.start()
+        self._guard.reached(self._begin)
+        return "it begins again"
+
+    def take_over(self, begin: Callable[..., None], *args: Any) -> None:
+        """Make the job another one that this function begins."""
+        token = f"job{next(_tokens)}"
+        self._place.command(begin, (self._strategy, token, *args), changes=False)
+        self.token = token
 
     def advance(
-        self, epoch: int, steps: int | None, *, changes: bool, on_note: Callable[[Note], None]
+        self, epoch: int, until: int | None, *, changes: bool, on_note: Callable[[Note], None]
     ) -> list[Advanced]:
-        """Go on to the end of the epoch, or for so many steps; return where every replica stands."""
-        args = (self._strategy, self._token, epoch, steps)
+        """Go on to the end of the epoch, or until so many of its steps are done; return where every replica stands."""
+        return self._guard.through(lambda: self.catch_up(epoch, until, changes, on_note), self._again)
+
+    def catch_up(
+        self,
+        epoch: int,
+        until: int | None,
+        changes: bool = True,
+        on_note: Callable[[Note], None] = lambda note: None,
+    ) -> list[Advanced]:
+        """Do the same without going on when a replica dies."""
+        args = (self._strategy, self.token, epoch, until)
         return self._place.every(self._place.command(job.advance, args, changes=changes, on_note=on_note))
 
     def ask(self, function: Callable[..., Any], *args: Any, changes: bool = False) -> list[Any]:
         """Call a function of job.py for this job; return every replica's result."""
-        call = self._place.command(function, (self._strategy, self._token, *args), changes=changes)
+        return self._guard.through(lambda: self.ask_once(function, *args, changes=changes), self._again)
+
+    def ask_once(self, function: Callable[..., Any], *args: Any, changes: bool = False) -> list[Any]:
+        """Do the same without going on when a replica dies."""
+        call = self._place.command(function, (self._strategy, self.token, *args), changes=changes)
         return self._place.every(call)
 
     def end(self) -> dict[str, Any]:
         """Let the replicas forget it; return what replica 0 kept for the next one."""
-        kept: dict[str, Any] = self._place.command(job.end, (self._strategy, self._token), changes=False)[0]
+        kept: dict[str, Any] = self._place.command(job.end, (self._strategy, self.token), changes=False)[0]
         return kept
 
     def settle(self, model: Model) -> None:
@@ -59,11 +183,11 @@ class Running:
         place = self._place
         if place.seat is not None and place.num_replicas > 1:
             # The others may be elsewhere; the next fit finds out who lags behind.
-            place.seat.jobs.pop(self._token, None)
+            place.seat.jobs.pop(self.token, None)
             return
         model._unsettled = True
         with contextlib.suppress(MirrorError):
-            args = (self._strategy, self._token, model, model.optimizer, model.scheduler)
+            args = (self._strategy, self.token, model, model.optimizer, model.scheduler)
             place.command(job.settle, args)
             model._unsettled = False
 

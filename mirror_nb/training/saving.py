@@ -74,11 +74,13 @@ def load_model(
     else:
         model = network if isinstance(network, Model) else Model(network)
     try:
-        model.load_state_dict(state)
+        with files.taking_apart(path):
+            model.load_state_dict(state)
     except (RuntimeError, AttributeError) as reason:
         raise UsageError(f"the weights in {os.fspath(path)!r} are not of this network: {reason}") from reason
     if compile and content.get("compile") is not None:
-        _compile(model, content, path)
+        with files.taking_apart(path):
+            _compile(model, content, path)
     return model
 
 

@@ -62,11 +62,12 @@ class Scoring(Job):
         for metric in (*self._plain_metrics, *self._weighted_metrics):
             metric.reset()
 
-    def _totals(self) -> Totals:
+    def _totals(self, examples: int | None = None) -> Totals:
+        """`examples`: of all replicas, if the batch that is gone over is to count already."""
         states = tuple(metric.state() for metric in (*self._plain_metrics, *self._weighted_metrics))
         return Totals(
             float(self._loss_sum),
-            self.examples,
+            self.examples if examples is None else examples,
             {name: float(value) for name, value in self._part_sums.items()},
             {name: float(value) for name, value in self._named_sums.items()},
             states,
@@ -87,7 +88,7 @@ class Scoring(Job):
         else:
             outputs = self._call(share.inputs)
             loss = self._objective(
-                outputs, share.targets, share.sample_weight, self._task.class_weight, examples=share.examples
+                outputs, share.targets, share.sample_weight, self.task.class_weight, examples=share.examples
             )
             divisor = None if loss.denominator is None else self._seat.add_up(loss.denominator)
             if loss.is_by_examples:

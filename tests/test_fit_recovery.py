@@ -1,0 +1,388 @@
+"""fit goes on when replicas die, and ends on what it would have ended on: weights, history, files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mirror_nb as mnb
+from mirror_nb.errors import ReplicaDied
+from mirror_nb.training import job
+from mirror_nb.training.running import Running
+
+X = torch.arange(43 * 4, dtype=torch.float32).reshape(43, 4).sin()
+Y = (X.sum(1) > 0).long()
+STEPS = 7
+# Of an epoch, with batches of 7: in the last one all replicas but the first have no example.
+
+Strike = tuple[int, int, str]
+# Which replica dies, after how many calls of the network, in its forward or its backward pass.
+
+
+class Struck(nn.Module):
+    """Kills the replica that it is on, as planned: once for each strike, which a file in the folder tells."""
+
+    def __init__(self, folder: Path, strikes: tuple[Strike, ...], times: int = 1) -> None:
+        super().__init__()
+        self._folder, self._strikes, self._times = str(folder), strikes, times
+        self._calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self._strike(x, "evaluation")
+        found = self._strike(x, "forward")
+        self._calls += 1
+        return found
+
+    def _strike(self, x: Tensor, at: str) -> Tensor:
+        for number, (replica_id, calls, place) in enumerate(self._strikes):
+            if replica_id != int(os.environ.get("RANK", -1)) or calls > self._calls:
+                continue
+            if place == at:
+                self._die(number)
+            elif place == "backward" and at == "forward" and x.requires_grad:
+                x.register_hook(lambda gradient, number=number: self._die(number))
+        return x
+
+    def _die(self, number: int) -> None:
+        for time in range(self._times):
+            try:
+                Path(self._folder, f"{number}.{time}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            os.kill(os.getpid(), signal.SIGKILL)
+            signal.pause()
+
+
+class Seen(mnb.callbacks.Callback):
+    """Hears of every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[tuple[str, int]] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.batches.append(("epoch", epoch))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.batches.append(("begin", batch))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append(("end", batch))
+
+
+@pytest.fixture(scope="module")
+def strategies() -> Iterator[Any]:
+    kept: dict[int, mnb.MirroredStrategy] = {}
+
+    def of(n: int) -> mnb.MirroredStrategy:
+        if n not in kept:
+            kept[n] = mnb.MirroredStrategy([f"cpu:{i}" for i in range(n)])
+        return kept[n]
+
+    yield of
+    for strategy in kept.values():
+        strategy.close()
+
+
+def made(strategy: Any, folder: Path, strikes: tuple[Strike, ...] = (), times: int = 1, **settings: Any) -> mnb.Model:
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(3)
+    settings = {
+        "optimizer": ("adam", {"lr": 0.02}),
+        "scheduler": ("StepLR", {"step_size": 1, "gamma": 0.8}),
+        **settings,
+    }
+    with strategy.scope():
+        model = mnb.Model(
+            nn.Sequential(
+                nn.Linear(4, 8),
+                nn.BatchNorm1d(8),
+                Struck(folder, strikes, times),
+                nn.Dropout(0.3),
+                nn.Tanh(),
+                nn.Linear(8, 2),
+            )
+        )
+        model.compile(loss="cross_entropy", metrics=["accuracy"], **settings)
+    return model
+
+
+def trained(model: mnb.Model, data: Any = None, **arguments: Any) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
+    """Fit, and return all that must be as if nothing had happened."""
+    torch.manual_seed(9)
+    options = {"epochs": 3, "verbose": 0, "validation_data": (X, Y), **arguments}
+    history = model.fit(data, **options) if data is not None else model.fit(X, Y, batch_size=7, **options)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return weights, dict(history.history), model.training_state()["optimizer"]["state"]
+
+
+def same(found: Any, expected: Any, statistics: bool = True) -> None:
+    (weights, history, state), (its_weights, its_history, its_state) = found, expected
+    if not statistics:
+        its_weights = {name: value for name, value in its_weights.items() if "running" not in name}
+        history, its_history = ({k: h[k] for k in ("loss", "accuracy")} for h in (history, its_history))
+    for name, value in its_weights.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=0, msg=f"{name} is another one")
+    assert history == its_history
+    for number, moments in its_state.items():
+        for name, value in moments.items():
+            assert torch.equal(torch.as_tensor(state[number][name]), torch.as_tensor(value)), (number, name)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(strategies: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    kept: dict[Any, Any] = {}
+
+    def of(n: int, **settings: Any) -> Any:
+        key = (n, str(settings))
+        if key not in kept:
+            model = made(strategies(n), tmp_path_factory.mktemp("undisturbed"), **settings)
+            kept[key] = trained(model, on_failure="raise")
+        return kept[key]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("n", "strikes"),
+    [
+        (2, ((1, 4, "forward"),)),
+        (2, ((0, 0, "forward"),)),
+        (2, ((0, 9, "backward"),)),
+        (2, ((1, 6, "evaluation"),)),
+        (3, ((1, 5, "backward"), (2, 8, "forward"))),
+        (3, ((0, 7, "forward"), (1, 7, "forward"))),
+        (4, ((2, 4, "forward"),)),
+    ],
+)
+def test_fit_ends_on_the_weights_of_an_undisturbed_one(n, strikes, strategies, undisturbed, tmp_path, capsys):
+    model = made(strategies(n), tmp_path, strikes)
+    same(trained(model), undisturbed(n))
+    said = [line for line in capsys.readouterr().out.splitlines() if "goes on" in line or "begins" in line]
+    assert len(said) in range(1, len(strikes) + 1)
+    assert all("SIGKILL" in line and "replica" in line for line in said)
+    # And so does the next one.
+    assert trained(model, epochs=1)[1]["loss"]
+
+
+def test_callbacks_see_every_batch_once_and_batches_that_wait_are_done_again(strategies, undisturbed, tmp_path):
+    seen = Seen()
+    settings = {"accumulate_steps": 3}
+    model = made(strategies(2), tmp_path, ((1, 4, "forward"), (0, 10, "backward")), **settings)
+    same(trained(model, callbacks=[seen]), undisturbed(2, **settings))
+    expected = [[("epoch", epoch), *[(w, b) for b in range(STEPS) for w in ("begin", "end")]] for epoch in range(3)]
+    assert seen.batches == [each for epoch in expected for each in epoch]
+
+
+class KillsBetween(mnb.callbacks.Callback):
+    """Kills a replica, or all, while none is asked anything."""
+
+    def __init__(self, strategy: Any, batch: int, victims: tuple[int, ...]) -> None:
+        super().__init__()
+        self._strategy, self._batch, self._victims = strategy, batch, victims
+        self.calls = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.calls += 1
+        if self.calls == self._batch:
+            kill(self._strategy, *self._victims)
+
+
+def kill(strategy: Any, *victims: int) -> None:
+    """Kill replicas, and return when the system says that they are gone."""
+    pool = strategy._place._pool
+    for line in pool.status():
+        if line.replica_id in victims:
+            os.kill(line.pid, signal.SIGKILL)
+            pool._members[line.replica_id].process.join(10)
+
+
+def test_a_replica_that_dies_between_two_steps_is_missed_at_the_next(strategies, undisturbed, tmp_path):
+    strategy = strategies(2)
+    killer = KillsBetween(strategy, 10, (0,))
+    same(trained(made(strategy, tmp_path), callbacks=[killer]), undisturbed(2))
+
+
+def test_one_that_dies_while_others_are_brought_back_is_brought_back_too(
+    strategies, undisturbed, tmp_path, monkeypatch
+):
+    strategy = strategies(3)
+    asked = Running.ask_once
+    struck = []
+
+    def strike(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        found = asked(self, function, *args, **kwargs)
+        if function is job.whereabouts and not struck:
+            struck.append(True)
+            kill(strategy, 2)
+        return found
+
+    monkeypatch.setattr(Running, "ask_once", strike)
+    model = made(strategy, tmp_path, ((1, 5, "forward"),))
+    same(trained(model), undisturbed(3))
+    assert struck
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_replica_that_has_stepped_and_one_that_has_not_go_on_alike(ahead, strategies, tmp_path):
+    """The one that dies holds its step back, and so does another: the third has stepped alone."""
+    strategy = strategies(3)
+    model = made(strategy, tmp_path, optimizer=uneven(tmp_path, ahead))
+    calm = tmp_path / "calm"
+    calm.mkdir()
+    (calm / "struck").touch()
+    same(trained(model), trained(made(strategy, calm, optimizer=uneven(calm, ahead))))
+
+
+def uneven(folder: Path, ahead: int) -> Any:
+    class Uneven(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            me, count = int(os.environ["RANK"]), self.__dict__.setdefault("_count", [0])
+            count[0] += 1
+            mark = folder / "struck"
+            if count[0] == 5 and not mark.exists():
+                if me == 2:
+                    while not (folder / "ahead").exists():
+                        os.sched_yield()
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if me != ahead:
+                    # It waits here until it is told of the death.
+                    import torch.distributed as dist
+
+                    dist.barrier()
+            found = super().step(closure)
+            if count[0] == 5 and me == ahead:
+                (folder / "ahead").touch()
+            return found
+
+    return Uneven, {"lr": 0.02}
+
+
+def test_a_loader_with_its_own_order_and_noise_goes_on_where_it_was(strategies, tmp_path):
+    def loader() -> Any:
+        generator = torch.Generator().manual_seed(5)
+        return torch.utils.data.DataLoader(Noisy(), batch_size=7, shuffle=True, generator=generator)
+
+    strategy = strategies(2)
+    expected = trained(made(strategy, tmp_path), loader())
+    model = made(strategy, tmp_path / "struck", ((0, 4, "forward"), (1, 11, "backward")))
+    same(trained(model, loader()), expected)
+
+
+class Noisy(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Examples with noise of three kinds, drawn where they are loaded."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, i: int) -> Any:
+        return X[i] + 0.1 * torch.randn(4) + 0.1 * float(np.random.rand()), Y[i]
+
+
+def test_raise_raises_and_the_model_can_be_fitted_again(strategies, tmp_path):
+    model = made(strategies(2), tmp_path, ((1, 4, "forward"),))
+    with pytest.raises(ReplicaDied, match=r"replica 1 .*SIGKILL") as error:
+        trained(model, on_failure="raise")
+    assert error.value.replica_ids == (1,)
+    assert trained(model, epochs=1)[1]["loss"]
+    with pytest.raises(mnb.UsageError, match="`on_failure` is 'again'"):
+        model.fit(X, Y, on_failure="again")
+
+
+def test_the_same_exception_would_come_again_and_is_raised_at_once(strategies, tmp_path):
+    calls = tmp_path / "calls"
+
+    class Raises(mnb.Model):
+        def training_step(self, batch: Any) -> Any:
+            with open(calls, "a") as file:
+                file.write(".")
+            raise OSError("a bad batch")
+
+    with strategies(2).scope():
+        model = Raises(nn.Linear(4, 2))
+        model.compile()
+    with pytest.raises(OSError, match="a bad batch"):
+        model.fit(X, Y, batch_size=43, verbose=0)
+    assert len(calls.read_text()) <= 2
+
+
+def test_a_replica_that_dies_at_the_same_step_each_time_ends_fit(strategies, tmp_path):
+    model = made(strategies(2), tmp_path, ((1, 0, "forward"),), times=9)
+    with pytest.raises(ReplicaDied, match=r"Replica 1 died 3 times at the same step.*dmesg.*batch size"):
+        trained(model)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_step_that_cannot_be_undone_ends_fit(strategies, tmp_path):
+    class Steps(mnb.Model):
+        def training_step(self, batch: Any) -> Any:
+            x, y = batch
+            for number in range(2):
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(self(x), y)
+                if number and int(os.environ["RANK"]) and not (tmp_path / "struck").exists():
+                    (tmp_path / "struck").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss.backward()
+                optimizer.step()
+            return loss
+
+    with strategies(2).scope():
+        model = Steps(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model.compile(optimizer=None)
+    with pytest.raises(ReplicaDied, match=r"had changed the weights already.*BackupAndRestore"):
+        model.fit(X, Y, batch_size=7, verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["BackupAndRestore", "ModelCheckpoint"])
+def test_when_all_die_fit_goes_on_from_its_latest_file(kind, strategies, undisturbed, tmp_path):
+    strategy = strategies(2)
+    place = tmp_path / ("folder" if kind == "BackupAndRestore" else "file.pt")
+    saves = getattr(mnb.callbacks, kind)(place, save_freq=2)
+    killer = KillsBetween(strategy, STEPS + 5, (0, 1))
+    # Running statistics are averaged in a file.
+    same(trained(made(strategy, tmp_path / "marks"), callbacks=[saves, killer]), undisturbed(2), statistics=False)
+    # Saved after ten steps, of twelve.
+    assert killer.calls == 3 * STEPS + 2
+
+
+def test_when_all_die_and_nothing_was_saved_the_error_says_what_to_do(strategies, tmp_path):
+    strategy = strategies(2)
+    model = made(strategy, tmp_path)
+    with pytest.raises(ReplicaDied, match=r"No replica is left.*BackupAndRestore") as error:
+        trained(model, callbacks=[KillsBetween(strategy, 4, (0, 1))])
+    assert error.value.replica_ids == (0, 1)
+    assert trained(model, epochs=1)[1]["loss"]
+
+
+def test_evaluate_and_predict_are_done_again(strategies, tmp_path, capsys):
+    strategy = strategies(2)
+    model = made(strategy, tmp_path, ((1, 6, "evaluation"),))
+    quiet = made(strategy, tmp_path / "quiet")
+    for each in (model, quiet):
+        trained(each, epochs=1, validation_data=None)
+    expected = quiet.evaluate(X, Y, batch_size=7, verbose=0), quiet.predict(X, batch_size=7, verbose=0)
+    assert model.evaluate(X, Y, batch_size=7, verbose=0) == expected[0]
+    # The one that is left stands for both, until the next epoch begins.
+    model.network[2]._strikes = ()
+    found = model.predict(X, batch_size=7, verbose=0)
+    assert found.shape == expected[1].shape
+    assert capsys.readouterr().out.count("begins again") == 1
+
+
+def test_nothing_warns_of_a_recovery(strategies, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(made(strategies(2), tmp_path, ((1, 2, "forward"),)), epochs=1)
