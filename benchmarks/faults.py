@@ -4,6 +4,8 @@
 
 Two, three and four CPU replicas; one of them is killed while no cell runs, in Python, and in a collective. A fresh
 start of one replica (its process and its first all-reduce with the others) is what the next cell is compared with.
+In `fit` the time is that from the kill to the end of the step that is done again, with the callbacks that hear of it;
+a fresh start is then also told with the first step of its optimizer, for which torch loads its compiler.
 Interrupts are timed from Ctrl-C to the end of the cell; the kill of the controller, to the last process gone.
 """
 
@@ -23,9 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 from machine import report
+from torch import nn
 
+import mirror_nb as mnb
 from mirror_nb.notebook.session import CellOptions, Session
 
 TRIALS = int(sys.argv[1]) if len(sys.argv) > 1 else 5
@@ -139,6 +144,67 @@ def _fresh(notebook: Notebook) -> float:
     return seconds
 
 
+class Kills(mnb.callbacks.Callback):
+    """Kills a replica after a step of each epoch, and times how long the next step takes from then."""
+
+    def __init__(self, strategy: mnb.MirroredStrategy) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._pool = strategy._place._pool
+        self._began = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == STRUCK:
+            self._began = time.perf_counter()
+            os.kill(self._pool.status()[len(self.seconds) % self._pool.size].pid, signal.SIGKILL)
+        elif batch == STRUCK + 1:
+            self.seconds.append(time.perf_counter() - self._began)
+
+
+STRUCK = 3
+# The step of an epoch after which a replica is killed.
+
+
+def fits(n: int) -> str:
+    x, y = torch.randn(2, 640, 100).unbind()
+    with mnb.MirroredStrategy([f"cpu:{i}" for i in range(n)]) as strategy:
+        with strategy.scope():
+            model = mnb.Model(nn.Linear(100, 100))
+            model.compile(loss="mse")
+        model.fit(x, y, batch_size=64, verbose=0)
+        fresh, stepped = zip(*[_fresh_step(strategy) for _ in range(TRIALS)], strict=True)
+        kills = Kills(strategy)
+        silent = io.StringIO()
+        with contextlib.redirect_stdout(silent):
+            model.fit(x, y, batch_size=64, epochs=TRIALS, verbose=0, callbacks=[kills])
+        replaced = silent.getvalue().count("fit goes on after step 4 ")
+    assert replaced == len(kills.seconds) == TRIALS, silent.getvalue()
+    took, first, joined = (statistics.median(times) for times in (kills.seconds, stepped, fresh))
+    return (
+        f"{n} replicas, one killed in fit: goes on in {took:.3f} s (worst {max(kills.seconds):.3f}), "
+        f"{took / first:.2f} × a fresh start of one with its first step ({first:.3f}; without: {joined:.3f})"
+    )
+
+
+def _fresh_step(strategy: mnb.MirroredStrategy) -> tuple[float, float]:
+    """Return the seconds that one replica takes to start and join, and with the first step of an optimizer."""
+    pool = strategy._place._pool
+    os.kill(pool.status()[0].pid, signal.SIGKILL)
+    while not pool.dead():
+        time.sleep(0.001)
+    began = time.perf_counter()
+    pool.mend()
+    joined = time.perf_counter() - began
+    strategy.run(_step)
+    return joined, time.perf_counter() - began
+
+
+def _step() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    torch.optim.Adam([parameter]).step()
+
+
 def _line(what: str, told: list[float], mended: list[float], fresh: float) -> str:
     return (
         f"{what:<44} told {statistics.median(told):.3f} s (worst {max(told):.3f}), "
@@ -217,5 +283,5 @@ def _lives(process: psutil.Process) -> bool:
 if __name__ == "__main__":
     found = [f"faults over CPU replicas, medians of {TRIALS}"]
     for count in (2, 3, 4):
-        found += deaths(count)
+        found += [*deaths(count), fits(count)]
     report("faults", [*found, *interrupts(), controller_killed()])

@@ -367,6 +367,17 @@ def test_when_all_die_and_nothing_was_saved_the_error_says_what_to_do(strategies
     assert trained(model, epochs=1)[1]["loss"]
 
 
+def test_a_loss_of_all_before_fit_does_not_end_it_at_the_next_death(strategies, tmp_path):
+    strategy = strategies(2)
+    model = made(strategy, tmp_path, ((1, 2, "forward"),))
+    trained(made(strategy, tmp_path / "other"), epochs=1)
+    kill(strategy, 0, 1)
+    with pytest.warns(UserWarning, match="all replicas had died"):
+        strategy.run(os.getpid)
+    same(trained(model), trained(made(strategy, tmp_path / "quiet")))
+    assert list(tmp_path.glob("0.*"))
+
+
 def test_evaluate_and_predict_are_done_again(strategies, tmp_path, capsys):
     strategy = strategies(2)
     model = made(strategy, tmp_path, ((1, 6, "evaluation"),))

@@ -96,6 +96,9 @@ class AlonePlace(Place):
     def mend(self) -> Mended:
         return Mended({}, True)
 
+    def forget_deaths(self) -> None:
+        """There were none: this process lives."""
+
     def log(self, values: dict[str, Any]) -> None:
         """Nothing is recorded where there is one device and nobody to wait for."""
 

@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, final
 
 import torch
@@ -468,6 +468,13 @@ class ControllerPlace(Place):
         replaced, survived = self._replaced, self._survived
         self._replaced, self._survived = {}, True
         return Mended(replaced, survived)
+
+    def forget_deaths(self) -> None:
+        if self._pool is not None:
+            # One that dies meanwhile is missed by the next request.
+            with suppress(ReplicaDied):
+                self._ready()
+        self._replaced, self._survived = {}, True
 
     def _mend(self, pool: LocalPool) -> bool:
         """Give replicas that were started anew what a survivor has; without one, what is here, and return False."""

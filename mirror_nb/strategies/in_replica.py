@@ -191,6 +191,9 @@ class ReplicaPlace(Place):
     def mend(self) -> Mended:
         return Mended({}, True)
 
+    def forget_deaths(self) -> None:
+        """There were none: this process lives."""
+
     def log(self, values: dict[str, Any]) -> None:
         # A loss knows how it came about, and torch warns where such a one is made a number.
         self._replica.recorder.log(

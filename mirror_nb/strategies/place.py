@@ -108,6 +108,10 @@ class Place(ABC):
         """
 
     @abstractmethod
+    def forget_deaths(self) -> None:
+        """Let `mend` tell of those alone that die from now on: who is dead is replaced, as before any request."""
+
+    @abstractmethod
     def every(self, results: list[Any]) -> list[Any]:
         """Return the results of `command` of all replicas, in order; on a replica all of them have to ask."""
 

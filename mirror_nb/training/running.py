@@ -54,6 +54,9 @@ class Guard:
         self._told: list[str] = []
         # How they came about.
         self._final: ReplicaDied | None = None
+        if self.active:
+            # A loss of all of them before this says nothing of a death that comes.
+            strategy._place.forget_deaths()
 
     def through(self, do: Callable[[], _T], again: Callable[[], str]) -> _T:
         """Return what `do` returns; where a replica dies, `again` prepares another call, and tells where that begins.

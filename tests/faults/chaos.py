@@ -4,11 +4,12 @@
     python tests/faults/chaos.py --rounds 50 --seed 1        without a log or a report
     python tests/faults/chaos.py --seed 1 --only 37          round 37 alone, as it was drawn
 
-Each round draws a front (cells of a notebook session, or a strategy in a script), a number of replicas, and faults:
-who is struck, where, by what, and sometimes once more while the session recovers. After it: the next cell is right,
-the weights are equal on all replicas, bit for bit, and those of an undisturbed training after as many steps, names
-are kept, and nothing is left behind. What a fault meets depends on the system's timing too, so a round that failed
-may need a few repetitions (--times) to fail again.
+Each round draws a front (cells of a notebook session, a strategy in a script, or `fit`), a number of replicas, and
+faults: who is struck, where, by what, and sometimes once more while the session recovers. After it: the next cell is
+right, the weights are equal on all replicas, bit for bit, and those of an undisturbed training after as many steps,
+names are kept, and nothing is left behind. `fit` has to go on by itself if a replica survives, with the very bits of
+a fit that nothing struck. What a fault meets depends on the system's timing too, so a round that failed may need a
+few repetitions (--times) to fail again.
 
 With `--log` every round is written down as it ends, with a digest of the code; those that are there, of the same
 seed and code, are not run again, and a report tells of all of them. SCENES says which faults were met how often. The
@@ -116,12 +117,15 @@ def drawn(seed: int, number: int) -> Draw:
     # Replicas are kept for a block of rounds: what one leaves behind, the next ones meet.
     dice = random.Random(f"{seed}/block {number // BLOCK}")
     n, front = dice.choice((2, 2, 3, 4)), dice.choice(("notebook", "notebook", "script"))
+    if number // BLOCK % 4 == 2:
+        front = "fit"
     dice = random.Random(f"{seed}/{number}")
     victims = tuple(sorted(dice.sample(range(n), dice.choice((1, 1, 1, 1, 2, n)))))
     point, step = dice.choice(POINTS), dice.randrange(STEPS)
     outside = dice.choice(OUTSIDE) if dice.random() < 0.4 else None
     act = "mark" if outside else dice.choice(INSIDE)
-    if point == "in step" and act in ("raise", "sys.exit", "unpicklable"):
+    halves = ("before step", "in step", "after step") if front == "fit" else ("in step",)
+    if point in halves and act in ("raise", "sys.exit", "unpicklable"):
         # Half a step on all of them is what the user's own code asked for.
         victims = victims[:1]
     recovery = dice.choice(("kill", "kill", "interrupt")) if dice.random() < 0.25 else None
@@ -166,6 +170,10 @@ class Front(ABC):
     @abstractmethod
     def look(self) -> list[tuple[Any, ...]]:
         """Return what `scenes.look` gives, and the token, of each replica."""
+
+    def compare(self, step: int, weights: list[torch.Tensor]) -> None:
+        """Raise Broken if there is more to ask of weights after so many steps."""
+        return
 
     @abstractmethod
     def resources(self) -> list[tuple[int, int, int]]:
@@ -217,8 +225,8 @@ class NotebookFront(Front):
         self._session.stop()
 
 
-class ScriptFront(Front):
-    """A strategy whose `run` is called by a script."""
+class StrategyFront(Front):
+    """A strategy of a script."""
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
@@ -230,22 +238,24 @@ class ScriptFront(Front):
         pool: LocalPool = self._strategy._place._pool
         return pool
 
+    @abstractmethod
+    def _made(self) -> tuple[Any, Any]:
+        """Return a network and its optimizer."""
+
+    @abstractmethod
+    def _train(self, plan: Plan) -> None:
+        """Run the plan."""
+
     def make(self, token: int) -> None:
         with self._strategy.scope():
-            self._model, self._optimizer = scenes.make()
+            self._model, self._optimizer = self._made()
             self._token = mnb.Variable(torch.tensor(float(token)))
         self.look()
 
     def train(self, plan: Plan, timeout: float | None) -> None:
-        model, optimizer = self._model, self._optimizer
-
-        def step() -> int:
-            context = mnb.get_replica_context()
-            return scenes.train(context.strategy, context.replica_id_in_sync_group, model, optimizer, plan)
-
         silent = io.StringIO()
         with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent), _pressed_after(timeout):
-            self._strategy.run(step)
+            self._train(plan)
 
     def look(self) -> list[tuple[Any, ...]]:
         model, optimizer, token = self._model, self._optimizer, self._token
@@ -266,6 +276,46 @@ class ScriptFront(Front):
 
     def close(self) -> None:
         self._strategy.close()
+
+
+class ScriptFront(StrategyFront):
+    """Its `run` is called."""
+
+    def _made(self) -> tuple[Any, Any]:
+        return scenes.make()
+
+    def _train(self, plan: Plan) -> None:
+        model, optimizer = self._model, self._optimizer
+
+        def step() -> int:
+            context = mnb.get_replica_context()
+            return scenes.train(context.strategy, context.replica_id_in_sync_group, model, optimizer, plan)
+
+        self._strategy.run(step)
+
+
+class FitFront(StrategyFront):
+    """A model of it is fitted; another one, that nothing strikes, is fitted as far."""
+
+    def _made(self) -> tuple[Any, Any]:
+        self._calm, _ = scenes.learner(struck=False)
+        self._calm_steps = 0
+        return scenes.learner(struck=True)
+
+    def _train(self, plan: Plan) -> None:
+        self._each(lambda: scenes.take_orders(plan, mnb.get_replica_context().replica_id_in_sync_group))
+        self._fit(self._model, _steps(self), plan.steps)
+
+    def _fit(self, model: Any, first: int, steps: int) -> None:
+        x, y = scenes.batches(self.n, first, steps)
+        model.fit(x, y, batch_size=self.n * scenes.EXAMPLES, shuffle=False, verbose=0)
+
+    def compare(self, step: int, weights: list[torch.Tensor]) -> None:
+        if step > self._calm_steps:
+            self._fit(self._calm, self._calm_steps, step - self._calm_steps)
+            self._calm_steps = step
+        same = [torch.equal(a, b) for a, b in zip(weights, self._calm.parameters(), strict=True)]
+        _promise(all(same), f"the weights are not those of a fit of {step} steps that nothing struck, bit for bit")
 
 
 @contextlib.contextmanager
@@ -354,8 +404,12 @@ class Round:
         plan = Plan(STEPS, draw.strikes, (place,) if place in VISITS else (), str(notes))
         stops = "stop" in (draw.outside, draw.strikes[0].act)
         over = threading.Event()
-        thread = threading.Thread(target=self._strike_from_outside, args=(notes, over))
-        if draw.outside:
+        strikers = [self._strike_from_outside] if draw.outside else []
+        if draw.recovery and draw.front == "fit":
+            # The recovery is in it.
+            strikers.append(self._strike_the_recovery)
+        threads = [threading.Thread(target=self._when_struck, args=(strike, notes, over)) for strike in strikers]
+        for thread in threads:
             thread.start()
         try:
             self._front.train(plan, CELL_SECONDS if stops else None)
@@ -363,16 +417,20 @@ class Round:
             return error
         finally:
             over.set()
-            while thread.is_alive():
+            while any(thread.is_alive() for thread in threads):
                 # An interrupt that came too late for the cell.
                 with contextlib.suppress(KeyboardInterrupt):
-                    thread.join()
+                    for thread in threads:
+                        thread.join()
         return None
 
-    def _strike_from_outside(self, notes: Path, over: threading.Event) -> None:
+    def _when_struck(self, strike: Callable[[threading.Event], None], notes: Path, over: threading.Event) -> None:
         while not any(notes.glob("[0-9]")):
             if over.wait(0.002):
                 return
+        strike(over)
+
+    def _strike_from_outside(self, over: threading.Event) -> None:
         over.wait(self._draw.delay)
         numbers = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP, "pause": signal.SIGSTOP}
         if self._draw.outside == "interrupt":
@@ -404,7 +462,13 @@ class Round:
             "unpicklable": ("Local",),
             "sys.exit": ("SystemExit", "NoneType", "PeerFailed"),
         }.get(draw.act, ())
-        if raised is None and (draw.outside or not expected):
+        goes_on = draw.front == "fit" and (draw.fatal or draw.recovery == "kill")
+        if draw.front == "fit":
+            # A death shows where nobody is left.
+            expected = tuple(name for name in expected if name != "ReplicaDied")
+            expected += died if self._may_all_be_lost() else ()
+            expected += stopped if draw.recovery == "interrupt" else ()
+        if raised is None and (draw.outside or not expected or goes_on):
             # It came when the cell was over, or does no harm.
             if draw.outside == "stop":
                 self._signal(draw.victims, signal.SIGCONT)
@@ -417,7 +481,7 @@ class Round:
         for attempt in range(3):
             over = threading.Event()
             thread = threading.Thread(target=self._strike_the_recovery, args=(over,))
-            if self._draw.recovery and not attempt:
+            if self._draw.recovery and self._draw.front != "fit" and not attempt:
                 thread.start()
             try:
                 try:
@@ -477,6 +541,7 @@ class Round:
         _promise(least <= step <= self._before + STEPS, f"step {step} after {self._before} + at most {STEPS}")
         near = [torch.allclose(a, b, atol=1e-5) for a, b in zip(weights[0], trajectory(n)[step], strict=True)]
         _promise(all(near), f"the weights are not those after {step} undisturbed steps")
+        self._front.compare(step, weights[0])
 
     def _check_resources(self) -> None:
         found = self._front.resources()
@@ -542,7 +607,7 @@ def trajectory(n: int) -> list[list[torch.Tensor]]:
 
 # ---------------------------------------------------------------------- many rounds
 
-FRONTS: dict[str, Callable[[int], Front]] = {"notebook": NotebookFront, "script": ScriptFront}
+FRONTS: dict[str, Callable[[int], Front]] = {"notebook": NotebookFront, "script": ScriptFront, "fit": FitFront}
 
 
 class Chaos:
@@ -655,6 +720,9 @@ SCENES: dict[str, Callable[[Draw], bool]] = {
     "in an import": lambda d: d.strikes[0].point == "import",
     "interrupted": lambda d: d.act == "interrupt",
     "interrupted in a step": lambda d: d.act == "interrupt" and d.strikes[0].point == "in step",
+    "fit goes on without one that was killed": lambda d: d.front == "fit" and d.fatal and len(d.victims) < d.replicas,
+    "and another is killed meanwhile": lambda d: d.front == "fit" and d.fatal and d.recovery == "kill",
+    "SIGSTOP for a while in fit": lambda d: d.front == "fit" and d.act == "pause",
     "raised, or left by sys.exit": lambda d: d.act in ("raise", "unpicklable", "sys.exit"),
 }
 

@@ -24,6 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+import mirror_nb as mnb
+
 POINTS = (
     "start",
     "forward",
@@ -98,6 +100,59 @@ class Halting(torch.optim.Adam):
             self.param_groups = groups
 
 
+class Told(Halting):
+    """The same where `fit` calls `step`: what happens around it is told to `at`, of this process."""
+
+    at: Any = staticmethod(lambda point: None)
+
+    def step(self, closure: Any = None) -> None:
+        at = Told.at
+        at("before step")
+        self.between = lambda: at("in step")
+        super().step()
+        at("after step")
+
+
+class Learner(mnb.Model):
+    """The network for `fit`; the second column of a batch's targets is the number of the step in the plan."""
+
+    def __init__(self, network: nn.Module, struck: bool) -> None:
+        super().__init__(network)
+        self.struck = struck
+        # Otherwise nothing happens to it.
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        struck, i = _orders if self.struck else CALM, int(y[0, 1])
+        Told.at = staticmethod(lambda point: struck.around_a_step(point, i))
+        struck("start", i)
+        struck.visit(i)
+        struck("reduce", i)
+        if self.struck:
+            # Always: one that was started anew has no orders, and has to take part.
+            _reduce(None)
+        struck("forward", i)
+        loss = F.mse_loss(self(x), y[:, :1])
+        loss.register_hook(lambda gradient: struck("backward", i))
+        return loss
+
+
+def learner(struck: bool) -> tuple[Learner, torch.optim.Optimizer]:
+    """Return the network that `make` gives, for `fit`, and its optimizer."""
+    network, made = make()
+    model = Learner(network, struck)
+    optimizer = Told([{"params": group["params"]} for group in made.param_groups], lr=RATE)
+    model.compile(optimizer=optimizer)
+    return model, optimizer
+
+
+def batches(n: int, first: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the global batches of these steps, one after the other, for a Learner."""
+    shares = [(i, *examples(first + i, r)) for i in range(steps) for r in range(n)]
+    x = torch.cat([x for _, x, _ in shares])
+    return x, torch.cat([torch.cat([y, torch.full_like(y, i)], 1) for i, _, y in shares])
+
+
 def steps_of(optimizer: torch.optim.Optimizer) -> int:
     """Return how many steps the optimizer's state has behind it; -1 when its parameters do not agree on it."""
     counts = {
@@ -137,9 +192,7 @@ def train(strategy: Any, replica_id: int, model: nn.Module, optimizer: Any, plan
     for i in range(plan.steps):
         struck("start", i)
         step = steps_of(optimizer)
-        for place in plan.visits:
-            struck(place, i)
-            VISITS[place](plan, replica_id)
+        struck.visit(i)
         x, y = examples(step, replica_id)
         optimizer.zero_grad()
         struck("forward", i)
@@ -156,6 +209,12 @@ def train(strategy: Any, replica_id: int, model: nn.Module, optimizer: Any, plan
         optimizer.between = None
         struck("after step", i)
     return steps_of(optimizer)
+
+
+def take_orders(plan: Plan, replica_id: int) -> None:
+    """The next `fit` of a Learner passes the points of this plan. One that is started anew meanwhile has no orders."""
+    global _orders
+    _orders = _Points(plan, replica_id)
 
 
 def look(strategy: Any, replica_id: int, model: nn.Module, optimizer: Any) -> tuple[Any, ...]:
@@ -196,11 +255,28 @@ class _Points:
             Path(self._plan.notes, f"{self._replica_id}").touch()
             ACTS[strike.act]()
 
+    def visit(self, i: int) -> None:
+        """Pass the points that take time."""
+        for place in self._plan.visits:
+            self(place, i)
+            VISITS[place](self._plan, self._replica_id)
+
+    def around_a_step(self, point: str, i: int) -> None:
+        """Pass a point of which the optimizer tells."""
+        self(point, i)
+        if point == "before step":
+            self.let_victims_step_first(i)
+
     def let_victims_step_first(self, i: int) -> None:
         """Wait a little if somebody else is to be struck just after its step."""
         uneven = [s for s in self._plan.strikes if s.point == "after step" and s.step == i]
         if uneven and not any(self._replica_id in s.victims for s in uneven):
             time.sleep(0.1)
+
+
+CALM = _Points(Plan(0, (), (), ""), 0)
+_orders = CALM
+# Of this replica, for `fit`.
 
 
 def _die(number: int) -> None:

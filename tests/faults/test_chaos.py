@@ -10,8 +10,8 @@ from chaos import SCENES, Chaos, Log, Record, drawn, report_lines
 
 from mirror_nb.pool import recovery
 
-# Fourteen rounds over both fronts: deaths at every kind of place, stops, interrupts, strikes in the recovery.
-SEED, ROUNDS = 3, [0, 1, 2, 10, 11, 12, 13, 20, 21, 22, 23, 30, 31, 32]
+# Thirteen rounds over all fronts: deaths at every kind of place, stops, interrupts, strikes in the recovery.
+SEED, ROUNDS = 3, [0, 1, 2, 10, 11, 12, 13, 20, 21, 22, 30, 31, 32]
 
 
 def test_a_round_is_drawn_from_its_seed_alone():
