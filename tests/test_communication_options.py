@@ -20,6 +20,8 @@ from mirror_nb.pool.local import LocalPool
 
 CPUS = (Device("cpu", 0), Device("cpu", 1))
 OPS = ("shared_memory", "hierarchical_copy", "one_device", "gloo")
+STAY = "__import__('threading').Event().wait(60)"
+# Until it is interrupted, since another one has failed: who ends is known to come no more, before any time is up.
 USUAL = """
 from mirror_nb import MirroredStrategy
 from mirror_nb.collectives.options import CommunicationOptions
@@ -68,13 +70,15 @@ for _ in range(passes_before):
     backward()
 if replica_id == 0:
     backward()
-"""
+else:
+    STAY
+""".replace("STAY", STAY)
     options = CommunicationOptions(timeout_seconds=0.5)
     # The group itself would wait longer than this cell may run.
     given = {"ops": ops, "options": options, "passes_before": passes_before}
     ran = run_cell(two, MODEL + source, given, timeout=20)
     assert not ran.report.timed_out
-    assert ran.errors == {0: "ReplicaTimeout"}
+    assert ran.errors == {0: "ReplicaTimeout", 1: "KeyboardInterrupt"}
     assert "did not end within 0.5 s" in ran.report.failures[0].message
 
 
@@ -85,13 +89,14 @@ op = strategy.cross_device_ops
 if replica_id == 0:
     compare({"shared_memory": op}, 1000, seconds=0.1)
 else:
-    # The tensor is made together; then this one goes away.
+    # The tensor is made together; then this one does something else.
     op.allocate(1000, torch.float32)
-"""
+    STAY
+""".replace("STAY", STAY)
     given = {"ops": "shared_memory", "options": CommunicationOptions(timeout_seconds=0.5)}
     ran = run_cell(two, MODEL + source, given, timeout=20)
     assert not ran.report.timed_out
-    assert ran.errors == {0: "ReplicaTimeout"}
+    assert ran.errors == {0: "ReplicaTimeout", 1: "KeyboardInterrupt"}
 
 
 def test_a_wait_may_name_its_own_time():

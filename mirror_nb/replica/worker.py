@@ -238,10 +238,10 @@ class _Process:
     def _emit(self, message: object, slab: int | None = None) -> None:
         with self._whole_messages():
             if isinstance(message, Done):
-                if self._answering is not None:
+                answering, self._answering = self._answering, None
+                if answering is not None:
                     # Nobody listens any more once this request is done.
-                    self._answering.join()
-                    self._answering = None
+                    answering.join()
                 self._streams.close()
             elif not isinstance(message, Stream):
                 self._streams.flush()
@@ -317,8 +317,10 @@ class _Process:
         if threading.get_ident() == self._main_thread:
             send()
         else:
-            self._answering = threading.Thread(target=send, name="mirror_nb answers", daemon=True)
-            self._answering.start()
+            answering = threading.Thread(target=send, name="mirror_nb answers", daemon=True)
+            # Only then may the main thread know of it: one that has not been started cannot be joined.
+            answering.start()
+            self._answering = answering
 
     def _insist(self, number: int) -> None:
         """Interrupt the main thread until it has taken it: it holds interrupts back while it imports."""
