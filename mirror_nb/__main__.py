@@ -76,9 +76,16 @@ def _add_bench(commands: _Commands) -> None:
     bench.set_defaults(run=_bench)
     bench.add_argument("--devices", help="e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs, else two CPU replicas")
     bench.add_argument("--ops", metavar="NAMES", help="e.g. shared_memory,gloo; none: all that fit the devices")
-    bench.add_argument("--largest", metavar="SIZE", help="tensors from 1K up to this; none: 64M, on GPUs 256M")
+    bench.add_argument(
+        "--largest", metavar="SIZE", help="tensors from 1K up to this, e.g. 4M; none: 64M, on GPUs 256M"
+    )
     bench.add_argument("--seconds", type=float, help="for each size (none: 0.4), or for the model (none: 8)")
-    bench.add_argument("--model", metavar="MODULE:FUNCTION", help="makes a module, or (module, inputs[, loss])")
+    bench.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="time the training steps of what this function returns: an nn.Module, or (module, inputs[, loss]); "
+        "e.g. my_models:make for make() in my_models.py",
+    )
     bench.add_argument(
         "--shape", help="of one example for the model, e.g. 1,28,28, where its function gives no inputs"
     )

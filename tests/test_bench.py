@@ -98,6 +98,7 @@ text = repr(table)
         ({"seconds": 0}, UsageError, "`seconds` is 0"),
         ({"ops": []}, UsageError, "`ops` is empty"),
         ({"ops": ["gloo", "gloo"]}, UsageError, "`ops` has gloo twice"),
+        ({"ops": ["gloo", "auto"]}, UsageError, "takes one of shared_memory, .*: name those"),
         ({"ops": [3]}, UsageError, "`ops` holds 3"),
         ({"ops": ["nccl"]}, DeviceError, "it is for GPUs; these can"),
     ],
@@ -216,8 +217,9 @@ def test_a_table_reads_well_in_a_terminal():
         "all-reduce of fp32 over 2 replicas (cpu:0, cpu:1)",
         "size      op  p50 µs  p95 µs  algorithm GB/s  bus GB/s  correct",
         "1 KiB   gloo     200     300           0.005     0.005      yes",
-        "1 KiB  <own>    20.4      30            0.05      0.05      yes",
+        "1 KiB  <own>  * 20.4      30            0.05      0.05      yes",
         "1 MiB   gloo    2000    3000             0.5       0.5       NO",
+        "<own> is the fastest op for small tensors (1 KiB): cross_device_ops=<own>(...)",
     ]
     assert repr(STEPS).splitlines()[-2:] == [
         "one process with 2 threads       3     3.5       21333",
@@ -225,11 +227,44 @@ def test_a_table_reads_well_in_a_terminal():
     ]
 
 
+@pytest.mark.parametrize(
+    ("microseconds", "said"),
+    [
+        (
+            {"gloo": (200, 300, 4000), "shared_memory": (20, 30, 400)},
+            "shared_memory is the fastest op for small tensors (1 KiB to 256 KiB) and for large tensors (1 MiB): "
+            "cross_device_ops='shared_memory', the default here",
+        ),
+        (
+            {"gloo": (20, 30, 400), "shared_memory": (200, 300, 4000)},
+            "gloo is the fastest op for small tensors (1 KiB to 256 KiB) and for large tensors (1 MiB): "
+            "cross_device_ops='gloo'",
+        ),
+        # One size lost by little, one won by far.
+        (
+            {"gloo": (10, 90, 400), "shared_memory": (20, 30, 4000)},
+            "shared_memory is the fastest op for small tensors (1 KiB to 256 KiB), gloo for large tensors (1 MiB): "
+            "cross_device_ops='shared_memory' or cross_device_ops='gloo'; 'auto' takes the fastest for each size",
+        ),
+    ],
+)
+def test_the_bench_ends_with_the_fastest_ops_and_the_argument_that_chooses_them(microseconds, said):
+    rows = [
+        AllReduceRow.of(op, nbytes, Trial((float(each),) * 3, True), 2)
+        for op, times in microseconds.items()
+        for nbytes, each in zip((2**10, 2**18, 2**20), times, strict=True)
+    ]
+    table = AllReduceTable(tuple(rows), ("cpu:0", "cpu:1"), "shared_memory")
+    assert table.advice == (said,)
+    assert repr(table).splitlines()[-1] == said
+
+
 def test_a_table_reads_well_in_a_notebook():
     found = TABLE._repr_html_()
     assert "&lt;own&gt;" in found
     # One best of each size, of what was right.
     assert found.count("font-weight:bold") == 1
+    assert "cross_device_ops=&lt;own&gt;(...)</div>" in found
     assert "<div>be wise</div>" in STEPS._repr_html_()
 
 
@@ -239,6 +274,7 @@ def test_a_table_is_data_and_a_picture():
     assert [axes.get_title("left") for axes in TABLE.plot().axes] == ["time, µs: median to p95", "bus bandwidth, GB/s"]
     assert [axes.get_title("left") for axes in STEPS.plot().axes] == ["a training step, ms"]
     assert TABLE.plot()._repr_png_()[0].startswith(b"\x89PNG")
+    assert AllReduceTable(ROWS[2:], ()).advice == ()
     for empty in (AllReduceTable((), ()), StepTable((), (), 1, ())):
         with pytest.raises(UsageError, match="nothing to plot"):
             empty.plot()
@@ -336,6 +372,18 @@ def test_the_command_prints_the_table_and_draws_it(tmp_path: Path):
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith(said)
     assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_shows_a_models_error_in_the_users_lines(tmp_path: Path, monkeypatch):
+    (tmp_path / "narrow_models.py").write_text("import torch\ndef tiny():\n    return torch.nn.Linear(5, 1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = command.Options(devices="cpu:0,cpu:1", model="narrow_models:tiny", shape="6", ops="gloo", seconds=0.02)
+    err = io.StringIO()
+    assert command.run(options, io.StringIO(), err) == command.FAILED
+    assert err.getvalue().startswith("mirror_nb bench: the replicas failed\n")
+    assert "mat1 and mat2 shapes cannot be multiplied" in err.getvalue()
+    assert "raised by all 2 replicas" in err.getvalue()
+    assert "bench/command.py" not in err.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,20 @@ Knows replicas and ops; how the table is drawn is not known here.
 from __future__ import annotations
 
 import importlib
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch.distributed as dist
 
+from mirror_nb import advice
 from mirror_nb.bench import table
 from mirror_nb.bench.replicas import of
 from mirror_nb.collectives.auto import AutoAllReduce
 from mirror_nb.collectives.base import CrossDeviceOps, Member
 from mirror_nb.collectives.measuring import Trial, compare
-from mirror_nb.collectives.options import check, fitting, named
+from mirror_nb.collectives.options import AUTO, IMPLEMENTATIONS, check, fitting, named
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
 
 SMALLEST, LARGEST_CPU, LARGEST_GPU = 2**10, 2**26, 2**28
+LARGE = 2**20
+# From here on a tensor is called large: gradient buckets are, as a rule.
 SECONDS_A_SIZE = 0.4
 
 
@@ -64,6 +68,25 @@ class AllReduceTable:
     rows: tuple[AllReduceRow, ...]
     devices: tuple[str, ...]
     # One a replica.
+    default: str = ""
+    # The op that these devices get where none is named.
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Which op is the fastest for small and for large tensors, and how to choose it: one sentence, or none.
+
+        Of a group of sizes that is the op with the least geometric mean of its medians, among those that were right.
+        """
+        sizes = sorted({row.nbytes for row in self.rows})
+        groups = [("small", [n for n in sizes if n < LARGE]), ("large", [n for n in sizes if n >= LARGE])]
+        found = [(op, _said(kind, group)) for kind, group in groups if (op := self._fastest_over(group)) is not None]
+        return (advice.fastest_ops(found, _argument, self.default),) if found else ()
+
+    def _fastest_over(self, sizes: Sequence[int]) -> str | None:
+        rows = [row for row in self.rows if row.nbytes in sizes]
+        right = {row.op for row in rows} - {row.op for row in rows if not row.correct}
+        means = {op: statistics.geometric_mean([r.p50_us for r in rows if r.op == op]) for op in sorted(right)}
+        return min(means, key=lambda op: means[op], default=None)
 
     def fastest(self, nbytes: int) -> str:
         """Return the op with the least median at a size, bytes, among those that were right.
@@ -86,10 +109,10 @@ class AllReduceTable:
         return importlib.import_module("mirror_nb.notebook.charts").draw_all_reduce(self)
 
     def __repr__(self) -> str:
-        return table.as_text(self._headline(), _HEADER, self._cells())
+        return table.as_text(self._headline(), _HEADER, self._cells(), self.advice)
 
     def _repr_html_(self) -> str:
-        return table.as_html(self._headline(), _HEADER, self._cells())
+        return table.as_html(self._headline(), _HEADER, self._cells(), self.advice)
 
     def _headline(self) -> str:
         return f"all-reduce of fp32 over {len(self.devices)} replicas ({', '.join(self.devices)})"
@@ -111,6 +134,16 @@ class AllReduceTable:
 
 
 _HEADER = ("size", "op", "p50 µs", "p95 µs", "algorithm GB/s", "bus GB/s", "correct")
+
+
+def _said(kind: str, sizes: Sequence[int]) -> str:
+    ends = dict.fromkeys(table.size(n) for n in (sizes[0], sizes[-1]))
+    return f"{kind} tensors ({' to '.join(ends)})"
+
+
+def _argument(op: str) -> str:
+    # Of a class of the user's own only the name is known.
+    return repr(op) if op in IMPLEMENTATIONS else f"{op}(...)"
 
 
 def all_reduce(
@@ -137,7 +170,7 @@ def all_reduce(
     found: dict[int, dict[str, Trial]] = replicas.call(_measure, chosen, bytes_each, seconds)[0]
     n = len(replicas.devices)
     rows = tuple(AllReduceRow.of(op, s, trial, n) for s, trials in found.items() for op, trial in trials.items())
-    return AllReduceTable(rows, tuple(map(str, replicas.devices)))
+    return AllReduceTable(rows, tuple(map(str, replicas.devices)), fitting(replicas.devices)[0])
 
 
 def chosen_ops(ops: Sequence[CrossDeviceOps | str] | None, devices: Sequence[Device]) -> dict[str, CrossDeviceOps]:
@@ -147,6 +180,8 @@ def chosen_ops(ops: Sequence[CrossDeviceOps | str] | None, devices: Sequence[Dev
     """
     chosen: dict[str, CrossDeviceOps] = {}
     for given in fitting(devices) if ops is None else ops:
+        if isinstance(given, str) and given.strip().lower() == AUTO:
+            raise UsageError(f"`ops` holds {given!r}, which takes one of {', '.join(fitting(devices))}: name those")
         op = named(given) if isinstance(given, str) else given
         if not isinstance(op, CrossDeviceOps):
             raise UsageError(f"`ops` holds {given!r}; it takes cross-device ops and their names")

@@ -55,7 +55,7 @@ def run(options: Options, out: TextIO = sys.stdout, err: TextIO = sys.stderr) ->
     0: measured. 1: replicas failed, or sums were wrong. 2: the call was wrong. 130: Ctrl-C.
     """
     try:
-        return _run(options, out)
+        return _run(options, out, err)
     except (UsageError, ImportError) as error:
         print(f"mirror_nb bench: {error}", file=err)
         return WRONG_CALL
@@ -65,6 +65,13 @@ def run(options: Options, out: TextIO = sys.stdout, err: TextIO = sys.stderr) ->
     except MirrorError as error:
         print(f"mirror_nb bench: {error}", file=err)
         return WRONG_CALL
+    except Exception as error:
+        notes = getattr(error, "__notes__", [])
+        if not notes:
+            raise
+        # The model's own, raised in the replicas: its notes are their traceback, in the user's lines.
+        print("mirror_nb bench: the replicas failed", *notes, sep="\n", file=err)
+        return FAILED
     except KeyboardInterrupt:
         print("mirror_nb bench: interrupted; the replicas are stopped", file=err)
         return INTERRUPTED
@@ -72,12 +79,15 @@ def run(options: Options, out: TextIO = sys.stdout, err: TextIO = sys.stderr) ->
         stop_forkserver()
 
 
-def _run(options: Options, out: TextIO) -> int:
+def _run(options: Options, out: TextIO, err: TextIO) -> int:
     gpus = torch.cuda.device_count()
     names = options.devices if options.devices is not None or gpus else "cpu:0,cpu:1"
     devices = device_names.resolve(names, gpus)
     picture = None if options.picture is None else _writable(options.picture)
     model = None if options.model is None else imported(options.model)
+    if err.isatty():
+        # Else a terminal shows nothing for some 15 s.
+        print(f"measuring on {', '.join(map(str, devices))} …", file=err)
     warm_up()
     with LocalPool(devices, setup=SETUP) as pool:
         pool.start()

@@ -14,8 +14,8 @@ Cells = Sequence[tuple[str, bool]]
 
 
 def as_text(headline: str, header: Sequence[str], rows: Sequence[Cells], advice: Sequence[str] = ()) -> str:
-    """Return the table for a terminal."""
-    lines = [list(header), *([text for text, _ in row] for row in rows)]
+    """Return the table for a terminal; a star stands before what is the best of its kind."""
+    lines = [list(header), *([f"* {text}" if best else text for text, best in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     aligned = (
         "  ".join(
