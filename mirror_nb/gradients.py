@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef
 
 from mirror_nb.collectives.base import CrossDeviceOps, Reduction
@@ -437,7 +438,9 @@ class GradientSynchronizer:
             frozenset(dead),
         )
         offers = _gather(offer, self.num_replicas)
-        mine = [keys[self.replica_id] for keys in _match(offers)]
+        contested = {entry[0] for other in offers for entry in other.unknown if not _alike(offers, entry[0])}
+        there = _gather(self._values_of(contested), self.num_replicas) if contested else []
+        mine = [keys[self.replica_id] for keys in _match(offers, there)]
         new = self._compare([self._tracked.get(key) for key in mine], [f"{name}" for name, _ in mine])
         numbers = range(len(self._agreed), len(self._agreed) + len(new))
         for number, agreed in zip(numbers, new, strict=True):
@@ -448,7 +451,8 @@ class GradientSynchronizer:
 
     def _compare(self, candidates: list[_Tracked | None], names: list[str]) -> list[_Agreed]:
         """Raise where shapes differ; where values differ, take those of the first replica that has them."""
-        portraits = [None if tracked is None else _Portrait.of(tracked.parameter()) for tracked in candidates]
+        parameters = [None if tracked is None else tracked.parameter() for tracked in candidates]
+        portraits = [None if parameter is None else _Portrait.of(parameter) for parameter in parameters]
         differing: list[str] = []
         agreed: list[_Agreed] = []
         for tracked, name, column in zip(
@@ -476,6 +480,18 @@ class GradientSynchronizer:
                 stacklevel=2,
             )
         return agreed
+
+    def _values_of(self, names: set[str]) -> _Values:
+        """Return the checksums of the parameters of these names that are not agreed on, used or not."""
+        values: _Values = {}
+        for tracked in self._tracked.values():
+            parameter = tracked.parameter()
+            if parameter is None or is_lazy(parameter) or tracked.name not in names or tracked.number is not None:
+                continue
+            portrait = _Portrait.of(parameter)
+            alike = values.setdefault((tracked.name, portrait.shape, str(portrait.dtype)), {})
+            alike.setdefault(portrait.checksum, []).append(tracked.ordinal)
+        return values
 
     def _drop_dead(self) -> None:
         dead = [tracked for tracked in self._tracked.values() if tracked.parameter() is None]
@@ -911,28 +927,60 @@ class _Offer:
     dead: frozenset[int]  # agreed numbers whose parameters are gone here
 
 
-def _match(offers: Sequence[_Offer]) -> list[tuple[tuple[str, int], ...]]:
+# By name, shape and dtype, then by checksum: the ordinals of the parameters that one replica has.
+_Values = dict[tuple[str, tuple[int, ...], str], dict[int, list[int]]]
+
+
+def _alike(offers: Sequence[_Offer], name: str) -> bool:
+    """Whether all replicas made equally many of that name, so that the same ordinal is the same parameter."""
+    return len({offer.registered.get(name, 0) for offer in offers}) == 1
+
+
+def _match(offers: Sequence[_Offer], values: Sequence[_Values] = ()) -> list[tuple[tuple[str, int], ...]]:
     """For each parameter that is offered, its key (name, ordinal) on every replica; replica 0's order first.
 
     The same ordinal is the same parameter where all replicas made equally many of that name. Where one made
-    more (a module for itself) or fewer (a new process), the used ones are matched in order, if all used
-    equally many; else UsageError.
+    more (a module for itself) or fewer (a new process), those of equal `values` are matched if all that are
+    used have their like on every replica. Else they are matched in order if all used equally many; else
+    UsageError.
     """
     matched: dict[tuple[Any, ...], tuple[tuple[str, int], ...]] = {}
+    contested: dict[tuple[str, tuple[int, ...], str], None] = {}
     for offer in offers:
         for name, ordinal, shape, dtype in offer.unknown:
-            if len({other.registered.get(name, 0) for other in offers}) == 1:
+            if _alike(offers, name):
                 matched.setdefault((name, ordinal), ((name, ordinal),) * len(offers))
-                continue
-            alike = [
-                sorted(entry[1] for entry in other.unknown if (entry[0], *entry[2:]) == (name, shape, dtype))
-                for other in offers
-            ]
-            if len({len(ordinals) for ordinals in alike}) > 1:
-                raise UsageError(_mismatch(name, shape, [other.registered.get(name, 0) for other in offers]))
-            for same in zip(*alike, strict=True):
-                matched.setdefault((name, shape, dtype, same), tuple((name, ordinal) for ordinal in same))
+            else:
+                contested[name, shape, dtype] = None
+    for name, shape, dtype in contested:
+        used = [
+            [entry[1] for entry in offer.unknown if (entry[0], *entry[2:]) == (name, shape, dtype)] for offer in offers
+        ]
+        columns = _by_value(used, [there.get((name, shape, dtype), {}) for there in values])
+        if columns is None:
+            if len({len(ordinals) for ordinals in used}) > 1:
+                raise UsageError(_mismatch(name, shape, [offer.registered.get(name, 0) for offer in offers]))
+            columns = list(zip(*map(sorted, used), strict=True))
+        for column in columns:
+            matched[name, *column] = tuple((name, ordinal) for ordinal in column)
     return list(matched.values())
+
+
+def _by_value(used: list[list[int]], values: list[dict[int, list[int]]]) -> list[tuple[int, ...]] | None:
+    """Return the ordinals by replica of every parameter that one used; None if one lacks its like somewhere.
+
+    Of equal ones, the first is like the first.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for i, mine in enumerate(values):
+        for checksum, alike in mine.items():
+            if set(alike).isdisjoint(used[i]):
+                continue
+            everywhere = [there.get(checksum, []) for there in values]
+            if {len(others) for others in everywhere} != {len(alike)}:
+                return None
+            found.update((column, None) for column in zip(*everywhere, strict=True) if column[i] in used[i])
+    return list(found) if values else None
 
 
 def _mismatch(name: str, shape: tuple[int, ...], made: list[int]) -> str:
@@ -959,9 +1007,7 @@ class _Portrait:
         return f"{self.dtype} {self.shape} on {self.device_type}"
 
     @staticmethod
-    def of(parameter: nn.Parameter | None) -> _Portrait | None:
-        if parameter is None:
-            return None
+    def of(parameter: nn.Parameter) -> _Portrait:
         values = parameter.detach()
         if values.is_complex():
             values = torch.view_as_real(values)

@@ -187,6 +187,8 @@ class _Packer(cloudpickle.Pickler):
             self.global_names |= global_names(obj.__code__)
             self.files.add(obj.__code__.co_filename)
             return super().reducer_override(self._unbound(obj))
+        if type(obj) is types.FunctionType and obj.__dict__.get("hooked") and _wrapped_by_torch(obj):
+            return _hooked, (obj.__wrapped__,)  # type: ignore[attr-defined]
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             found = module_by_name(obj)
             if found is not None:
@@ -249,6 +251,18 @@ class _Packer(cloudpickle.Pickler):
             leaf_grad,
             on_device,
         )
+
+
+def _wrapped_by_torch(function: types.FunctionType) -> bool:
+    """Whether it is the step of an optimizer's class that torch made call everybody's hooks."""
+    return function.__globals__.get("__name__") == "torch.optim.optimizer" and hasattr(function, "__wrapped__")
+
+
+def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap it as torch does: hooks of the process where it was wrapped before stay there, those of this one count."""
+    wrapped = torch.optim.Optimizer.profile_hook_step(step)
+    wrapped.hooked = True  # type: ignore[attr-defined]
+    return wrapped
 
 
 _NEVER_REFERRED = frozenset(

@@ -104,6 +104,25 @@ def test_a_replica_that_dies_during_the_recovery_is_filled_by_the_next(three, mo
     assert {values["k"] for values in run_cell(three, "k = kept").values.values()} == {3}
 
 
+DRAW = "import random, numpy as np\nbuilt = nn.Linear(4, 4).weight.detach().clone()\n" + (
+    "drawn = random.random(), float(np.random.rand())\nmodel(torch.ones(2, 3))\nown = float(torch.rand(()))"
+)
+
+
+def test_who_was_started_anew_draws_the_same_random_numbers_as_the_others(three):
+    assert run_cell(three, "torch.manual_seed(11)\n" + DRAW).report.clean
+    os.kill(three.status()[1].pid, signal.SIGKILL)
+    eventually(three.dead, "the death is noticed")
+    three.mend()
+    recover(three)
+    for _ in range(2):
+        seen = run_cell(three, DRAW).values
+        assert len({str(values["built"]) for values in seen.values()}) == 1
+        assert len({values["drawn"] for values in seen.values()}) == 1
+        # Once a network has run, each draws numbers of its own.
+        assert len({values["own"] for values in seen.values()}) == 3
+
+
 def test_when_nobody_is_left_there_is_no_source(three):
     for line in three.status():
         os.kill(line.pid, signal.SIGKILL)
@@ -111,3 +130,70 @@ def test_when_nobody_is_left_there_is_no_source(three):
     three.mend()
     assert recover(three).source is None
     assert three.blank == set()
+
+
+OWN_OPTIMIZER = """
+class Signs(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["step"] = self.state[p].get("step", 0) + 1
+                p -= group["lr"] * p.grad.sign()
+
+model = nn.Linear(3, 1)
+optimizer = Signs(model.parameters())
+for _ in range(3): step()
+"""
+
+
+def test_an_optimizer_whose_class_a_cell_made_comes_back_and_its_steps_count(three):
+    assert run_cell(three, OWN_OPTIMIZER).report.clean
+    os.kill(three.status()[1].pid, signal.SIGKILL)
+    eventually(three.dead, "the death is noticed")
+    three.mend()
+    assert recover(three).left == ()
+    assert [values["steps"] for values in look(three)] == [3] * 3
+    # One of them, the one that was filled, is a step ahead.
+    run_cell(
+        three,
+        "step()\noptimizer.zero_grad()\nmodel(torch.ones(2, 3)).square().mean().backward()\n"
+        "if replica_id == 1:\n    optimizer.step()\n    raise OSError('after the step')\nstrategy.reduce('sum', 1.0)",
+    )
+    three.mend()
+    assert recover(three).source == 1
+    assert [values["steps"] for values in look(three)] == [5] * 3
+
+
+UNEVEN = """
+fresh = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+means = []
+for parts in (fresh, blocks):
+    for turn in range(7):
+        parts.zero_grad()
+        # Each replica another one, in turns; the last is never used.
+        parts[(replica_id + turn) % 3](torch.ones(2, 3)).sum().backward()
+    means.append([None if part.weight.grad is None else round(float(part.weight.grad.mean()), 4) for part in parts])
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    ["", "if replica_id == 1: own = nn.Linear(3, 3)\ntorch.manual_seed(5)"],
+    ids=["after-a-death", "after-a-module-on-one-replica"],
+)
+def test_layers_of_one_shape_that_each_replica_uses_in_its_own_order_are_not_mixed_up(three, made):
+    blocks = "blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))\n"
+    assert run_cell(three, made + "\n" + blocks).report.clean
+    if not made:
+        os.kill(three.status()[1].pid, signal.SIGKILL)
+        eventually(three.dead, "the death is noticed")
+        three.mend()
+        recover(three)
+    ran = run_cell(three, UNEVEN)
+    assert ran.report.clean, ran.report.failures
+    # Two rows of ones, on one of three replicas.
+    assert [values["means"] for values in ran.values.values()] == [[[0.6667, 0.6667, 0.6667, None]] * 2] * 3

@@ -245,8 +245,8 @@ class Namespace:
         for base in kind.__mro__:
             label_class(base, self._label, self.names)
 
-    def snapshot(self) -> tuple[Packed, tuple[str, ...]]:
-        """Pack every name that can travel, as (names with their objects, networks by handle); return the others.
+    def snapshot(self, beside: object = None) -> tuple[Packed, tuple[str, ...]]:
+        """Pack every name that can travel, for `restore`, and what is to go with them; return the names that cannot.
 
         All in one pickle, so that an optimizer still holds the very parameters of its network.
         """
@@ -258,7 +258,7 @@ class Namespace:
         left: list[str] = []
         while True:
             try:
-                return pack((mine, self.mirrors.all(), self._kept), namespace=self.names), tuple(left)
+                return pack((mine, self.mirrors.all(), self._kept, beside), namespace=self.names), tuple(left)
             except TransferError:
                 broken = [name for name in mine if not self._packs(mine[name])]
                 if not broken:
@@ -273,9 +273,9 @@ class Namespace:
             return False
         return True
 
-    def restore(self, payload: Payload, slab: int | None) -> None:
-        """Take over another replica's snapshot."""
-        names, handles, self._kept = self.open(payload, slab)
+    def restore(self, payload: Payload, slab: int | None) -> Any:
+        """Take over another replica's snapshot; return what came with it."""
+        names, handles, self._kept, beside = self.open(payload, slab)
         self._settings = {
             h: settings_of(obj) for h, obj in self._kept.items() if isinstance(obj, torch.optim.Optimizer)
         }
@@ -283,6 +283,7 @@ class Namespace:
         for handle, module in handles.items():
             self.mirrors.learn(handle, module)
         self.mirrors.gave(handles.values())
+        return beside
 
     def _export(self, value: object, handle: str, fresh: dict[str, nn.Module], whole: bool) -> Export:
         if isinstance(value, types.ModuleType):

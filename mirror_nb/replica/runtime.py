@@ -197,17 +197,19 @@ class Replica:
                 case Fetch(names, owner):
                     packed = self._fetch(names, owner, request.number)
                 case Snapshot():
-                    packed, left = self.namespace.snapshot()
+                    packed, left = self.namespace.snapshot(self.scope.random_streams())
                 case Restore(names):
-                    self.namespace.restore(names, slab)
+                    self.scope.follow(self.namespace.restore(names, slab))
                 case Steps():
                     packed = pack(self._progress.steps(), in_band=True)
                 case Check():
                     packed = pack(self.steering.compare(), in_band=True)
                 case Standing(keys):
-                    packed = pack(self._progress.standing(keys))
+                    packed = pack((self._progress.standing(keys), self.scope.random_streams()))
                 case StandAt(standing):
-                    self._progress.stand_at(self.namespace.open(standing, slab))
+                    standings, streams = self.namespace.open(standing, slab)
+                    self._progress.stand_at(standings)
+                    self.scope.follow(streams)
         except BaseException as error:
             failure = self.failure(error)
         seconds = time.perf_counter() - began

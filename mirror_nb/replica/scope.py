@@ -14,6 +14,7 @@ With one replica there is one stream, and nothing differs from plain PyTorch.
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 import random
@@ -113,6 +114,15 @@ class Scope:
         if self._streams is not None:
             self.start_running()
             self._streams.plant(seed)
+
+    def random_streams(self) -> RandomStreams | None:
+        """Return how far this replica's shared stream came, for others to `follow`; None with one replica."""
+        return None if self._streams is None else self._streams.shared()
+
+    def follow(self, streams: RandomStreams | None) -> None:
+        """Go on from another replica's shared stream; this one's own stream begins anew."""
+        if self._streams is not None and streams is not None:
+            self._streams.follow(streams)
 
     @contextmanager
     def shared_randomness(self) -> Iterator[None]:
@@ -229,6 +239,17 @@ class Scope:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class RandomStreams:
+    """The shared stream of one replica, which is equal on all while they do the same."""
+
+    running: bool
+    # Whether the own stream is live.
+    shared: dict[str, Any]
+    # States of the generators, by name.
+
+
+@final
 class _Streams:
     """The two streams of every generator: one is live in the generators, the other one waits."""
 
@@ -270,6 +291,26 @@ class _Streams:
     def took_state(self) -> None:
         """The live stream goes on from a state of its own."""
         self._torch_seed = torch.initial_seed()
+
+    def shared(self) -> RandomStreams:
+        """Return the shared stream; nothing changes."""
+        running = self.running
+        self.build()
+        states = {generator.name: copy.deepcopy(generator.take()) for generator in self._generators}
+        if running:
+            self.run()
+        return RandomStreams(running, states)
+
+    def follow(self, streams: RandomStreams) -> None:
+        """Go on from another replica's shared stream, building or running as it is."""
+        self.build()
+        for generator in self._generators:
+            generator.put(streams.shared[generator.name])
+        seed = torch.initial_seed()
+        self._other = [functools.partial(generator.plant, seed, self._replica_id) for generator in self._generators]
+        self._torch_seed = seed
+        if streams.running:
+            self.run()
 
     def _swap(self) -> None:
         live: list[Callable[[], object]] = [

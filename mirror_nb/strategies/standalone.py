@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +73,9 @@ def standalone(reduction: str = "mean", seed: int = 0) -> Standalone:
     joined = dist.is_initialized()
     if not joined:
         dist.init_process_group("gloo" if device.type == "cpu" else None)
+        if device.type == "cpu":
+            # A script seldom closes its strategy. Gloo's threads at work when Python ends would abort the process.
+            atexit.register(_leave)
     gradients = GradientSynchronizer(replica_id, num_replicas, reduction=reduction)
     scope = Scope(replica_id, num_replicas, device, gradients, seed)
     identity = OwnIdentity(replica_id, num_replicas, device)

@@ -5,6 +5,7 @@ Every wait has a deadline; what is started here is ended by the block that start
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -151,9 +152,15 @@ class Lab:
 
     def end_kernels(self) -> None:
         """Shut all kernels down, as closing their notebooks would, and wait until they have ended."""
-        for session in self.ask("GET", "api/sessions") or []:
-            self.ask("DELETE", f"api/sessions/{session['id']}")
-        eventually(lambda: not self.kernel_processes(), "the kernels end")
+
+        def ended() -> bool:
+            for session in self.ask("GET", "api/sessions") or []:
+                # The server refuses while it starts that kernel anew.
+                with contextlib.suppress(urllib.error.HTTPError):
+                    self.ask("DELETE", f"api/sessions/{session['id']}")
+            return not self.kernel_processes()
+
+        eventually(ended, "the kernels end")
 
 
 def _is_kernel(process: psutil.Process) -> bool:

@@ -73,7 +73,7 @@ def test_a_cell_trains_on_two_replicas_and_the_notebook_has_the_trained_network(
         "        loss = F.cross_entropy(model(a), b)\n"
         "        optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
         "    print('epoch', epoch)\n",
-        "print('good' if (model(x).argmax(1) == (x.sum(1) > 4)).float().mean() > 0.9 else 'bad')",
+        "print('good' if (model(x).argmax(1) == (x.sum(1) > 4)).float().mean() > 0.8 else 'bad')",
     )
     opened.run_all()
     assert "epoch 9" in opened.shown(2)
