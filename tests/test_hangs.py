@@ -387,3 +387,13 @@ def test_py_spy_tells_where_a_stopped_replica_is(two):
         assert outside.stack(pid) == () or "receive" in outside.stack(pid)[0]
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def test_a_replica_whose_own_thread_fails_says_so_before_it_ends(two):
+    broken = "from mirror_nb.replica import whereabouts\ndef look(*_): raise OSError('out of order')\n"
+    source = BEGIN + broken + "if replica_id: whereabouts.look = look\nwhile True: pass"
+    ran = run_cell(two, source, timeout=0.5)
+    assert ran.report.answers[1].death is not None
+    assert "OSError: out of order" in ran.text[1]
+    assert "mirror_nb's own thread in this replica failed, which ends it" in ran.text[1]
+    goes_on(two)

@@ -20,6 +20,7 @@ from driving import DEADLINE, doing, eventually, gone, press_ctrl_c, run_cell
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
+from mirror_nb.messages import Interrupt
 from mirror_nb.pool import base, nanny
 from mirror_nb.pool.base import Death
 from mirror_nb.pool.local import LocalPool
@@ -123,7 +124,8 @@ def test_a_replica_keeps_the_memory_that_a_step_frees(two):
             kept.clear()
 
         kept = []
-        step()
+        for _ in range(3):
+            step()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(5):
             step()
@@ -445,11 +447,14 @@ def test_sending_much_to_a_stopped_replica_does_not_block_the_controller(two, sh
 
 def test_a_second_interrupt_does_not_wait_for_the_grace(two, tmp_path, monkeypatch):
     monkeypatch.setattr(base, "GRACE", 1000.0)
+    sent = []
+    send = two._send
+    monkeypatch.setattr(two, "_send", lambda r, message, slab: (send(r, message, slab), sent.append(message)))
 
     def press_twice() -> None:
         press_ctrl_c()
         # Two that are pending together would be delivered as one.
-        time.sleep(0.5)
+        eventually(lambda: sum(isinstance(m, Interrupt) for m in sent) == 2, "both replicas are told")
         press_ctrl_c()
 
     report = interrupted(two, STUCK.format("ctypes.PyDLL(None).sleep(1000)"), tmp_path, press_twice)

@@ -269,8 +269,11 @@ class _Process:
                     while self._busy:
                         self._read_for_a_while(poll)
                     self._relieved = False
+        except ChannelClosed:
+            # The controller is gone: nobody can use this replica any more.
+            _end()
         except BaseException:
-            # The controller is gone, or the channel broke: nobody can use this replica any more.
+            self.say(f"mirror_nb's own thread in this replica failed, which ends it:\n{traceback.format_exc()}")
             _end()
 
     def _read_for_a_while(self, poll: select.poll) -> None:
