@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import textwrap
 from collections.abc import Callable
 
-import psutil
 import pytest
-from driving import Ran, doing, eventually, plain, press_ctrl_c, run_cell
+from driving import Ran, doing, plain, press_ctrl_c, run_cell
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
