@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from mirror_nb.messages import Interrupt
 from mirror_nb.pool import base, nanny
 from mirror_nb.pool.base import Death
 from mirror_nb.pool.local import LocalPool
+from mirror_nb.pool.recovery import recover
 
 WAIT_IN_A_COLLECTIVE = "strategy.reduce('sum', 1.0)"
 HOLD_THE_GIL = "import ctypes\nctypes.PyDLL(None).sleep(1000)"
@@ -704,3 +708,36 @@ def unstarted() -> Iterator[LocalPool]:
 def test_replicas_that_cannot_start_say_why(unstarted):
     with pytest.raises(ReplicaError, match=r"could not form a process group.*No module named 'mirror_nb\.nowhere'"):
         unstarted.start()
+
+
+def test_replicas_that_are_killed_as_they_start_leave_nothing_open(two, monkeypatch):
+    launch, strikes = two._launch, iter([True] * 4)
+
+    def struck(replica_id):
+        member = launch(replica_id)
+        if next(strikes, False):
+            os.kill(member.process.pid, signal.SIGKILL)
+        return member
+
+    def opened():
+        found = Counter()
+        for descriptor in os.listdir("/proc/self/fd"):
+            # The listing's own is closed by now.
+            with contextlib.suppress(OSError):
+                found[re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{descriptor}"))] += 1
+        # A survivor keeps its connection to the store until the forming that failed would have given up.
+        del found["socket:[]"]
+        return found
+
+    before = opened()
+    monkeypatch.setattr(two, "_launch", struck)
+    os.kill(pids(two)[1], signal.SIGKILL)
+    eventually(two.dead, "the death is noticed")
+    for _ in range(4):
+        # After some attempts it gives up, for now.
+        with contextlib.suppress(ReplicaError):
+            two.mend()
+    recover(two)
+    assert run_cell(two, "n = int(strategy.reduce('sum', 1.0))").values[1]["n"] == 2
+    assert next(strikes, None) is None
+    assert not opened() - before

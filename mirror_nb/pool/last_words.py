@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 from multiprocessing import reduction
-from typing import final
+from typing import Any, final
 
 TELL = signal.SIGUSR2
 TELL_SECONDS = 0.05
@@ -29,8 +29,14 @@ _OURS = re.compile(r'^  File ".*/(IPython/core|mirror_nb/(replica|strategies|poo
 class Ends:
     """The replica's side: travels with what its process is started with."""
 
-    def __init__(self, stack: int, readable: int, writable: int) -> None:
-        self._shared = [reduction.DupFd(descriptor) for descriptor in (stack, readable, writable)]
+    def __init__(self, *shared: Any) -> None:
+        # Stack, readable, writable: descriptors here, what stands for them in the replica.
+        self._shared = shared
+
+    def __reduce__(self) -> Any:
+        # Not before the process starts: multiprocessing would have a thread wait for it to fetch them, and keep them
+        # open for one that dies before it does.
+        return Ends, tuple(reduction.DupFd(descriptor) for descriptor in self._shared)
 
     def use(self) -> tuple[int, int]:
         """In the replica: have crashes leave their stack; return the pipe's ends for stderr, which it has to read."""

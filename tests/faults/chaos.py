@@ -373,6 +373,7 @@ class Round:
         shown = "" if raised is None else "\n".join(getattr(raised, "_render_traceback_", list)())
         self._shown = f"; the user saw {shown[-4000:]}"
         self._record.outcome = type(raised).__name__ if raised is not None else "no error"
+        self._least = self._before + (STEPS if raised is None else 0)
         self._expect(raised)
         began = time.perf_counter()
         seen = self._recovered()
@@ -384,7 +385,7 @@ class Round:
             self._record.all_lost = True
             self._front.fresh = True
         else:
-            self._check(seen, raised)
+            self._check(seen)
         self._check_resources()
 
     def _check_survivors(self) -> None:
@@ -485,11 +486,13 @@ class Round:
                 thread.start()
             try:
                 try:
-                    return self._look()
+                    seen = self._look()
                 finally:
                     over.set()
                     while thread.is_alive():
                         thread.join()
+                # A strike at the very end is found by what comes next.
+                return self._look() if self._draw.recovery and not attempt and seen is not None else seen
             except (mnb.ReplicaDied, KeyboardInterrupt) as error:
                 if attempt and not isinstance(error, KeyboardInterrupt):
                     late = self._draw.outside in ("kill", "segv")
@@ -503,7 +506,8 @@ class Round:
 
     def _look(self) -> list[tuple[Any, ...]] | None:
         seen = self._front.look()
-        if self._may_all_be_lost() and min(row[1] for row in seen) < self._before:
+        alive = {line.pid for line in self._front.pool.status()} & set(self._pids)
+        if self._may_all_be_lost() and not alive and min(row[1] for row in seen) < self._least:
             return None
         return seen
 
@@ -526,7 +530,7 @@ class Round:
             killed |= set(draw.recovery_victims)
         return len(killed) == self._front.n
 
-    def _check(self, seen: list[tuple[Any, ...]], raised: BaseException | None) -> None:
+    def _check(self, seen: list[tuple[Any, ...]]) -> None:
         n = self._front.n
         totals, steps, weights, states, tokens = (list(column) for column in zip(*seen, strict=True))
         _promise(totals == [n * (n + 1) / 2] * n, f"an all-reduce gave {totals}")
@@ -537,8 +541,7 @@ class Round:
             same = all(torch.equal(a, b) for a, b in zip(weights[0], weights[r], strict=True))
             _promise(same, f"the weights of replicas 0 and {r} differ")
         step = steps[0]
-        least = self._before + (STEPS if raised is None else 0)
-        _promise(least <= step <= self._before + STEPS, f"step {step} after {self._before} + at most {STEPS}")
+        _promise(self._least <= step <= self._before + STEPS, f"step {step} after {self._before} + at most {STEPS}")
         near = [torch.allclose(a, b, atol=1e-5) for a, b in zip(weights[0], trajectory(n)[step], strict=True)]
         _promise(all(near), f"the weights are not those after {step} undisturbed steps")
         self._front.compare(step, weights[0])
