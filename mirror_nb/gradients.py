@@ -36,6 +36,7 @@ from torch.utils.weak import TensorWeakRef
 
 from mirror_nb.collectives.base import CrossDeviceOps, Reduction
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
+from mirror_nb.matching import Offer, Portrait, Values, made_alike, match
 from mirror_nb.recorder import Recorder
 from mirror_nb.steering import QUIET, Steering
 from mirror_nb.values import ReduceOp
@@ -432,15 +433,15 @@ class GradientSynchronizer:
         """Number the parameters that someone used for the first time; returns the new numbers, the dead."""
         self._drop_dead()
         dead = [number for number, agreed in enumerate(self._agreed) if agreed.parameter() is None]
-        offer = _Offer(
+        offer = Offer(
             tuple((*tracked.key, tuple(tracked.alive().shape), str(tracked.alive().dtype)) for tracked in unknown),
             dict(self._registered),
             frozenset(dead),
         )
         offers = _gather(offer, self.num_replicas)
-        contested = {entry[0] for other in offers for entry in other.unknown if not _alike(offers, entry[0])}
+        contested = {entry[0] for other in offers for entry in other.unknown if not made_alike(offers, entry[0])}
         there = _gather(self._values_of(contested), self.num_replicas) if contested else []
-        mine = [keys[self.replica_id] for keys in _match(offers, there)]
+        mine = [keys[self.replica_id] for keys in match(offers, there)]
         new = self._compare([self._tracked.get(key) for key in mine], [f"{name}" for name, _ in mine])
         numbers = range(len(self._agreed), len(self._agreed) + len(new))
         for number, agreed in zip(numbers, new, strict=True):
@@ -452,7 +453,7 @@ class GradientSynchronizer:
     def _compare(self, candidates: list[_Tracked | None], names: list[str]) -> list[_Agreed]:
         """Raise where shapes differ; where values differ, take those of the first replica that has them."""
         parameters = [None if tracked is None else tracked.parameter() for tracked in candidates]
-        portraits = [None if parameter is None else _Portrait.of(parameter) for parameter in parameters]
+        portraits = [None if parameter is None else Portrait.of(parameter) for parameter in parameters]
         differing: list[str] = []
         agreed: list[_Agreed] = []
         for tracked, name, column in zip(
@@ -481,14 +482,14 @@ class GradientSynchronizer:
             )
         return agreed
 
-    def _values_of(self, names: set[str]) -> _Values:
+    def _values_of(self, names: set[str]) -> Values:
         """Return the checksums of the parameters of these names that are not agreed on, used or not."""
-        values: _Values = {}
+        values: Values = {}
         for tracked in self._tracked.values():
             parameter = tracked.parameter()
             if parameter is None or is_lazy(parameter) or tracked.name not in names or tracked.number is not None:
                 continue
-            portrait = _Portrait.of(parameter)
+            portrait = Portrait.of(parameter)
             alike = values.setdefault((tracked.name, portrait.shape, str(portrait.dtype)), {})
             alike.setdefault(portrait.checksum, []).append(tracked.ordinal)
         return values
@@ -915,105 +916,6 @@ class _History:
             self._surplus.clear()
         self._surplus.pop(self._previous, None)
         self._following[self._previous] = self._latest = numbers
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What one replica brings when parameters are agreed on."""
-
-    unknown: tuple[tuple[str, int, tuple[int, ...], str], ...]  # name, ordinal, shape, dtype; in the order of use
-    registered: dict[str, int]  # how many parameters of each name it ever tracked
-    dead: frozenset[int]  # agreed numbers whose parameters are gone here
-
-
-# By name, shape and dtype, then by checksum: the ordinals of the parameters that one replica has.
-_Values = dict[tuple[str, tuple[int, ...], str], dict[int, list[int]]]
-
-
-def _alike(offers: Sequence[_Offer], name: str) -> bool:
-    """Whether all replicas made equally many of that name, so that the same ordinal is the same parameter."""
-    return len({offer.registered.get(name, 0) for offer in offers}) == 1
-
-
-def _match(offers: Sequence[_Offer], values: Sequence[_Values] = ()) -> list[tuple[tuple[str, int], ...]]:
-    """For each parameter that is offered, its key (name, ordinal) on every replica; replica 0's order first.
-
-    The same ordinal is the same parameter where all replicas made equally many of that name. Where one made
-    more (a module for itself) or fewer (a new process), those of equal `values` are matched if all that are
-    used have their like on every replica. Else they are matched in order if all used equally many; else
-    UsageError.
-    """
-    matched: dict[tuple[Any, ...], tuple[tuple[str, int], ...]] = {}
-    contested: dict[tuple[str, tuple[int, ...], str], None] = {}
-    for offer in offers:
-        for name, ordinal, shape, dtype in offer.unknown:
-            if _alike(offers, name):
-                matched.setdefault((name, ordinal), ((name, ordinal),) * len(offers))
-            else:
-                contested[name, shape, dtype] = None
-    for name, shape, dtype in contested:
-        used = [
-            [entry[1] for entry in offer.unknown if (entry[0], *entry[2:]) == (name, shape, dtype)] for offer in offers
-        ]
-        columns = _by_value(used, [there.get((name, shape, dtype), {}) for there in values])
-        if columns is None:
-            if len({len(ordinals) for ordinals in used}) > 1:
-                raise UsageError(_mismatch(name, shape, [offer.registered.get(name, 0) for offer in offers]))
-            columns = list(zip(*map(sorted, used), strict=True))
-        for column in columns:
-            matched[name, *column] = tuple((name, ordinal) for ordinal in column)
-    return list(matched.values())
-
-
-def _by_value(used: list[list[int]], values: list[dict[int, list[int]]]) -> list[tuple[int, ...]] | None:
-    """Return the ordinals by replica of every parameter that one used; None if one lacks its like somewhere.
-
-    Of equal ones, the first is like the first.
-    """
-    found: dict[tuple[int, ...], None] = {}
-    for i, mine in enumerate(values):
-        for checksum, alike in mine.items():
-            if set(alike).isdisjoint(used[i]):
-                continue
-            everywhere = [there.get(checksum, []) for there in values]
-            if {len(others) for others in everywhere} != {len(alike)}:
-                return None
-            found.update((column, None) for column in zip(*everywhere, strict=True) if column[i] in used[i])
-    return list(found) if values else None
-
-
-def _mismatch(name: str, shape: tuple[int, ...], made: list[int]) -> str:
-    counts = ", ".join(f"{count} on replica {i}" for i, count in enumerate(made))
-    return (
-        f"the replicas train different modules: a parameter {name} of shape {shape} got a gradient, and of that "
-        f"name there were made {counts}; create modules on every replica alike (not under `if replica_id == "
-        "...`), or train without synchronisation (--no-sync)"
-    )
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Portrait:
-    """A parameter as the other replicas see it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
-    checksum: int
-
-    @property
-    def form(self) -> str:
-        return f"{self.dtype} {self.shape} on {self.device_type}"
-
-    @staticmethod
-    def of(parameter: nn.Parameter) -> _Portrait:
-        values = parameter.detach()
-        if values.is_complex():
-            values = torch.view_as_real(values)
-        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-        checksum = int(values.view(integers).sum(dtype=torch.int64))
-        return _Portrait(tuple(parameter.shape), parameter.dtype, parameter.device.type, checksum)
 
 
 class _Engine(Protocol):

@@ -22,6 +22,7 @@ FLOORS = (
         "payload",
         "keras_objects",
         "contents",
+        "matching",
         "mirrors",
         "batches",
         "sampling",

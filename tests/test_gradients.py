@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
-from mirror_nb.gradients import PATIENCE, GradientSynchronizer, _History, _match, _Offer
+from mirror_nb.gradients import PATIENCE, GradientSynchronizer, _History
 from mirror_nb.replica.scope import Scope
 from mirror_nb.steering import QUIET
 
@@ -1100,47 +1100,3 @@ def test_what_is_remembered_has_a_bound() -> None:
     for i in range(1000):
         history.learn(frozenset({i, i * 7}))
     assert len(history._following) + len(history._surplus) <= 200
-
-
-def offer(*used: tuple[str, int], **registered: int) -> _Offer:
-    return _Offer(tuple((name, ordinal, (2,), "f") for name, ordinal in used), registered, frozenset())
-
-
-def test_parameters_match_by_their_order_of_creation() -> None:
-    offers = [offer(("a", 1), a=2, b=1), offer(("b", 0), ("a", 1), a=2, b=1)]
-    assert _match(offers) == [(("a", 1), ("a", 1)), (("b", 0), ("b", 0))]
-
-
-def test_a_replica_that_made_more_is_matched_by_what_is_used() -> None:
-    assert _match([offer(("a", 1), a=2), offer(("a", 0), a=1)]) == [(("a", 1), ("a", 0))]
-
-
-def test_a_replica_that_made_more_is_matched_by_values_whatever_each_one_uses() -> None:
-    shared, own = {7: [1], 8: [2]}, {7: [0], 8: [1]}
-    values = [{("a", (2,), "f"): {5: [0], **shared}}, {("a", (2,), "f"): own}]
-    assert _match([offer(("a", 1), a=3), offer(("a", 1), a=2)], values) == [
-        (("a", 1), ("a", 0)),
-        (("a", 2), ("a", 1)),
-    ]
-
-
-def test_equal_values_are_told_apart_by_their_order() -> None:
-    values = [{("a", (2,), "f"): {7: [1, 2]}}, {("a", (2,), "f"): {7: [0, 1]}}]
-    assert _match([offer(("a", 2), a=3), offer(("a", 1), a=2)], values) == [(("a", 2), ("a", 1))]
-
-
-def test_values_that_one_replica_lacks_are_matched_in_order_of_use() -> None:
-    values = [{("a", (2,), "f"): {7: [1], 8: [2]}}, {("a", (2,), "f"): {7: [0], 9: [1]}}]
-    offers = [offer(("a", 1), ("a", 2), a=3), offer(("a", 0), ("a", 1), a=2)]
-    assert _match(offers, values) == [(("a", 1), ("a", 0)), (("a", 2), ("a", 1))]
-
-
-def test_a_module_that_only_one_replica_made_is_not_taken_for_the_one_with_its_values() -> None:
-    # Both drew the same numbers, one of them for a module of its own.
-    values = [{("a", (2,), "f"): {7: [0], 8: [1]}}, {("a", (2,), "f"): {7: [0]}}]
-    assert _match([offer(("a", 1), a=2), offer(("a", 0), a=1)], values) == [(("a", 1), ("a", 0))]
-
-
-def test_different_numbers_of_used_parameters_are_an_error() -> None:
-    with pytest.raises(UsageError, match="2 on replica 0, 1 on replica 1"):
-        _match([offer(("a", 0), ("a", 1), a=2), offer(("a", 0), a=1)])

@@ -1,0 +1,114 @@
+"""Which parameters of the replicas are the same one: by how many were made, by their values, by the order of use.
+
+Knows what replicas tell each other of parameters. Knows nothing of gradients, nor of how that travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from mirror_nb.errors import UsageError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one replica brings when parameters are agreed on."""
+
+    unknown: tuple[tuple[str, int, tuple[int, ...], str], ...]  # name, ordinal, shape, dtype; in the order of use
+    registered: dict[str, int]  # how many parameters of each name it ever tracked
+    dead: frozenset[int]  # agreed numbers whose parameters are gone here
+
+
+# By name, shape and dtype, then by checksum: the ordinals of the parameters that one replica has.
+Values = dict[tuple[str, tuple[int, ...], str], dict[int, list[int]]]
+
+
+def made_alike(offers: Sequence[Offer], name: str) -> bool:
+    """Whether all replicas made equally many of that name, so that the same ordinal is the same parameter."""
+    return len({offer.registered.get(name, 0) for offer in offers}) == 1
+
+
+def match(offers: Sequence[Offer], values: Sequence[Values] = ()) -> list[tuple[tuple[str, int], ...]]:
+    """For each parameter that is offered, its key (name, ordinal) on every replica; replica 0's order first.
+
+    The same ordinal is the same parameter where all replicas made equally many of that name. Where one made
+    more (a module for itself) or fewer (a new process), those of equal `values` are matched if all that are
+    used have their like on every replica. Else they are matched in order if all used equally many; else
+    UsageError.
+    """
+    matched: dict[tuple[Any, ...], tuple[tuple[str, int], ...]] = {}
+    contested: dict[tuple[str, tuple[int, ...], str], None] = {}
+    for offer in offers:
+        for name, ordinal, shape, dtype in offer.unknown:
+            if made_alike(offers, name):
+                matched.setdefault((name, ordinal), ((name, ordinal),) * len(offers))
+            else:
+                contested[name, shape, dtype] = None
+    for name, shape, dtype in contested:
+        used = [
+            [entry[1] for entry in offer.unknown if (entry[0], *entry[2:]) == (name, shape, dtype)] for offer in offers
+        ]
+        columns = _by_value(used, [there.get((name, shape, dtype), {}) for there in values])
+        if columns is None:
+            if len({len(ordinals) for ordinals in used}) > 1:
+                raise UsageError(_mismatch(name, shape, [offer.registered.get(name, 0) for offer in offers]))
+            columns = list(zip(*map(sorted, used), strict=True))
+        for column in columns:
+            matched[name, *column] = tuple((name, ordinal) for ordinal in column)
+    return list(matched.values())
+
+
+def _by_value(used: list[list[int]], values: list[dict[int, list[int]]]) -> list[tuple[int, ...]] | None:
+    """Return the ordinals by replica of every parameter that one used; None if one lacks its like somewhere.
+
+    Of equal ones, the first is like the first.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for i, mine in enumerate(values):
+        for checksum, alike in mine.items():
+            if set(alike).isdisjoint(used[i]):
+                continue
+            everywhere = [there.get(checksum, []) for there in values]
+            if {len(others) for others in everywhere} != {len(alike)}:
+                return None
+            found.update((column, None) for column in zip(*everywhere, strict=True) if column[i] in used[i])
+    return list(found) if values else None
+
+
+def _mismatch(name: str, shape: tuple[int, ...], made: list[int]) -> str:
+    counts = ", ".join(f"{count} on replica {i}" for i, count in enumerate(made))
+    return (
+        f"the replicas train different modules: a parameter {name} of shape {shape} got a gradient, and of that "
+        f"name there were made {counts}; create modules on every replica alike (not under `if replica_id == "
+        "...`), or train without synchronisation (--no-sync)"
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Portrait:
+    """A parameter as the other replicas see it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+    checksum: int
+
+    @property
+    def form(self) -> str:
+        return f"{self.dtype} {self.shape} on {self.device_type}"
+
+    @staticmethod
+    def of(parameter: nn.Parameter) -> Portrait:
+        values = parameter.detach()
+        if values.is_complex():
+            values = torch.view_as_real(values)
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+        checksum = int(values.view(integers).sum(dtype=torch.int64))
+        return Portrait(tuple(parameter.shape), parameter.dtype, parameter.device.type, checksum)
