@@ -23,7 +23,7 @@ from driving import DEADLINE, doing, eventually, gone, press_ctrl_c, run_cell
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
-from mirror_nb.messages import Interrupt
+from mirror_nb.messages import Done, Interrupt
 from mirror_nb.pool import base, nanny
 from mirror_nb.pool.base import Death
 from mirror_nb.pool.local import LocalPool
@@ -447,6 +447,30 @@ def test_sending_much_to_a_stopped_replica_does_not_block_the_controller(two, sh
     assert ran.values[0]["n"] == 10_000_000
     assert [(death.replica_id, death.by_us) for death in ran.report.deaths] == [(1, True)]
     two.mend()
+
+
+def test_an_interrupt_as_the_last_replica_joins_the_group_is_heard_and_poisons_nothing(two, monkeypatch):
+    poll, held = two._poll, []
+
+    def one_by_one(timeout):
+        found = [*held, *poll(timeout)]
+        held.clear()
+        joined = [i for i, (_, message, _) in enumerate(found) if isinstance(message, Done)]
+        if len(joined) == 2 or (joined and not pressed):
+            pressed.append(press_ctrl_c())
+            held.extend(found[joined[0] + 1 :])
+            del found[joined[0] + 1 :]
+        return found
+
+    pressed: list[None] = []
+    two.unform()
+    with monkeypatch.context() as patch:
+        patch.setattr(two, "_poll", one_by_one)
+        with pytest.raises(KeyboardInterrupt):
+            two.mend()
+    assert pressed
+    two.mend()
+    assert run_cell(two, "n = int(strategy.reduce('sum', 1.0))").values[1]["n"] == 2
 
 
 def test_a_second_interrupt_does_not_wait_for_the_grace(two, tmp_path, monkeypatch):

@@ -290,11 +290,12 @@ class Pool(ABC):
             said.clear()
             requests = {r: Form(self._rendezvous(r)) for r in range(self.size)}
             report = self.run(requests, on_message=take, timeout=FORM_SECONDS)
-            if report.clean:
-                self._formed = True
-                return replaced
             if report.interrupted:
                 raise KeyboardInterrupt
+            # One that joined as the time was up may have been told to give up all the same.
+            if report.clean and not report.timed_out:
+                self._formed = True
+                return replaced
             gone = self.dead()
             replaced += gone
             self._replace(gone)
