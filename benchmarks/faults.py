@@ -3,7 +3,8 @@
     python benchmarks/faults.py [trials]
 
 Two, three and four CPU replicas; one of them is killed while no cell runs, in Python, and in a collective. A fresh
-start of one replica (its process and its first all-reduce with the others) is what the next cell is compared with.
+start of one replica (its process and its first all-reduce with the others) is what the next cell is compared with,
+without the time that the same cell takes when nothing has happened; both are taken in turns with the deaths.
 In `fit` the time is that from the kill to the end of the step that is done again, with the callbacks that hear of it;
 a fresh start is then also told with the first step of its optimizer, for which torch loads its compiler.
 Interrupts are timed from Ctrl-C to the end of the cell; the kill of the controller, to the last process gone.
@@ -12,6 +13,7 @@ Interrupts are timed from Ctrl-C to the end of the cell; the kill of the control
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import signal
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,29 +105,34 @@ def next_cell(notebook: Notebook) -> float:
 def deaths(n: int) -> list[str]:
     notebook = Notebook(n)
     lines = []
-    try:
-        fresh = [_fresh(notebook) for _ in range(TRIALS)]
-        usual = statistics.median(fresh)
-        for where, source in HOLD.items():
-            told, mended = [], []
-            for trial in range(TRIALS):
-                victim = trial % n
-                strike = lambda victim=victim: os.kill(notebook.pid(victim), signal.SIGKILL)  # noqa: E731
-                seconds, name = struck(notebook, source.replace("VICTIM", str(victim)), strike)
-                assert name == "ReplicaDied", name
-                told.append(seconds)
-                mended.append(next_cell(notebook))
-            lines.append(_line(f"{n} replicas, one killed {where}", told, mended, usual))
-        told, mended = [], []
+
+    def trials(where: str, die: Callable[[int], float]) -> None:
+        told, mended, usual, fresh = [], [], [], []
         for trial in range(TRIALS):
-            pid = notebook.pid(trial % n)
-            began = time.perf_counter()
-            os.kill(pid, signal.SIGKILL)
-            while not notebook.session.pool.dead():  # type: ignore[union-attr]
-                time.sleep(0.001)
-            told.append(time.perf_counter() - began)
+            fresh.append(_fresh(notebook))
+            usual.append(next_cell(notebook))
+            told.append(die(trial % n))
             mended.append(next_cell(notebook))
-        lines.append(_line(f"{n} replicas, one killed idle", told, mended, usual))
+        lines.append(_line(f"{n} replicas, one killed {where}", told, mended, usual, fresh))
+
+    def die_in(source: str, victim: int) -> float:
+        strike = lambda: os.kill(notebook.pid(victim), signal.SIGKILL)  # noqa: E731
+        seconds, name = struck(notebook, source.replace("VICTIM", str(victim)), strike)
+        assert name == "ReplicaDied", name
+        return seconds
+
+    def die_idle(victim: int) -> float:
+        pid = notebook.pid(victim)
+        began = time.perf_counter()
+        os.kill(pid, signal.SIGKILL)
+        while not notebook.session.pool.dead():  # type: ignore[union-attr]
+            time.sleep(0.001)
+        return time.perf_counter() - began
+
+    try:
+        for where, source in HOLD.items():
+            trials(where, functools.partial(die_in, source))
+        trials("idle", die_idle)
     finally:
         notebook.session.stop()
     return lines
@@ -205,10 +213,11 @@ def _step() -> None:
     torch.optim.Adam([parameter]).step()
 
 
-def _line(what: str, told: list[float], mended: list[float], fresh: float) -> str:
+def _line(what: str, told: list[float], mended: list[float], usual: list[float], fresh: list[float]) -> str:
+    later, cell, start = map(statistics.median, (mended, usual, fresh))
     return (
-        f"{what:<44} told {statistics.median(told):.3f} s (worst {max(told):.3f}), "
-        f"next cell {statistics.median(mended):.3f} s (a fresh start of one: {fresh:.3f})"
+        f"{what:<44} told {statistics.median(told):.3f} s (worst {max(told):.3f}), next cell {later:.3f} s, "
+        f"usually {cell:.3f}: {(later - cell) / start:.2f} × a fresh start of one ({start:.3f})"
     )
 
 
