@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from browser.lab import Lab, Notebook, chromium  # noqa: E402
 from driving import eventually  # noqa: E402
 
-WIDTH, HEIGHT, SCALE = 1000, 1400, 1.5
+WIDTH, HEIGHT, SCALE = 1000, 1600, 1.5
 # Of the page, in CSS pixels, and how many pixels each becomes.
 MARGIN = 8
 # To the right of the cells and below them, in CSS pixels.

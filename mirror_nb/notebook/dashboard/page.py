@@ -40,7 +40,7 @@ font:11px/1.35 var(--jp-ui-font-family,var(--vscode-font-family,system-ui,sans-s
 {",".join(_DARK)}{{{_variables(True)}}}{replicas}{parts}
 .mnb *{{box-sizing:border-box}}.mnb i{{font-style:normal}}.mnb b{{font-weight:600}}.mnb .b{{font-weight:700}}
 .mnb .hot{{--c:var(--hot);color:var(--hot)!important}}.mnb .m{{--c:var(--m)}}.mnb .ink{{--c:var(--fg)}}
-.mnb .top{{display:flex;flex-wrap:wrap;gap:2px 12px;align-items:center;min-height:28px;padding-right:290px}}
+.mnb .top{{display:flex;flex-wrap:wrap;gap:2px 12px;align-items:center;min-height:28px;padding-right:280px}}
 .mnb .top>b{{font-size:16px;font-weight:700}}.mnb .top>span{{color:var(--m)}}
 .mnb .pill{{border-radius:6px;padding:3px 10px 2px;line-height:13px;font-weight:700;font-size:10px;
 letter-spacing:.05em;text-transform:uppercase;color:var(--bg);background:var(--m)}}
@@ -103,7 +103,7 @@ content:none!important;display:none!important}}
 .mnb-board.jupyter-widgets-disconnected>.mnb-buttons{{display:none}}
 .mnb-board.jupyter-widgets-disconnected>:not(.mnb-gone){{opacity:.4}}
 .mnb-board{{position:relative}}.mnb-buttons{{position:absolute;right:0;top:0;z-index:1}}
-.mnb-buttons button{{width:90px}}</style>"""
+.mnb-buttons button{{width:auto;padding:0 9px}}</style>"""
 
 
 GONE = (
