@@ -99,7 +99,7 @@ def photograph(notebook: Notebook, path: Path, first_cell: int, last_cell: int) 
     page = notebook.page
     page.mouse.move(0, 0)
     cells = page.locator(".jp-Notebook .jp-Cell")
-    cells.nth(first_cell).scroll_into_view_if_needed()
+    cells.nth(first_cell).evaluate("cell => cell.scrollIntoView({block: 'start'})")
     first, last = cells.nth(first_cell).bounding_box(), cells.nth(last_cell).bounding_box()
     assert first is not None
     assert last is not None

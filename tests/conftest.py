@@ -18,6 +18,7 @@ from driving import eventually
 
 from mirror_nb.devices import Device
 from mirror_nb.pool.local import LocalPool, stop_forkserver
+from mirror_nb.pool.recovery import recover
 from mirror_nb.strategies.mirrored import SETUP
 
 _MARK = "MIRROR_NB_TEST_SESSION"
@@ -97,6 +98,8 @@ def replicas() -> Iterator[Callable[[int], LocalPool]]:
             pools[n] = LocalPool(tuple(Device("cpu", i) for i in range(n)), setup=SETUP)
             pools[n].start()
         pools[n].mend()
+        # As sessions do: one that is not filled yet would get another's values after the test's own failure.
+        recover(pools[n])
         return pools[n]
 
     yield pool_of
