@@ -197,3 +197,33 @@ def test_layers_of_one_shape_that_each_replica_uses_in_its_own_order_are_not_mix
     assert ran.report.clean, ran.report.failures
     # Two rows of ones, on one of three replicas.
     assert [values["means"] for values in ran.values.values()] == [[[0.6667, 0.6667, 0.6667, None]] * 2] * 3
+
+
+WRAPPED = """
+torch.manual_seed(0)
+model = nn.Linear(3, 1)
+wrapped = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+"""
+WRAPPED_STEP = "optimizer.zero_grad(); wrapped(torch.ones(2, 3)).square().mean().backward(); optimizer.step()"
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a DistributedDataParallel that was started anew cuts its buckets anew, the survivors' do not",
+)
+def test_a_model_in_ddp_goes_on_after_a_death(three):
+    assert run_cell(three, WRAPPED + "for _ in range(3):\n    " + WRAPPED_STEP).report.clean
+    os.kill(three.status()[1].pid, signal.SIGKILL)
+    eventually(three.dead, "the death is noticed")
+    three.mend()
+    recover(three)
+    try:
+        for _ in range(2):
+            ran = run_cell(three, WRAPPED_STEP)
+            assert ran.report.clean, ran.report.failures
+    finally:
+        three.mend()
+        recover(three)
+        run_cell(three, "del wrapped")
+    assert [values["steps"] for values in look(three)] == [5] * 3
