@@ -205,6 +205,9 @@ class Communicate:
 class Snapshot:
     """Send every name that can travel, with handles, for a replica that starts anew."""
 
+    without: tuple[str, ...] = ()
+    # Names that cannot be rebuilt there.
+
 
 @dataclass(frozen=True, slots=True)
 class Restore:
@@ -492,7 +495,7 @@ class Done(_Compact):
     result: dict[str, Any] | None = None
     # The MIME bundle of the cell's last expression, formatted by the replica.
     left: tuple[str, ...] = ()
-    # Names that could not be put into a snapshot.
+    # Names that could not be put into a snapshot, or not be taken from one.
     grouped: bool = True
     # False: the request left the replica without a default process group (a cell destroyed it).
     settings: tuple[tuple[str, Any], ...] = ()

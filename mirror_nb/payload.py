@@ -11,6 +11,7 @@ import contextlib
 import dis
 import importlib
 import io
+import itertools
 import mmap
 import os
 import pickle
@@ -71,6 +72,8 @@ class Arrivals:
 
     modules: list[nn.Module] = field(default_factory=list)
     handles: dict[str, nn.Module] = field(default_factory=dict)
+    lacking: str = ""
+    # What could not be imported here, if the payload was opened for all the rest of it.
 
 
 class _Storage:
@@ -110,6 +113,53 @@ def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
         _opening.arrivals.modules.append(module)
         if handle is not None:
             _opening.arrivals.handles[handle] = module
+
+
+class Begins:
+    """Stands before an object in a payload, so that the receiver can say which one it could not rebuild."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _begins, (self._name,)
+
+
+def _begins(name: str) -> None:
+    if _opening is not None:
+        _opening.at = name
+
+
+class NotRebuilt(TransferError):
+    """What stands after `Begins(name)` cannot be rebuilt here."""
+
+    def __init__(self, name: str, reason: Exception) -> None:
+        super().__init__(f"`{name}` cannot be rebuilt here: {type(reason).__name__}: {reason}")
+        self.name = name
+
+
+class SearchPath:
+    """Where the sender looks for modules: the receiver looks there too before what follows in a payload is rebuilt."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _search, (list(sys.path),)
+
+
+def _search(paths: list[str]) -> None:
+    here = set(sys.path)
+    before = list(itertools.takewhile(lambda path: path not in here, paths))
+    behind = [path for path in paths[len(before) :] if path not in here]
+    sys.path[:] = [*before, *sys.path, *behind]
+
+
+class Lacking(nn.Module):
+    """In the place of an object whose class is not to be had here."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: object) -> None:
+        """Nothing of it can be used."""
 
 
 class _Limited(io.BytesIO):
@@ -535,12 +585,34 @@ class _Opener(pickle.Unpickler):
         namespace: MutableMapping[str, Any] | None,
         resolve: Callable[[Any], object] | None,
         device: torch.device | None,
+        lenient: bool,
     ) -> None:
         super().__init__(io.BytesIO(pickled), buffers=buffers)
+        self._lenient = lenient
         self.arrivals = Arrivals()
         self.device = device
+        self.at = ""
         self._namespace = namespace
         self._resolve = resolve
+
+    def find_class(self, module: str, name: str) -> Any:
+        """For pickle: the class or function of that name, or what stands for it."""
+        if not self._lenient:
+            return super().find_class(module, name)
+        try:
+            found = super().find_class(module, name)
+        except (ImportError, AttributeError) as reason:
+            self.arrivals.lacking = str(reason)
+            return Lacking
+        # cloudpickle's way to a module that an object refers to.
+        return self._import if found is cloudpickle.cloudpickle.subimport else found
+
+    def _import(self, name: str) -> Any:
+        try:
+            return importlib.import_module(name)
+        except ImportError as reason:
+            self.arrivals.lacking = str(reason)
+            return Lacking()
 
     def persistent_load(self, pid: Any) -> Any:
         if pid == (_NAMESPACE,):
@@ -562,11 +634,16 @@ def unpack(
     namespace: MutableMapping[str, Any] | None = None,
     resolve: Callable[[Any], object] | None = None,
     device: torch.device | None = None,
+    lenient: bool = False,
 ) -> tuple[Any, Arrivals]:
     """Rebuild what `pack` was given, and tell which modules arrived in it. Takes over `slab` and closes it.
 
     Tensors and arrays look at the slab's pages; writing to them changes this process's copy alone. Tensors
     that were on a GPU go to `device` (None: they stay on the CPU). `resolve` turns a reference into its object.
+
+    With `lenient`, what cannot be imported here does not fail: see `Arrivals.lacking`, of which no network is told.
+
+    Raises NotRebuilt where the payload says which of its objects begin, else what rebuilding raised.
     """
     global _opening
     buffers: list[memoryview] = []
@@ -581,11 +658,19 @@ def unpack(
         # What no channel has copied, in a pool without processes, is still the sender's memory.
         own = [buffer if isinstance(buffer, bytearray) else bytearray(buffer) for buffer in payload.beside]
         return pickle.loads(pickled, buffers=own or buffers), Arrivals()
-    opener = _Opener(pickled, buffers, namespace, resolve, device)
+    opener = _Opener(pickled, buffers, namespace, resolve, device, lenient)
     before, _opening = _opening, opener
     try:
         with repairing():
-            return opener.load(), opener.arrivals
+            value, arrivals = opener.load(), opener.arrivals
+            if arrivals.lacking:
+                # Any of them may hold what is not there.
+                arrivals.modules, arrivals.handles = [], {}
+            return value, arrivals
+    except Exception as reason:
+        if not opener.at:
+            raise
+        raise NotRebuilt(opener.at, reason) from reason
     finally:
         _opening = before
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -86,6 +87,14 @@ def unused(files: list[Path]) -> list[Path]:
         with contextlib.suppress(psutil.Error):
             mapped |= {m.path.removesuffix(" (deleted)") for m in process.memory_maps()}
     return [path for path in files if str(path) not in mapped and path.exists()]
+
+
+@pytest.fixture(autouse=True)
+def own_search_path() -> Iterator[None]:
+    """Cells may change where modules are looked for, and that follows them here."""
+    saved = list(sys.path)
+    yield
+    sys.path[:] = saved
 
 
 @pytest.fixture(scope="session")

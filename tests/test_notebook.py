@@ -206,6 +206,34 @@ def test_a_class_made_in_a_cell_is_a_class_here(notebook):
     assert notebook.value("isinstance(tiny, Tiny), int(Tiny()(torch.tensor(1)))") == "(True, 2)"
 
 
+OF_MINE = "from torch import nn\nclass Mine(nn.Linear):\n    def __init__(self): super().__init__(2, 2)\n"
+
+
+def test_a_folder_that_a_cell_imports_from_is_one_for_the_notebook_too(notebook, tmp_path):
+    (tmp_path / "nets_of_mine.py").write_text(OF_MINE)
+    shown = notebook.run(
+        f"%%mirrored\nimport sys; sys.path.insert(0, {str(tmp_path)!r})\nimport nets_of_mine\n"
+        "net = nets_of_mine.Mine()"
+    )
+    assert shown.error is None, shown.error
+    assert notebook.value("type(net) is nets_of_mine.Mine, float(net.weight.sum()) != 0") == "(True, True)"
+    assert notebook.value(f"sys.path.index({str(tmp_path)!r})") == "0"
+
+
+def test_a_network_whose_class_the_notebook_cannot_import_stays_and_costs_no_other_name(notebook, tmp_path):
+    (tmp_path / "nets_elsewhere.py").write_text(OF_MINE)
+    shown = notebook.run(
+        f"%%mirrored\nimport sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom nets_elsewhere import Mine\n"
+        "sys.path.pop(0)\nnet = Mine(); number = 5"
+    )
+    assert shown.error is None, shown.error
+    assert "stays in the replicas: Mine, net" in shown.closing
+    assert "it cannot be rebuilt here: No module named 'nets_elsewhere'" in notebook.value("net")
+    assert notebook.value("number") == "5"
+    notebook.run("%%mirrored\nshape = tuple(net(torch.ones(1, 2)).shape)")
+    assert notebook.value("shape") == "(1, 2)"
+
+
 def test_a_network_of_the_notebook_is_trained_and_keeps_its_identity(notebook):
     notebook.run(
         "net = nn.Linear(3, 1)\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"

@@ -20,7 +20,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mirror_nb.errors import TransferError
-from mirror_nb.payload import IN_BAND_BYTES, TooLarge, anonymous_file, global_names, pack, unpack
+from mirror_nb.payload import (
+    IN_BAND_BYTES,
+    Begins,
+    NotRebuilt,
+    SearchPath,
+    TooLarge,
+    anonymous_file,
+    global_names,
+    pack,
+    unpack,
+)
 from mirror_nb.values import same
 
 # As in a notebook, whose classes the other side cannot import.
@@ -414,6 +424,44 @@ def test_a_reference_becomes_what_the_receiver_says():
     marker = object()
     packed = pack([marker], reference=lambda obj: "token" if obj is marker else None)
     assert unpack(packed.payload, None, resolve=lambda token: token.upper())[0] == ["TOKEN"]
+
+
+class Picky:
+    """Cannot be rebuilt."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_payload_that_says_what_begins_says_what_could_not_be_rebuilt():
+    packed = pack([Begins("good"), 1, Begins("bad"), Picky()])
+    with pytest.raises(NotRebuilt, match=r"`bad` cannot be rebuilt here: ValueError: .*no number") as raised:
+        unpack(packed.payload, None)
+    assert raised.value.name == "bad"
+    with pytest.raises(ValueError, match="no number"):
+        unpack(pack([Begins("good"), 1, Begins(""), Picky()]).payload, None)
+
+
+def test_folders_to_import_from_are_added_where_the_sender_has_them(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["own", "both", "first"])
+    packed = pack(SearchPath())
+    monkeypatch.setattr(sys, "path", ["both", "mine"])
+    unpack(packed.payload, None)
+    assert sys.path == ["own", "both", "mine", "first"]
+
+
+def test_what_cannot_be_imported_does_not_keep_the_rest_away(monkeypatch):
+    away = types.ModuleType("away")
+    away.Net = type("Net", (nn.Linear,), {"__module__": "away", "__qualname__": "Net"})
+    monkeypatch.setitem(sys.modules, "away", away)
+    packed = pack({"net": away.Net(2, 2), "module": away, "bare": nn.Linear(1, 1), "n": 3}, handle=lambda module: "k1")
+    monkeypatch.delitem(sys.modules, "away")
+    with pytest.raises(ModuleNotFoundError, match="away"):
+        unpack(packed.payload, os.dup(packed.slab) if packed.slab is not None else None)
+    value, arrivals = unpack(packed.payload, packed.slab, lenient=True)
+    assert value["n"] == 3
+    assert arrivals.lacking == "No module named 'away'"
+    assert (arrivals.modules, arrivals.handles) == ([], {})
 
 
 def test_a_module_of_python_travels_as_an_import():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Callable
 
 import pytest
+import torch
 from driving import eventually, run_cell
 
 from mirror_nb.errors import ReplicaDied
@@ -199,31 +203,112 @@ def test_layers_of_one_shape_that_each_replica_uses_in_its_own_order_are_not_mix
     assert [values["means"] for values in ran.values.values()] == [[[0.6667, 0.6667, 0.6667, None]] * 2] * 3
 
 
-WRAPPED = """
-torch.manual_seed(0)
-model = nn.Linear(3, 1)
-wrapped = nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+FROM_A_FOLDER = """
+import sys
+sys.path.insert(0, {folder!r})
+import {module} as of_mine
+network, tied, other = of_mine.Net(), None, "kept"
+tied = network
 """
-WRAPPED_STEP = "optimizer.zero_grad(); wrapped(torch.ones(2, 3)).square().mean().backward(); optimizer.step()"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a DistributedDataParallel that was started anew cuts its buckets anew, the survivors' do not",
-)
-def test_a_model_in_ddp_goes_on_after_a_death(three):
-    assert run_cell(three, WRAPPED + "for _ in range(3):\n    " + WRAPPED_STEP).report.clean
+@pytest.mark.parametrize("there", [True, False], ids=["still-there", "gone"])
+def test_a_module_that_a_cell_found_by_a_path_of_its_own_is_found_anew_or_its_names_are_left_out(
+    three, tmp_path, there, monkeypatch
+):
+    module = f"of_mine_{tmp_path.name}"
+    source = tmp_path / f"{module}.py"
+    source.write_text("from torch import nn\nclass Net(nn.Linear):\n    def __init__(self): super().__init__(2, 2)\n")
+    with monkeypatch.context() as found:
+        # The controller has it, by another way than a replica that is started anew.
+        found.syspath_prepend(tmp_path)
+        monkeypatch.setitem(sys.modules, module, importlib.import_module(module))
+    assert run_cell(three, FROM_A_FOLDER.format(folder=str(tmp_path), module=module)).report.clean
+    if not there:
+        source.unlink()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
     os.kill(three.status()[1].pid, signal.SIGKILL)
     eventually(three.dead, "the death is noticed")
     three.mend()
+    recovery = recover(three)
+    assert recovery.filled == (1,)
+    assert set(recovery.left) == (set() if there else {"of_mine", "network", "tied"})
+    names = run_cell(three, "names = {'network', 'tied', 'other', 'model'} & globals().keys()").values
+    assert names[0]["names"] == {"network", "tied", "other", "model"}
+    assert names[1]["names"] == ({"network", "tied", "other", "model"} if there else {"other", "model"})
+    run_cell(three, "del of_mine, network, tied", replicas=[0, 1, 2] if there else [0, 2])
+
+
+WRAPPED = """
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+class Twisted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        # Used the other way round: DDP cuts other buckets once it has seen a backward pass.
+        self.last, self.middle, self.first = nn.Linear(8, 1), nn.Linear(8, 8), nn.Linear(3, 8)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.middle(torch.relu(self.first(x)))))
+
+def counted(calls, bucket):
+    calls.append(bucket.index())
+    return fp16_compress_hook(None, bucket)
+
+calls = []
+torch.manual_seed(0)
+model = Twisted()
+wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.0001, gradient_as_bucket_view={view})
+{hook}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def turn(k):
+    optimizer.zero_grad()
+    wrapped(torch.tensor([[1.0, replica_id, k]])).square().mean().backward()
+    optimizer.step()
+"""
+DIES = "model.middle.weight.register_hook(lambda _: os.kill(os.getpid(), 9))"
+REFERENCE = """
+import copy
+alone = copy.deepcopy(model)
+others = torch.optim.SGD(alone.parameters(), lr=0.1)
+for k in range(3):
+    others.zero_grad()
+    with strategy.no_sync():
+        (sum(alone(torch.tensor([[1.0, r, k]])).square().mean() for r in range(3)) / 3).backward()
+    others.step()
+calls.clear()
+for k in range(3):
+    turn(k)
+called = len(calls)
+weights = [parameter.detach().clone() for parameter in model.parameters()]
+expected = [parameter.detach().clone() for parameter in alone.parameters()]
+"""
+
+
+HOOK = "wrapped.register_comm_hook(calls, counted)"
+
+
+@pytest.mark.parametrize(
+    ("before", "idle", "view", "hook"),
+    [(0, True, True, ""), (3, False, True, ""), (1, False, False, HOOK), (3, True, False, HOOK)],
+    ids=["before-the-first-step", "in-backward", "with-a-hook-in-backward", "with-a-hook"],
+)
+def test_a_model_in_ddp_goes_on_after_a_death(three, before, idle, view, hook):
+    wrap = WRAPPED.format(view=view, hook=hook)
+    assert run_cell(three, f"{wrap}\nfor k in range({before}):\n    turn(k)").report.clean
+    if idle:
+        os.kill(three.status()[1].pid, signal.SIGKILL)
+        eventually(three.dead, "the death is noticed")
+    else:
+        ran = run_cell(three, f"import os\nif replica_id == 1:\n    {DIES}\nturn(7)")
+        assert [death.replica_id for death in ran.report.deaths] == [1]
+    three.mend()
     recover(three)
-    try:
-        for _ in range(2):
-            ran = run_cell(three, WRAPPED_STEP)
-            assert ran.report.clean, ran.report.failures
-    finally:
-        three.mend()
-        recover(three)
-        run_cell(three, "del wrapped")
-    assert [values["steps"] for values in look(three)] == [5] * 3
+    ran = run_cell(three, REFERENCE)
+    assert ran.report.clean, ran.report.failures
+    for values in ran.values.values():
+        # The hook rounds to 16 bits.
+        torch.testing.assert_close(values["weights"], values["expected"], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(values["weights"], ran.values[0]["weights"], atol=0, rtol=0)
+    called = [values["called"] for values in ran.values.values()]
+    assert called == [called[0]] * 3
+    assert (called[0] > 3) is bool(hook)

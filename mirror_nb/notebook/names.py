@@ -72,6 +72,8 @@ class Names:
         # By replica: what it was sent, or what came from it.
         self._holders: dict[str, set[int]] = {}
         # By handle of a network: the replicas that have it.
+        self._lacking: dict[str, str] = {}
+        # By handle of a network that could not be rebuilt here: why.
 
     def forget_replica(self, replica_id: int) -> None:
         """The replica starts anew and has nothing."""
@@ -260,7 +262,12 @@ class Names:
         """Bind in the notebook what the replicas' names hold now; `owner` sent its networks."""
         opened: dict[int, Exports] = {}
         for replica_id, (payload, slab) in payloads.items():
-            opened[replica_id], arrivals = unpack(payload, slab, namespace=self.user_ns, resolve=self.mirrors.resolve)
+            (_, opened[replica_id]), arrivals = unpack(
+                payload, slab, namespace=self.user_ns, resolve=self.mirrors.resolve, lenient=True
+            )
+            if arrivals.lacking:
+                self._lacking.update(dict.fromkeys(opened[replica_id].modules, arrivals.lacking))
+                opened[replica_id].modules.clear()
             self.mirrors.take(arrivals)
             for handle in opened[replica_id].gone:
                 self._holders.get(handle, set()).discard(replica_id)
@@ -308,7 +315,9 @@ class Names:
                 stayed = Stayed("module", f"module {path}", "it is not importable here")
                 return _imported(path) or self._remote(name, stayed, chosen)
             case KnownModule(handle) | NewModule(handle):
-                stayed = Stayed("Module", "network", "it did not travel")
+                lacking = self._lacking.get(handle)
+                why = "it did not travel" if lacking is None else f"it cannot be rebuilt here: {lacking}"
+                stayed = Stayed("Module", "network", why)
                 network = self.mirrors.find(handle)
                 return network if network is not None else self._remote(name, stayed, chosen)
             case Stayed() as stayed:

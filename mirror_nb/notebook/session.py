@@ -541,6 +541,7 @@ class Session:
         if recovery.source is not None:
             for replica_id in recovery.filled:
                 self._names.restored(replica_id, recovery.source)
+                self._names.forget(replica_id, recovery.left)
         return [_mended(death, recovery.source, recovery.left) for death in gone]
 
     # ------------------------------------------------------------------ checks

@@ -80,13 +80,19 @@ def _ask(pool: Pool, question: object, replicas: Sequence[int]) -> dict[int, dic
 
 
 def _fill(pool: Pool, source: int, blank: Sequence[int]) -> tuple[str, ...]:
-    return _send(pool, Snapshot(), source, Restore, blank)
+    left: tuple[str, ...] = ()
+    while True:
+        left, refused = _send(pool, Snapshot(left), source, Restore, blank)
+        if not refused:
+            return left
+        # A module that is not to be found any more, for instance. Who refuses has taken nothing over.
+        left += refused
 
 
 def _send(
     pool: Pool, question: object, source: int, kind: type[Restore] | type[StandAt], replicas: Sequence[int]
-) -> tuple[str, ...]:
-    """Hand a replica's answer on to others; return what it had to leave out."""
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Hand a replica's answer on to others; return what it had to leave out, and what they could not take."""
     report = pool.run({source: question})
     raise_for(report, pool.devices)
     answer = report.answers[source]
@@ -94,7 +100,9 @@ def _send(
         assert answer.done is not None
         assert answer.done.payload is not None
         requests = {r: kind(answer.done.payload) for r in replicas}
-        raise_for(pool.run(requests, slabs=dict.fromkeys(replicas, answer.slab)), pool.devices)
-        return answer.done.left
+        taken = pool.run(requests, slabs=dict.fromkeys(replicas, answer.slab))
+        raise_for(taken, pool.devices)
+        refused = {name for other in taken.answers.values() if other.done is not None for name in other.done.left}
+        return answer.done.left, tuple(sorted(refused))
     finally:
         answer.close()

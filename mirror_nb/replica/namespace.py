@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import types
 from collections import deque
 from collections.abc import Iterable, MutableMapping
@@ -28,7 +29,7 @@ from mirror_nb.mirrors import (
     settings_of,
     tensors,
 )
-from mirror_nb.payload import Packed, Payload, TooLarge, label_class, pack, unpack
+from mirror_nb.payload import Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
 
 PLAIN_BYTES = 1 << 20
 # A plain value above this stays in the replica and is fetched on request.
@@ -77,6 +78,8 @@ class Namespace:
         self._settings: dict[str, Any] = {}
         # Of optimizers among these: what the controller knows.
         self._results: deque[str] = deque()
+        self._search = list(sys.path)
+        # As the controller knows it.
         self._label = ""
         # Of the latest cell, for the classes that it made.
 
@@ -210,7 +213,7 @@ class Namespace:
         result: object = None,
         whole: bool = False,
     ) -> Packed:
-        """Pack what the names hold, as `Exports`.
+        """Pack what the names hold, as `Exports` behind the places to import from, if a cell changed those.
 
         Networks travel from the `owner` only, whole when the controller lacks them, else their changed values;
         the other replicas add the statistics that are averaged. `trained` tells that values may have changed in
@@ -227,11 +230,13 @@ class Namespace:
             exports.states.update({handle: averaged_statistics(module) for handle, module in fresh.items()})
         changed = self._changed_roots(fresh, owner, trained)
         exports.states.update(changed)
+        search = SearchPath() if sys.path != self._search else None
+        self._search = list(sys.path)
         try:
-            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle, label=self._label)
+            packed = pack((search, exports), namespace=self.names, handle=self.mirrors.handle, label=self._label)
         except TransferError:
             self._keep_unpicklable(exports)
-            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle, label=self._label)
+            packed = pack((search, exports), namespace=self.names, handle=self.mirrors.handle, label=self._label)
         self.mirrors.gave(fresh.values())
         for handle in changed:
             module = self.mirrors.find(handle)
@@ -245,7 +250,7 @@ class Namespace:
         for base in kind.__mro__:
             label_class(base, self._label, self.names)
 
-    def snapshot(self, beside: object = None) -> tuple[Packed, tuple[str, ...]]:
+    def snapshot(self, beside: object = None, without: Iterable[str] = ()) -> tuple[Packed, tuple[str, ...]]:
         """Pack every name that can travel, for `restore`, and what is to go with them; return the names that cannot.
 
         All in one pickle, so that an optimizer still holds the very parameters of its network.
@@ -255,10 +260,14 @@ class Namespace:
             for name, value in self.names.items()
             if travels(name) and value is not self._given.get(name, _MISSING)
         }
-        left: list[str] = []
+        absent = {id(mine.pop(name, None)) for name in without}
+        handles = {handle: module for handle, module in self.mirrors.all().items() if id(module) not in absent}
+        left = list(without)
         while True:
+            named = [(Begins(name), name, value) for name, value in mine.items()]
             try:
-                return pack((mine, self.mirrors.all(), self._kept, beside), namespace=self.names), tuple(left)
+                whole = (SearchPath(), named, Begins(""), handles, self._kept, beside)
+                return pack(whole, namespace=self.names), tuple(left)
             except TransferError:
                 broken = [name for name in mine if not self._packs(mine[name])]
                 if not broken:
@@ -274,12 +283,15 @@ class Namespace:
         return True
 
     def restore(self, payload: Payload, slab: int | None) -> Any:
-        """Take over another replica's snapshot; return what came with it."""
-        names, handles, self._kept, beside = self.open(payload, slab)
+        """Take over another replica's snapshot; return what came with it.
+
+        Raises NotRebuilt, with the name, where one of its names cannot be had here: nothing is taken over then.
+        """
+        _, names, _, handles, self._kept, beside = self.open(payload, slab)
         self._settings = {
             h: settings_of(obj) for h, obj in self._kept.items() if isinstance(obj, torch.optim.Optimizer)
         }
-        self.names.update(names)
+        self.names.update((name, value) for _, name, value in names)
         for handle, module in handles.items():
             self.mirrors.learn(handle, module)
         self.mirrors.gave(handles.values())

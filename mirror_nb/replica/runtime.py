@@ -52,7 +52,7 @@ from mirror_nb.messages import (
     Standing,
     Steps,
 )
-from mirror_nb.payload import Packed, closing_slab, pack
+from mirror_nb.payload import NotRebuilt, Packed, Payload, closing_slab, pack
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica import full, whereabouts
 from mirror_nb.replica.namespace import Namespace
@@ -196,10 +196,10 @@ class Replica:
                     self.namespace.load(states, slab)
                 case Fetch(names, owner):
                     packed = self._fetch(names, owner, request.number)
-                case Snapshot():
-                    packed, left = self.namespace.snapshot(self.scope.random_streams())
+                case Snapshot(without):
+                    packed, left = self.namespace.snapshot(self.scope.random_streams(), without)
                 case Restore(names):
-                    self.scope.follow(self.namespace.restore(names, slab))
+                    left = self._restore(names, slab)
                 case Steps():
                     packed = pack(self._progress.steps(), in_band=True)
                 case Check():
@@ -245,6 +245,7 @@ class Replica:
         """Join the group of this generation; ready means that an all-reduce gave the right sum."""
         self.gradients.regroup()
         process_group.form(rendezvous, self.identity.device)
+        self.scope.regroup()
         probe = torch.full((1,), float(rendezvous.replica_id), device=self.identity.device)
         dist.all_reduce(probe)
         n = rendezvous.num_replicas
@@ -347,6 +348,16 @@ class Replica:
                 self._functions.clear()
             self._functions[call.function.pickled] = function
         return function, visitors
+
+    def _restore(self, names: Payload, slab: int | None) -> tuple[str, ...]:
+        """Take over another replica's snapshot; return the name, if there is one, that kept all of it from it."""
+        try:
+            self.scope.follow(self.namespace.restore(names, slab))
+        except NotRebuilt as error:
+            if full.cause(error) is not None:
+                raise
+            return (error.name,)
+        return ()
 
     def _fetch(self, names: tuple[str, ...], owner: bool, number: int) -> Packed:
         lacking = [name for name in names if name not in self.names]

@@ -19,6 +19,7 @@ import functools
 import operator
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from typing import Any, SupportsIndex, final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -63,6 +65,7 @@ class Scope:
         self._depth = 0
         self._changes: list[Replaced | RemovableHandle] = []
         self._watch: RemovableHandle | None = None
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         # On the CPU still, since their modules were under construction.
         self._waiting: list[Tensor] = []
         gradients.before_backward = self.start_running
@@ -95,6 +98,21 @@ class Scope:
         module.to(self._device)
         for part in module.modules():
             self._track(part)
+        for part in module.modules():
+            if isinstance(part, DistributedDataParallel):
+                self._leave_to(part, part.module)
+                _follow_hooks(part)
+
+    def regroup(self) -> None:
+        """The process group was formed anew: DDP cuts its buckets anew, as it does in a process that is new in it.
+
+        In others it may have cut them by the order of its first backward pass already, or have been stopped in one.
+        """
+        for wrapper in list(self._wrappers):
+            # What a failed constructor left has none; torch cannot make another one of what has a group of its own.
+            if "reducer" in wrapper.__dict__ and wrapper.process_group is dist.group.WORLD:
+                wrapper.__setstate__(wrapper.__getstate__())
+                _follow_hooks(wrapper)
 
     def start_running(self) -> None:
         """End building: from here random numbers differ by replica. Cheap when it has ended before."""
@@ -204,10 +222,16 @@ class Scope:
 
     def _module_registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         if isinstance(parent, DistributedDataParallel) and name == "module" and module is not None:
-            self._gradients.leave_to(parent, module.parameters())
+            self._leave_to(parent, module)
+
+    def _leave_to(self, wrapper: DistributedDataParallel, module: nn.Module) -> None:
+        self._wrappers.add(wrapper)
+        self._gradients.leave_to(wrapper, module.parameters())
 
     def _restored(self, module: nn.Module, *_: object) -> None:
         self._track(module)
+        if isinstance(module, DistributedDataParallel):
+            self._leave_to(module, module.module)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 self._move_later(tensor)
@@ -417,6 +441,14 @@ def _seeding_functions(device: torch.device) -> Iterator[tuple[Any, str, frozens
 def _move(tensor: Tensor, device: torch.device) -> None:
     # The tensor itself: its hooks stay, and so do optimizers and modules that hold it.
     tensor.data = tensor.data.to(device)
+
+
+def _follow_hooks(wrapper: DistributedDataParallel) -> None:
+    """Register with DDP's new reducer the communication hooks that were registered with an earlier one."""
+    hooks = list(getattr(wrapper, "_comm_hooks", ()))
+    for hook, state in hooks:
+        wrapper._comm_hooks.remove((hook, state))
+        wrapper.register_comm_hook(state, hook)
 
 
 def _under_construction(frame: FrameType | None) -> bool:
