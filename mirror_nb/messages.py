@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from mirror_nb.payload import Payload
+from mirror_nb.payload import Payload, SearchPath
 
 
 class _Compact:
@@ -473,6 +473,8 @@ class Exports:
     """What a replica's names are bound to, as far as it travels; it is the object in `Done.payload`."""
 
     names: dict[str, Export]
+    search: SearchPath | None
+    # Where a cell has changed that; before the networks, whose classes are to be found there.
     modules: dict[str, Any]
     # New networks by handle, from the module owner only.
     states: dict[str, dict[str, Any]]

@@ -42,10 +42,13 @@ class Steering:
         # Whether all have agreed to compare, as in `_agreed`.
         self._agreed: Word | None = None
         # None: the replicas have not met since the last boundary.
+        self._met = False
+        # Whether they had before that one.
 
     def begin(self) -> None:
         """A request begins. A word that was not obeyed yet is for this one too, unless it was taken back."""
         self._agreed = self._comparing = None
+        self._met = False
 
     def hear(self, steer: Steer) -> None:
         """Take a word from the controller; any thread."""
@@ -76,10 +79,14 @@ class Steering:
     def boundary(self, *, alone: bool = True) -> None:
         """Hold here as long as that is wanted. Raises TrainingStopped if the training is to end.
 
-        `alone`: where the replicas have not met in this step, what this one has heard counts.
+        `alone`: where the replicas do not meet in their steps, what this one has heard counts.
         """
         agreed, self._agreed = self._agreed, None
         comparing, self._comparing = self._comparing, None
+        # An epoch's first boundary follows the last one of the epoch before without a step between them: who obeyed
+        # there, and had heard a little earlier than the others, would keep them waiting in the step that follows.
+        alone = alone and not self._met
+        self._met = agreed is not None
         if (alone and self._asked > self._answered) if comparing is None else comparing:
             self._compare()
         word = (self._present() if alone else Word.GO) if agreed is None else agreed

@@ -92,7 +92,7 @@ def run_cell(
 def opened(payload: Any, slab: int | None) -> tuple[dict[str, Any], Any]:
     """Return the names and the result of an `Exports` payload, each value rebuilt where it travelled."""
     mirrors = Mirrors("t")
-    (_, exports), _ = unpack(payload, slab, namespace={}, resolve=mirrors.resolve)
+    exports, _ = unpack(payload, slab, namespace={}, resolve=mirrors.resolve)
 
     def value(export: Any) -> Any:
         if isinstance(export, Plain):

@@ -40,7 +40,7 @@ def run(here: Namespace, source: str, bound: str = "", mentioned: str = "") -> l
 
 def exported(packed: Packed, here: Namespace | None = None) -> Exports:
     resolve = here.mirrors.resolve if here is not None else lambda token: token
-    return unpack(packed.payload, packed.slab, namespace={}, resolve=resolve)[0][1]
+    return unpack(packed.payload, packed.slab, namespace={}, resolve=resolve)[0]
 
 
 def export(here: Namespace, *names: str, owner: bool = True, **options: Any) -> Exports:

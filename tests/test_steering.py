@@ -87,6 +87,33 @@ def test_a_word_between_two_requests_is_for_the_next_one_unless_it_is_taken_back
     replica.boundary()
 
 
+def test_between_two_epochs_nobody_obeys_alone_what_the_others_may_hear_later():
+    first, second = Steering(lambda mark: None), Steering(lambda mark: None)
+    together(first, second)
+    for replica in (first, second):
+        replica.boundary()
+    # The first batch of the next epoch is asked for: no step was made since.
+    first.hear(Steer(1, Word.STOP))
+    first.hear(Steer(2, Word.COMPARE))
+    first.boundary()
+    second.boundary()
+    together(first, second)
+    second.hear(Steer(1, Word.STOP))
+    for replica in (first, second):
+        with pytest.raises(TrainingStopped):
+            replica.boundary()
+
+
+def test_where_steps_carry_nothing_a_word_is_obeyed_also_after_steps_that_did():
+    replica = Steering(lambda mark: None)
+    together(replica)
+    replica.boundary()
+    replica.hear(Steer(1, Word.STOP))
+    replica.boundary()
+    with pytest.raises(TrainingStopped):
+        replica.boundary()
+
+
 def test_parameters_are_compared_once_after_the_same_step_and_the_training_goes_on():
     marks: list[Mark] = []
     replicas, compared = [Steering(marks.append), Steering(marks.append)], []

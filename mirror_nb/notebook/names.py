@@ -262,7 +262,7 @@ class Names:
         """Bind in the notebook what the replicas' names hold now; `owner` sent its networks."""
         opened: dict[int, Exports] = {}
         for replica_id, (payload, slab) in payloads.items():
-            (_, opened[replica_id]), arrivals = unpack(
+            opened[replica_id], arrivals = unpack(
                 payload, slab, namespace=self.user_ns, resolve=self.mirrors.resolve, lenient=True
             )
             if arrivals.lacking:

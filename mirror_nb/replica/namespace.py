@@ -213,7 +213,7 @@ class Namespace:
         result: object = None,
         whole: bool = False,
     ) -> Packed:
-        """Pack what the names hold, as `Exports` behind the places to import from, if a cell changed those.
+        """Pack what the names hold, as `Exports`.
 
         Networks travel from the `owner` only, whole when the controller lacks them, else their changed values;
         the other replicas add the statistics that are averaged. `trained` tells that values may have changed in
@@ -223,20 +223,18 @@ class Namespace:
         fresh: dict[str, nn.Module] = {}
         exported = {name: self._export(self.names[name], f"r{tag}.{name}", fresh, whole) for name in names}
         shown = None if result is None else self._result(result, tag, fresh)
-        exports = Exports(exported, {}, {}, shown, self.mirrors.gone())
+        exports = Exports(exported, self._changed_search(), {}, {}, shown, self.mirrors.gone())
         if owner:
             exports.modules.update(fresh)
         else:
             exports.states.update({handle: averaged_statistics(module) for handle, module in fresh.items()})
         changed = self._changed_roots(fresh, owner, trained)
         exports.states.update(changed)
-        search = SearchPath() if sys.path != self._search else None
-        self._search = list(sys.path)
         try:
-            packed = pack((search, exports), namespace=self.names, handle=self.mirrors.handle, label=self._label)
+            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle, label=self._label)
         except TransferError:
             self._keep_unpicklable(exports)
-            packed = pack((search, exports), namespace=self.names, handle=self.mirrors.handle, label=self._label)
+            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle, label=self._label)
         self.mirrors.gave(fresh.values())
         for handle in changed:
             module = self.mirrors.find(handle)
@@ -244,6 +242,10 @@ class Namespace:
                 # It may have been collected meanwhile.
                 self.mirrors.mark(module)
         return packed
+
+    def _changed_search(self) -> SearchPath | None:
+        changed, self._search = sys.path != self._search, list(sys.path)
+        return SearchPath() if changed else None
 
     def label(self, kind: type) -> None:
         """Name the classes of cells that `kind` is or derives from, as `export` would: before it travels otherwise."""

@@ -228,7 +228,8 @@ class Dashboard:
             return self._ended
         states = {replica.state for replica in shot.replicas}
         said = self._controls.state if self._controls is not None else Phase.RUNNING
-        if said is Phase.PAUSING and states <= {State.PAUSED, State.STOPPED}:
+        if said is Phase.PAUSING and State.PAUSED in states:
+            # One that is not, with DDP, has begun a step in which it waits for those that are.
             return Phase.PAUSED
         if said is not Phase.RUNNING:
             return said
