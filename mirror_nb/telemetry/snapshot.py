@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,9 +104,8 @@ class SizeClass:
     # The latest times, oldest first, for drawing how they are distributed.
 
 
-@dataclass(frozen=True, slots=True)
-class LaneSpan:
-    """A bar in a lane."""
+class LaneSpan(NamedTuple):
+    """A bar in a lane. No dataclass: hundreds are made for each frame."""
 
     part: str
     # One of tables.PARTS, or "collective": the part of one that something was computed beside.

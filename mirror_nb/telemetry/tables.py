@@ -6,6 +6,7 @@ column is one step, or one collective, on all replicas. Times are nanoseconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -86,6 +87,13 @@ class StepTable:
     def __getitem__(self, name: str) -> Integers:
         return self._columns[name]
 
+    def at(self, places: Integers, names: Sequence[str] = COLUMNS) -> dict[str, Integers]:
+        """Return columns at these steps' places in a row: arrays of shape (replicas, places)."""
+        # Without a gap the memory is copied as it lies.
+        whole = len(places) > 0 and int(places[-1]) - int(places[0]) == len(places) - 1
+        where = slice(int(places[0]), int(places[-1]) + 1) if whole else places
+        return {name: self._columns[name][:, where] for name in names}
+
     def place(
         self, who: Integers, steps: Integers, begin: NDArray[np.bool_] | bool = False
     ) -> tuple[Integers, NDArray[np.bool_]]:
@@ -161,6 +169,13 @@ class CollectiveTable:
         places = fresh[(self.serial[:, fresh] == first[fresh]).all(axis=0)]
         self._compared[places] = first[places]
         return places
+
+    def shortest(self, places: NDArray[np.intp]) -> Integers:
+        """Return how long the replica was in each of these collectives that was in it the shortest."""
+        first = int(places.min())
+        # All between, mostly the same: to pick them in each row takes five times as long.
+        where = slice(first, int(places.max()) + 1)
+        return (self["ended"][:, where] - self["began"][:, where]).min(axis=0)[places - first]
 
     def common(self) -> NDArray[np.intp]:
         """Return the places of the collectives that every replica has done, in the order of their serials."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -45,7 +45,7 @@ STEPS = 8192
 # That are remembered.
 COLLECTIVES = 16_384
 # Likewise: as many as a ring of the usual length can bring at once.
-ALL_REDUCES = 4096
+ALL_REDUCES = 2048
 # The latest of them, of which times are told.
 SAMPLES = 65_536
 # Of each replica, 4 MB: what `samples` and `save` give.
@@ -219,9 +219,11 @@ class Timeline:
         now = clock() if now is None else now
         last, done = self._last(), self._done()
         curve_steps, curve_places, curve_there = self._steps.window(last, steps)
-        recent, places, there = self._steps.window(done, RECENT)
+        _, places, there = self._steps.window(done, RECENT)
         late_steps, late_places, late_there = self._steps.window(last, LATE)
-        breakdown, waits = self._breakdown(places, there)
+        late = self._steps.at(late_places)
+        means = self._means(places, there)
+        breakdown = self._breakdown(means)
         step_seconds, throughput = self._by_the_clock(places[there.all(axis=0)])
         planned = self._latest(Mark.PLANNED)
         checked, odd_ones = self._checked()
@@ -233,7 +235,7 @@ class Timeline:
         torn = self._lost[1] + sum(track.reader.torn for track in self._tracks)
         return Snapshot(
             num_replicas=self.num_replicas,
-            replicas=tuple(self._replica(r, now, recent, places, there, waits) for r in range(self.num_replicas)),
+            replicas=tuple(self._replica(r, now, means) for r in range(self.num_replicas)),
             step=done,
             steps_planned=planned or None,
             seconds_left=max(0, planned - done) * step_seconds if planned and step_seconds else None,
@@ -247,12 +249,12 @@ class Timeline:
             throughputs=throughputs,
             curves=self._curves(curve_steps, curve_places),
             breakdown=breakdown,
-            waits=waits,
+            waits=np.nan_to_num(means["wait"]),
             late_steps=late_steps,
-            lateness=np.where(late_there, self._steps["late"][:, late_places] / _NS, np.nan),
-            busy=np.where(late_there, self._busy(late_places), np.nan),
-            data_waits=np.where(late_there, self._steps["data"][:, late_places] / _NS, np.nan),
-            shares=np.where(late_there, self._steps["examples"][:, late_places], np.nan),
+            lateness=np.where(late_there, late["late"] / _NS, np.nan),
+            busy=np.where(late_there, _busy(late), np.nan),
+            data_waits=np.where(late_there, late["data"] / _NS, np.nan),
+            shares=np.where(late_there, late["examples"], np.nan),
             all_reduces=self._all_reduces(),
             lane_step=lane_step,
             lanes=lanes,
@@ -352,16 +354,18 @@ class Timeline:
     def _enter_values(self, replica_id: int, track: _Track, rows: Samples) -> None:
         kind = rows["kind"]
         scalars = rows[(kind == _SCALAR) & (rows["step"] > 0)]
-        for number in np.unique(scalars["number"]):
+        numbers = scalars["number"]
+        # Not np.unique: there are few.
+        for number in set(numbers.tolist()):
             if number < len(track.names):
-                its = scalars[scalars["number"] == number]
+                its = scalars[numbers == number]
                 self._put_scalar(track.names[number], replica_id, its["step"], its["value"])
         memory = rows[kind == _MEMORY]
         if len(memory):
             peak = max(track.memory[2], int(memory["amount"].max()))
             track.memory = (int(memory["amount"][-1]), int(memory["queued"][-1]), peak)
-        sums = rows[kind == _CHECKSUM][["step", "number", "amount"]]
-        for step, number, checksum in sums.tolist():
+        sums = rows[kind == _CHECKSUM]
+        for step, number, checksum in sums[["step", "number", "amount"]].tolist() if len(sums) else ():
             track.checksums.setdefault(step, {})[number] = checksum
         while len(track.checksums) > CHECKS:
             del track.checksums[next(iter(track.checksums))]
@@ -402,19 +406,23 @@ class Timeline:
         """The last step that all replicas have ended."""
         return min(track.step for track in self._tracks)
 
-    def _busy(self, places: Integers) -> Floats:
-        """Seconds of each step without the waits for data and for peers."""
-        began, ended, data, wait = (self._steps[name][:, places] for name in ("began", "ended", "data", "wait"))
-        return (ended - began - data - wait) / _NS
+    def _means(self, places: Integers, there: np.ndarray) -> dict[str, Floats]:
+        """By replica, over its steps at these places: seconds of each part and of the "whole" step; NaN without any.
 
-    def _breakdown(self, places: Integers, there: np.ndarray) -> tuple[Floats, Floats]:
-        count = there.sum(axis=1)
+        Also how many steps these are ("count"), and the sum of their "examples".
+        """
+        count, columns = there.sum(axis=1), self._steps.at(places)
+        columns["whole"] = columns["ended"] - columns["began"]
+        names = ("whole", "wait", "examples", *PARTS)
+        sums = np.where(there, np.stack([columns[name] for name in names]), 0).sum(axis=2)
         with np.errstate(invalid="ignore", divide="ignore"):
-            names = ("began", "ended", "wait", *PARTS)
-            means = {n: np.where(there, self._steps[n][:, places], 0).sum(axis=1) / count / _NS for n in names}
+            means = dict(zip(names, sums / count / _NS, strict=True))
+        return means | {"examples": sums[names.index("examples")], "count": count}
+
+    def _breakdown(self, means: Mapping[str, Floats]) -> Floats:
         parts = np.stack([means[name] for name in PARTS], axis=1)
-        other = np.maximum(0.0, means["ended"] - means["began"] - parts.sum(axis=1))
-        return np.nan_to_num(np.column_stack([parts, other])), np.nan_to_num(means["wait"])
+        other = np.maximum(0.0, means["whole"] - parts.sum(axis=1))
+        return np.nan_to_num(np.column_stack([parts, other]))
 
     def _by_the_clock(self, places: Integers) -> tuple[float | None, float | None]:
         """Seconds from step to step, and examples of all replicas a second, pauses left out.
@@ -446,8 +454,9 @@ class Timeline:
         return total + (max(0, ended - max(since, began)) if since is not None else 0)
 
     def _curve_of_throughput(self, steps: Integers, places: Integers, there: np.ndarray) -> tuple[Integers, Floats]:
-        examples = np.where(there, self._steps["examples"][:, places], 0).astype(float)
-        busy = np.where(there, self._busy(places), 0.0)
+        columns = self._steps.at(places, ("examples", "began", "ended", "data", "wait"))
+        examples = np.where(there, columns["examples"], 0).astype(float)
+        busy = np.where(there, _busy(columns), 0.0)
         starts = _groups(len(steps))
         if not len(starts):
             return steps, examples
@@ -473,11 +482,12 @@ class Timeline:
         if n < 2 or not len(places):
             return ()
         size = table["bytes"][0, places]
-        seconds = (table["ended"][:, places] - table["began"][:, places]).min(axis=0) / _NS
+        seconds = table.shortest(places) / _NS
+        # In order, but for those that were done again.
         steps = table["step"][0, places]
         # Of the earliest step, some may be forgotten.
-        whole = steps > steps.min() if steps.min() < steps.max() else np.ones(len(steps), bool)
-        num_steps = len(np.unique(steps[whole]))
+        whole = steps > steps[0] if steps[0] < steps[-1] else np.ones(len(steps), bool)
+        num_steps = max(1, np.count_nonzero(steps[1:] != steps[:-1]))
         # Sizes within a factor of four are one class: 1 KB to 4 KB, 4 KB to 16 KB, …
         classes = np.floor(np.log2(size) / 2).astype(int)
         found = []
@@ -511,15 +521,12 @@ class Timeline:
         ]
         return step, differing(named) or {UNKNOWN: odd([each[OVERALL] for each in sums])}
 
-    def _replica(
-        self, replica_id: int, now: int, steps: Integers, places: Integers, there: np.ndarray, waits: Floats
-    ) -> ReplicaState:
-        track, there = self._tracks[replica_id], there[replica_id]
-        ended, began = (self._steps[name][replica_id, places][there] for name in ("ended", "began"))
-        whole = (ended - began) / _NS
-        data = self._steps["data"][replica_id, places][there] / _NS
-        examples = int(self._steps["examples"][replica_id, places][there].sum())
-        busy = float(whole.mean() - data.mean() - waits[replica_id]) if len(whole) else None
+    def _replica(self, replica_id: int, now: int, means: Mapping[str, Floats]) -> ReplicaState:
+        track = self._tracks[replica_id]
+        whole, data, wait, examples, count = (
+            float(means[name][replica_id]) for name in ("whole", "data", "wait", "examples", "count")
+        )
+        busy = whole - data - wait if count else None
         wrote = track.newest > 0
         states = [_STATES[mark] for _, mark, _ in track.marks if mark in _STATES]
         state = (states[-1] if states else State.RUNNING) if wrote else State.WAITING
@@ -534,8 +541,8 @@ class Timeline:
             state=state,
             step=track.step,
             silent=max(0.0, (now - track.newest) / _NS) if wrote else None,
-            throughput=examples / (busy * len(whole)) if busy and busy > 0 and examples else None,
-            step_seconds=float(whole.mean()) if len(whole) else None,
+            throughput=examples / (busy * count) if busy and busy > 0 and examples else None,
+            step_seconds=whole if count else None,
             busy_seconds=busy,
             allocated=allocated,
             reserved=reserved,
@@ -555,6 +562,11 @@ class Timeline:
             lengths[span.part] += span.ended - span.began
         total = sum(lengths.values())
         return step, lanes, lengths["collective"] / total if total else None
+
+
+def _busy(columns: Mapping[str, Integers]) -> Floats:
+    """Seconds of each step without the waits for data and for peers."""
+    return (columns["ended"] - columns["began"] - columns["data"] - columns["wait"]) / _NS
 
 
 def _settled(track: _Track, now: int) -> Samples:
