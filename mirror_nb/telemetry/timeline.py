@@ -487,7 +487,7 @@ class Timeline:
         steps = table["step"][0, places]
         # Of the earliest step, some may be forgotten.
         whole = steps > steps[0] if steps[0] < steps[-1] else np.ones(len(steps), bool)
-        num_steps = max(1, np.count_nonzero(steps[1:] != steps[:-1]))
+        num_steps = max(1, int(np.count_nonzero(steps[1:] != steps[:-1])))
         # Sizes within a factor of four are one class: 1 KB to 4 KB, 4 KB to 16 KB, …
         classes = np.floor(np.log2(size) / 2).astype(int)
         found = []
