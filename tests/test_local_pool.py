@@ -166,6 +166,11 @@ def test_text_of_child_processes_and_of_c_code_comes_back(two):
         assert ran.text[r].count("€") == 100_000
 
 
+def test_text_of_python_and_of_others_appears_in_the_order_in_which_it_was_written(two):
+    ran = run_cell(two, "import os\nprint('a')\nos.system('echo b')\nprint('c')\nos.write(1, b'd\\n')\nprint('e')")
+    assert set(ran.text.values()) == {"a\nb\nc\nd\ne\n"}
+
+
 def test_a_child_process_that_never_stops_writing_does_not_hold_the_cell_up(two):
     ran = run_cell(two, "import subprocess\nchatter = subprocess.Popen(['yes'])\nx = 1")
     assert ran.report.clean
@@ -423,6 +428,35 @@ def test_a_replica_in_the_middle_of_an_import_is_given_time_to_end_it(two, tmp_p
     assert pids(two) == before, "nobody was ended"
     two.mend()
     assert run_cell(two, "whole = takes_its_time.whole").values[1]["whole"] is True
+
+
+def test_an_interrupt_while_an_error_is_rendered_leaves_it_the_error(two, tmp_path, short_grace, monkeypatch):
+    look = base._Following._kill_silent
+
+    def after_the_grace(self: base._Following, last: float) -> None:
+        look(self, last)
+        (tmp_path / "go").touch()
+
+    monkeypatch.setattr(base._Following, "_kill_silent", after_the_grace)
+    before = pids(two)
+    slow = f"""
+import os, time
+class Slow(Exception):
+    def __str__(self):
+        open({str(tmp_path)!r} + f'/begun{{os.getpid()}}', 'w').close()
+        while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.01)
+        return "told in the end"
+raise Slow
+"""
+    with doing(press_ctrl_c, when=lambda: len(list(tmp_path.glob("begun*"))) == 2):
+        ran = run_cell(two, slow)
+    assert ran.report.interrupted
+    assert pids(two) == before, "nobody was ended"
+    assert set(ran.errors.values()) == {"Slow"}
+    failure = ran.report.failures[1]
+    assert "told in the end" in "".join(failure.traceback)
+    assert "KeyboardInterrupt" not in "".join(failure.traceback) + ran.text[1]
+    assert run_cell(two, "fine = 1").values[1]["fine"] == 1
 
 
 def test_an_import_that_never_ends_is_ended_at_last(two, tmp_path, short_grace, monkeypatch):

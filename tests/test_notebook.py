@@ -515,7 +515,14 @@ def test_a_syntax_error_is_shown_with_its_place(notebook):
 
 def test_leaving_with_exit_ends_neither_the_kernel_nor_a_replica(notebook):
     pid = notebook.value("import os; os.getpid()")
-    notebook.run("%%mirrored\nkept = 8\nimport sys; sys.exit(1)")
+    shown = notebook.run("%%mirrored\nkept = 8\nimport sys; sys.exit('enough')")
+    assert shown.error is not None
+    said = shown.stdout + shown.stderr + shown.error[2]
+    # As in an ordinary cell, and who.
+    assert [
+        said.count(text) for text in ("An exception has occurred", "SystemExit: enough", "UserWarning: To exit")
+    ] == [1] * 3
+    assert "raised by all 2 replicas" in said
     assert notebook.value("os.getpid()") == pid
     assert notebook.run("%%mirrored\nkept").result == "8"
 

@@ -124,11 +124,12 @@ def spans(ids: Iterable[int]) -> str:
 
 
 def _raise(error: BaseException, lines: list[str], notes: list[str], table: Sequence[str] = ()) -> NoReturn:
-    shown = [*lines, *(f"{_BOLD}{note}{_PLAIN}" for note in notes), *table]
+    told = [*(f"{_BOLD}{note}{_PLAIN}" for note in notes), *table]
+    shown = [*lines, *told]
     # IPython shows these lines in the place of the frames of this process, which the user did not write.
     error._render_traceback_ = lambda: shown  # type: ignore[attr-defined]
-    # Plain Python shows notes below its own traceback.
-    error.add_note(_COLOURS.sub("", "\n".join(shown)))
+    # Plain Python shows notes below its own traceback, and IPython below a SystemExit, of which it renders the rest.
+    error.add_note(_COLOURS.sub("", "\n".join(told if isinstance(error, SystemExit) else shown)))
     raise error
 
 

@@ -9,6 +9,7 @@ import linecache
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from traitlets.config import Config
 
 from mirror_nb.errors import MirrorError, PeerFailed
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, HeldBack, Source
+from mirror_nb.replica.whole import whole
 
 
 @dataclass(slots=True)
@@ -95,7 +97,12 @@ class ReplicaShell(InteractiveShell):
             shown = (kind, error, _users_frames(trace))
         # A first traceback takes seconds on a machine that is busy.
         self.display_pub.emit(HeldBack())
-        super().showtraceback(shown, *args, **kwargs)
+        self._render(shown, *args, **kwargs)
+
+    @whole
+    def _render(self, *args: Any, **kwargs: Any) -> None:
+        """Render an exception: interrupted, IPython would show that it was, and not the exception."""
+        super().showtraceback(*args, **kwargs)
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
         self._traceback, self._shown = tuple(stb), evalue
@@ -129,12 +136,16 @@ class ReplicaShell(InteractiveShell):
         end = CellEnd()
         self.displayhook.end = end
         try:
+            # What `%run` shows of a failed script is a failure of the cell too, though IPython goes on after it.
             result = self.run_cell(source, store_history=False, cell_id=None)
+            end.error = result.error_before_exec or result.error_in_exec or self._shown
+        except KeyboardInterrupt:
+            # Too late, if the cell has failed by itself.
+            end.error = self._shown
+            if end.error is None:
+                raise
         finally:
-            self.displayhook.end = None
-        # What `%run` shows of a failed script is a failure of the cell too, though IPython goes on after it.
-        end.error = result.error_before_exec or result.error_in_exec or self._shown
-        self._shown = None
+            self.displayhook.end = self._shown = None
         end.traceback = self._traceback
         if DisplayHook.semicolon_at_end_of_expression(source) if _tokenizes(source) else False:
             end.bundle = None
@@ -155,7 +166,7 @@ def _users_frames(trace: types.TracebackType | None) -> types.TracebackType | No
     end = next((i for i, module in enumerate(modules) if module.startswith(_WAITING)), len(frames))
     # A backward pass waits inside of autograd.
     led_there = ("torch.distributed.", "torch.autograd", "torch._tensor")
-    ours = ("mirror_nb.", *(led_there if end < len(frames) else ()))
+    ours = ("mirror_nb.", "contextlib", "torch.utils._pytree", *(led_there if end < len(frames) else ()))
     while end and modules[end - 1].startswith(ours):
         end -= 1
     short = None
@@ -178,6 +189,9 @@ def make_shell(emit: Callable[[object], None], module: types.ModuleType | None) 
     `module` is where its names live; None: a new `__main__` of this process, for which there must be no
     other shell.
     """
+    if module is None:
+        # Of `sys.exit()`: the notebook's own shell says it too.
+        warnings.filterwarnings("ignore", "To exit: use", UserWarning, r"IPython\.core\.interactiveshell")
     config = Config({"HistoryManager": {"enabled": False}, "HistoryAccessor": {"enabled": False}})
     make = ReplicaShell if module is not None else ReplicaShell.instance
     shell = make(

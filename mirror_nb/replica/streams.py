@@ -11,12 +11,16 @@ import io
 import os
 import select
 import threading
+import time
 from collections.abc import Callable
 
 from mirror_nb.messages import Stream
+from mirror_nb.replica.whole import whole
 
 BATCH_SECONDS = 0.05
 # Twenty messages a second: the front end's server drops messages above a thousand.
+FLOOD_BYTES, FLOODED_SECONDS = 1 << 14, 1.0
+# Descriptors are read with a delay that lets C code write 64 KB, unless so much came within this time.
 IDLE_CHARACTERS = 1 << 20
 # While no request runs, nobody reads: text from threads left running is kept up to this and then dropped.
 
@@ -57,6 +61,11 @@ class Streams:
             self._lines[name] = rest
             _write(name, lines + newline)
             return
+        # What C code and programs wrote before.
+        self._take_captured()
+        self._add(name, text)
+
+    def _add(self, name: str, text: str) -> None:
         with self._lock:
             if not self._open and self._characters > IDLE_CHARACTERS:
                 self._dropped += len(text)
@@ -131,18 +140,27 @@ class Streams:
         self._forked = True
 
     def _drain(self) -> None:
+        pause, flooded = threading.Event(), 0.0
         while True:
             select.select([readable for readable, *_ in self._captured], [], [])
-            self._take_captured()
+            if time.monotonic() > flooded + FLOODED_SECONDS:
+                # In the pipe it outlives a crash of this process.
+                pause.wait(BATCH_SECONDS)
+            if self._take_captured() >= FLOOD_BYTES:
+                flooded = time.monotonic()
 
-    def _take_captured(self) -> None:
+    @whole
+    def _take_captured(self) -> int:
+        """Take what is in the pipes; return how many bytes that was."""
+        taken = 0
         with self._draining:
-            if not self._written.poll(0):
-                return
-            for readable, name, decoder in self._captured:
+            for readable, name, decoder in self._captured if self._written.poll(0) else ():
                 with contextlib.suppress(BlockingIOError):
                     # One pipe's capacity: a child process that never stops writing must not hold a request's end up.
-                    self.write(name, decoder.decode(os.read(readable, 1 << 16)))
+                    found = os.read(readable, 1 << 16)
+                    taken += len(found)
+                    self._add(name, decoder.decode(found))
+        return taken
 
 
 def _write(name: str, text: str) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,6 +23,10 @@ from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
 from mirror_nb.steering import Steering
+
+REST_SECONDS = 2.0
+# At the end of a process.
+_LOOK_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +81,9 @@ def standalone(reduction: str = "mean", seed: int = 0) -> Standalone:
     joined = dist.is_initialized()
     if not joined:
         dist.init_process_group("gloo" if device.type == "cpu" else None)
-        if device.type == "cpu":
-            # A script seldom closes its strategy. Gloo's threads at work when Python ends would abort the process.
-            atexit.register(_leave)
+    if device.type == "cpu":
+        # A script seldom closes its strategy.
+        atexit.register(_let_gloo_rest if joined else _leave)
     gradients = GradientSynchronizer(replica_id, num_replicas, reduction=reduction)
     scope = Scope(replica_id, num_replicas, device, gradients, seed)
     identity = OwnIdentity(replica_id, num_replicas, device)
@@ -122,3 +130,36 @@ def _nothing() -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    _let_gloo_rest()
+
+
+def _let_gloo_rest() -> None:
+    """Wait until gloo's threads sleep, for REST_SECONDS at most.
+
+    Who of them still lets go of a tensor when Python ends asks for Python's lock, which is gone by then, and aborts
+    the process (torch 2.13). They are the group's, which lives on as long as anybody, DDP for instance, knows it.
+    """
+    deadline, before = time.monotonic() + REST_SECONDS, None
+    while time.monotonic() < deadline:
+        # They get the lock meanwhile.
+        time.sleep(_LOOK_SECONDS)
+        now = _at_work()
+        if now is None or now == before:
+            return
+        before = now
+
+
+def _at_work() -> dict[str, str] | None:
+    """Return how often each of gloo's threads has given up its core; None where that cannot be seen.
+
+    Equal twice in a row: all of them sleep, for one that runs or waits for the lock changes it.
+    """
+    found = {}
+    for task in Path("/proc/self/task").glob("*/status"):
+        # Between the two a thread may end.
+        with contextlib.suppress(OSError):
+            status = task.read_text()
+            if status.startswith("Name:\tpt_gloo_runloop"):
+                state, *switches = re.findall(r"^(?:State|\w*voluntary_ctxt_switches):\t(\w+)", status, re.MULTILINE)
+                found[task.parent.name] = f"{time.monotonic() if state != 'S' else ''}{switches}"
+    return found or None

@@ -26,7 +26,8 @@ class Comparison:
 
     def __repr__(self) -> str:
         if not self.parameters:
-            return "no parameters to compare: none were synchronised yet"
+            left = "those in DistributedDataParallel are left to it"
+            return f"no parameters to compare: none were synchronised yet ({left})"
         many = f"{self.parameters} parameter{'s' if self.parameters > 1 else ''}"
         if not self.differing:
             return f"{many} in sync on {self.num_replicas} replicas"
