@@ -245,6 +245,8 @@ class Interrupt:
     """Raise KeyboardInterrupt in what runs now; read by the control thread at once."""
 
     request: int
+    shown: bool = True
+    # False: what another replica did is told, and nobody sees where this one was.
 
 
 @dataclass(frozen=True, slots=True)

@@ -449,6 +449,8 @@ class _Following:
         # How many merge_calls each replica has entered.
         self._reason: str | None = None
         # Why the others must end, in a few words.
+        self._asked_for = False
+        # By the user, or by the time that they set.
         self._question = 0
         self._asked: set[int] = set()
         self._standings: dict[int, hangs.Standing] = {}
@@ -586,7 +588,7 @@ class _Following:
             self._steps.pop(0)[1]()
 
     def _end_now(self, reason: str, now: float) -> None:
-        self._reason = reason
+        self._reason, self._asked_for = reason, True
         self._ask(self._pending)
         self._plan(
             (now, self._interrupt),
@@ -609,7 +611,7 @@ class _Following:
 
     def _interrupt(self) -> None:
         for replica_id in self._pending:
-            self._pool._send(replica_id, Interrupt(self._number), None)
+            self._pool._send(replica_id, Interrupt(self._number, self._asked_for), None)
 
     def _kills(self, interrupted: float) -> list[tuple[float, Callable[[], None]]]:
         last = interrupted + max(GRACE, HELD_BACK_SECONDS)

@@ -89,7 +89,7 @@ class ReplicaShell(InteractiveShell):
         """Render an exception without the frames of mirror_nb that a deliberate error ends in."""
         shown: Any = exc_tuple or sys.exc_info()
         kind, error, trace = shown
-        if isinstance(error, PeerFailed):
+        if isinstance(error, PeerFailed) or getattr(error, "unseen", False):
             # It only tells of another replica's failure. Rendering it may take longer than the others wait.
             self._traceback, self._shown = (f"{kind.__name__}: {error}",), error
             return

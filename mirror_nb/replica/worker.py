@@ -144,6 +144,8 @@ class _Process:
         # Number of the request whose user code runs now.
         self._interrupted: int | None = None
         # Number of the request that shall be interrupted.
+        self._shown = True
+        # Whether anybody will see where.
         self._held_back = False
         # The interrupt came inside an optimizer's step, or while a message was sent, and waits for the end of that.
         self._said = 0.0
@@ -289,8 +291,8 @@ class _Process:
 
     def _act(self, message: Any, slab: int | None) -> None:
         match message:
-            case Interrupt(number):
-                self._interrupted = number
+            case Interrupt(number, shown):
+                self._interrupted, self._shown = number, shown
                 threading.Thread(target=self._insist, args=(number,), daemon=True).start()
             case Abort(reason):
                 process_group.abort(PeerFailed(reason))
@@ -342,7 +344,7 @@ class _Process:
         self._running = number
         try:
             if self._interrupted == number:
-                raise KeyboardInterrupt
+                self._take()
             yield
         finally:
             self._running = None
@@ -368,7 +370,9 @@ class _Process:
     def _take(self) -> None:
         self._held_back = False
         self._interrupted = None
-        raise KeyboardInterrupt
+        interrupt = KeyboardInterrupt()
+        interrupt.unseen = not self._shown  # type: ignore[attr-defined]
+        raise interrupt
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._running is None or self._running != self._interrupted:
@@ -391,7 +395,7 @@ class _Process:
             # Held back until this function has ended: raised in here it would be dropped again.
             self._sending += 1
             try:
-                self._act(Interrupt(running), None)
+                self._act(Interrupt(running, self._shown), None)
             finally:
                 self._sending -= 1
 
