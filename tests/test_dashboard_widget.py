@@ -14,6 +14,7 @@ from made_rings import MadeRings, readings
 from mirror_nb.notebook.dashboard import routes, widget
 from mirror_nb.notebook.dashboard.frame import Phase
 from mirror_nb.notebook.dashboard.widget import TEXT, Dashboard
+from mirror_nb.telemetry.samples import Mark
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -115,6 +116,22 @@ def test_slow_frames_come_more_rarely(rings, shell, monkeypatch):
     dashboard.show()
     # A frame of 49 ms, of which there is to be one in 2.45 seconds.
     assert [at / 8 for at in range(80) if dashboard.tick(100 + at / 8)] == [0.0, 2.5, 5.0, 7.5]
+
+
+def test_whoever_pressed_pause_sees_it_obeyed_at_once_also_where_frames_are_slow(rings, shell, monkeypatch):
+    clock = itertools.count(0.0, 0.049)
+    monkeypatch.setattr(widget.time, "thread_time", lambda: next(clock))
+    word = Word()
+    dashboard = Dashboard(rings.timeline, shell=shell, controls=word)
+    dashboard.show()
+    word.pause()
+    assert dashboard.tick(100.0)
+    assert "pausing" in dashboard._view._page.value
+    # The other one has begun a step, in which it waits.
+    rings.writers[0].mark(Mark.PAUSED, rings.steps, 0, at=rings.now)
+    assert dashboard.tick(100.1)
+    assert ">paused<" in dashboard._view._page.value
+    assert not dashboard.tick(101.0)
 
 
 def test_a_frame_shows_what_was_written_meanwhile(rings, shell):

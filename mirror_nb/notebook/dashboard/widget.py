@@ -31,6 +31,8 @@ FASTEST = 0.2
 # Seconds between two frames.
 SHARE = 0.02
 # Of the time, that drawing may take.
+OBEYING_SECONDS = 0.1
+# Between two frames after Pause was pressed, until the replicas hold: whoever pressed it looks for that.
 READING_SECONDS = 1.0
 # Between two readings of the devices; drivers take up to a millisecond for one.
 HISTORY_SECONDS = 30
@@ -153,10 +155,10 @@ class Dashboard:
         if now < self._due and not self._view.pressed():
             return False
         began = time.thread_time()
-        self._draw(now)
+        phase = self._draw(now).phase
         took = time.thread_time() - began
         self._cost = took if not self._cost else 0.8 * self._cost + 0.2 * took
-        self._due = now + max(FASTEST, self._cost / SHARE)
+        self._due = now + (OBEYING_SECONDS if phase is Phase.PAUSING else max(FASTEST, self._cost / SHARE))
         return True
 
     def finish(self, phase: Phase = Phase.FINISHED, note: str = "") -> None:
