@@ -136,7 +136,8 @@ def test_a_replica_keeps_the_memory_that_a_step_frees(two):
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     """
     ran = run_cell(two, textwrap.dedent(source))
-    assert all(ran.values[r]["faults"] < 1000 for r in (0, 1)), "105 MB a step are 27,000 pages"
+    faults = [ran.values[r]["faults"] for r in (0, 1)]
+    assert max(faults) < 1000, f"105 MB a step are 27,000 pages: {faults}"
 
 
 def test_data_loader_workers_find_classes_of_the_cell(two):

@@ -62,11 +62,13 @@ class _Member:
     began: str
     # Start time of the process, to tell it from a later one with the same pid.
     last_words: LastWords
+    end: int
+    # A descriptor that can be read once the process has ended; not its sentinel, which tells when it was reaped.
     death: Death | None = None
     killed: bool = False
 
 
-_CHANNEL, _SENTINEL = "channel", "sentinel"
+_CHANNEL, _END = "channel", "end"
 
 
 class LocalPool(Pool):
@@ -126,7 +128,7 @@ class LocalPool(Pool):
             with contextlib.suppress(ChannelClosed):
                 member.channel.send(Record(), self._rings[replica_id].descriptor)
             self._selector.register(member.channel, selectors.EVENT_READ, (replica_id, _CHANNEL))
-            self._selector.register(member.process.sentinel, selectors.EVENT_READ, (replica_id, _SENTINEL))
+            self._selector.register(member.end, selectors.EVENT_READ, (replica_id, _END))
             self._tell_nanny(f"+ {member.process.pid} {member.began}")
         # It is there by now: the processes got their descriptors over a socket in it.
         self._tell_nanny(f"/ {multiprocessing.util.get_temp_dir()}")
@@ -153,7 +155,7 @@ class LocalPool(Pool):
         finally:
             theirs.close()
         last_words.started()
-        return _Member(process, Channel(ours), nanny.start_time(process.pid), last_words)
+        return _Member(process, Channel(ours), nanny.start_time(process.pid), last_words, _end_of(process))
 
     def _spec(self, replica_id: int) -> ReplicaSpec:
         n = self.size
@@ -202,7 +204,7 @@ class LocalPool(Pool):
         ready = self._ready(0.0 if dead else timeout)
         found: list[Incoming] = []
         for replica_id in sorted({replica_id for replica_id, _ in ready}):
-            found += self._receive(replica_id, (replica_id, _SENTINEL) in ready)
+            found += self._receive(replica_id, (replica_id, _END) in ready)
         return found + dead
 
     def _ready(self, timeout: float) -> list[tuple[int, str]]:
@@ -216,17 +218,16 @@ class LocalPool(Pool):
             found = [(replica_id, message, slab) for message, slab in member.channel.drain()]
         except ChannelClosed:
             found, ended = [], True
-            member.process.join(EXIT_SECONDS)
-            if member.process.is_alive():
+            if not _wait_for(member.process):
                 # A cell closed the channel's descriptor: nobody can reach this replica any more.
                 self._kill(replica_id)
         return [*found, self._died(replica_id)] if ended else found
 
     def _died(self, replica_id: int) -> Incoming:
         member = self._members[replica_id]
-        member.process.join(EXIT_SECONDS)
+        _wait_for(member.process)
+        code = _exit_code(member.process)
         self._end_session(member)
-        code = member.process.exitcode
         last_words = member.last_words.take()
         member.death = Death(replica_id, self.devices[replica_id], member.process.pid, code, member.killed, last_words)
         # Last: an interrupt before this, outside of a request, leaves a death that is seen again.
@@ -274,11 +275,13 @@ class LocalPool(Pool):
         self._stop_watching(member)
         member.channel.close()
         member.last_words.close()
+        if member.end != member.process.sentinel:
+            os.close(member.end)
         with contextlib.suppress(ValueError):
             member.process.close()
 
     def _stop_watching(self, member: _Member) -> None:
-        for source in (member.channel, member.process.sentinel):
+        for source in (member.channel, member.end):
             # Its death may have been told before it is buried.
             with contextlib.suppress(KeyError):
                 self._selector.unregister(source)
@@ -315,7 +318,7 @@ class LocalPool(Pool):
 
     def dead(self) -> list[Death]:
         for replica_id, source in [] if self._closed else self._ready(0.0):
-            if source is _SENTINEL:
+            if source is _END:
                 self._died(replica_id)
         return [member.death for _, member in sorted(self._members.items()) if member.death is not None]
 
@@ -381,6 +384,31 @@ class LocalPool(Pool):
 def _be_a_replica(end: socket.socket, ends: Ends, spec: ReplicaSpec) -> None:
     # By name: what a pool starts is not what a pool knows.
     importlib.import_module("mirror_nb.replica.worker").main(end, spec, ends.use())
+
+
+def _end_of(process: Any) -> int:
+    """Return a descriptor that can be read once the process has ended, whether or not its parent is busy."""
+    # What has ended already was reaped; systems other than Linux have no such descriptor.
+    with contextlib.suppress(OSError, AttributeError):
+        return os.pidfd_open(process.pid)
+    return int(process.sentinel)
+
+
+def _wait_for(process: Any) -> bool:
+    """Wait a little for the end of a process that is thought to end; return whether it has ended."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    while (alive := _exit_code(process) is None) and time.monotonic() < deadline:
+        process.join(0.005)
+    return not alive
+
+
+def _exit_code(process: Any) -> int | None:
+    """Return how a process ended, None while it lives.
+
+    Its parent, the forkserver, tells; but not while it loads something. The kernel tells then.
+    """
+    code = process.exitcode
+    return nanny.exit_code(process.pid) if code is None else int(code)
 
 
 def _context() -> Any:

@@ -28,11 +28,22 @@ LISTENING_SECONDS = 5.0
 
 def start_time(pid: int) -> str:
     """Return when a process began, in clock ticks since boot; empty where /proc does not tell."""
+    return _status(pid)[19]
+
+
+def exit_code(pid: int) -> int | None:
+    """Return how a process ended that its parent has not reaped, as `os.waitstatus_to_exitcode` does; else None."""
+    status = _status(pid)
+    return os.waitstatus_to_exitcode(int(status[49])) if status[0] == "Z" else None
+
+
+def _status(pid: int) -> list[str]:
+    """Return what /proc tells of a process after its name, each word empty where it does not."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
+            return file.read().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return [""] * 50
 
 
 def members(session: int) -> list[int]:

@@ -89,6 +89,8 @@ def _leave_the_parent() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # A handler, not SIG_IGN: programs that a cell starts would inherit that and could not be interrupted.
     signal.signal(signal.SIGINT, lambda number, frame: None)
+    # The forkserver has a use for it.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         # A replica that wakes must not push the controller aside while that sends to the next one.

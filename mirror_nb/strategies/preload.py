@@ -1,28 +1,103 @@
-"""What the forkserver loads once, before it forks replicas. To import it is its whole effect.
+"""What the forkserver loads before it forks replicas, and what it loads once they run. To import it is its effect.
 
 Not collecting garbage meanwhile saves an eighth of a second of the one that it takes, and objects that are frozen
 then are not walked by the replicas' collectors, so that their pages stay shared.
 
-torch._dynamo, which the first optimizer of a process imports, is left out: 2 s of CPU and 70 MB that the first
-replicas would wait for. To import it later, between two forks, was tried: a death in those seconds is not reaped, and
-nobody takes the dead one's place meanwhile.
+The first replicas do not wait for what only training needs, above all torch._dynamo, which the first optimizer step of
+a process imports and which takes as long as torch itself. The forkserver loads that LATER_SECONDS after it forked the
+first, or began, between two forks (in a thread, a fork would copy half an import). From then on replicas begin with
+it: those of the first cell, where the user needed a while to write it, and one that takes a dead one's place in `fit`.
+Who dies in these seconds is noticed all the same (`pool.local`), and replaced after them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
 
-gc.disable()
+LATER_SECONDS = 3.0
+LOOK_SECONDS = 0.05
+# From the controller's end to that of a forkserver that is still loading.
+_GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri")
+_forkserver = os.getpid()
 
-# A replica's shell imports them as it is made, which is half of the time that it takes. By name: of notebooks only the
-# floors above know.
-for _name in ("application", "completer", "completerlib", "oinspect"):
-    importlib.import_module(f"IPython.core.{_name}")
-importlib.import_module("ipykernel.zmqshell")
 
-from mirror_nb.replica import worker  # noqa: E402, F401
-from mirror_nb.strategies import mirrored  # noqa: E402, F401
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
+    """Load without collecting garbage, and not longer than the controller lives."""
+    done = threading.Event()
 
-gc.freeze()
-gc.enable()
+    def watch(controller: int) -> None:
+        while not done.wait(LOOK_SECONDS):
+            if os.getppid() != controller:
+                os.kill(_forkserver, signal.SIGKILL)
+
+    watching = threading.Thread(target=watch, args=(os.getppid(),), daemon=True)
+    watching.start()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        done.set()
+        # No thread may be there when a replica is forked.
+        watching.join()
+
+
+def _load_the_rest(*_: object) -> None:
+    # A replica that finds one broken tells so where it is used; the forkserver has to live.
+    with contextlib.suppress(Exception), _loading():
+        importlib.import_module("mirror_nb.training.model")
+        if not _gpus():
+            _do_a_step()
+
+
+def _do_a_step() -> None:
+    """Do what imports torch._dynamo and more; nothing that starts a thread."""
+    torch = importlib.import_module("torch")
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.zero_grad()
+    parameter.grad = torch.zeros(1)
+    optimizer.step()
+
+
+def _load_later() -> None:
+    signal.setitimer(signal.ITIMER_REAL, LATER_SECONDS)
+
+
+@functools.cache
+def _load_after_the_first() -> None:
+    """Put it off: the first replicas are busy now, with the same import perhaps."""
+    if os.getpid() == _forkserver and "mirror_nb.training.model" not in sys.modules:
+        _load_later()
+
+
+def _gpus() -> bool:
+    """Whether there may be one, which the compiler's import could touch: no replica could be forked after that."""
+    torch = importlib.import_module("torch")
+    return torch.accelerator.current_accelerator() is not None and any(map(os.path.exists, _GPU_NODES))
+
+
+with _loading():
+    # A replica's shell imports them as it is made, which is half of the time that it takes. By name: of notebooks
+    # only the floors above know.
+    for _name in ("application", "completer", "completerlib", "oinspect"):
+        importlib.import_module(f"IPython.core.{_name}")
+    importlib.import_module("ipykernel.zmqshell")
+    importlib.import_module("mirror_nb.replica.worker")
+    importlib.import_module("mirror_nb.strategies.mirrored")
+
+if "multiprocessing.forkserver" in sys.orig_argv[-1]:
+    signal.signal(signal.SIGALRM, _load_the_rest)
+    os.register_at_fork(after_in_parent=_load_after_the_first)
+    _load_later()

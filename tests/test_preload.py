@@ -1,0 +1,158 @@
+"""The forkserver: what replicas begin with, and that nobody waits for what it loads meanwhile."""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+from driving import eventually, gone, run_cell
+
+from mirror_nb.pool.local import LocalPool
+
+LOADED = "import sys; loaded = 'torch._dynamo' in sys.modules, 'mirror_nb.training.model' in sys.modules"
+
+
+@pytest.fixture
+def two(replicas: Callable[[int], LocalPool]) -> LocalPool:
+    return replicas(2)
+
+
+def kill(pool: LocalPool, replica_id: int) -> None:
+    os.kill(pool.status()[replica_id].pid, signal.SIGKILL)
+
+
+def forkserver() -> int:
+    pid = multiprocessing.forkserver._forkserver._forkserver_pid
+    assert pid is not None
+    return int(pid)
+
+
+def in_a_process_of_its_own(source: str) -> str:
+    # As multiprocessing starts it: the last argument names the module.
+    told = "# from multiprocessing.forkserver import main\n" + textwrap.dedent(source)
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_replica_that_is_started_later_begins_with_what_training_needs(two):
+    os.kill(forkserver(), signal.SIGALRM)
+    kill(two, 1)
+    eventually(two.dead, "the death is seen")
+    two.mend()
+    assert run_cell(two, LOADED).values[1]["loaded"] == (True, True)
+
+
+def test_the_rest_is_loaded_by_itself_after_a_while_but_not_before_the_first_replicas_run():
+    said = in_a_process_of_its_own(
+        """
+        import os, signal, sys, time
+        import mirror_nb.strategies.preload as preload
+        def left(): return signal.getitimer(signal.ITIMER_REAL)[0]
+        print('torch' in sys.modules, 'torch._dynamo' in sys.modules, 0 < left() <= preload.LATER_SECONDS)
+        for _ in range(2):
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            sys.stdout.flush()
+            if os.fork() == 0:
+                print('child', left())
+                sys.stdout.flush()
+                os._exit(0)
+            os.wait()
+            print(left() > 1)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        while 'mirror_nb.training.model' not in sys.modules or signal.getitimer(signal.ITIMER_REAL)[0]:
+            time.sleep(0.01)
+        import gc, threading
+        print('torch._dynamo' in sys.modules, gc.isenabled(), threading.active_count())
+        """
+    )
+    # Put off by the first fork alone; a replica inherits no timer.
+    assert said.split("\n")[:-1] == ["True False True", "child 0.0", "True", "child 0.0", "False", "True True 1"]
+
+
+def test_where_a_gpu_may_be_the_compiler_is_left_out(tmp_path):
+    said = in_a_process_of_its_own(
+        f"""
+        import sys, torch
+        torch.accelerator.current_accelerator = lambda check_available=False: torch.device('cuda')
+        import mirror_nb.strategies.preload as preload
+        preload._GPU_NODES = ({str(tmp_path)!r},)
+        preload._load_the_rest()
+        print('mirror_nb.training.model' in sys.modules, 'torch._dynamo' in sys.modules)
+        preload._GPU_NODES = ({str(tmp_path / "none")!r},)
+        preload._load_the_rest()
+        print('torch._dynamo' in sys.modules)
+        """
+    )
+    assert said.split() == ["True", "False", "True"]
+
+
+def test_imported_elsewhere_it_sets_no_timer():
+    source = "import signal, mirror_nb.strategies.preload; print(signal.getitimer(signal.ITIMER_REAL))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "(0.0, 0.0)"
+
+
+def test_a_cell_may_use_the_alarm_signal(two):
+    ran = run_cell(
+        two,
+        "import signal\nbefore = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL\n"
+        "rang = []\nsignal.signal(signal.SIGALRM, lambda *_: rang.append(1))\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.01)\n"
+        "while not rang: pass\nsignal.signal(signal.SIGALRM, signal.SIG_DFL)",
+    )
+    assert ran.report.clean, ran.report.failures
+    assert [values["before"] for values in ran.values.values()] == [True, True]
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells of an end that nobody has reaped")
+def test_a_death_is_noticed_while_the_forkserver_loads(two):
+    """Their parent is busy for two seconds then; here it is stopped."""
+    os.kill(forkserver(), signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        kill(two, 0)
+        death = eventually(two.dead, "the death is seen")[0]
+        assert time.monotonic() - began < 0.5
+        assert death.exit_code == -signal.SIGKILL
+    finally:
+        os.kill(forkserver(), signal.SIGCONT)
+    two.mend()
+    assert run_cell(two, "total = strategy.reduce('sum', 1.0)").report.clean
+
+
+@pytest.mark.parametrize("stage", ["before", "later"])
+def test_a_forkserver_that_loads_ends_with_its_controller(stage):
+    source = textwrap.dedent(
+        f"""
+        import multiprocessing.forkserver, os, signal, time
+        from mirror_nb.pool import local
+        local.warm_up()
+        server = multiprocessing.forkserver._forkserver
+        if {stage!r} == "later":
+            import multiprocessing
+            multiprocessing.get_context("forkserver").Process(target=int).start()
+            os.kill(server._forkserver_pid, signal.SIGALRM)
+        print(server._forkserver_pid, flush=True)
+        time.sleep(1000)
+        """
+    )
+    controller = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    try:
+        assert controller.stdout is not None
+        pid = int(controller.stdout.readline())
+        server = psutil.Process(pid)
+        eventually(lambda: server.num_threads() > 1, "it loads")
+    finally:
+        controller.kill()
+        controller.wait()
+        controller.stdout.close()
+    eventually(lambda: gone(pid), "it ends", seconds=2)
