@@ -6,16 +6,19 @@ place. Knows payloads and torch, no replicas and no channel.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
+from torch.optim.lr_scheduler import LRScheduler
 
 from mirror_nb.errors import TransferError
 from mirror_nb.payload import Arrivals
@@ -219,16 +222,36 @@ def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
             own[name].copy_(value)
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return an optimizer's settings (learning rate and the like), group by group, without its parameters."""
-    return [
-        {name: _plain(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-    ]
+def has_settings(obj: object) -> TypeGuard[torch.optim.Optimizer | LRScheduler]:
+    """Whether an object has some that both sides are to know."""
+    return isinstance(obj, (torch.optim.Optimizer, LRScheduler))
 
 
-def change_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
-    """Give an optimizer other settings; a learning rate that is a tensor stays that tensor."""
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
+def settings_of(obj: torch.optim.Optimizer | LRScheduler) -> Any:
+    """Return an optimizer's settings (learning rate and the like), group by group, without its parameters.
+
+    With them, whether it has made a step: schedulers note that, and warn where there was none. Of a scheduler, where
+    it stands: its `state_dict()`; None if more than numbers, strings and the like is in it.
+    """
+    if isinstance(obj, LRScheduler):
+        # A user's own class may refuse.
+        with contextlib.suppress(Exception):
+            return _copied(obj.state_dict())
+        return None
+    groups = [{name: _plain(value) for name, value in group.items() if name != "params"} for group in obj.param_groups]
+    return getattr(obj, "_opt_called", False), groups
+
+
+def change_settings(obj: torch.optim.Optimizer | LRScheduler, settings: Any) -> None:
+    """Give an optimizer or a scheduler other settings; a learning rate that is a tensor stays that tensor."""
+    if isinstance(obj, LRScheduler):
+        # It takes apart what it is given.
+        obj.load_state_dict(_copied(settings))
+        return
+    has_stepped, groups = settings
+    if has_stepped:
+        obj._opt_called = True  # type: ignore[attr-defined]
+    for group, values in zip(obj.param_groups, groups, strict=True):
         for name, value in values.items():
             if isinstance(group.get(name), torch.Tensor):
                 group[name].fill_(value)
@@ -238,6 +261,19 @@ def change_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, A
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _copied(value: Any) -> Any:
+    """Copy a nest of plain values. Raises TypeError for others."""
+    kind = type(value)
+    if kind in (dict, Counter):
+        return kind({key: _copied(item) for key, item in value.items()})
+    if kind in (list, tuple):
+        return kind(_copied(item) for item in value)
+    value = _plain(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise TypeError(f"{kind.__name__} is no plain value")
 
 
 def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.Tensor]]], owner: int) -> None:

@@ -6,13 +6,15 @@ import copy
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror_nb as mnb
@@ -138,6 +140,69 @@ def test_settings_of_an_optimizer_travel_both_ways(two):
 
     assert two.run(step) == 4.0
     assert optimizer.param_groups[0]["lr"] == 4.0
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "steps": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4]),
+    "a function": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=20),
+    "in turns": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]
+    ),
+    "together": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    ),
+    "a plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+}
+
+
+@pytest.mark.filterwarnings("error:Detected call of:UserWarning")
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_scheduler_may_be_stepped_on_either_side_and_stands_alike_on_both(two, make):
+    def made() -> tuple[nn.Module, Any, Any]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        return model, optimizer, make(optimizer)
+
+    with two.scope():
+        model, optimizer, scheduler = made()
+    _, own, expected = made()
+    args = (1.0,) if isinstance(expected, lr_scheduler.ReduceLROnPlateau) else ()
+
+    def step(scheduled: bool) -> list[float]:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if scheduled:
+            scheduler.step(*args)
+        return scheduler.get_last_lr()
+
+    for by_replicas in (False, False, True, True, False, True):
+        own.step()
+        before = expected.get_last_lr()
+        expected.step(*args)
+        assert two.run(step, args=(by_replicas,)) == (expected.get_last_lr() if by_replicas else before)
+        if not by_replicas:
+            scheduler.step(*args)
+        assert scheduler.get_last_lr() == expected.get_last_lr()
+        assert optimizer.param_groups[0]["lr"] == own.param_groups[0]["lr"]
+
+
+def test_a_scheduler_whose_state_is_no_plain_value_is_left_to_the_replicas(two):
+    class Odd(lr_scheduler.StepLR):
+        def state_dict(self) -> Any:
+            raise NotImplementedError
+
+    with two.scope():
+        optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+        scheduler = Odd(optimizer, 1)
+
+    def step() -> float:
+        optimizer.step()
+        scheduler.step()
+        return optimizer.param_groups[0]["lr"]
+
+    assert two.run(step) == pytest.approx(0.01)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
 def test_generators_and_scalers_of_the_scope_are_kept_by_the_replicas(two):

@@ -25,6 +25,7 @@ from mirror_nb.mirrors import (
     averaged_statistics,
     bits,
     change_settings,
+    has_settings,
     load,
     settings_of,
     tensors,
@@ -76,7 +77,7 @@ class Namespace:
         self._kept: dict[str, object] = {}
         # Objects that the controller made in its scope, by handle; they live here as long as there.
         self._settings: dict[str, Any] = {}
-        # Of optimizers among these: what the controller knows.
+        # Of optimizers and schedulers among these: what the controller knows.
         self._results: deque[str] = deque()
         self._search = list(sys.path)
         # As the controller knows it.
@@ -117,9 +118,9 @@ class Namespace:
         """Take objects that the controller mirrors: {handle: object}."""
         for handle, obj in self.open(payload, slab).items():
             self._kept[handle] = obj
-            if isinstance(obj, torch.optim.Optimizer):
+            if has_settings(obj):
                 self._settings[handle] = settings_of(obj)
-            elif isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
+            if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
                 _count_steps(obj.optimizer)
 
     def held(self) -> dict[str, object]:
@@ -148,15 +149,15 @@ class Namespace:
         return self.mirrors.reference(obj)
 
     def apply_settings(self, settings: Iterable[tuple[str, Any]]) -> None:
-        """Take over what the controller changed in an optimizer's settings."""
-        for handle, groups in settings:
-            optimizer = self._kept.get(handle)
-            if isinstance(optimizer, torch.optim.Optimizer):
-                change_settings(optimizer, groups)
-                self._settings[handle] = settings_of(optimizer)
+        """Take over what the controller changed in the settings of an optimizer or a scheduler."""
+        for handle, changed in settings:
+            obj = self._kept.get(handle)
+            if has_settings(obj):
+                change_settings(obj, changed)
+                self._settings[handle] = settings_of(obj)
 
     def changed_settings(self) -> tuple[tuple[str, Any], ...]:
-        """Return the settings of optimizers that have changed since the controller was told."""
+        """Return the settings that have changed since the controller was told, by the handles of what has them."""
         changed = []
         for handle, known in self._settings.items():
             now = settings_of(self._kept[handle])  # type: ignore[arg-type]
@@ -290,9 +291,7 @@ class Namespace:
         Raises NotRebuilt, with the name, where one of its names cannot be had here: nothing is taken over then.
         """
         _, names, _, handles, self._kept, beside = self.open(payload, slab)
-        self._settings = {
-            h: settings_of(obj) for h, obj in self._kept.items() if isinstance(obj, torch.optim.Optimizer)
-        }
+        self._settings = {handle: settings_of(obj) for handle, obj in self._kept.items() if has_settings(obj)}
         self.names.update((name, value) for _, name, value in names)
         for handle, module in handles.items():
             self.mirrors.learn(handle, module)

@@ -24,7 +24,7 @@ from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, MirrorError, PoolClosed, ReplicaDied, UsageError
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirrors import Mirrors, absorb_states, called, change_settings, settings_of, tensors
+from mirror_nb.mirrors import Mirrors, absorb_states, called, change_settings, has_settings, settings_of, tensors
 from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
@@ -542,7 +542,7 @@ def _not_mirrored(obj: object) -> UsageError:
 
 @final
 class _Objects:
-    """Objects made in the scope: their handles, which the replicas have, and the settings of optimizers."""
+    """Objects made in the scope: their handles, which the replicas have, and the settings that both sides know."""
 
     def __init__(self) -> None:
         self._count = itertools.count()
@@ -595,7 +595,7 @@ class _Objects:
     def mark_sent(self, obj: Any) -> None:
         handle = self.add(obj)
         self._sent.add(handle)
-        if isinstance(obj, torch.optim.Optimizer):
+        if has_settings(obj):
             self._settings[handle] = settings_of(obj)
 
     def forget_sent(self) -> None:
@@ -606,19 +606,19 @@ class _Objects:
         return released
 
     def changed_settings(self) -> Iterator[tuple[str, Any]]:
-        """Yield the settings of optimizers that were changed here since the replicas had the same."""
+        """Yield the settings that were changed here since the replicas had the same, and whose they are."""
         for handle, known in self._settings.items():
-            optimizer = self.find(handle)
-            if optimizer is not None and (now := settings_of(optimizer)) != known:
+            obj = self.find(handle)
+            if obj is not None and (now := settings_of(obj)) != known:
                 self._settings[handle] = now
                 yield handle, now
 
     def take_settings(self, handle: str, settings: Any) -> None:
-        """A replica's scheduler, for instance, has changed an optimizer's settings."""
-        optimizer = self.find(handle)
-        if optimizer is not None:
-            change_settings(optimizer, settings)
-            self._settings[handle] = settings_of(optimizer)
+        """A replica's scheduler, for instance, has changed an optimizer's settings, and its own."""
+        obj = self.find(handle)
+        if obj is not None:
+            change_settings(obj, settings)
+            self._settings[handle] = settings_of(obj)
 
 
 def _refuse_steps(optimizer: torch.optim.Optimizer) -> None:

@@ -18,7 +18,10 @@ _CLASSES: tuple[type, ...] = (
     nn.Module,
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
+    # These do not call LRScheduler's.
     torch.optim.lr_scheduler.ReduceLROnPlateau,
+    torch.optim.lr_scheduler.SequentialLR,
+    torch.optim.lr_scheduler.ChainedScheduler,
     torch.amp.GradScaler,
 )
 
