@@ -584,7 +584,7 @@ def test_pushing_pulling_status_and_restart(notebook):
     notebook.run("pushed = {'a': 1}")
     assert "sent pushed" in notebook.run("%mirror push pushed").stdout
     notebook.run("%%mirrored\nlarge = torch.ones(1_000_000) * (replica_id + 1)")
-    assert "pulled large" in notebook.run("%mirror pull large --replica 1").stdout
+    assert "pulled large" in notebook.run("%mirror pull --replica 1 large").stdout
     assert notebook.value("float(large[0])") == "2.0"
     status = notebook.run("%mirror status").stdout
     assert status.count("ready") == 2

@@ -84,15 +84,18 @@ def test_where_a_gpu_may_be_the_compiler_is_left_out(tmp_path):
         import sys, torch
         torch.accelerator.current_accelerator = lambda check_available=False: torch.device('cuda')
         import mirror_nb.strategies.preload as preload
-        preload._GPU_NODES = ({str(tmp_path)!r},)
+        preload._GPU_NODES = {{'cuda': ({str(tmp_path)!r},)}}
         preload._load_the_rest()
         print('mirror_nb.training.model' in sys.modules, 'torch._dynamo' in sys.modules)
-        preload._GPU_NODES = ({str(tmp_path / "none")!r},)
+        preload._GPU_NODES = {{}}
+        preload._load_the_rest()
+        print('torch._dynamo' in sys.modules)
+        preload._GPU_NODES = {{'cuda': ({str(tmp_path / "none")!r},)}}
         preload._load_the_rest()
         print('torch._dynamo' in sys.modules)
         """
     )
-    assert said.split() == ["True", "False", "True"]
+    assert said.split() == ["True", "False", "False", "True"]
 
 
 def test_imported_elsewhere_it_sets_no_timer():

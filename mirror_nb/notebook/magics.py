@@ -10,7 +10,8 @@ from IPython.core.error import UsageError as MagicUsageError
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magic_arguments import argument, magic_arguments
+from IPython.utils.process import arg_split
 
 from mirror_nb.bench.collectives import AllReduceTable
 from mirror_nb.bench.command import Options
@@ -166,7 +167,8 @@ MOST_IDS = 1024
 
 def _parsed(magic: Any, line: str) -> Any:
     try:
-        return parse_argstring(magic, line)
+        # Intermixed: an option may stand between what to do and the names.
+        return magic.parser.parse_intermixed_args(arg_split(line))
     except ValueError as reason:
         # A quotation mark without its other half.
         raise MagicUsageError(f"{line!r} cannot be read: {reason}") from None

@@ -25,7 +25,8 @@ from collections.abc import Iterator
 LATER_SECONDS = 3.0
 LOOK_SECONDS = 0.05
 # From the controller's end to that of a forkserver that is still loading.
-_GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri")
+_GPU_NODES = {"cuda": ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")}
+# One of them is there where torch can have a GPU of this kind: of a card's, a Jetson's, Windows' Linux, AMD's driver.
 _forkserver = os.getpid()
 
 
@@ -84,8 +85,9 @@ def _load_after_the_first() -> None:
 
 def _gpus() -> bool:
     """Whether there may be one, which the compiler's import could touch: no replica could be forked after that."""
-    torch = importlib.import_module("torch")
-    return torch.accelerator.current_accelerator() is not None and any(map(os.path.exists, _GPU_NODES))
+    kind = importlib.import_module("torch").accelerator.current_accelerator()
+    # The kind that torch was built for, whether or not one is there.
+    return kind is not None and any(map(os.path.exists, _GPU_NODES.get(kind.type, ("/",))))
 
 
 with _loading():
