@@ -154,6 +154,18 @@ def test_stop_tells_the_controls_and_the_screen_follows_at_once(rings, shell):
     assert all(button.disabled for button in buttons(dashboard).values())
 
 
+def test_without_buttons_one_replica_that_holds_is_enough_too():
+    with MadeRings(2) as rings:
+        rings.step(3)
+        for mark, phase in ((Mark.PAUSED, Phase.PAUSED), (Mark.RUNNING, Phase.RUNNING), (Mark.STOPPED, Phase.RUNNING)):
+            rings.writers[0].mark(mark, rings.steps, 0, at=rings.now)
+            rings.timeline.update(now=rings.now)
+            assert Phase.of(rings.timeline.snapshot(now=rings.now)) is phase
+        rings.mark(Mark.STOPPED)
+        rings.timeline.update(now=rings.now)
+        assert Phase.of(rings.timeline.snapshot(now=rings.now)) is Phase.STOPPED
+
+
 def test_pause_becomes_resume_and_back(rings, shell):
     word = Word()
     dashboard = Dashboard(rings.timeline, shell=shell, controls=word)

@@ -18,7 +18,6 @@ from mirror_nb.notebook.dashboard.frame import Frame, Phase
 from mirror_nb.telemetry.findings import findings
 from mirror_nb.telemetry.machine import Machine, Reading, machine_of
 from mirror_nb.telemetry.notice import Notice, find, open_rings
-from mirror_nb.telemetry.snapshot import Snapshot, State
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.watch.lines import Line, lines, printable, quiet
 from mirror_nb.watch.screen import Screen
@@ -82,7 +81,7 @@ class Watched:
             devices=self.notice.devices,
             title=self.notice.title,
             operation=self.notice.operation,
-            phase=_phase(shot),
+            phase=Phase.of(shot),
         )
 
     def lines(self) -> list[Line]:
@@ -201,12 +200,3 @@ def _machine(notice: Notice) -> tuple[Machine | None, str]:
         return machine_of(notice.devices, notice.places), ""
     except UsageError as error:
         return None, f"no readings of the devices: {error}"
-
-
-def _phase(shot: Snapshot) -> Phase:
-    states = {replica.state for replica in shot.replicas}
-    if states == {State.WAITING}:
-        return Phase.WAITING
-    if states <= {State.PAUSED, State.STOPPED}:
-        return Phase.STOPPED if states == {State.STOPPED} else Phase.PAUSED
-    return Phase.RUNNING

@@ -10,7 +10,7 @@ import numpy as np
 
 from mirror_nb.telemetry.findings import Finding, Weight
 from mirror_nb.telemetry.machine import Reading
-from mirror_nb.telemetry.snapshot import Curve, Snapshot
+from mirror_nb.telemetry.snapshot import Curve, Snapshot, State
 
 OTHERS = 3
 # Scalars that are drawn beside the loss.
@@ -35,6 +35,16 @@ class Phase(enum.Enum):
     def over(self) -> bool:
         """Whether no step will follow."""
         return self in (Phase.STOPPED, Phase.FINISHED, Phase.FAILED)
+
+    @classmethod
+    def of(cls, shot: Snapshot) -> Phase:
+        """Return what the replicas' samples alone tell."""
+        states = {replica.state for replica in shot.replicas}
+        if State.PAUSED in states:
+            # One that is not, with DDP, has begun a step in which it waits for those that are.
+            return cls.PAUSED
+        alike = {State.WAITING: cls.WAITING, State.STOPPED: cls.STOPPED}
+        return alike.get(states.pop(), cls.RUNNING) if len(states) == 1 else cls.RUNNING
 
 
 @final

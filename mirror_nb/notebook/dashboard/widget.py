@@ -21,7 +21,7 @@ from mirror_nb.notebook.dashboard import page, routes, words
 from mirror_nb.notebook.dashboard.frame import Frame, Phase
 from mirror_nb.telemetry.findings import findings
 from mirror_nb.telemetry.machine import Machine, Reading
-from mirror_nb.telemetry.snapshot import Snapshot, State
+from mirror_nb.telemetry.snapshot import Snapshot
 from mirror_nb.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -228,18 +228,9 @@ class Dashboard:
     def _phase(self, shot: Snapshot) -> Phase:
         if self._ended is not None:
             return self._ended
-        states = {replica.state for replica in shot.replicas}
         said = self._controls.state if self._controls is not None else Phase.RUNNING
-        if said is Phase.PAUSING and State.PAUSED in states:
-            # One that is not, with DDP, has begun a step in which it waits for those that are.
-            return Phase.PAUSED
-        if said is not Phase.RUNNING:
-            return said
-        if states == {State.WAITING}:
-            return Phase.WAITING
-        if states <= {State.PAUSED, State.STOPPED}:
-            return Phase.STOPPED if states == {State.STOPPED} else Phase.PAUSED
-        return Phase.RUNNING
+        told = Phase.of(shot)
+        return told if said is Phase.RUNNING or (said is Phase.PAUSING and told is Phase.PAUSED) else said
 
     def _publish(
         self, place: str, bundle: dict[str, Any], metadata: dict[str, Any] | None = None, update: bool = False
