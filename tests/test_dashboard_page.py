@@ -191,6 +191,16 @@ def test_nothing_is_red_in_a_healthy_training():
     assert classes(tree(trained(4))) & RED == set()
 
 
+def test_lateness_is_red_where_it_lasts_and_not_at_single_steps():
+    late = np.zeros((2, 30))
+    late[0, [3, 4, 12, 29]] = late[1, 10:20] = 2.0
+    red = panels.lasting(late, 1.0)
+    assert not red[0].any()
+    assert np.flatnonzero(red[1]).tolist() == list(range(10, 20))
+    # However few steps there are.
+    assert panels.lasting(np.array([[2.0, 2.0], [0.0, 2.0]]), 1.0).tolist() == [[True, True], [False, False]]
+
+
 def test_a_slow_replica_stands_out():
     with MadeRings(4) as rings:
         rings.step(60)

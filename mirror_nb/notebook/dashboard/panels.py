@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mirror_nb.notebook.dashboard import words
 from mirror_nb.notebook.dashboard.frame import Frame
@@ -45,6 +46,10 @@ CLASSES = 5
 # Sizes of all-reduces that are shown: those that take the most time.
 LEVELS = 4
 # Of lateness: more are not told apart.
+AROUND = 4
+# Steps before a late one, and as many after it, of which most have to be late for it to be red.
+RECENT = 20
+# Steps over which a replica's lateness is told.
 _HISTOGRAM = 40
 _SMOOTH = np.array([1, 3, 5, 6, 5, 3, 1]) / 24
 _BROAD = ("exposed", "collective")
@@ -194,7 +199,7 @@ def _quantiles(c: SizeClass, low: float, high: float, base: float) -> str:
 
 
 def lateness(frame: Frame) -> str:
-    """How far each replica came behind the first to a collective, the worst of each step; red: a tenth of a step."""
+    """How far each replica came behind the first to a collective, the worst of each step; red: see `lasting`."""
     shot = frame.snapshot
     title, late = "Who arrives late", np.nan_to_num(shot.lateness)
     if not late.shape[1] or not late.any():
@@ -203,9 +208,11 @@ def lateness(frame: Frame) -> str:
     thick = row - (6 if row > 18 else 2)
     step = shot.step_seconds or float(late.max())
     trouble = step * (SLOW - 1)
-    level = np.ceil(late / trouble * LEVELS).astype(int).clip(0, LEVELS + 1)
+    level = np.ceil(late / trouble * LEVELS).astype(int).clip(0, LEVELS)
     # Half a level is what any two replicas differ by.
     level[late < trouble / LEVELS / 2] = 0
+    red = lasting(late, trouble)
+    level[red] = LEVELS + 1
     paths: dict[tuple[int, int], list[str]] = {}
     for r, which, began, length in _runs(level):
         paths.setdefault((r, which), []).append(f"M{began} {(r + 0.5) * row:g}h{length}")
@@ -215,14 +222,25 @@ def lateness(frame: Frame) -> str:
         kind = "hot" if which > LEVELS else f"{_replica(r)} o{which}"
         marks.append(f'<path class="{kind}" d="{"".join(path)}"/>')
     drawn = f'<g class="t" style="stroke-width:{thick}px">{"".join(marks)}</g>'
-    recent = late[:, -20:].mean(axis=1).tolist()
     right = [
-        Label((r + 0.5) * row, words.milliseconds(value), "hot b" if value > trouble else "")
-        for r, value in enumerate(recent)
+        Label((r + 0.5) * row, words.milliseconds(value), "hot b" if red[r, -RECENT:].any() else "")
+        for r, value in enumerate(late[:, -RECENT:].mean(axis=1).tolist())
     ]
     below = _step_labels(shot.late_steps)
     body = plot(row * len(late), drawn, _names(len(late), row, frame), right, below, "rows crisp")
     return _card(title, body, "behind the first, by step")
+
+
+def lasting(late: Floats, trouble: float) -> NDArray[np.bool_]:
+    """Return where replicas are later than `trouble`, as they are in most of the steps around: one alone is noise.
+
+    Takes (replicas, steps), in the unit of `trouble`.
+    """
+    over, steps = late > trouble, np.arange(late.shape[1])
+    since, until = (steps - AROUND).clip(0), (steps + AROUND + 1).clip(max=len(steps))
+    count = np.pad(over.cumsum(axis=1), ((0, 0), (1, 0)))
+    most: NDArray[np.bool_] = 2 * (count[:, until] - count[:, since]) > until - since
+    return over & most
 
 
 def _runs(levels: Integers) -> list[tuple[int, int, int, int]]:

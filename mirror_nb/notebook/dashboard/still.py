@@ -12,7 +12,7 @@ import numpy as np
 
 from mirror_nb.notebook.dashboard import palette, words
 from mirror_nb.notebook.dashboard.frame import Frame
-from mirror_nb.notebook.dashboard.panels import CLASSES, decades, latest, visible, within
+from mirror_nb.notebook.dashboard.panels import CLASSES, RECENT, decades, lasting, latest, visible, within
 from mirror_nb.notebook.dashboard.plot import spread
 from mirror_nb.telemetry.findings import SLOW, Weight
 from mirror_nb.telemetry.snapshot import BREAKDOWN
@@ -245,11 +245,11 @@ def _lateness(axes: Axes, frame: Frame) -> None:
     from matplotlib.colors import to_rgba
 
     trouble = (shot.step_seconds or float(late.max())) * (SLOW - 1)
-    image = np.empty((*late.shape, 4))
+    image, red = np.empty((*late.shape, 4)), lasting(late, trouble)
     for r, row in enumerate(late):
         image[r] = to_rgba(palette.colour(r))
         image[r, :, 3] = np.clip(row / trouble, 0.0, 1.0) ** 0.7
-        image[r, row > trouble] = to_rgba(_HOT)
+        image[r, red[r]] = to_rgba(_HOT)
     first, last = int(shot.late_steps[0]), int(shot.late_steps[-1])
     axes.set_facecolor(_GROUND)
     axes.imshow(image, aspect="auto", interpolation="nearest", extent=(first - 0.5, last + 0.5, len(late) - 0.5, -0.5))
@@ -257,8 +257,8 @@ def _lateness(axes: Axes, frame: Frame) -> None:
     axes.set_ylim(len(late) - 0.5, -0.5)
     for r in range(len(late) - 1):
         axes.axhline(r + 0.5, color="white", lw=3)
-    for r, value in enumerate(late[:, -20:].mean(axis=1).tolist()):
-        hot = value > trouble
+    for r, value in enumerate(late[:, -RECENT:].mean(axis=1).tolist()):
+        hot = red[r, -RECENT:].any()
         _beside(axes, r, words.milliseconds(value), _HOT if hot else _PALE, "bold" if hot else "normal")
     _title(axes, "Who arrives late", "behind the first, by step")
 
