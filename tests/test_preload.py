@@ -15,7 +15,8 @@ import psutil
 import pytest
 from driving import eventually, gone, run_cell
 
-from mirror_nb.pool.local import LocalPool
+from mirror_nb.pool import nanny
+from mirror_nb.pool.local import LocalPool, _wait_for
 
 LOADED = "import sys; loaded = 'torch._dynamo' in sys.modules, 'mirror_nb.training.model' in sys.modules"
 
@@ -130,6 +131,19 @@ def test_a_death_is_noticed_while_the_forkserver_loads(two):
         os.kill(forkserver(), signal.SIGCONT)
     two.mend()
     assert run_cell(two, "total = strategy.reduce('sum', 1.0)").report.clean
+
+
+def test_an_end_that_the_forkserver_has_reaped_and_not_told_yet_is_waited_for(monkeypatch):
+    class Process:
+        pid = 1
+        codes = iter([None, None, -11])
+        exitcode = property(lambda self: next(self.codes))
+
+        def join(self, timeout: float) -> None:
+            pass
+
+    monkeypatch.setattr(nanny, "exit_code", lambda pid: None)
+    assert _wait_for(Process()) == -11
 
 
 @pytest.mark.parametrize("stage", ["before", "later"])

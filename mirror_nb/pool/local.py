@@ -218,15 +218,14 @@ class LocalPool(Pool):
             found = [(replica_id, message, slab) for message, slab in member.channel.drain()]
         except ChannelClosed:
             found, ended = [], True
-            if not _wait_for(member.process):
+            if _wait_for(member.process) is None:
                 # A cell closed the channel's descriptor: nobody can reach this replica any more.
                 self._kill(replica_id)
         return [*found, self._died(replica_id)] if ended else found
 
     def _died(self, replica_id: int) -> Incoming:
         member = self._members[replica_id]
-        _wait_for(member.process)
-        code = _exit_code(member.process)
+        code = _wait_for(member.process)
         self._end_session(member)
         last_words = member.last_words.take()
         member.death = Death(replica_id, self.devices[replica_id], member.process.pid, code, member.killed, last_words)
@@ -394,21 +393,19 @@ def _end_of(process: Any) -> int:
     return int(process.sentinel)
 
 
-def _wait_for(process: Any) -> bool:
-    """Wait a little for the end of a process that is thought to end; return whether it has ended."""
-    deadline = time.monotonic() + EXIT_SECONDS
-    while (alive := _exit_code(process) is None) and time.monotonic() < deadline:
-        process.join(0.005)
-    return not alive
+def _wait_for(process: Any) -> int | None:
+    """Wait a little for a process that is thought to end, and return how it did; None: it lives.
 
-
-def _exit_code(process: Any) -> int | None:
-    """Return how a process ended, None while it lives.
-
-    Its parent, the forkserver, tells; but not while it loads something. The kernel tells then.
+    Its parent, the forkserver, tells; but not while it loads something. The kernel tells then, until that reaps it.
     """
-    code = process.exitcode
-    return nanny.exit_code(process.pid) if code is None else int(code)
+    deadline = time.monotonic() + EXIT_SECONDS
+    while True:
+        code = process.exitcode
+        if code is None:
+            code = nanny.exit_code(process.pid)
+        if code is not None or time.monotonic() > deadline:
+            return None if code is None else int(code)
+        process.join(0.005)
 
 
 def _context() -> Any:
