@@ -126,6 +126,19 @@ def test_a_recursion_without_end_is_an_error_of_its_replica(two):
     goes_on(two)
 
 
+def test_to_show_a_recursion_asks_no_module_for_each_of_its_frames(two):
+    run_cell(
+        two,
+        "import inspect\nasked, real = [], inspect.ismodule\n"
+        "def counting(thing):\n    asked.append(1)\n    return real(thing)\n"
+        "inspect.ismodule = counting\ndef f(): return f()\nf()",
+    )
+    counting = "inspect.ismodule = real\nimport sys\ncounted = len(asked), len(sys.modules)"
+    for values in run_cell(two, counting).values.values():
+        asked, modules = values["counted"]
+        assert 0 < asked < 20 * modules
+
+
 def test_what_a_failed_cell_held_is_let_go(two):
     """The memory of a failed cell is there for the next one."""
     ran = run_cell(

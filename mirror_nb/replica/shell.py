@@ -5,6 +5,7 @@ The only module below the notebook floor that imports IPython.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import sys
@@ -102,7 +103,17 @@ class ReplicaShell(InteractiveShell):
     @whole
     def _render(self, *args: Any, **kwargs: Any) -> None:
         """Render an exception: interrupted, IPython would show that it was, and not the exception."""
+        self._place_cells()
         super().showtraceback(*args, **kwargs)
+
+    def _place_cells(self) -> None:
+        """Tell `inspect` which module cells belong to.
+
+        It would ask all two thousand of the process, for each of the thousand frames of a recursion without end.
+        """
+        known = getattr(inspect, "modulesbyfile", {})
+        for file in self.cell_numbers:
+            known[file] = known[os.path.abspath(file)] = self.user_module.__name__
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
         self._traceback, self._shown = tuple(stb), evalue
