@@ -11,6 +11,7 @@ MirrorError
 │   ├── PeerFailed                a collective was ended since another replica left it
 │   └── RemoteException           an exception whose own class cannot be rebuilt here
 ├── CheckpointError (RuntimeError) a model's file cannot be written, or not be read
+├── ContextError (RuntimeError)   a method was called where it has no meaning: in a replica, or outside of a scope
 └── PoolClosed (RuntimeError)     the replicas were stopped; start new ones
 
 KeyboardInterrupt
@@ -19,9 +20,24 @@ KeyboardInterrupt
 
 from __future__ import annotations
 
+import sys
+import types
+
+_WAITING = ("mirror_nb.collectives", "mirror_nb.gradients")
+# They call nothing of the user's.
+
 
 class MirrorError(Exception):
     """Every error that mirror_nb raises by itself."""
+
+    def _render_traceback_(self) -> list[str]:
+        """For IPython, which asks for it: up to the caller's line. Ours tell where a mistake was found, not made."""
+        shell = sys.modules["IPython"].get_ipython()
+        trace = users_frames(self.__traceback__)
+        if shell is None or trace is None:
+            return [f"{type(self).__name__}: {self}"]
+        lines: list[str] = shell.InteractiveTB.structured_traceback(type(self), self, trace)
+        return lines
 
 
 class UsageError(MirrorError, ValueError):
@@ -79,3 +95,22 @@ class TrainingStopped(KeyboardInterrupt):
 
 class ContextError(MirrorError, RuntimeError):
     """A method of a strategy was called where it has no meaning: in a replica, in a scope, or outside one."""
+
+
+def users_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the traceback without the frames of mirror_nb that it ends in, nor of a wait and what led to it."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    modules = [frame.tb_frame.f_globals.get("__name__", "") for frame in frames]
+    end = next((i for i, module in enumerate(modules) if module.startswith(_WAITING)), len(frames))
+    # A backward pass waits inside of autograd.
+    led_there = ("torch.distributed.", "torch.autograd", "torch._tensor")
+    ours = ("mirror_nb.", "contextlib", "torch.utils._pytree", *(led_there if end < len(frames) else ()))
+    while end and modules[end - 1].startswith(ours):
+        end -= 1
+    short = None
+    for frame in reversed(frames[:end]):
+        short = types.TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return short

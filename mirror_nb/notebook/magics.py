@@ -180,9 +180,9 @@ def _short_tracebacks() -> Iterator[None]:
     try:
         yield
     except MirrorError as error:
-        if not hasattr(error, "_render_traceback_"):
+        if "_render_traceback_" not in vars(error):
             line = f"{type(error).__name__}: {error}"
-            error._render_traceback_ = lambda: [line]  # type: ignore[attr-defined]
+            error._render_traceback_ = lambda: [line]  # type: ignore[method-assign]
         raise
 
 

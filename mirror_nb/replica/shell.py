@@ -22,7 +22,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
-from mirror_nb.errors import MirrorError, PeerFailed
+from mirror_nb.errors import MirrorError, PeerFailed, users_frames
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, HeldBack, Source
 from mirror_nb.replica.whole import whole
 
@@ -95,7 +95,7 @@ class ReplicaShell(InteractiveShell):
             self._traceback, self._shown = (f"{kind.__name__}: {error}",), error
             return
         if isinstance(error, KeyboardInterrupt | MirrorError):
-            shown = (kind, error, _users_frames(trace))
+            shown = (kind, error, users_frames(trace))
         # A first traceback takes seconds on a machine that is busy.
         self.display_pub.emit(HeldBack())
         self._render(shown, *args, **kwargs)
@@ -161,29 +161,6 @@ class ReplicaShell(InteractiveShell):
         if DisplayHook.semicolon_at_end_of_expression(source) if _tokenizes(source) else False:
             end.bundle = None
         return end
-
-
-_WAITING = ("mirror_nb.collectives", "mirror_nb.gradients")
-# They call nothing of the user's.
-
-
-def _users_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Return the traceback without the frames of mirror_nb that it ends in, nor of a wait and what led to it."""
-    frames = []
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    modules = [frame.tb_frame.f_globals.get("__name__", "") for frame in frames]
-    end = next((i for i, module in enumerate(modules) if module.startswith(_WAITING)), len(frames))
-    # A backward pass waits inside of autograd.
-    led_there = ("torch.distributed.", "torch.autograd", "torch._tensor")
-    ours = ("mirror_nb.", "contextlib", "torch.utils._pytree", *(led_there if end < len(frames) else ()))
-    while end and modules[end - 1].startswith(ours):
-        end -= 1
-    short = None
-    for frame in reversed(frames[:end]):
-        short = types.TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return short
 
 
 def _tokenizes(source: str) -> bool:
