@@ -6,7 +6,7 @@ Two, three and four CPU replicas; one of them is killed while no cell runs, in P
 start of one replica (its process and its first all-reduce with the others) is what the next cell is compared with,
 without the time that the same cell takes when nothing has happened; both are taken in turns with the deaths.
 In `fit` the time is that from the kill to the end of the step that is done again, with the callbacks that hear of it;
-a fresh start is then also told with the first step of its optimizer, for which torch loads its compiler.
+a fresh start is then also told with the first step of its optimizer.
 Interrupts are timed from Ctrl-C to the end of the cell; the kill of the controller, to the last process gone.
 """
 

@@ -13,7 +13,7 @@ from made_rings import MB, MadeRings, readings
 
 from mirror_nb.notebook.dashboard import page, palette, panels, plot, words
 from mirror_nb.notebook.dashboard.frame import Frame, Phase
-from mirror_nb.telemetry.findings import findings
+from mirror_nb.telemetry.findings import Finding, Weight, findings
 from mirror_nb.telemetry.machine import Reading
 from mirror_nb.telemetry.samples import Mark
 
@@ -191,14 +191,17 @@ def test_nothing_is_red_in_a_healthy_training():
     assert classes(tree(trained(4))) & RED == set()
 
 
-def test_lateness_is_red_where_it_lasts_and_not_at_single_steps():
-    late = np.zeros((2, 30))
-    late[0, [3, 4, 12, 29]] = late[1, 10:20] = 2.0
-    red = panels.lasting(late, 1.0)
+def test_lateness_is_red_only_where_a_finding_names_the_replica():
+    with MadeRings(2, jitter=0.3) as rings:
+        rings.step(90)
+        frame = shown(rings)
+    assert frame.snapshot.lateness.max() > 0.2 * frame.snapshot.step_seconds
+    assert not frame.slow()
+    assert classes(card(frame, "Who arrives late")) & RED == set()
+    named = dataclasses.replace(frame, findings=(Finding(Weight.SLOW, "r1 is slow", "", 1, 0.1),))
+    _, red = panels.trouble(named, np.nan_to_num(frame.snapshot.lateness))
+    assert red[1].any()
     assert not red[0].any()
-    assert np.flatnonzero(red[1]).tolist() == list(range(10, 20))
-    # However few steps there are.
-    assert panels.lasting(np.array([[2.0, 2.0], [0.0, 2.0]]), 1.0).tolist() == [[True, True], [False, False]]
 
 
 def test_a_slow_replica_stands_out():

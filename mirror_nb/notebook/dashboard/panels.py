@@ -46,8 +46,6 @@ CLASSES = 5
 # Sizes of all-reduces that are shown: those that take the most time.
 LEVELS = 4
 # Of lateness: more are not told apart.
-AROUND = 4
-# Steps before a late one, and as many after it, of which most have to be late for it to be red.
 RECENT = 20
 # Steps over which a replica's lateness is told.
 _HISTOGRAM = 40
@@ -199,19 +197,17 @@ def _quantiles(c: SizeClass, low: float, high: float, base: float) -> str:
 
 
 def lateness(frame: Frame) -> str:
-    """How far each replica came behind the first to a collective, the worst of each step; red: see `lasting`."""
+    """How far each replica came behind the first to a collective, the worst of each step; red: see `trouble`."""
     shot = frame.snapshot
     title, late = "Who arrives late", np.nan_to_num(shot.lateness)
     if not late.shape[1] or not late.any():
         return _card(title, _nothing("when replicas have met in a collective"))
     row, _ = _rows(len(late))
     thick = row - (6 if row > 18 else 2)
-    step = shot.step_seconds or float(late.max())
-    trouble = step * (SLOW - 1)
-    level = np.ceil(late / trouble * LEVELS).astype(int).clip(0, LEVELS)
+    most, red = trouble(frame, late)
+    level = np.ceil(late / most * LEVELS).astype(int).clip(0, LEVELS)
     # Half a level is what any two replicas differ by.
-    level[late < trouble / LEVELS / 2] = 0
-    red = lasting(late, trouble)
+    level[late < most / LEVELS / 2] = 0
     level[red] = LEVELS + 1
     paths: dict[tuple[int, int], list[str]] = {}
     for r, which, began, length in _runs(level):
@@ -231,16 +227,14 @@ def lateness(frame: Frame) -> str:
     return _card(title, body, "behind the first, by step")
 
 
-def lasting(late: Floats, trouble: float) -> NDArray[np.bool_]:
-    """Return where replicas are later than `trouble`, as they are in most of the steps around: one alone is noise.
+def trouble(frame: Frame, late: Floats) -> tuple[float, NDArray[np.bool_]]:
+    """Return how late is a tenth of a step, and where replicas that a finding names are later: others' is noise.
 
-    Takes (replicas, steps), in the unit of `trouble`.
+    Takes and returns seconds, and an array of (replicas, steps).
     """
-    over, steps = late > trouble, np.arange(late.shape[1])
-    since, until = (steps - AROUND).clip(0), (steps + AROUND + 1).clip(max=len(steps))
-    count = np.pad(over.cumsum(axis=1), ((0, 0), (1, 0)))
-    most: NDArray[np.bool_] = 2 * (count[:, until] - count[:, since]) > until - since
-    return over & most
+    most = (frame.snapshot.step_seconds or float(late.max())) * (SLOW - 1)
+    named = np.isin(np.arange(len(late)), list(frame.slow()))
+    return most, named[:, None] & (late > most)
 
 
 def _runs(levels: Integers) -> list[tuple[int, int, int, int]]:

@@ -12,9 +12,9 @@ import numpy as np
 
 from mirror_nb.notebook.dashboard import palette, words
 from mirror_nb.notebook.dashboard.frame import Frame
-from mirror_nb.notebook.dashboard.panels import CLASSES, RECENT, decades, lasting, latest, visible, within
+from mirror_nb.notebook.dashboard.panels import CLASSES, RECENT, decades, latest, trouble, visible, within
 from mirror_nb.notebook.dashboard.plot import spread
-from mirror_nb.telemetry.findings import SLOW, Weight
+from mirror_nb.telemetry.findings import Weight
 from mirror_nb.telemetry.snapshot import BREAKDOWN
 
 if TYPE_CHECKING:
@@ -244,11 +244,11 @@ def _lateness(axes: Axes, frame: Frame) -> None:
         return _nothing(axes, "Who arrives late", "no replica met another")
     from matplotlib.colors import to_rgba
 
-    trouble = (shot.step_seconds or float(late.max())) * (SLOW - 1)
-    image, red = np.empty((*late.shape, 4)), lasting(late, trouble)
+    most, red = trouble(frame, late)
+    image = np.empty((*late.shape, 4))
     for r, row in enumerate(late):
         image[r] = to_rgba(palette.colour(r))
-        image[r, :, 3] = np.clip(row / trouble, 0.0, 1.0) ** 0.7
+        image[r, :, 3] = np.clip(row / most, 0.0, 1.0) ** 0.7
         image[r, red[r]] = to_rgba(_HOT)
     first, last = int(shot.late_steps[0]), int(shot.late_steps[-1])
     axes.set_facecolor(_GROUND)
