@@ -222,41 +222,51 @@ def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
             own[name].copy_(value)
 
 
-def has_settings(obj: object) -> TypeGuard[torch.optim.Optimizer | LRScheduler]:
-    """Whether an object has some that both sides are to know."""
-    return isinstance(obj, (torch.optim.Optimizer, LRScheduler))
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return an optimizer's settings (learning rate and the like), group by group, without its parameters."""
+    return [
+        {name: _plain(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
 
 
-def settings_of(obj: torch.optim.Optimizer | LRScheduler) -> Any:
-    """Return an optimizer's settings (learning rate and the like), group by group, without its parameters.
-
-    With them, whether it has made a step: schedulers note that, and warn where there was none. Of a scheduler, where
-    it stands: its `state_dict()`; None if more than numbers, strings and the like is in it.
-    """
-    if isinstance(obj, LRScheduler):
-        # A user's own class may refuse.
-        with contextlib.suppress(Exception):
-            return _copied(obj.state_dict())
-        return None
-    groups = [{name: _plain(value) for name, value in group.items() if name != "params"} for group in obj.param_groups]
-    return getattr(obj, "_opt_called", False), groups
-
-
-def change_settings(obj: torch.optim.Optimizer | LRScheduler, settings: Any) -> None:
-    """Give an optimizer or a scheduler other settings; a learning rate that is a tensor stays that tensor."""
-    if isinstance(obj, LRScheduler):
-        # It takes apart what it is given.
-        obj.load_state_dict(_copied(settings))
-        return
-    has_stepped, groups = settings
-    if has_stepped:
-        obj._opt_called = True  # type: ignore[attr-defined]
-    for group, values in zip(obj.param_groups, groups, strict=True):
+def change_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
+    """Give an optimizer other settings; a learning rate that is a tensor stays that tensor."""
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
         for name, value in values.items():
             if isinstance(group.get(name), torch.Tensor):
                 group[name].fill_(value)
             else:
                 group[name] = value
+
+
+def is_told(obj: object) -> TypeGuard[torch.optim.Optimizer | LRScheduler]:
+    """Whether each side tells the other what it changes in an object besides its tensors."""
+    return isinstance(obj, (torch.optim.Optimizer, LRScheduler))
+
+
+def told_of(obj: torch.optim.Optimizer | LRScheduler) -> Any:
+    """Return what is told of an optimizer: its settings, and whether it has made a step, or schedulers would warn.
+
+    Of a scheduler, where it stands: its `state_dict()`; None if more than numbers, strings and the like is in it.
+    """
+    if isinstance(obj, torch.optim.Optimizer):
+        return settings_of(obj), getattr(obj, "_opt_called", False)
+    # A user's own class may refuse.
+    with contextlib.suppress(Exception):
+        return _copied(obj.state_dict())
+    return None
+
+
+def take_told(obj: torch.optim.Optimizer | LRScheduler, told: Any) -> None:
+    """Make an optimizer or a scheduler what the other side told of it."""
+    if isinstance(obj, torch.optim.Optimizer):
+        settings, stepped = told
+        change_settings(obj, settings)
+        if stepped:
+            obj._opt_called = True  # type: ignore[attr-defined]
+    else:
+        # It takes apart what it is given.
+        obj.load_state_dict(_copied(told))
 
 
 def _plain(value: Any) -> Any:

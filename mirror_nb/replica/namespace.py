@@ -24,11 +24,11 @@ from mirror_nb.mirrors import (
     Mirrors,
     averaged_statistics,
     bits,
-    change_settings,
-    has_settings,
+    is_told,
     load,
-    settings_of,
+    take_told,
     tensors,
+    told_of,
 )
 from mirror_nb.payload import Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
 
@@ -118,8 +118,8 @@ class Namespace:
         """Take objects that the controller mirrors: {handle: object}."""
         for handle, obj in self.open(payload, slab).items():
             self._kept[handle] = obj
-            if has_settings(obj):
-                self._settings[handle] = settings_of(obj)
+            if is_told(obj):
+                self._settings[handle] = told_of(obj)
             if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
                 _count_steps(obj.optimizer)
 
@@ -152,15 +152,15 @@ class Namespace:
         """Take over what the controller changed in the settings of an optimizer or a scheduler."""
         for handle, changed in settings:
             obj = self._kept.get(handle)
-            if has_settings(obj):
-                change_settings(obj, changed)
-                self._settings[handle] = settings_of(obj)
+            if is_told(obj):
+                take_told(obj, changed)
+                self._settings[handle] = told_of(obj)
 
     def changed_settings(self) -> tuple[tuple[str, Any], ...]:
         """Return the settings that have changed since the controller was told, by the handles of what has them."""
         changed = []
         for handle, known in self._settings.items():
-            now = settings_of(self._kept[handle])  # type: ignore[arg-type]
+            now = told_of(self._kept[handle])  # type: ignore[arg-type]
             if now != known:
                 self._settings[handle] = now
                 changed.append((handle, now))
@@ -291,7 +291,7 @@ class Namespace:
         Raises NotRebuilt, with the name, where one of its names cannot be had here: nothing is taken over then.
         """
         _, names, _, handles, self._kept, beside = self.open(payload, slab)
-        self._settings = {handle: settings_of(obj) for handle, obj in self._kept.items() if has_settings(obj)}
+        self._settings = {handle: told_of(obj) for handle, obj in self._kept.items() if is_told(obj)}
         self.names.update((name, value) for _, name, value in names)
         for handle, module in handles.items():
             self.mirrors.learn(handle, module)

@@ -24,7 +24,7 @@ from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, MirrorError, PoolClosed, ReplicaDied, UsageError
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirrors import Mirrors, absorb_states, called, change_settings, has_settings, settings_of, tensors
+from mirror_nb.mirrors import Mirrors, absorb_states, called, is_told, take_told, tensors, told_of
 from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
@@ -595,8 +595,8 @@ class _Objects:
     def mark_sent(self, obj: Any) -> None:
         handle = self.add(obj)
         self._sent.add(handle)
-        if has_settings(obj):
-            self._settings[handle] = settings_of(obj)
+        if is_told(obj):
+            self._settings[handle] = told_of(obj)
 
     def forget_sent(self) -> None:
         self._sent.clear()
@@ -609,7 +609,7 @@ class _Objects:
         """Yield the settings that were changed here since the replicas had the same, and whose they are."""
         for handle, known in self._settings.items():
             obj = self.find(handle)
-            if obj is not None and (now := settings_of(obj)) != known:
+            if obj is not None and (now := told_of(obj)) != known:
                 self._settings[handle] = now
                 yield handle, now
 
@@ -617,8 +617,8 @@ class _Objects:
         """A replica's scheduler, for instance, has changed an optimizer's settings, and its own."""
         obj = self.find(handle)
         if obj is not None:
-            change_settings(obj, settings)
-            self._settings[handle] = settings_of(obj)
+            take_told(obj, settings)
+            self._settings[handle] = told_of(obj)
 
 
 def _refuse_steps(optimizer: torch.optim.Optimizer) -> None:
