@@ -127,17 +127,17 @@ def test_a_replica_keeps_the_memory_that_a_step_frees(two):
                 kept.append(torch.ones(size << 18))
             kept.clear()
 
-        kept = []
-        for _ in range(3):
+        kept, faults = [], []
+        for _ in range(8):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             step()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(5):
-            step()
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     """
     ran = run_cell(two, textwrap.dedent(source))
-    faults = [ran.values[r]["faults"] for r in (0, 1)]
-    assert max(faults) < 1000, f"105 MB a step are 27,000 pages: {faults}"
+    for r in (0, 1):
+        faults = ran.values[r]["faults"]
+        # Others of the machine's doings may cost a step its pages, once.
+        assert sum(count < 200 for count in faults) >= 5, f"105 MB a step are 27,000 pages: {faults}"
 
 
 def test_data_loader_workers_find_classes_of_the_cell(two):
