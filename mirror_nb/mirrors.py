@@ -264,7 +264,7 @@ def take_told(obj: torch.optim.Optimizer | LRScheduler, told: Any) -> None:
         change_settings(obj, settings)
         if stepped:
             obj._opt_called = True  # type: ignore[attr-defined]
-    else:
+    elif told is not None:
         # It takes apart what it is given.
         obj.load_state_dict(_copied(told))
 

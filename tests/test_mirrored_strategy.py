@@ -205,6 +205,21 @@ def test_a_scheduler_whose_state_is_no_plain_value_is_left_to_the_replicas(two):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
+def test_a_scheduler_whose_state_is_no_plain_value_any_more_costs_no_call_its_result(two):
+    with two.scope():
+        optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+        scheduler = lr_scheduler.StepLR(optimizer, 1)
+
+    def step() -> float:
+        optimizer.step()
+        scheduler.step()
+        scheduler.seen = {1, 2}
+        return optimizer.param_groups[0]["lr"]
+
+    assert two.run(step) == pytest.approx(0.01)
+    assert two.run(step) == pytest.approx(0.001)
+
+
 def test_generators_and_scalers_of_the_scope_are_kept_by_the_replicas(two):
     with two.scope():
         generator = torch.Generator()
