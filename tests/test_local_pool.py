@@ -136,8 +136,7 @@ def test_a_replica_keeps_the_memory_that_a_step_frees(two):
     ran = run_cell(two, textwrap.dedent(source))
     for r in (0, 1):
         faults = ran.values[r]["faults"]
-        # Others of the machine's doings may cost a step its pages, once.
-        assert sum(count < 200 for count in faults) >= 5, f"105 MB a step are 27,000 pages: {faults}"
+        assert sum(faults[3:]) < 1000, f"105 MB a step are 27,000 pages: {faults}"
 
 
 def test_data_loader_workers_find_classes_of_the_cell(two):

@@ -56,6 +56,7 @@ def _loading() -> Iterator[None]:
 def _load_the_rest(*_: object) -> None:
     # A replica that finds one broken tells so where it is used; the forkserver has to live.
     with contextlib.suppress(Exception), _loading():
+        # By name: it lies above.
         importlib.import_module("mirror_nb.training.model")
         if not _gpus():
             _do_a_step()
@@ -64,7 +65,6 @@ def _load_the_rest(*_: object) -> None:
 def _do_a_step() -> None:
     """Do what imports torch._dynamo and more; nothing that starts a thread."""
     torch = importlib.import_module("torch")
-    torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter])
     optimizer.zero_grad()
