@@ -35,6 +35,7 @@ from torch import nn
 
 import mirror_nb as mnb
 from mirror_nb.notebook.session import CellOptions, Session
+from mirror_nb.pool.local import LocalPool
 
 TRIALS = int(sys.argv[1]) if len(sys.argv) > 1 else 5
 HOLD = {
@@ -64,10 +65,22 @@ class Notebook:
         with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
             return self.session.run_cell(source, CellOptions(quiet=True))
 
-    def pid(self, replica_id: int) -> int:
+    @property
+    def pool(self) -> LocalPool:
         pool = self.session.pool
-        assert pool is not None
-        return pool.status()[replica_id].pid
+        assert isinstance(pool, LocalPool)
+        return pool
+
+    def pid(self, replica_id: int) -> int:
+        return self.pool.status()[replica_id].pid
+
+
+def with_a_spare(pool: LocalPool) -> None:
+    """Have the spare at once that the pool starts some seconds after it started replicas."""
+    while pool._spare is None:
+        pool._spare_at = 0.0
+        pool._prepare()
+        time.sleep(0.1)
 
 
 def struck(notebook: Notebook, source: str, strike: Any) -> tuple[float, str]:
@@ -111,6 +124,7 @@ def deaths(n: int) -> list[str]:
         for trial in range(TRIALS):
             fresh.append(_fresh(notebook))
             usual.append(next_cell(notebook))
+            with_a_spare(notebook.pool)
             told.append(die(trial % n))
             mended.append(next_cell(notebook))
         lines.append(_line(f"{n} replicas, one killed {where}", told, mended, usual, fresh))
@@ -125,7 +139,7 @@ def deaths(n: int) -> list[str]:
         pid = notebook.pid(victim)
         began = time.perf_counter()
         os.kill(pid, signal.SIGKILL)
-        while not notebook.session.pool.dead():  # type: ignore[union-attr]
+        while not notebook.pool.dead():
             time.sleep(0.001)
         return time.perf_counter() - began
 
@@ -140,16 +154,19 @@ def deaths(n: int) -> list[str]:
 
 def _fresh(notebook: Notebook) -> float:
     """Return the seconds that one replica takes to start and join, with no names to get."""
-    pool = notebook.session.pool
-    assert pool is not None
-    os.kill(notebook.pid(0), signal.SIGKILL)
+    seconds = _start_one(notebook.pool)
+    notebook.session._mend()
+    return seconds
+
+
+def _start_one(pool: LocalPool) -> float:
+    pool._end_spare()
+    os.kill(pool.status()[0].pid, signal.SIGKILL)
     while not pool.dead():
         time.sleep(0.001)
     began = time.perf_counter()
     pool.mend()
-    seconds = time.perf_counter() - began
-    notebook.session._mend()
-    return seconds
+    return time.perf_counter() - began
 
 
 class Kills(mnb.callbacks.Callback):
@@ -163,6 +180,7 @@ class Kills(mnb.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch == STRUCK:
+            with_a_spare(self._pool)
             self._began = time.perf_counter()
             os.kill(self._pool.status()[len(self.seconds) % self._pool.size].pid, signal.SIGKILL)
         elif batch == STRUCK + 1:
@@ -196,15 +214,10 @@ def fits(n: int) -> str:
 
 def _fresh_step(strategy: mnb.MirroredStrategy) -> tuple[float, float]:
     """Return the seconds that one replica takes to start and join, and with the first step of an optimizer."""
-    pool = strategy._place._pool
-    os.kill(pool.status()[0].pid, signal.SIGKILL)
-    while not pool.dead():
-        time.sleep(0.001)
+    joined = _start_one(strategy._place._pool)
     began = time.perf_counter()
-    pool.mend()
-    joined = time.perf_counter() - began
     strategy.run(_step)
-    return joined, time.perf_counter() - began
+    return joined, joined + time.perf_counter() - began
 
 
 def _step() -> None:

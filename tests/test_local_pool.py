@@ -62,6 +62,11 @@ def pids(pool: LocalPool) -> list[int]:
     return [line.pid for line in pool.status()]
 
 
+def without_a_spare(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool._end_spare()
+    monkeypatch.setattr(pool, "_prepare", lambda: None)
+
+
 # ---------------------------------------------------------------------- start
 
 
@@ -547,12 +552,13 @@ def test_an_interrupt_between_requests_is_an_ordinary_one(two):
 
 def test_an_interrupt_while_a_dead_replica_is_replaced_leaves_it_to_be_replaced(two, monkeypatch):
     before, launch = pids(two), LocalPool._launch
+    without_a_spare(two, monkeypatch)
     os.kill(before[0], signal.SIGKILL)
     eventually(two.dead, "the death is seen")
 
-    def press_and_launch(self: LocalPool, replica_id: int) -> object:
+    def press_and_launch(self: LocalPool) -> object:
         press_ctrl_c()
-        return launch(self, replica_id)
+        return launch(self)
 
     with monkeypatch.context() as patched:
         patched.setattr(LocalPool, "_launch", press_and_launch)
@@ -567,10 +573,11 @@ def test_an_interrupt_while_a_dead_replica_is_replaced_leaves_it_to_be_replaced(
 
 
 def test_a_replica_that_cannot_be_replaced_now_is_replaced_later(two, monkeypatch):
+    without_a_spare(two, monkeypatch)
     os.kill(pids(two)[1], signal.SIGKILL)
     eventually(two.dead, "the death is seen")
 
-    def fail(self: LocalPool, replica_id: int) -> None:
+    def fail(self: LocalPool) -> None:
         raise OSError("no more processes")
 
     with monkeypatch.context() as patched:
@@ -771,8 +778,8 @@ def test_replicas_that_cannot_start_say_why(unstarted):
 def test_replicas_that_are_killed_as_they_start_leave_nothing_open(two, monkeypatch):
     launch, strikes = two._launch, iter([True] * 4)
 
-    def struck(replica_id):
-        member = launch(replica_id)
+    def struck():
+        member = launch()
         if next(strikes, False):
             os.kill(member.process.pid, signal.SIGKILL)
         return member
@@ -787,6 +794,7 @@ def test_replicas_that_are_killed_as_they_start_leave_nothing_open(two, monkeypa
         del found["socket:[]"]
         return found
 
+    without_a_spare(two, monkeypatch)
     before = opened()
     monkeypatch.setattr(two, "_launch", struck)
     os.kill(pids(two)[1], signal.SIGKILL)

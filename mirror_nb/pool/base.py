@@ -189,6 +189,10 @@ class Pool(ABC):
         """Start these replicas; they need not be in the group yet."""
 
     @abstractmethod
+    def _prepare(self) -> None:
+        """Get ready for a death if there is time: called before a request, and a few times a second while one runs."""
+
+    @abstractmethod
     def _send(self, replica_id: int, message: object, slab: int | None) -> None:
         """Send to a replica; one that is gone shows in `_poll`."""
 
@@ -227,6 +231,10 @@ class Pool(ABC):
     @abstractmethod
     def tell(self, title: str, operation: str) -> None:
         """Say in the notice what is trained, and by which cross-device ops."""
+
+    @abstractmethod
+    def spare(self) -> int | None:
+        """Return the pid of the process that waits to take a dead replica's place; None: there is none."""
 
     @abstractmethod
     def status(self) -> list[ReplicaStatus]:
@@ -347,6 +355,7 @@ class Pool(ABC):
             raise ReplicaError("the replicas are at work for another thread; wait for it to end")
         try:
             with self._interrupts as interrupts:
+                self._prepare()
                 report = _Following(self, requests, slabs or {}, on_message, on_tick, timeout, interrupts).follow()
                 self.apart = self.apart or (not report.clean and any(map(_trains_together, requests.values())))
                 return report
@@ -470,6 +479,7 @@ class _Following:
             # Before the first wait: what was said between two requests is said again at the beginning of a short one.
             if time.monotonic() - tick > 0.1:
                 tick = time.monotonic()
+                self._pool._prepare()
                 self._on_tick(set(self._pending))
             for replica_id, message, slab in self._pool._poll(self._patience()):
                 self._take(replica_id, message, slab)

@@ -65,6 +65,9 @@ class InProcessPool(Pool):
             _interruptible,
         )
 
+    def _prepare(self) -> None:
+        """It cannot die alone."""
+
     def _emit(self, message: object, slab: int | None = None) -> None:
         # The sender closes its descriptor once this returns, as it does after a real send.
         self._incoming.append((0, message, os.dup(slab) if slab is not None else None))
@@ -106,6 +109,9 @@ class InProcessPool(Pool):
 
     def tell(self, title: str, operation: str) -> None:
         """There is no notice."""
+
+    def spare(self) -> None:
+        return None
 
     def status(self) -> list[ReplicaStatus]:
         memory = psutil.Process().memory_info().rss

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import functools
 import importlib
+import math
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import multiprocessing.util
@@ -52,6 +53,10 @@ from mirror_nb.telemetry.timeline import Timeline
 COLLECTIVE_SECONDS = 600.0
 # A collective that waits longer fails; the controller frees waits much earlier when it knows of a failure.
 EXIT_SECONDS = 0.5
+SPARE_SECONDS = 1.0
+# From the start of replicas until another is started that waits for one of them to die.
+RESTS = "mirror_nb rests"
+# Name of a forkserver's process that has loaded all: who asks it for a process does not wait. 15 characters at most.
 _PRELOAD = ["mirror_nb.strategies.preload"]
 
 
@@ -69,6 +74,8 @@ class _Member:
 
 
 _CHANNEL, _END = "channel", "end"
+_UNUSABLE = ("Z", "X", "T", "t")
+# Ended, or stopped, by what /proc says.
 
 
 class LocalPool(Pool):
@@ -92,6 +99,10 @@ class LocalPool(Pool):
         self.communication = communication
         # What replicas that are started from now on reduce gradients by; see ReplicaSpec.
         self._members: dict[int, _Member] = {}
+        self._spare: _Member | None = None
+        # A process that is no replica yet: it takes the place of one that dies in half the time of a new one.
+        self._spare_at = math.inf
+        # When one is to be started.
         self._rings: dict[int, Ring] = {}
         # They outlive replicas: what a dead one did last is still there, and the next one goes on with it.
         self._title = self._operation = ""
@@ -119,30 +130,55 @@ class LocalPool(Pool):
             dead = self._members.get(replica_id)
             if dead is not None:
                 self._end_session(dead)
-            member = self._members[replica_id] = self._launch(replica_id)
+            member = self._members[replica_id] = self._take_spare() or self._launch()
             if dead is not None:
                 self._bury(dead)
             if replica_id not in self._rings:
                 self._rings[replica_id] = Ring.create()
             # One that is dead already shows in `_poll`.
             with contextlib.suppress(ChannelClosed):
+                member.channel.send(self._spec(replica_id))
                 member.channel.send(Record(), self._rings[replica_id].descriptor)
             self._selector.register(member.channel, selectors.EVENT_READ, (replica_id, _CHANNEL))
             self._selector.register(member.end, selectors.EVENT_READ, (replica_id, _END))
-            self._tell_nanny(f"+ {member.process.pid} {member.began}")
         # It is there by now: the processes got their descriptors over a socket in it.
         self._tell_nanny(f"/ {multiprocessing.util.get_temp_dir()}")
         self._post()
+        if self.size > 1 and self._spare is None:
+            self._spare_at = time.monotonic() + SPARE_SECONDS
 
-    def _launch(self, replica_id: int) -> _Member:
-        """Start a process."""
+    def _prepare(self) -> None:
+        if time.monotonic() < self._spare_at:
+            return
+        self._spare_at = time.monotonic() + SPARE_SECONDS
+        # Nothing depends on it: what hinders it hinders the start of a replica too, which tells.
+        if _forkserver_rests():
+            with contextlib.suppress(OSError):
+                self._spare = self._launch()
+                self._spare_at = math.inf
+
+    def _take_spare(self) -> _Member | None:
+        spare = self._spare
+        # Somebody may have ended it, or stopped it by a signal.
+        if spare is not None and (spare.process.exitcode is not None or nanny.state(spare.process.pid) in _UNUSABLE):
+            self._end_spare()
+        spare, self._spare = self._spare, None
+        return spare
+
+    def _end_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._bury(spare)
+
+    def _launch(self) -> _Member:
+        """Start a process, which is a replica once it got its ReplicaSpec."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         last_words = LastWords()
         try:
             process = _context().Process(
                 target=_be_a_replica,
-                args=(theirs, last_words.ends(), self._spec(replica_id)),
-                name=f"mirror_nb replica {replica_id}",
+                args=(theirs, last_words.ends()),
+                name="mirror_nb replica",
                 daemon=False,
                 # A daemon may not have children, and a DataLoader's workers are children.
             )
@@ -155,7 +191,9 @@ class LocalPool(Pool):
         finally:
             theirs.close()
         last_words.started()
-        return _Member(process, Channel(ours), nanny.start_time(process.pid), last_words, _end_of(process))
+        member = _Member(process, Channel(ours), nanny.start_time(process.pid), last_words, _end_of(process))
+        self._tell_nanny(f"+ {process.pid} {member.began}")
+        return member
 
     def _spec(self, replica_id: int) -> ReplicaSpec:
         n = self.size
@@ -289,6 +327,7 @@ class LocalPool(Pool):
         if os.getpid() != self._pid:
             return
         _open_pools.discard(self)
+        self._end_spare()
         for replica_id in self._members:
             self._send(replica_id, Exit(), None)
         deadline = time.monotonic() + EXIT_SECONDS
@@ -356,6 +395,9 @@ class LocalPool(Pool):
         else:
             self._posted.change(notice)
 
+    def spare(self) -> int | None:
+        return self._spare.process.pid if self._spare is not None else None
+
     def status(self) -> list[ReplicaStatus]:
         gone = {death.replica_id: death for death in self.dead()}
         lines = []
@@ -370,7 +412,7 @@ class LocalPool(Pool):
 
     def close_descriptors(self) -> None:
         """In a forked child: close what would hide the controller's end from replicas and nanny."""
-        for member in self._members.values():
+        for member in filter(None, [*self._members.values(), self._spare]):
             member.channel.close()
             member.last_words.close()
         if self._nanny is not None and self._nanny.stdin is not None:
@@ -380,9 +422,9 @@ class LocalPool(Pool):
 # --------------------------------------------------------------------------- what a pool starts
 
 
-def _be_a_replica(end: socket.socket, ends: Ends, spec: ReplicaSpec) -> None:
+def _be_a_replica(end: socket.socket, ends: Ends) -> None:
     # By name: what a pool starts is not what a pool knows.
-    importlib.import_module("mirror_nb.replica.worker").main(end, spec, ends.use())
+    importlib.import_module("mirror_nb.replica.worker").main(end, ends.use())
 
 
 def _end_of(process: Any) -> int:
@@ -425,11 +467,24 @@ def warm_up() -> None:
             multiprocessing.forkserver.ensure_running()
 
 
+def _forkserver_pid() -> int | None:
+    return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+
+
+def _forkserver_rests() -> bool:
+    """Whether a process can be had without waiting for what the forkserver still has to load."""
+    if sys.platform != "linux":
+        return True
+    with contextlib.suppress(OSError), open(f"/proc/{_forkserver_pid()}/comm", encoding="ascii") as file:
+        return file.read().rstrip("\n") == RESTS
+    return False
+
+
 def stop_forkserver() -> None:
     """End the forkserver, if no pool needs it; the next pool starts another."""
     server = multiprocessing.forkserver._forkserver
     if not _open_pools and hasattr(server, "_stop"):
-        pid = getattr(server, "_forkserver_pid", None)
+        pid = _forkserver_pid()
         # Two threads may come here when a kernel ends; one of them finds nothing left to end.
         with contextlib.suppress(OSError):
             if pid is not None:

@@ -31,6 +31,11 @@ def start_time(pid: int) -> str:
     return _status(pid)[19]
 
 
+def state(pid: int) -> str:
+    """Return the letter by which /proc tells how a process is: R, S, D, T (stopped), Z (ended), X; empty without."""
+    return _status(pid)[0]
+
+
 def exit_code(pid: int) -> int | None:
     """Return how a process ended that its parent has not reaped, as `os.waitstatus_to_exitcode` does; else None."""
     status = _status(pid)

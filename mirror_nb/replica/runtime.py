@@ -88,7 +88,8 @@ class Replica:
     """What one replica holds.
 
     `setup` names a function, as "module:function", that is called with the replica and gives the names that its
-    cells find bound, such as `strategy`.
+    cells find bound, such as `strategy`. `home` is where its names live: the shell of a process of its own, or a
+    module.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Replica:
         identity: Identity,
         emit: Emit,
         setup: str,
-        module: types.ModuleType | None,
+        home: ReplicaShell | types.ModuleType,
         interruptible: Callable[[int], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,  # type: ignore[assignment]
         communication: bytes = b"",
         recorder: Recorder | None = None,
@@ -114,7 +115,7 @@ class Replica:
         # The strategy puts these in place: what a user's function, and a cell, run in.
         self.invoke: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] = _plainly
         self.cell_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        self.own_process = module is None
+        self.own_process = isinstance(home, ReplicaShell)
         if self.own_process:
             # Entered for good: to put the hooks in place and away again would take half the time of a small call.
             self.scope.__enter__()
@@ -126,21 +127,16 @@ class Replica:
         # By their pickles: those that the controller calls again and again.
         self.partial = False
         # True while a cell runs that some replicas do not run.
-        self._module = module
         self._interruptible = interruptible
-        self._shell: ReplicaShell | None = None
+        self._home = home
         self._own = {
             "replica_id": identity.replica_id,
             "num_replicas": identity.num_replicas,
             "device": identity.device,
             **_named(setup)(self),
         }
-        if module is None:
-            # A process of our own: the shell brings its `__main__`.
-            self._shell = make_shell(emit, None)
-            self.names = self._shell.user_ns
-        else:
-            self.names = module.__dict__
+        # The shell of a process of our own brings its `__main__`.
+        self.names = home.user_ns if isinstance(home, ReplicaShell) else home.__dict__
         self.names.update(self._own)
         self.namespace = Namespace(self.names, self._own, self.scope, identity.device)
         self._progress = Progress(self.namespace.held)
@@ -150,14 +146,14 @@ class Replica:
     @property
     def shell(self) -> ReplicaShell:
         """The shell that runs cells; made at the first cell where the process has another one."""
-        if self._shell is None:
-            self._shell = make_shell(self.emit, self._module)
-        return self._shell
+        if not isinstance(self._home, ReplicaShell):
+            self._home = make_shell(self.emit, self._home)
+        return self._home
 
     @property
     def cell_numbers(self) -> Mapping[str, int]:
         """The notebook's numbers of its cells, by the file that their code names."""
-        return self._shell.cell_numbers if self._shell is not None else {}
+        return self._home.cell_numbers if isinstance(self._home, ReplicaShell) else {}
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters of the networks that are held here: `model.0.weight`, `0.weight` without a name."""
@@ -232,8 +228,8 @@ class Replica:
             return
         was_full, self._was_full = self._was_full, False
         with _impatient_loaders():
-            if self._shell is not None:
-                self._shell.forget_failure()
+            if isinstance(self._home, ReplicaShell):
+                self._home.forget_failure()
             while self._failed:
                 traceback.clear_frames(self._failed.pop())
             # Exceptions and frames refer to each other.

@@ -66,20 +66,32 @@ SAY_SECONDS = 0.5
 # Between two words that an interrupt is held back.
 LOOK_AFTER = 0.05
 # Seconds from the start of a request until the control thread reads the channel.
+SPARE_AFTER = 0.1
+# Seconds without a word of which replica this is, after which it is a spare and has time.
 
 
-def main(end: socket.socket, spec: ReplicaSpec, stderr: tuple[int, int] | None = None) -> None:
-    """Live as a replica until the controller ends it or is gone; `stderr` is a pipe that it can read too."""
+def main(end: socket.socket, stderr: tuple[int, int] | None = None) -> None:
+    """Live as a replica until the controller ends it or is gone; `stderr` is a pipe that it can read too.
+
+    Which replica it is the controller tells first: at once, or, of a spare, when it takes a dead one's place.
+    """
     _leave_the_parent()
-    os.environ.update(spec.environment)
-    torch.set_num_threads(spec.threads)
     _keep_freed_memory()
-    process = _Process(Channel(end), spec, stderr)
+    process = _Process(Channel(end), stderr)
     try:
         process.serve()
     except BaseException:
         process.say(traceback.format_exc())
         raise
+
+
+def _warm_up() -> None:
+    """Do a step, since a process's first takes three times as long; only where the forkserver loaded all for it."""
+    if "torch._dynamo" in sys.modules:
+        network = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.Adam(network.parameters())
+        network(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
 
 
 def _leave_the_parent() -> None:
@@ -125,10 +137,9 @@ def _close_forkserver_descriptor() -> None:
 
 
 class _Process:
-    def __init__(self, channel: Channel, spec: ReplicaSpec, stderr: tuple[int, int] | None) -> None:
+    def __init__(self, channel: Channel, stderr: tuple[int, int] | None) -> None:
         self._stderr = stderr
         self._channel = channel
-        self._spec = spec
         self._requests: deque[tuple[Any, int | None]] = deque()
         # That the control thread read, though none should come while one runs.
         self._reading = threading.Lock()
@@ -139,8 +150,6 @@ class _Process:
         self._ended, self._end = os.pipe()
         # By which the main thread tells the control thread that it reads again.
         self._relieved = False
-        self._recorder = Recorder(torch.device(spec.device))
-        self._steering = Steering(self._recorder.mark)
         self._main_thread = threading.get_ident()
         self._running: int | None = None
         # Number of the request whose user code runs now.
@@ -167,29 +176,16 @@ class _Process:
         self._streams.capture_descriptors(self._stderr)
         signal.signal(INTERRUPT, self._on_interrupt)
         sys.unraisablehook = functools.partial(self._on_unraisable, sys.unraisablehook)
-        register_optimizer_step_pre_hook(lambda *_: self._recorder.optimizer_begun())
-        register_optimizer_step_post_hook(self._after_optimizer_step)
-        threading.Thread(target=self._control, name="mirror_nb control", daemon=True).start()
-        device = torch.device(self._spec.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         process_group.install()
         # The forkserver hands every replica the controller's key, which no other user can read.
         sealed.seal_objects(bytes(multiprocessing.current_process().authkey))
-        replica = runtime.Replica(
-            runtime.Identity(
-                self._spec.replica_id, self._spec.num_replicas, device, self._spec.seed, self._spec.reduction
-            ),
-            self._emit,
-            self._spec.setup,
-            None,
-            self._user_code,
-            self._spec.communication,
-            self._recorder,
-            self._steering,
-        )
-        self._replica = replica
+        home = shell.make_shell(self._emit, None)
         builtins.input = shell.refuse_input
+        if not select.select([self._channel], [], [], SPARE_AFTER)[0]:
+            _warm_up()
+        spec, _ = self._receive()
+        replica = self._replica = self._become(spec, home)
+        threading.Thread(target=self._control, name="mirror_nb control", daemon=True).start()
         while True:
             try:
                 request, slab = self._next_request()
@@ -201,6 +197,27 @@ class _Process:
             except KeyboardInterrupt:
                 # It came between two requests: there was nothing left to interrupt.
                 self._running = None
+
+    def _become(self, spec: ReplicaSpec, home: shell.ReplicaShell) -> runtime.Replica:
+        os.environ.update(spec.environment)
+        torch.set_num_threads(spec.threads)
+        device = torch.device(spec.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._recorder = Recorder(device)
+        self._steering = Steering(self._recorder.mark)
+        register_optimizer_step_pre_hook(lambda *_: self._recorder.optimizer_begun())
+        register_optimizer_step_post_hook(self._after_optimizer_step)
+        return runtime.Replica(
+            runtime.Identity(spec.replica_id, spec.num_replicas, device, spec.seed, spec.reduction),
+            self._emit,
+            spec.setup,
+            home,
+            self._user_code,
+            spec.communication,
+            self._recorder,
+            self._steering,
+        )
 
     def _next_request(self) -> tuple[Any, int | None]:
         while not self._requests:

@@ -60,6 +60,19 @@ def _load_the_rest(*_: object) -> None:
         importlib.import_module("mirror_nb.training.model")
         if not _gpus():
             _do_a_step()
+    rests = importlib.import_module("mirror_nb.pool.local").RESTS
+    before = _name_this_process(rests)
+    if before != rests:
+        os.register_at_fork(after_in_child=functools.partial(_name_this_process, before))
+
+
+def _name_this_process(name: str) -> str:
+    """Name it, for the pool and for `top`; return the name it had. The pool asks only where there is /proc."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "r+", encoding="utf-8", errors="replace") as file:
+        before = file.read().rstrip("\n")
+        file.write(name)
+        return before
+    return name
 
 
 def _do_a_step() -> None:

@@ -230,7 +230,11 @@ def _share_buffers(seat: Seat, model: Model, source: int, own: dict[int, torch.T
 
 def _plant(seed: int) -> None:
     """Seed as a user would: in the replica's scope each replica's own numbers then begin at its own place."""
-    torch.manual_seed(seed)
+    if torch.accelerator.current_accelerator() is None:
+        # Not torch.manual_seed, which keeps a stack for a GPU that may come: 5 ms in a new replica.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 

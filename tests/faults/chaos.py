@@ -94,6 +94,8 @@ class Draw:
     # What strikes while the session recovers: "kill", "interrupt" or None.
     recovery_victims: tuple[int, ...]
     recovery_delay: float
+    spare: str | None
+    # What befalls the process that waits to take a dead replica's place, before anything else: "kill" or "stop".
 
     @property
     def act(self) -> str:
@@ -109,7 +111,8 @@ class Draw:
         strikes = ", ".join(f"{s.act} at {s.point} {s.step} on {s.victims}" for s in self.strikes)
         outside = f"; {self.outside} {self.victims} after {self.delay:.3f} s" if self.outside else ""
         again = f"; {self.recovery} {self.recovery_victims} in the recovery" if self.recovery else ""
-        return f"{self.front} × {self.replicas}: {strikes}{outside}{again}"
+        spare = f"; {self.spare} the spare" if self.spare else ""
+        return f"{self.front} × {self.replicas}: {strikes}{outside}{again}{spare}"
 
 
 def drawn(seed: int, number: int) -> Draw:
@@ -140,6 +143,7 @@ def drawn(seed: int, number: int) -> Draw:
         recovery=recovery,
         recovery_victims=again,
         recovery_delay=dice.uniform(0, 0.15),
+        spare=dice.choice(("kill", "stop")) if dice.random() < 0.2 else None,
     )
 
 
@@ -343,6 +347,8 @@ class Record:
     outcome: str = "nothing"
     # Name of the exception that the user saw, or "no error".
     replaced: int = 0
+    by_a_spare: bool = False
+    # One of them: by the process that waited for it.
     all_lost: bool = False
     # No replica survived, so that all began anew.
     recovery_seconds: float | None = None
@@ -365,10 +371,13 @@ class Round:
         self._notes = notes
         self._before = _steps(front) if not front.fresh else 0
         self._pids = [line.pid for line in front.pool.status()]
+        self._spare = front.pool.spare()
         _ends.clear()
 
     def run(self) -> None:
         """Carry it out; raises Broken with what was promised and not kept."""
+        if self._spare is not None and self._draw.spare is not None:
+            os.kill(self._spare, signal.SIGKILL if self._draw.spare == "kill" else signal.SIGSTOP)
         raised = self._train()
         shown = "" if raised is None else "\n".join(getattr(raised, "_render_traceback_", list)())
         self._shown = f"; the user saw {shown[-4000:]}"
@@ -380,7 +389,9 @@ class Round:
         if raised is not None and self._draw.recovery is None:
             self._record.recovery_seconds = time.perf_counter() - began
         self._check_survivors()
-        self._record.replaced = len(set(self._pids) - {line.pid for line in self._front.pool.status()})
+        now = {line.pid for line in self._front.pool.status()}
+        self._record.replaced, self._record.by_a_spare = len(set(self._pids) - now), self._spare in now
+        _promise(self._draw.spare is None or self._spare not in now, "a spare that was struck became a replica")
         if seen is None:
             self._record.all_lost = True
             self._front.fresh = True
@@ -598,6 +609,8 @@ def _noting(replace: Callable[[LocalPool, list[Death]], None]) -> Callable[[Loca
 
 LocalPool._replace = _noting(LocalPool._replace)  # type: ignore[method-assign]
 TOKEN = 4711
+SPARE_DESCRIPTORS = 6
+# A channel, a sentinel and its other end, an end by pidfd, a file and a pipe for last words.
 _trajectories: dict[int, list[list[torch.Tensor]]] = {}
 
 
@@ -676,7 +689,8 @@ class Chaos:
 
     def _check_controller(self) -> None:
         key = tuple(sorted(self._fronts))
-        now = len(os.listdir("/proc/self/fd"))
+        spares = sum(front.pool.spare() is not None for front in self._fronts.values())
+        now = len(os.listdir("/proc/self/fd")) - spares * SPARE_DESCRIPTORS
         least = self._descriptors.setdefault(str(key), now)
         _promise(now <= least + 6, f"the controller has {now} descriptors, {least} when these were new")
 
@@ -772,8 +786,8 @@ def report_lines(records: dict[int, Record], seed: int) -> list[str]:
     return [
         f"{len(records)} rounds of chaos, seed {seed}: {len(broken)} promises broken",
         *broken,
-        f"replicas replaced: {sum(r.replaced for r in seen)}; rounds in which none survived: "
-        f"{sum(r.all_lost for r in seen)}",
+        f"replicas replaced: {sum(r.replaced for r in seen)}, {sum(r.by_a_spare for r in seen)} of them by a process "
+        f"that waited for it; rounds in which none survived: {sum(r.all_lost for r in seen)}",
         "what the user saw: " + ", ".join(f"{name} {count}" for name, count in outcomes),
         f"next cell after an error, recovery included: median {waits[len(waits) // 2]:.3f} s, worst {waits[-1]:.3f} s",
         f"most in one replica: {max((r.descriptors for r in seen), default=0)} descriptors, "
