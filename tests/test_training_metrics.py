@@ -163,9 +163,13 @@ def test_torchmetrics_classes_by_name(name, task, made, n):
     binary = made(task="binary")(SCORES.sigmoid(), ANSWERS.long())
     assert_value(name, SCORES[:, None], ANSWERS, binary, n)
     assert_value(name, SCORES.sigmoid(), ANSWERS, binary, n, loss=nn.BCELoss)
+    assert_value(name, SCORES.sigmoid(), ANSWERS, binary, n, loss="BCELoss")
 
 
-@pytest.mark.parametrize("loss", ["binary_cross_entropy", nn.BCEWithLogitsLoss()])
+@pytest.mark.parametrize(
+    "loss",
+    ["binary_cross_entropy", "binary_cross_entropy_with_logits", "BCEWithLogitsLoss", nn.BCEWithLogitsLoss()],
+)
 def test_columns_are_labels_where_the_loss_says_so(loss, n):
     targets = (LOGITS.flip(0) > 0.2).float()
     wanted = torchmetrics.F1Score(task="multilabel", num_labels=4, average="macro")(LOGITS.sigmoid(), targets.long())

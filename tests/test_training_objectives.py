@@ -407,7 +407,11 @@ def test_kerass_names_look_for_classes_last_and_torchs_second():
     [
         ("binary_cross_entropy", F.binary_cross_entropy_with_logits),
         ("binary_crossentropy", F.binary_cross_entropy_with_logits),
+        ("binary_cross_entropy_with_logits", F.binary_cross_entropy_with_logits),
+        ("BCEWithLogitsLoss", F.binary_cross_entropy_with_logits),
         ("mse", F.mse_loss),
+        ("mse_loss", F.mse_loss),
+        ("MSELoss", F.mse_loss),
         ("mean_squared_error", F.mse_loss),
         ("mae", F.l1_loss),
         ("huber", F.huber_loss),
@@ -424,6 +428,13 @@ def test_elements_by_name(name, reference):
     for given in (targets.long(), targets.bool(), targets[:, None], targets.double()):
         torch.testing.assert_close(in_shares(name, outputs, given)[0], wanted)
     torch.testing.assert_close(in_shares(name, outputs[:, None], targets)[0], wanted)
+
+
+def test_torchs_own_classes_by_name():
+    probabilities, targets = LOGITS[:, 0].sigmoid(), torch.tensor([0.0, 1, 1, 0, 1, 0, 0])
+    assert_exact("BCELoss", probabilities, targets, F.binary_cross_entropy)
+    assert_exact("CrossEntropyLoss", LOGITS, CLASSES, F.cross_entropy)
+    assert_exact("nll_loss", LOGITS.log_softmax(1), CLASSES, F.nll_loss)
 
 
 def test_every_name_makes_a_loss():

@@ -24,6 +24,7 @@ from mirror_nb.training.objectives import (
     fit_elements,
     is_binary,
     loss_names,
+    meant,
     objective,
     unknown,
 )
@@ -166,7 +167,12 @@ _CLASS_LOSSES: dict[str, tuple[Callable[..., Tensor], bool]] = {
     **dict.fromkeys(("categorical_crossentropy", "sparse_categorical_crossentropy"), (F.cross_entropy, True)),
 }
 # Losses by which each column is a label of its own.
-_OF_LABELS = ("binary_cross_entropy", "binary_crossentropy", "multilabel_soft_margin")
+_OF_LABELS = (
+    "binary_cross_entropy",
+    "binary_crossentropy",
+    "binary_cross_entropy_with_logits",
+    "multilabel_soft_margin",
+)
 
 
 def _metric(asked: Any, loss: Any) -> Metric:
@@ -189,8 +195,10 @@ def _metric(asked: Any, loss: Any) -> Metric:
 def _named(asked: str, loss: Any) -> Metric:
     name = asked.lower().replace("-", "_").replace(" ", "_")
     # Only where the loss says so are binary outputs probabilities, and columns labels rather than one class.
-    probabilities = isinstance(loss, nn.BCELoss) or loss is nn.BCELoss
-    of_labels = loss in _OF_LABELS or isinstance(loss, (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss))
+    loss = meant(loss)
+    kind = loss if isinstance(loss, type) else type(loss)
+    probabilities = issubclass(kind, nn.BCELoss)
+    of_labels = loss in _OF_LABELS or issubclass(kind, (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss))
     if name in _MEANS:
         return Mean(asked, _logits_only(_MEANS[name](0.5 if probabilities else 0.0), asked))
     if found := re.fullmatch(r"top_?([1-9]\d*)_accuracy", name):

@@ -186,7 +186,8 @@ def objective(loss: Any, loss_weights: Any = None) -> Objective:
     -100 is left out), "binary_cross_entropy" (logits, 0 or 1), "mse", "mae", "huber", "smooth_l1", "nll" (log
     probabilities), "kl_divergence" (log probabilities, probabilities), "hinge", "cosine_similarity" (negative, as
     in Keras), and more: an unknown name's error lists them. Keras's names mean the same functions; its
-    "…categorical_crossentropy" look for the classes in the last dimension.
+    "…categorical_crossentropy" look for the classes in the last dimension. The name of a class of torch.nn,
+    "BCELoss" (probabilities, 0 or 1), means that.
 
     A torch.nn loss with reduction="mean" gives one device's mean over the global batch, with `weight`,
     `ignore_index` and `label_smoothing`; with "sum" the sum; with "none" the mean over all. A loss of torch that
@@ -551,12 +552,24 @@ def _loss_weights(weights: Any, keys: list[Any], loss: Any) -> list[float]:
 # Losses by name
 
 
+def meant(loss: Any) -> Any:
+    """Return what a loss's name means: one of `loss_names()`, or a class of torch.nn; what is no name as it is."""
+    if not isinstance(loss, str):
+        return loss
+    name = loss.lower().replace("-", "_").replace(" ", "_")
+    # As torch.nn.functional has it: "mse_loss".
+    short = name.removesuffix("_loss")
+    if short in _NAMES:
+        return short
+    if name not in _CLASSES:
+        raise unknown("loss", loss, loss_names())
+    return _CLASSES[name]
+
+
 def _term(loss: Any) -> Term:
+    loss = meant(loss)
     if isinstance(loss, str):
-        name = loss.lower().replace("-", "_").replace(" ", "_")
-        if name not in _NAMES:
-            raise unknown("loss", loss, loss_names())
-        return _NAMES[name]()
+        return _NAMES[loss]()
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         loss = loss()
     if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss, torch_losses.NLLLoss2d) and loss.reduction == "mean":
@@ -613,7 +626,10 @@ def _classes_last() -> Term:
 _NAMES: dict[str, Callable[[], Term]] = {
     "cross_entropy": _named(nn.CrossEntropyLoss),
     **dict.fromkeys(("categorical_crossentropy", "sparse_categorical_crossentropy"), _classes_last),
-    **dict.fromkeys(("binary_cross_entropy", "binary_crossentropy"), _named(nn.BCEWithLogitsLoss)),
+    **dict.fromkeys(
+        ("binary_cross_entropy", "binary_crossentropy", "binary_cross_entropy_with_logits"),
+        _named(nn.BCEWithLogitsLoss),
+    ),
     **dict.fromkeys(("mse", "mean_squared_error"), _named(nn.MSELoss)),
     **dict.fromkeys(("mae", "l1", "mean_absolute_error"), _named(nn.L1Loss)),
     **dict.fromkeys(("mape", "mean_absolute_percentage_error"), _elementwise(_percentage)),
@@ -634,3 +650,5 @@ _NAMES: dict[str, Callable[[], Term]] = {
     "triplet_margin": _named(nn.TripletMarginLoss),
     "ctc": _named(nn.CTCLoss),
 }
+_CLASSES = {name.lower(): getattr(nn, name) for name in dir(nn) if name.endswith("Loss")}
+# By torch's own names, as "BCELoss".
