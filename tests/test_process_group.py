@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from mirror_nb.collectives import process_group
+from mirror_nb.collectives import process_group, waiting
+from mirror_nb.collectives.interruptible import InterruptibleGroup
 from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
 from mirror_nb.messages import Rendezvous
 
@@ -83,9 +84,9 @@ def control(channel: Connection, calls: queue.Queue[tuple[int, bytes] | None]) -
             process_group.abort(pickle.loads(body))
         elif kind == "waits":
             deadline = monotonic() + DEADLINE
-            while not process_group._state.live and monotonic() < deadline:
+            while not waiting.state.live and monotonic() < deadline:
                 threading.Event().wait(0.002)
-            channel.send_bytes(cloudpickle.dumps((number, "value", bool(process_group._state.live))))
+            channel.send_bytes(cloudpickle.dumps((number, "value", bool(waiting.state.live))))
 
 
 class Crew:
@@ -472,7 +473,7 @@ def test_device_mesh_and_fully_shard_train_as_one_device_does(crew: Crew) -> Non
         model(inputs[replica_id]).square().sum().backward()
         for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
-        assert isinstance(mesh.get_group(), process_group.InterruptibleGroup)
+        assert isinstance(mesh.get_group(), InterruptibleGroup)
 
     crew.call(step)
 
@@ -525,7 +526,7 @@ def test_accelerate_finds_the_replicas(crew: Crew) -> None:
         accelerator.wait_for_everyone()
         gathered = accelerator.gather(torch.tensor([float(replica_id)]))
         assert gathered.tolist() == [0.0, 1.0, 2.0]
-        assert isinstance(dist.group.WORLD, process_group.InterruptibleGroup)
+        assert isinstance(dist.group.WORLD, InterruptibleGroup)
         return accelerator.num_processes, model.module.weight.grad.sum().item()
 
     assert crew.call(use) == [(N, 4.0)] * N
@@ -542,7 +543,7 @@ def test_a_cell_may_destroy_the_group_and_make_its_own_twice(crew: Crew) -> None
             tensor = torch.tensor([replica_id + 1.0])
             dist.all_reduce(tensor)
             sums.append(tensor.item())
-            assert isinstance(dist.group.WORLD, process_group.InterruptibleGroup)
+            assert isinstance(dist.group.WORLD, InterruptibleGroup)
         with pytest.raises(ValueError, match="twice"):
             dist.init_process_group("gloo")
         assert sys.excepthook is hook
@@ -834,7 +835,7 @@ def test_torch_still_has_the_private_names_that_are_relied_on() -> None:
 
 
 def test_every_communicating_method_of_torchs_group_is_wrapped() -> None:
-    ours = vars(process_group.InterruptibleGroup)
+    ours = vars(InterruptibleGroup)
     communicating = {
         name
         for name in dir(dist.ProcessGroup)

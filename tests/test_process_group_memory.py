@@ -15,7 +15,7 @@ from test_process_group import Crew, N, crew, outcome, plain, processes, total
 from torch import nn
 
 from mirror_nb.collectives import fabric, process_group
-from mirror_nb.errors import PeerFailed
+from mirror_nb.errors import PeerFailed, ReplicaError
 
 __all__ = ["crew", "processes"]
 
@@ -223,7 +223,7 @@ def test_the_memory_of_a_group_goes_with_it(crew: Crew) -> None:
 def test_without_memory_to_share_gloo_carries_everything_and_the_reason_is_kept(processes: Crew) -> None:
     def refuse(_: int) -> None:
         def create(nbytes: int, kind: str) -> Any:
-            raise process_group.ReplicaError(f"no {kind} here")
+            raise ReplicaError(f"no {kind} here")
 
         sys.modules["__main__"].__dict__["kept_by_a_test"] = fabric.Segment.create
         fabric.Segment.create = staticmethod(create)
