@@ -54,7 +54,7 @@ COLLECTIVE_SECONDS = 600.0
 # A collective that waits longer fails; the controller frees waits much earlier when it knows of a failure.
 EXIT_SECONDS = 0.5
 SPARE_SECONDS = 1.0
-# From the start of replicas until another is started that waits for one of them to die.
+# From the start of replicas until another is started that waits for one to die; then how often that is looked after.
 RESTS = "mirror_nb rests"
 # Name of a forkserver's process that has loaded all: who asks it for a process does not wait. 15 characters at most.
 _PRELOAD = ["mirror_nb.strategies.preload"]
@@ -72,10 +72,12 @@ class _Member:
     death: Death | None = None
     killed: bool = False
 
+    def usable(self) -> bool:
+        """Whether nobody has ended it, or stopped it by a signal."""
+        return self.process.exitcode is None and nanny.state(self.process.pid) not in ("Z", "X", "T", "t")
+
 
 _CHANNEL, _END = "channel", "end"
-_UNUSABLE = ("Z", "X", "T", "t")
-# Ended, or stopped, by what /proc says.
 
 
 class LocalPool(Pool):
@@ -102,7 +104,7 @@ class LocalPool(Pool):
         self._spare: _Member | None = None
         # A process that is no replica yet: it takes the place of one that dies in half the time of a new one.
         self._spare_at = math.inf
-        # When one is to be started.
+        # When to see whether there is one.
         self._rings: dict[int, Ring] = {}
         # They outlive replicas: what a dead one did last is still there, and the next one goes on with it.
         self._title = self._operation = ""
@@ -144,23 +146,21 @@ class LocalPool(Pool):
         # It is there by now: the processes got their descriptors over a socket in it.
         self._tell_nanny(f"/ {multiprocessing.util.get_temp_dir()}")
         self._post()
-        if self.size > 1 and self._spare is None:
+        if self.size > 1:
             self._spare_at = time.monotonic() + SPARE_SECONDS
 
     def _prepare(self) -> None:
         if time.monotonic() < self._spare_at:
             return
         self._spare_at = time.monotonic() + SPARE_SECONDS
-        # Nothing depends on it: what hinders it hinders the start of a replica too, which tells.
-        if _forkserver_rests():
+        if (self._spare is None or not self._spare.usable()) and _forkserver_rests():
+            self._end_spare()
+            # Nothing depends on it: what hinders it hinders the start of a replica too, which tells.
             with contextlib.suppress(OSError):
                 self._spare = self._launch()
-                self._spare_at = math.inf
 
     def _take_spare(self) -> _Member | None:
-        spare = self._spare
-        # Somebody may have ended it, or stopped it by a signal.
-        if spare is not None and (spare.process.exitcode is not None or nanny.state(spare.process.pid) in _UNUSABLE):
+        if self._spare is not None and not self._spare.usable():
             self._end_spare()
         spare, self._spare = self._spare, None
         return spare
@@ -396,7 +396,7 @@ class LocalPool(Pool):
             self._posted.change(notice)
 
     def spare(self) -> int | None:
-        return self._spare.process.pid if self._spare is not None else None
+        return self._spare.process.pid if self._spare is not None and self._spare.usable() else None
 
     def status(self) -> list[ReplicaStatus]:
         gone = {death.replica_id: death for death in self.dead()}
