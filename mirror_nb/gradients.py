@@ -34,19 +34,13 @@ from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef
 
+from mirror_nb.buckets import REMEMBERED, Agreed, Bucket, Buffers, History, Plan, for_gradients
 from mirror_nb.collectives.base import CrossDeviceOps, Reduction
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
 from mirror_nb.matching import Offer, Portrait, Values, made_alike, match
 from mirror_nb.recorder import Recorder
 from mirror_nb.steering import QUIET, Steering
 from mirror_nb.values import ReduceOp
-
-# So many backward passes in a row leave the same parameters out before the plan leaves them out too.
-PATIENCE = 4
-# Plans, and entries of what followed what; when there are more, all are forgotten, alike on all replicas.
-REMEMBERED = 64
-# What messages say of an all-reduce: the first words in short.
-PURPOSE = "gradients, in which a backward pass that uses no parameter of a mirrored module takes no part"
 
 
 @final
@@ -95,10 +89,10 @@ class GradientSynchronizer:
         self._bytes_per_bucket = bytes_per_bucket
         self._first_bucket_bytes = first_bucket_bytes
         self._accumulating = False
-        self._tracked: dict[tuple[str, int], _Tracked] = {}
-        self._by_id: dict[int, _Tracked] = {}
+        self._tracked: dict[tuple[str, int], Tracked] = {}
+        self._by_id: dict[int, Tracked] = {}
         self._registered: dict[str, int] = {}
-        self._unreduced: dict[_Tracked, None] = {}
+        self._unreduced: dict[Tracked, None] = {}
         self._round: _Round | None = None
         self._group: Callable[[], object | None] = lambda: None
         self._forget_agreements()
@@ -115,7 +109,7 @@ class GradientSynchronizer:
             return
         ordinal = self._registered.get(name, 0)
         self._registered[name] = ordinal + 1
-        tracked = _Tracked(self, parameter, name, ordinal)
+        tracked = Tracked(self, parameter, name, ordinal)
         # Lazy parameters refuse hooks through torch's function protocol; they keep them when they get values.
         with torch._C.DisableTorchFunctionSubclass():
             if not (parameter.is_floating_point() or parameter.is_complex()):
@@ -147,7 +141,7 @@ class GradientSynchronizer:
             if tracked is not None:
                 tracked.owner = weakref.ref(owner)
 
-    def _known(self, parameter: nn.Parameter) -> _Tracked | None:
+    def _known(self, parameter: nn.Parameter) -> Tracked | None:
         tracked = self._by_id.get(id(parameter))
         return tracked if tracked is not None and tracked.parameter() is parameter else None
 
@@ -214,16 +208,16 @@ class GradientSynchronizer:
         self._forget_agreements()
 
     def _forget_agreements(self) -> None:
-        self._agreed: list[_Agreed] = []
-        self._plans: dict[frozenset[int], _Plan] = {}
-        self._history = _History()
-        self._buffers = _Buffers()
+        self._agreed: list[Agreed] = []
+        self._plans: dict[frozenset[int], Plan] = {}
+        self._history = History()
+        self._buffers = Buffers()
         for tracked in self._tracked.values():
             tracked.number = None
 
     # A round, from its first gradient to its end
 
-    def _accumulated(self, tracked: _Tracked, parameter: nn.Parameter) -> None:
+    def _accumulated(self, tracked: Tracked, parameter: nn.Parameter) -> None:
         """The gradient of `parameter` is in its ``.grad``, weighted."""
         if self._accumulating:
             self._unreduced[tracked] = None
@@ -257,7 +251,7 @@ class GradientSynchronizer:
             bucket.open(self._buffers, self._agreed, self._ops_for(bucket), extra)
         return round_
 
-    def _ops_for(self, bucket: _Bucket) -> CrossDeviceOps | None:
+    def _ops_for(self, bucket: Bucket) -> CrossDeviceOps | None:
         ops = self._ops
         return ops if ops is not None and bucket.device_type == ops.member.device.type else None
 
@@ -285,7 +279,7 @@ class GradientSynchronizer:
         round_.given_up = True
         self._end(round_)
 
-    def _mark(self, round_: _Round, tracked: _Tracked, parameter: nn.Parameter) -> None:
+    def _mark(self, round_: _Round, tracked: Tracked, parameter: nn.Parameter) -> None:
         number = tracked.number
         if number is not None and not self._agreed[number].fits(parameter):
             self._agreed[number] = self._agreed[number].without_parameter()
@@ -315,18 +309,18 @@ class GradientSynchronizer:
                 self._launch(round_, round_.plan.buckets[round_.launched])
             round_.launched += 1
 
-    def _launch(self, round_: _Round, bucket: _Bucket, tail: Sequence[float] = ()) -> Tensor:
+    def _launch(self, round_: _Round, bucket: Bucket, tail: Sequence[float] = ()) -> Tensor:
         ops = self._ops_for(bucket)
         flat = bucket.fill(self._agreed, tail)
         if ops is not None:
             number = len(round_.works)
             if self.recorder is not None:
                 self.recorder.queued(number, flat.numel() * flat.element_size())
-            with _for_gradients():
+            with for_gradients():
                 round_.works.append(ops.all_reduce(ReduceOp.MEAN, flat, bucket=number))
         else:
             flat[: bucket.numel].mul_(1 / self.num_replicas)
-            with _for_gradients():
+            with for_gradients():
                 round_.works.append(dist.all_reduce(flat, async_op=True))
         return flat
 
@@ -394,7 +388,7 @@ class GradientSynchronizer:
         if plan.early < len(plan.buckets):
             return self._launch(round_, plan.buckets[-1], tail)[-len(tail) :]
         alone = torch.tensor(tail)
-        with _for_gradients():
+        with for_gradients():
             round_.works.append(dist.all_reduce(alone, async_op=True))
         return alone
 
@@ -418,7 +412,7 @@ class GradientSynchronizer:
 
     # What the replicas agree on
 
-    def _plan(self, numbers: frozenset[int]) -> _Plan:
+    def _plan(self, numbers: frozenset[int]) -> Plan:
         plan = self._plans.get(numbers)
         if plan is None:
             if len(self._plans) >= REMEMBERED:
@@ -426,10 +420,10 @@ class GradientSynchronizer:
             plan = self._plans[numbers] = self._cut(numbers)
         return plan
 
-    def _cut(self, numbers: frozenset[int]) -> _Plan:
-        return _Plan.cut(numbers, self._agreed, self._first_bucket_bytes, self._bytes_per_bucket)
+    def _cut(self, numbers: frozenset[int]) -> Plan:
+        return Plan.cut(numbers, self._agreed, self._first_bucket_bytes, self._bytes_per_bucket)
 
-    def _agree(self, unknown: list[_Tracked]) -> tuple[frozenset[int], frozenset[int]]:
+    def _agree(self, unknown: list[Tracked]) -> tuple[frozenset[int], frozenset[int]]:
         """Number the parameters that someone used for the first time; returns the new numbers, the dead."""
         self._drop_dead()
         dead = [number for number, agreed in enumerate(self._agreed) if agreed.parameter() is None]
@@ -450,12 +444,12 @@ class GradientSynchronizer:
                 agreed.tracked.number = number
         return frozenset(numbers), frozenset.intersection(*(other.dead for other in offers))
 
-    def _compare(self, candidates: list[_Tracked | None], names: list[str]) -> list[_Agreed]:
+    def _compare(self, candidates: list[Tracked | None], names: list[str]) -> list[Agreed]:
         """Raise where shapes differ; where values differ, take those of the first replica that has them."""
         parameters = [None if tracked is None else tracked.parameter() for tracked in candidates]
         portraits = [None if parameter is None else Portrait.of(parameter) for parameter in parameters]
         differing: list[str] = []
-        agreed: list[_Agreed] = []
+        agreed: list[Agreed] = []
         for tracked, name, column in zip(
             candidates, names, zip(*_gather(portraits, self.num_replicas), strict=True), strict=True
         ):
@@ -467,7 +461,7 @@ class GradientSynchronizer:
                     + ", ".join(f"{portrait.form} on replica {i}" for i, portrait in there)
                     + "; create and convert modules alike on every replica"
                 )
-            entry = _Agreed(tracked, torch.Size(first.shape), first.dtype, first.device_type)
+            entry = Agreed(tracked, torch.Size(first.shape), first.dtype, first.device_type)
             if any(portrait.checksum != first.checksum for _, portrait in there):
                 differing.append(name)
                 entry.take_values(source, self.replica_id)
@@ -509,12 +503,12 @@ class GradientSynchronizer:
             if agreed.tracked is not None and agreed.tracked.number is not None:
                 agreed.tracked.number = renamed[agreed.tracked.number]
         self._plans.clear()
-        self._history = _History()
+        self._history = History()
         self._history.learn(frozenset(renamed[number] for number in used if number in renamed))
 
 
 @final
-class _Tracked:
+class Tracked:
     """One parameter's two hooks, and what is known of it on this replica."""
 
     __slots__ = ("aside", "name", "number", "ordinal", "owner", "parameter", "round", "synchronizer")
@@ -593,10 +587,10 @@ class _Tracked:
 class _Round:
     """One backward pass on its way."""
 
-    plan: _Plan
+    plan: Plan
     owner: Callable[[], object | None]  # gone when autograd has let go of this pass
     touched: list[int] = field(default_factory=list)
-    unknown: list[_Tracked] = field(default_factory=list)
+    unknown: list[Tracked] = field(default_factory=list)
     works: list[Reduction | Any] = field(default_factory=list)
     launched: int = 0
     given_up: bool = False
@@ -641,283 +635,6 @@ class _Tail:
         return _Tail(used, sums[agreed], sums[agreed + 1 : -len(QUIET)], sums[-len(QUIET) :])
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Agreed:
-    """A parameter that all replicas know by the same number."""
-
-    tracked: _Tracked | None  # None: gone on this replica
-    shape: torch.Size
-    dtype: torch.dtype
-    device_type: str
-
-    def parameter(self) -> nn.Parameter | None:
-        return None if self.tracked is None else self.tracked.parameter()
-
-    def fits(self, parameter: nn.Parameter) -> bool:
-        return (
-            parameter.dtype is self.dtype
-            and parameter.shape == self.shape
-            and parameter.device.type == self.device_type
-        )
-
-    def without_parameter(self) -> _Agreed:
-        return _Agreed(None, self.shape, self.dtype, self.device_type)
-
-    def take_values(self, source: int, replica_id: int) -> None:
-        parameter = self.parameter()
-        if parameter is None:
-            values = torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
-        else:
-            values = parameter.detach().contiguous()
-        dist.broadcast(values, source)
-        if parameter is not None and replica_id != source:
-            parameter.copy_(values)
-
-
-@final
-class _Bucket:
-    """Gradients that are reduced in one piece; those of one dtype and kind of device."""
-
-    __slots__ = ("_memory", "_placed", "_views", "device_type", "dtype", "key", "numbers", "numel", "shapes")
-
-    def __init__(self, numbers: tuple[int, ...], agreed: Sequence[_Agreed], slot: int) -> None:
-        self.numbers = numbers
-        self.shapes = [agreed[number].shape for number in numbers]
-        self.dtype = agreed[numbers[0]].dtype
-        self.device_type = agreed[numbers[0]].device_type
-        self.numel = sum(shape.numel() for shape in self.shapes)
-        self.key = (self.dtype, self.device_type, slot)
-        self._memory: _Memory | None = None
-        self._views: dict[int, Tensor] = {}
-        # By number: where each gradient lies.
-        self._placed: set[int] = set()
-        # Numbers whose gradients show this memory already, in the present round.
-
-    def open(self, buffers: _Buffers, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None, extra: int) -> None:
-        """Be ready for the gradients of a round, and `extra` numbers after them; every replica calls it."""
-        memory = buffers.get(self, extra, agreed, ops)
-        if memory is not self._memory:
-            self._memory = memory
-            pieces = memory.flat[: self.numel].split([shape.numel() for shape in self.shapes])
-            shaped = (piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True))
-            self._views = dict(zip(self.numbers, shaped, strict=True))
-        self._placed.clear()
-        memory.take_back(self._stays)
-
-    def _stays(self, gradient: Tensor, parameter: nn.Parameter | None, number: int) -> bool:
-        """Whether a gradient that shows the memory belongs where it is: the one that this round adds to."""
-        view = self._views.get(number)
-        current = parameter is not None and parameter.grad is gradient
-        return current and view is not None and _lies_in(gradient, view)
-
-    def place(self, number: int, tracked: _Tracked, parameter: nn.Parameter) -> None:
-        """Let a gradient that has just been accumulated show this memory: copied while it is in the cache.
-
-        The tensor stays who it is; its own memory is free for the next gradient.
-        """
-        gradient = parameter.grad
-        if self.device_type == "cpu" and gradient is not None and _may_move(gradient, parameter):
-            view = self._views[number]
-            if not _lies_in(gradient, view):
-                # Neither of the two has a graph, so nothing is recorded.
-                view.copy_(gradient)
-                gradient.data = view
-            self._lend(gradient, tracked, number)
-
-    def _lend(self, gradient: Tensor, tracked: _Tracked, number: int) -> None:
-        assert self._memory is not None
-        self._placed.add(number)
-        self._memory.lend(gradient, tracked, number)
-
-    def fill(self, agreed: Sequence[_Agreed], tail: Sequence[float]) -> Tensor:
-        """Copy in the gradients that are not there yet, zeros where there are none; then the `tail` as it is."""
-        assert self._memory is not None
-        into, source = [], []
-        for number, view in self._views.items():
-            if number in self._placed:
-                continue
-            parameter = agreed[number].parameter()
-            if parameter is None or parameter.grad is None:
-                view.zero_()
-            elif not _lies_in(parameter.grad, view):
-                into.append(view)
-                source.append(parameter.grad)
-        _copy_all(into, source)
-        return self._memory.piece(self.numel, tail)
-
-    def hand_out(self, agreed: Sequence[_Agreed], used: frozenset[int]) -> None:
-        """Let the gradients show this memory, where some replica had one; the tensors stay who they are.
-
-        Those in another layout, or with a graph of their own, get a copy.
-        """
-        into, source = [], []
-        for number, view in self._views.items():
-            if number in self._placed or number not in used:
-                continue
-            tracked = agreed[number].tracked
-            parameter = None if tracked is None else tracked.parameter()
-            if tracked is None or parameter is None:
-                continue
-            gradient = parameter.grad
-            if gradient is None:
-                gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            if _may_move(gradient, parameter):
-                gradient.data = view
-                self._lend(gradient, tracked, number)
-            else:
-                into.append(gradient)
-                source.append(view)
-        _copy_all(into, source)
-
-
-def _may_move(gradient: Tensor, parameter: nn.Parameter) -> bool:
-    return gradient.is_contiguous() and parameter.is_contiguous() and not gradient.requires_grad
-
-
-def _lies_in(gradient: Tensor | None, view: Tensor) -> bool:
-    return gradient is not None and gradient.data_ptr() == view.data_ptr() and gradient.is_contiguous()
-
-
-@final
-class _Memory:
-    """A bucket's memory, and the gradients that show it."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-        self._piece = flat
-        self._lent: dict[int, tuple[Callable[[], Tensor | None], Callable[[], nn.Parameter | None], int]] = {}
-
-    def lend(self, gradient: Tensor, tracked: _Tracked, number: int) -> None:
-        """Remember a gradient that shows this memory."""
-        known = self._lent.get(id(gradient))
-        if known is None or known[0]() is not gradient:
-            self._lent[id(gradient)] = (TensorWeakRef(gradient), tracked.parameter, number)
-
-    def piece(self, numel: int, tail: Sequence[float]) -> Tensor:
-        """Return the first `numel` elements and, written behind them, the `tail`."""
-        wanted = numel + len(tail)
-        if self._piece.numel() != wanted:
-            # Kept, since every step asks for the same: a slice takes longer than to look whether it is this one.
-            self._piece = self.flat[:wanted]
-        if tail:
-            self._piece[numel:] = torch.tensor(tail)
-        return self._piece
-
-    def take_back(self, stays: Callable[[Tensor, nn.Parameter | None, int], bool]) -> None:
-        """Give memory of their own to the gradients that somebody still holds, but for those that stay.
-
-        A user may keep last step's gradients; and another plan's parameters keep theirs until they are reduced again.
-        """
-        for key, (reference, owner, number) in list(self._lent.items()):
-            gradient = reference()
-            if gradient is not None and stays(gradient, owner(), number):
-                continue
-            del self._lent[key]
-            if gradient is not None:
-                gradient.data = gradient.clone()
-
-
-@final
-class _Buffers:
-    """Flat memory for buckets; plans share it, since one round goes at a time."""
-
-    def __init__(self) -> None:
-        self._memory: dict[tuple[torch.dtype, str, int], _Memory] = {}
-
-    def get(self, bucket: _Bucket, extra: int, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None) -> _Memory:
-        memory = self._memory.get(bucket.key)
-        if memory is None or memory.flat.numel() < bucket.numel + extra:
-            memory = self._memory[bucket.key] = _Memory(self._allocate(bucket, extra, agreed, ops))
-        return memory
-
-    @staticmethod
-    def _allocate(bucket: _Bucket, extra: int, agreed: Sequence[_Agreed], ops: CrossDeviceOps | None) -> Tensor:
-        if ops is not None:
-            # Where the replicas reduce it as it lies, if there is such memory.
-            with _for_gradients():
-                return ops.allocate(bucket.numel + extra, bucket.dtype)
-        owners = (agreed[number].parameter() for number in bucket.numbers)
-        device = next((parameter.device for parameter in owners if parameter is not None), bucket.device_type)
-        return torch.empty(bucket.numel + extra, dtype=bucket.dtype, device=device)
-
-    def clear(self) -> None:
-        self._memory.clear()
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Which agreed parameters a round reduces, in which buckets, in which order."""
-
-    numbers: frozenset[int]
-    buckets: tuple[_Bucket, ...]
-    bucket_of: dict[int, int]
-    early: int  # buckets that may leave before the backward pass ends; the others wait for the tail
-
-    @staticmethod
-    def cut(numbers: frozenset[int], agreed: Sequence[_Agreed], first_bytes: int, bytes_each: int) -> _Plan:
-        """Cut `numbers` by bytes, in the order in which replica 0 had them when they were agreed on."""
-        open_: dict[tuple[torch.dtype, str], list[int]] = {}
-        closed: list[list[int]] = []
-        for number in sorted(numbers):
-            key = (agreed[number].dtype, agreed[number].device_type)
-            open_.setdefault(key, []).append(number)
-            size = sum(agreed[i].shape.numel() for i in open_[key]) * agreed[number].dtype.itemsize
-            if size >= (bytes_each if closed else first_bytes):
-                closed.append(open_.pop(key))
-        slots: dict[tuple[torch.dtype, str], int] = {}
-        buckets = []
-        for members in [*closed, *open_.values()]:
-            key = (agreed[members[0]].dtype, agreed[members[0]].device_type)
-            slots[key] = slots.get(key, -1) + 1
-            buckets.append(_Bucket(tuple(members), agreed, slots[key]))
-        bucket_of = {number: i for i, bucket in enumerate(buckets) for number in bucket.numbers}
-        # The tail rides with a last bucket of fp32 on the CPU. Reading it from a GPU would stop the host.
-        carries = bool(buckets) and (buckets[-1].dtype, buckets[-1].device_type) == (torch.float32, "cpu")
-        return _Plan(numbers, tuple(buckets), bucket_of, len(buckets) - carries)
-
-
-@final
-class _History:
-    """Predicts what the coming backward pass will use from what was used before: alike on all replicas.
-
-    What followed once is expected again (a GAN's two losses alternate). What was missing is added at once, as
-    it costs a second set of buckets; what was surplus is left out after `PATIENCE` equal passes, as it costs
-    zeros.
-    """
-
-    def __init__(self) -> None:
-        self._previous: frozenset[int] = frozenset()
-        self._latest: frozenset[int] = frozenset()
-        self._following: dict[frozenset[int], frozenset[int]] = {}
-        self._surplus: dict[frozenset[int], tuple[frozenset[int], int]] = {}
-
-    def predict(self) -> frozenset[int]:
-        return self._following.get(self._previous, self._latest)
-
-    def learn(self, used: frozenset[int]) -> None:
-        predicted = self.predict()
-        if not used <= predicted:
-            self._expect(used | predicted)
-        elif used != predicted:
-            last, times = self._surplus.get(self._previous, (used, 0))
-            times = times + 1 if last == used else 1
-            self._surplus[self._previous] = (used, times)
-            if times >= PATIENCE:
-                self._expect(used)
-        else:
-            self._surplus.pop(self._previous, None)
-        self._previous = used
-
-    def _expect(self, numbers: frozenset[int]) -> None:
-        if max(len(self._following), len(self._surplus)) >= REMEMBERED:
-            self._following.clear()
-            self._surplus.clear()
-        self._surplus.pop(self._previous, None)
-        self._following[self._previous] = self._latest = numbers
-
-
 class _Engine(Protocol):
     def queue_callback(self, callback: Callable[[], None]) -> None: ...
 
@@ -932,37 +649,10 @@ def _call_at_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-def _copy_all(into: list[Tensor], source: list[Tensor]) -> None:
-    if not into:
-        return
-    # 0.3 to 0.6 µs a gradient on a CPU, against 0.9 to 1.2 for torch.cat or a loop; one kernel on a GPU.
-    if hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(into, source)
-    else:
-        for target, values in zip(into, source, strict=True):
-            target.copy_(values)
-
-
 def _gather(value: Any, num_replicas: int) -> list[Any]:
     gathered: list[Any] = [None] * num_replicas
     dist.all_gather_object(gathered, value)
     return gathered
-
-
-@final
-class _for_gradients:  # noqa: N801
-    """What begins inside says in messages that it is for gradients. No generator: that would take twice as long."""
-
-    __slots__ = ("_fabric",)
-
-    def __enter__(self) -> None:
-        self._fabric = getattr(dist.group.WORLD, "shared", None)
-        if self._fabric is not None:
-            self._fabric.purpose = PURPOSE
-
-    def __exit__(self, *exception: object) -> None:
-        if self._fabric is not None:
-            self._fabric.purpose = ""
 
 
 def _listed(things: Sequence[object]) -> str:

@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mirror_nb.buckets import PATIENCE, History
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
-from mirror_nb.gradients import PATIENCE, GradientSynchronizer, _History
+from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replica.scope import Scope
 from mirror_nb.steering import QUIET
 
@@ -1070,7 +1071,7 @@ def test_hooks_do_not_travel_with_a_copy_or_a_pickle() -> None:
 
 
 def after(*passes: set[int]) -> set[int]:
-    history = _History()
+    history = History()
     for used in passes:
         history.learn(frozenset(used))
     return set(history.predict())
@@ -1096,7 +1097,7 @@ def test_random_use_ends_in_everything_that_is_used() -> None:
 
 
 def test_what_is_remembered_has_a_bound() -> None:
-    history = _History()
+    history = History()
     for i in range(1000):
         history.learn(frozenset({i, i * 7}))
     assert len(history._following) + len(history._surplus) <= 200
