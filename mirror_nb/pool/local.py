@@ -150,13 +150,14 @@ class LocalPool(Pool):
             self._spare_at = time.monotonic() + SPARE_SECONDS
 
     def _prepare(self) -> None:
-        if time.monotonic() < self._spare_at:
+        # In the main thread alone: while a process starts, what is pickled there would not find the main module.
+        if time.monotonic() < self._spare_at or threading.current_thread() is not threading.main_thread():
             return
         self._spare_at = time.monotonic() + SPARE_SECONDS
         if (self._spare is None or not self._spare.usable()) and _forkserver_rests():
             self._end_spare()
             # Nothing depends on it: what hinders it hinders the start of a replica too, which tells.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, EOFError):
                 self._spare = self._launch()
 
     def _take_spare(self) -> _Member | None:
