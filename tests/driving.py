@@ -20,7 +20,7 @@ from mirror_nb.mirrors import Mirrors
 from mirror_nb.notebook.source import cell_names
 from mirror_nb.payload import pack, unpack
 from mirror_nb.pool.base import Pool, Report
-from mirror_nb.pool.local import _listen
+from mirror_nb.pool.local import LocalPool, _listen
 
 DEADLINE = 20.0
 # Seconds. Far more than anything takes; a test that reaches it has failed.
@@ -117,6 +117,17 @@ def eventually(condition: Callable[[], Any], what: str, seconds: float = DEADLIN
             raise AssertionError(f"not within {seconds} s: {what}")
         time.sleep(0.01)
     return found
+
+
+def with_a_spare(pool: LocalPool) -> int:
+    """Have the process now that waits to take a dead replica's place; return its pid."""
+
+    def prepared() -> int | None:
+        pool._spare_at = 0.0
+        pool._prepare()
+        return pool.spare()
+
+    return int(eventually(prepared, "a spare is there"))
 
 
 def gone(pid: int) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from driving import run_cell
+from driving import run_cell, with_a_spare
 
 from mirror_nb.devices import Device
 from mirror_nb.pool.local import LocalPool
@@ -94,6 +94,7 @@ def test_many_cells_leave_controller_and_replicas_as_they_were(replicas: Callabl
     )
     for i in range(50):
         run_cell(two, cell, {"text": f"a{i}"})
+    with_a_spare(two)
     pids = [None, *(line.pid for line in two.status())]
     before = [held(pid) for pid in pids]
     for i in range(CELLS):
@@ -119,10 +120,12 @@ def test_deaths_and_failures_leave_controller_and_survivor_as_they_were(replicas
     for _ in range(3):
         fail_and_die()
     survivor = two.status()[0].pid
+    with_a_spare(two)
     before, then, threads = held(), held(survivor), threading.active_count()
     for _ in range(DEATHS):
         fail_and_die()
     assert two.status()[0].pid == survivor
+    with_a_spare(two)
     now = held()
     note(f"{DEATHS} errors and deaths, the controller", before, now)
     assert_flat(before, now, megabytes=8)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from driving import DEADLINE, doing, eventually, gone, press_ctrl_c, run_cell
+from driving import DEADLINE, doing, eventually, gone, press_ctrl_c, run_cell, with_a_spare
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
@@ -282,12 +282,14 @@ def test_descriptors_do_not_pile_up_over_deaths_and_cells(two):
         return len(os.listdir("/proc/self/fd"))
 
     run_cell(two, "x = 1")
+    with_a_spare(two)
     before = descriptors()
     for _ in range(3):
         os.kill(pids(two)[1], signal.SIGKILL)
         eventually(two.dead, "the death is noticed")
         two.mend()
         run_cell(two, "y = x0", {"x0": 1})
+    with_a_spare(two)
     assert descriptors() <= before + 1
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from driving import eventually, gone, run_cell
+from driving import eventually, gone, run_cell, with_a_spare
 
 from mirror_nb.devices import Device
 from mirror_nb.pool import local
@@ -34,20 +34,6 @@ def forkserver() -> int:
     pid = multiprocessing.forkserver._forkserver._forkserver_pid
     assert pid is not None
     return int(pid)
-
-
-def with_a_spare(pool: LocalPool) -> int:
-    """Have one at once, and not a second after the start of the replicas."""
-
-    def prepared() -> int | None:
-        pool._spare_at = 0.0
-        pool._prepare()
-        return pool.spare()
-
-    eventually(prepared, "a spare is there")
-    spare = pool.spare()
-    assert spare is not None
-    return spare
 
 
 def kill(pool: LocalPool, replica_id: int) -> None:
