@@ -17,7 +17,6 @@ from driving import eventually, gone, run_cell, with_a_spare
 
 from mirror_nb.devices import Device
 from mirror_nb.pool import local
-from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.recovery import recover
 from mirror_nb.strategies.mirrored import SETUP
@@ -147,13 +146,6 @@ def test_one_replica_alone_has_no_spare(replicas):
     one._prepare()
     assert one.spare() is None
     assert one._spare_at == float("inf")
-
-
-def test_a_replica_in_this_process_has_no_spare():
-    with InProcessPool((Device("cpu", 0),), setup=SETUP) as pool:
-        pool.start()
-        pool._prepare()
-        assert pool.spare() is None
 
 
 def test_a_spare_comes_by_itself_and_ends_with_a_controller_that_is_killed():

@@ -243,11 +243,9 @@ class Session:
             memory = size(s.memory_bytes) if s.memory_bytes is not None else "–"
             rows.append((str(s.replica_id), str(s.device), str(s.pid), memory, s.state))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
-        spare = self._pool.spare()
-        if spare is not None:
-            lines.append(f"process {spare} waits to take the place of one that dies")
-        return "\n".join(lines)
+        return "\n".join(
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows
+        )
 
     # ------------------------------------------------------------------ dashboards
 

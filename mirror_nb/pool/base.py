@@ -233,10 +233,6 @@ class Pool(ABC):
         """Say in the notice what is trained, and by which cross-device ops."""
 
     @abstractmethod
-    def spare(self) -> int | None:
-        """Return the pid of the process that waits to take a dead replica's place; None: there is none."""
-
-    @abstractmethod
     def status(self) -> list[ReplicaStatus]:
         """Return how each replica is, without asking it."""
 

@@ -110,9 +110,6 @@ class InProcessPool(Pool):
     def tell(self, title: str, operation: str) -> None:
         """There is no notice."""
 
-    def spare(self) -> None:
-        return None
-
     def status(self) -> list[ReplicaStatus]:
         memory = psutil.Process().memory_info().rss
         return [ReplicaStatus(0, self.devices[0], os.getpid(), memory, "ready, in this process")]

@@ -397,6 +397,7 @@ class LocalPool(Pool):
             self._posted.change(notice)
 
     def spare(self) -> int | None:
+        """Return the pid of the process that waits to take a dead replica's place; None: there is none."""
         return self._spare.process.pid if self._spare is not None and self._spare.usable() else None
 
     def status(self) -> list[ReplicaStatus]:
