@@ -86,8 +86,11 @@ def main(end: socket.socket, stderr: tuple[int, int] | None = None) -> None:
 
 
 def _warm_up() -> None:
-    """Do a step, since a process's first takes three times as long; only where the forkserver loaded all for it."""
-    if "torch._dynamo" in sys.modules:
+    """Do a step, since a process's first takes three times as long: where the forkserver has loaded all for it.
+
+    Not where torch knows GPUs: a backward pass would look for them before it is told which are for this replica.
+    """
+    if "torch._dynamo" in sys.modules and torch.accelerator.current_accelerator() is None:
         network = torch.nn.Linear(1, 1)
         optimizer = torch.optim.Adam(network.parameters())
         network(torch.ones(1, 1)).sum().backward()
