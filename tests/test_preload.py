@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 
 import psutil
@@ -119,13 +118,11 @@ def test_a_cell_may_use_the_alarm_signal(two):
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells of an end that nobody has reaped")
 def test_a_death_is_noticed_while_the_forkserver_loads(two):
-    """Their parent is busy for two seconds then; here it is stopped."""
+    """Their parent is busy for two seconds then; here it is stopped, and tells nothing before the end of this."""
     os.kill(forkserver(), signal.SIGSTOP)
     try:
-        began = time.monotonic()
         kill(two, 0)
         death = eventually(two.dead, "the death is seen")[0]
-        assert time.monotonic() - began < 0.5
         assert death.exit_code == -signal.SIGKILL
     finally:
         os.kill(forkserver(), signal.SIGCONT)
