@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,23 @@ from torch.utils.weak import TensorWeakRef
 
 from mirror_nb.collectives.base import CrossDeviceOps
 
-if TYPE_CHECKING:
-    from mirror_nb.gradients import Tracked
-
 # So many backward passes in a row leave the same parameters out before the plan leaves them out too.
 PATIENCE = 4
 # Plans, and entries of what followed what; when there are more, all are forgotten, alike on all replicas.
 REMEMBERED = 64
 # What messages say of an all-reduce: the first words in short.
 PURPOSE = "gradients, in which a backward pass that uses no parameter of a mirrored module takes no part"
+
+
+class Tracked(Protocol):
+    """A parameter of this replica: what it is called, and its place."""
+
+    name: str
+    ordinal: int
+    # Among those of the same name.
+    number: int | None
+    # Among what is agreed, the same on all replicas.
+    parameter: Callable[[], nn.Parameter | None]
 
 
 @final

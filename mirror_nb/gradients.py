@@ -89,10 +89,10 @@ class GradientSynchronizer:
         self._bytes_per_bucket = bytes_per_bucket
         self._first_bucket_bytes = first_bucket_bytes
         self._accumulating = False
-        self._tracked: dict[tuple[str, int], Tracked] = {}
-        self._by_id: dict[int, Tracked] = {}
+        self._tracked: dict[tuple[str, int], _Tracked] = {}
+        self._by_id: dict[int, _Tracked] = {}
         self._registered: dict[str, int] = {}
-        self._unreduced: dict[Tracked, None] = {}
+        self._unreduced: dict[_Tracked, None] = {}
         self._round: _Round | None = None
         self._group: Callable[[], object | None] = lambda: None
         self._forget_agreements()
@@ -109,7 +109,7 @@ class GradientSynchronizer:
             return
         ordinal = self._registered.get(name, 0)
         self._registered[name] = ordinal + 1
-        tracked = Tracked(self, parameter, name, ordinal)
+        tracked = _Tracked(self, parameter, name, ordinal)
         # Lazy parameters refuse hooks through torch's function protocol; they keep them when they get values.
         with torch._C.DisableTorchFunctionSubclass():
             if not (parameter.is_floating_point() or parameter.is_complex()):
@@ -141,7 +141,7 @@ class GradientSynchronizer:
             if tracked is not None:
                 tracked.owner = weakref.ref(owner)
 
-    def _known(self, parameter: nn.Parameter) -> Tracked | None:
+    def _known(self, parameter: nn.Parameter) -> _Tracked | None:
         tracked = self._by_id.get(id(parameter))
         return tracked if tracked is not None and tracked.parameter() is parameter else None
 
@@ -217,7 +217,7 @@ class GradientSynchronizer:
 
     # A round, from its first gradient to its end
 
-    def _accumulated(self, tracked: Tracked, parameter: nn.Parameter) -> None:
+    def _accumulated(self, tracked: _Tracked, parameter: nn.Parameter) -> None:
         """The gradient of `parameter` is in its ``.grad``, weighted."""
         if self._accumulating:
             self._unreduced[tracked] = None
@@ -279,7 +279,7 @@ class GradientSynchronizer:
         round_.given_up = True
         self._end(round_)
 
-    def _mark(self, round_: _Round, tracked: Tracked, parameter: nn.Parameter) -> None:
+    def _mark(self, round_: _Round, tracked: _Tracked, parameter: nn.Parameter) -> None:
         number = tracked.number
         if number is not None and not self._agreed[number].fits(parameter):
             self._agreed[number] = self._agreed[number].without_parameter()
@@ -423,7 +423,7 @@ class GradientSynchronizer:
     def _cut(self, numbers: frozenset[int]) -> Plan:
         return Plan.cut(numbers, self._agreed, self._first_bucket_bytes, self._bytes_per_bucket)
 
-    def _agree(self, unknown: list[Tracked]) -> tuple[frozenset[int], frozenset[int]]:
+    def _agree(self, unknown: list[_Tracked]) -> tuple[frozenset[int], frozenset[int]]:
         """Number the parameters that someone used for the first time; returns the new numbers, the dead."""
         self._drop_dead()
         dead = [number for number, agreed in enumerate(self._agreed) if agreed.parameter() is None]
@@ -444,7 +444,7 @@ class GradientSynchronizer:
                 agreed.tracked.number = number
         return frozenset(numbers), frozenset.intersection(*(other.dead for other in offers))
 
-    def _compare(self, candidates: list[Tracked | None], names: list[str]) -> list[Agreed]:
+    def _compare(self, candidates: list[_Tracked | None], names: list[str]) -> list[Agreed]:
         """Raise where shapes differ; where values differ, take those of the first replica that has them."""
         parameters = [None if tracked is None else tracked.parameter() for tracked in candidates]
         portraits = [None if parameter is None else Portrait.of(parameter) for parameter in parameters]
@@ -508,7 +508,7 @@ class GradientSynchronizer:
 
 
 @final
-class Tracked:
+class _Tracked:
     """One parameter's two hooks, and what is known of it on this replica."""
 
     __slots__ = ("aside", "name", "number", "ordinal", "owner", "parameter", "round", "synchronizer")
@@ -590,7 +590,7 @@ class _Round:
     plan: Plan
     owner: Callable[[], object | None]  # gone when autograd has let go of this pass
     touched: list[int] = field(default_factory=list)
-    unknown: list[Tracked] = field(default_factory=list)
+    unknown: list[_Tracked] = field(default_factory=list)
     works: list[Reduction | Any] = field(default_factory=list)
     launched: int = 0
     given_up: bool = False

@@ -28,7 +28,7 @@ FLOORS = (
         "sampling",
         "prefetch",
     },
-    {"pool", "replica", "gradients", "data", "collectives", "recorder", "steering"},
+    {"pool", "replica", "gradients", "buckets", "data", "collectives", "recorder", "steering"},
     {"strategies"},
     {"training", "bench", "advice", "losses", "callbacks"},
     {"notebook"},

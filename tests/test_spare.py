@@ -62,6 +62,7 @@ def test_a_spare_takes_the_place_of_a_replica_that_dies_and_another_one_follows_
 
 def test_it_looks_like_a_replica_that_was_just_started(two, monkeypatch):
     with_a_spare(two)
+    monkeypatch.setattr(two, "_prepare", lambda: None)
     # After the spare was started, before it is a replica.
     monkeypatch.setenv("SET_MEANWHILE", "yes")
     kill(two, 0)
@@ -71,7 +72,6 @@ def test_it_looks_like_a_replica_that_was_just_started(two, monkeypatch):
         "look = os.environ['RANK'], os.environ['SET_MEANWHILE'], torch.get_num_threads(), sys.argv, "
         "len(threading.enumerate()), torch.initial_seed()"
     )
-    monkeypatch.setattr(two, "_prepare", lambda: None)
     of_a_spare = run_cell(two, look).values[0]["look"]
     kill(two, 0)
     assert two.spare() is None
