@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.forkserver
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from driving import eventually, gone, run_cell
+from driving import DEADLINE, eventually, gone, run_cell
 
 from mirror_nb.pool import nanny
 from mirror_nb.pool.local import LocalPool, _wait_for
@@ -119,12 +120,15 @@ def test_a_cell_may_use_the_alarm_signal(two):
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells of an end that nobody has reaped")
 def test_a_death_is_noticed_while_the_forkserver_loads(two):
     """Their parent is busy for two seconds then; here it is stopped, and tells nothing before the end of this."""
+    end = os.pidfd_open(two.status()[0].pid)
     os.kill(forkserver(), signal.SIGSTOP)
     try:
         kill(two, 0)
-        death = eventually(two.dead, "the death is seen")[0]
-        assert death.exit_code == -signal.SIGKILL
+        select.select([end], [], [], DEADLINE)
+        # At once: as soon as the kernel tells of it.
+        assert [(death.replica_id, death.exit_code) for death in two.dead()] == [(0, -signal.SIGKILL)]
     finally:
+        os.close(end)
         os.kill(forkserver(), signal.SIGCONT)
     two.mend()
     assert run_cell(two, "total = strategy.reduce('sum', 1.0)").report.clean
