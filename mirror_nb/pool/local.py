@@ -5,7 +5,8 @@
         └─ TCPStore on 127.0.0.1, where replicas find each other
 
 On Linux a forkserver that has torch loaded forks them (0.03 s a replica instead of 0.9 s); elsewhere they are
-spawned. Never forked from the controller itself: it may have used CUDA.
+spawned. Never forked from the controller itself: it may have used CUDA. Where a forkserver makes it cheap, one process
+more waits: it takes the place of the replica that dies first.
 """
 
 from __future__ import annotations
