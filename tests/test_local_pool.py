@@ -41,6 +41,11 @@ while True:
     except KeyboardInterrupt: pass
 """
 
+FOREVER = (
+    "mutex = ctypes.create_string_buffer(256); lock = ctypes.PyDLL(None).pthread_mutex_lock; lock(mutex); lock(mutex)"
+)
+# Holds the GIL and, unlike a C sleep, is ended by no signal: no interrupt can leave the loop beside its `try`.
+
 
 @pytest.fixture
 def two(replicas: Callable[[int], LocalPool]) -> LocalPool:
@@ -401,7 +406,7 @@ def test_an_interrupt_while_much_is_shown_leaves_the_channel_whole(two, tmp_path
 
 @pytest.mark.parametrize(
     "stuck",
-    ["ctypes.PyDLL(None).sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"],
+    [FOREVER, "os.kill(os.getpid(), signal.SIGSTOP)"],
     ids=["holding the GIL", "stopped"],
 )
 def test_a_replica_that_will_not_stop_is_replaced_alone(two, tmp_path, short_grace, stuck):
@@ -526,7 +531,7 @@ def test_a_second_interrupt_does_not_wait_for_the_grace(two, tmp_path, monkeypat
         eventually(lambda: sum(isinstance(m, Interrupt) for m in sent) == 2, "both replicas are told")
         press_ctrl_c()
 
-    report = interrupted(two, STUCK.format("ctypes.PyDLL(None).sleep(1000)"), tmp_path, press_twice)
+    report = interrupted(two, STUCK.format(FOREVER), tmp_path, press_twice)
     assert {death.replica_id for death in report.deaths} == {0, 1}
     two.mend()
 
