@@ -206,10 +206,10 @@ class MadeRings:
             took = self._length(self.latency + size * 2 * (n - 1) / n / self.bandwidth * 1e3)
             free = [max(began) + took] * n
             for r, writer in enumerate(self.writers):
-                writer.collective(
-                    *(Operation.ALL_REDUCE, self.steps, bucket, size, self.serial),
-                    *(arrived[r], began[r], free[r], self.blocking),
-                )
+                its = (Operation.ALL_REDUCE, self.steps, bucket, size, self.serial, arrived[r])
+                # When a replica comes to it, and when it is over, as a Recorder does.
+                writer.collective(*its, 0, 0, self.blocking)
+                writer.collective(*its, began[r], free[r], self.blocking)
                 worst[r] = max(worst[r], (arrived[r] - min(arrived)) / MS)
             self.serial += 1
         self.lateness.append(worst)

@@ -224,7 +224,7 @@ def test_its_line_stays_in_sight_however_late_it_got_slow():
         rings.slowness[2] = 2.0
         rings.step(5)
         shot = shown(rings).snapshot
-    now = [panels.latest(row) for row in shot.throughputs]
+    now = panels.latest(shot.throughputs)
     low, high = panels.visible(shot.throughputs, now)
     assert low < min(now) < max(now) < high
 

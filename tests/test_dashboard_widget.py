@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from made_rings import MadeRings, readings
 
-from mirror_nb.notebook.dashboard import routes, widget
+from mirror_nb.notebook.dashboard import page, routes, widget
 from mirror_nb.notebook.dashboard.frame import Phase
 from mirror_nb.notebook.dashboard.widget import TEXT, Dashboard
 from mirror_nb.telemetry.samples import Mark
@@ -140,6 +140,23 @@ def test_a_frame_shows_what_was_written_meanwhile(rings, shell):
     rings.step(12)
     dashboard.tick(1e9)
     assert "<b>42</b> steps" in dashboard._view._page.value
+
+
+def test_each_frame_draws_one_half_and_three_show_all_that_was_written_meanwhile(rings, shell):
+    dashboard = Dashboard(rings.timeline, shell=shell)
+    dashboard.show()
+    rings.slowness[1] = 2.0
+    rings.step(60)
+    rings.log_loss()
+    seen = []
+    for i in range(3):
+        dashboard.tick(100.0 + i)
+        seen.append(dashboard._view._page.value)
+    whole = page.body(dashboard.frame())
+    panels = [text[text.index('<div class="grid') :] for text in (*seen, whole)]
+    assert len(set(panels)) == 3
+    # The third marks the lines of whom a finding of the second names.
+    assert panels[2] == panels[3]
 
 
 def test_stop_tells_the_controls_and_the_screen_follows_at_once(rings, shell):

@@ -16,7 +16,7 @@ from mirror_nb.errors import UsageError
 from mirror_nb.telemetry import timeline as timeline_module
 from mirror_nb.telemetry.ring import NAMES, REST, Reader, Ring, Writer
 from mirror_nb.telemetry.samples import Kind, Mark, Operation
-from mirror_nb.telemetry.snapshot import BREAKDOWN, Snapshot, State
+from mirror_nb.telemetry.snapshot import BREAKDOWN, Half, Snapshot, State
 from mirror_nb.telemetry.tables import Cover
 from mirror_nb.telemetry.timeline import POINTS, Timeline
 
@@ -432,6 +432,43 @@ def test_without_pandas_the_arrays_are_named_instead(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with MadeRings(1) as made, pytest.raises(UsageError, match=r"pip install pandas, or use arrays\(\)"):
         made.timeline.frame()
+
+
+@pytest.mark.parametrize("half", Half)
+def test_half_a_snapshot_is_new_and_the_other_half_is_that_of_the_earlier_one(half):
+    with MadeRings(2) as made:
+        made.step(30)
+        made.log_loss()
+        earlier = snapshot(made)
+        made.slowness[1] = 2.0
+        made.step(30)
+        made.log_loss()
+        whole = snapshot(made)
+        seen = made.timeline.snapshot(now=made.now, half=half, earlier=earlier)
+    for field in dataclasses.fields(Snapshot):
+        kept = any(field.name in other.value for other in Half if other is not half)
+        got, expected = getattr(seen, field.name), getattr(earlier if kept else whole, field.name)
+        assert got is expected if kept else repr(got) == repr(expected), field.name
+    assert seen.step == 60
+
+
+def test_without_an_earlier_one_half_a_snapshot_is_whole():
+    with MadeRings(2) as made:
+        made.step(30)
+        whole = snapshot(made)
+        assert repr(made.timeline.snapshot(now=made.now, half=Half.COURSE)) == repr(whole)
+
+
+def test_replicas_number_the_names_of_their_scalars_each_by_itself():
+    with MadeRings(2) as made:
+        made.step(5)
+        made.writers[0].scalar("loss", 1.0, 5, at=made.now)
+        made.writers[0].scalar("accuracy", 0.5, 5, at=made.now)
+        made.writers[1].scalar("accuracy", 0.7, 5, at=made.now)
+        made.writers[1].scalar("loss", 3.0, 5, at=made.now)
+        curves = snapshot(made).curves
+        assert {name: curve.last for name, curve in curves.items()} == pytest.approx({"loss": 2.0, "accuracy": 0.6})
+        assert made.timeline.arrays()["loss"][:, -1].tolist() == [1.0, 3.0]
 
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=8)

@@ -203,8 +203,10 @@ def not_overlapped(snapshot: Snapshot) -> Finding | None:
 def throttled(readings: Sequence[Reading]) -> Finding | None:
     """A device lowered its clock for heat or power supply in most of its readings, 5 at least."""
     found: list[Finding] = []
-    for device in dict.fromkeys(reading.device for reading in readings):
-        its = [reading for reading in readings if reading.device == device]
+    by_device: dict[str, list[Reading]] = {}
+    for reading in readings:
+        by_device.setdefault(reading.device, []).append(reading)
+    for device, its in by_device.items():
         hot = [reading for reading in its if HOT & set(reading.slowed)]
         if len(its) < 5 or 2 * len(hot) <= len(its):
             continue

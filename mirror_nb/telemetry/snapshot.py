@@ -20,6 +20,17 @@ UNKNOWN = "some parameters"
 # In Snapshot.differing, where it is not known which of them.
 
 
+class Half(enum.Enum):
+    """What one picture shows anew, where the next one shows the other half anew: who stands where is in both."""
+
+    COURSE = ("steps", "throughputs", "curves", "breakdown", "waits", "exposed")
+    # How fast it goes and what it comes to. The values are fields of Snapshot.
+    MEETINGS = (
+        "late_steps", "lateness", "busy", "data_waits", "shares", "all_reduces", "lane_step", "lanes", "hidden",
+    )  # fmt: skip
+    # Who comes late, and what collectives take.
+
+
 class State(enum.Enum):
     """What a replica is doing, by its samples."""
 

@@ -11,10 +11,10 @@ beside its collectives. What is remembered is bounded; totals go on.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from mirror_nb.telemetry.snapshot import (
     UNKNOWN,
     Curve,
     Floats,
+    Half,
     Integers,
     LaneSpan,
     ReplicaState,
@@ -154,14 +155,17 @@ class Timeline:
     def update(self, now: int | None = None) -> int:
         """Read what the replicas have written since the last call; return how many samples that was."""
         now = clock() if now is None else now
-        read = 0
-        for replica_id, track in enumerate(self._tracks):
-            rows = track.reader.read()
-            read += len(rows)
-            if len(rows):
-                self._take(track, rows)
-                self._enter_values(replica_id, track, rows)
-        # All replicas' at once: a call of numpy takes as long for eight of them as for one.
+        # All replicas' at once, here and below: a call of numpy takes as long for eight of them as for one.
+        news = [track.reader.read() for track in self._tracks]
+        read = sum(map(len, news))
+        if read:
+            who, rows = _together(news)
+            self._take(news, rows)
+            self._follow(who, rows)
+            for place in np.flatnonzero(rows["kind"] == _MARK).tolist():
+                at, mark, amount = (int(rows[name][place]) for name in ("began", "code", "amount"))
+                self._mark(self._tracks[who[place]], Mark(mark), at, amount)
+            self._enter_values(who, rows)
         self._enter_steps([_settled(track, now) for track in self._tracks])
         self._compare()
         return read
@@ -214,23 +218,26 @@ class Timeline:
         tracks = {r: (self.samples(r), self.names(r)) for r in range(self.num_replicas)}
         return trace.save(Path(path), tracks)
 
-    def snapshot(self, steps: int = 240, now: int | None = None) -> Snapshot:
-        """Return what the dashboard shows, its curves over the last `steps` steps."""
+    def snapshot(
+        self, steps: int = 240, now: int | None = None, half: Half | None = None, earlier: Snapshot | None = None
+    ) -> Snapshot:
+        """Return what the dashboard shows, its curves over the last `steps` steps.
+
+        `half`: what is summed up anew, beside what is known at once; the rest is that of the `earlier` snapshot.
+        """
         now = clock() if now is None else now
-        last, done = self._last(), self._done()
-        curve_steps, curve_places, curve_there = self._steps.window(last, steps)
+        done = self._done()
         _, places, there = self._steps.window(done, RECENT)
-        late_steps, late_places, late_there = self._steps.window(last, LATE)
-        late = self._steps.at(late_places)
         means = self._means(places, there)
-        breakdown = self._breakdown(means)
         step_seconds, throughput = self._by_the_clock(places[there.all(axis=0)])
         planned = self._latest(Mark.PLANNED)
         checked, odd_ones = self._checked()
-        ends, throughputs = self._curve_of_throughput(curve_steps, curve_places, curve_there)
-        lane_step, lanes, hidden = self._lanes(done)
-        known = breakdown[:, : len(PARTS) + 1]
-        exposed = known[:, PARTS.index("exposed")].sum() / known.sum() if known.sum() > 0 else None
+        summed_up: dict[str, Any] = {}
+        for each in Half:
+            if earlier is not None and half is not None and half is not each:
+                summed_up |= {name: getattr(earlier, name) for name in each.value}
+            else:
+                summed_up |= self._course(steps, means) if each is Half.COURSE else self._meetings(done)
         overwritten = self._lost[0] + sum(track.reader.overwritten for track in self._tracks)
         torn = self._lost[1] + sum(track.reader.torn for track in self._tracks)
         return Snapshot(
@@ -243,41 +250,30 @@ class Timeline:
             examples=sum(track.examples for track in self._tracks),
             throughput=throughput,
             step_seconds=step_seconds,
-            exposed=exposed,
-            hidden=hidden,
-            steps=ends,
-            throughputs=throughputs,
-            curves=self._curves(curve_steps, curve_places),
-            breakdown=breakdown,
-            waits=np.nan_to_num(means["wait"]),
-            late_steps=late_steps,
-            lateness=np.where(late_there, late["late"] / _NS, np.nan),
-            busy=np.where(late_there, _busy(late), np.nan),
-            data_waits=np.where(late_there, late["data"] / _NS, np.nan),
-            shares=np.where(late_there, late["examples"], np.nan),
-            all_reduces=self._all_reduces(),
-            lane_step=lane_step,
-            lanes=lanes,
             in_sync=None if odd_ones is None else not odd_ones,
             differing=odd_ones or {},
             checked_step=checked,
             overwritten=overwritten,
             torn=torn,
+            **summed_up,
         )
 
     # Reading.
 
-    def _take(self, track: _Track, rows: Samples) -> None:
-        track.names = track.reader.names()
-        track.kept.append(rows)
-        track.count += len(rows)
-        while track.count - len(track.kept[0]) >= SAMPLES:
-            track.count -= len(track.kept.popleft())
-        track.pending = joined([track.pending, rows]) if len(track.pending) else rows
-        track.newest = max(track.newest, int(np.maximum(rows["began"], rows["ended"]).max()))
-        self._follow(track, rows)
-        for row in rows[rows["kind"] == _MARK]:
-            self._mark(track, Mark(int(row["code"])), int(row["began"]), int(row["amount"]))
+    def _take(self, news: Sequence[Samples], rows: Samples) -> None:
+        """Remember what was read, by replica and together."""
+        written, at = np.maximum(rows["began"], rows["ended"]), 0
+        for track, its in zip(self._tracks, news, strict=True):
+            if not len(its):
+                continue
+            track.names = track.reader.names()
+            track.kept.append(its)
+            track.count += len(its)
+            while track.count - len(track.kept[0]) >= SAMPLES:
+                track.count -= len(track.kept.popleft())
+            track.pending = joined([track.pending, its]) if len(track.pending) else its
+            track.newest = max(track.newest, int(written[at : at + len(its)].max()))
+            at += len(its)
 
     def _mark(self, track: _Track, mark: Mark, at: int, amount: int) -> None:
         track.marks.append((at, mark, amount))
@@ -285,25 +281,30 @@ class Timeline:
             track.restarts += 1
             track.open.clear()
 
-    def _follow(self, track: _Track, rows: Samples) -> None:
-        """Keep up which collectives the replica is in."""
-        its = rows[rows["kind"] == _COLLECTIVE]
-        began, closed = its[its["ended"] == 0], its["serial"][its["ended"] > 0]
-        for row in began[~np.isin(began["serial"], closed)] if len(began) else ():
-            operation = int(row["code"]) & ~BLOCKING
-            track.open[int(row["serial"])] = (int(row["step"]), operation, int(row["queued"]))
-        if track.open:
-            # One that was ended from outside is never closed, but its step is done, anew, some time.
-            done = int(rows["step"][rows["kind"] == _ENDED].max(initial=0))
-            over = {serial for serial, (step, *_) in track.open.items() if step <= done} | set(closed.tolist())
-            track.open = {serial: about for serial, about in track.open.items() if serial not in over}
+    def _follow(self, who: Integers, rows: Samples) -> None:
+        """Keep up which collectives the replicas are in."""
+        places = np.flatnonzero(rows["kind"] == _COLLECTIVE)
+        replicas, serials, open_yet = who[places], rows["serial"][places], rows["ended"][places] == 0
+        # One number for a replica's collective, whatever the replica's generation counts from.
+        keys = serials * self.num_replicas + replicas
+        closed = keys[~open_yet]
+        for place in places[open_yet & ~np.isin(keys, closed)].tolist():
+            row = rows[place]
+            about = int(row["step"]), int(row["code"]) & ~BLOCKING, int(row["queued"])
+            self._tracks[who[place]].open[int(row["serial"])] = about
+        for replica_id, track in enumerate(self._tracks):
+            if track.open:
+                # One that was ended from outside is never closed, but its step is done, anew, some time.
+                ends = (rows["kind"] == _ENDED) & (who == replica_id)
+                done = int(rows["step"][ends].max(initial=0))
+                over = set(serials[(replicas == replica_id) & ~open_yet].tolist())
+                track.open = {k: about for k, about in track.open.items() if k not in over and about[0] > done}
 
     def _enter_steps(self, parts: Sequence[Samples]) -> None:
         """Put samples of steps that have ended into the tables, one array a replica."""
         if not any(map(len, parts)):
             return
-        parts = [_without_abandoned(part) for part in parts]
-        who, rows = np.repeat(np.arange(len(parts)), list(map(len, parts))), joined(parts)
+        who, rows = _without_abandoned(*_together(parts))
         table, kind, step = self._steps, rows["kind"], rows["step"]
         began, ended = rows["began"], rows["ended"]
         places, keep = table.place(who, step, kind == _BEGUN)
@@ -351,24 +352,28 @@ class Timeline:
         since, until = began + apart[who], ended + apart[who]
         return apart, Cover(since[computing], until[computing]), Cover(since[~computing], until[~computing])
 
-    def _enter_values(self, replica_id: int, track: _Track, rows: Samples) -> None:
+    def _enter_values(self, who: Integers, rows: Samples) -> None:
         kind = rows["kind"]
-        scalars = rows[(kind == _SCALAR) & (rows["step"] > 0)]
-        numbers = scalars["number"]
-        # Not np.unique: there are few.
-        for number in set(numbers.tolist()):
-            if number < len(track.names):
-                its = scalars[numbers == number]
-                self._put_scalar(track.names[number], replica_id, its["step"], its["value"])
-        memory = rows[kind == _MEMORY]
-        if len(memory):
-            peak = max(track.memory[2], int(memory["amount"].max()))
-            track.memory = (int(memory["amount"][-1]), int(memory["queued"][-1]), peak)
-        sums = rows[kind == _CHECKSUM]
-        for step, number, checksum in sums[["step", "number", "amount"]].tolist() if len(sums) else ():
-            track.checksums.setdefault(step, {})[number] = checksum
-        while len(track.checksums) > CHECKS:
-            del track.checksums[next(iter(track.checksums))]
+        places = np.flatnonzero((kind == _SCALAR) & (rows["step"] > 0))
+        replicas, numbers = who[places], rows["number"][places]
+        # Each replica numbers its names by itself, mostly as the others do. Not np.unique: there are few.
+        for number in sorted(set(numbers.tolist())):
+            its, named = numbers == number, defaultdict[str, list[int]](list)
+            for replica_id in set(replicas[its].tolist()):
+                for name in self._tracks[replica_id].names[number : number + 1]:
+                    named[name].append(replica_id)
+            for name, whose in named.items():
+                chosen = places[its & np.isin(replicas, whose)]
+                self._put_scalar(name, who[chosen], rows["step"][chosen], rows["value"][chosen])
+        for place in np.flatnonzero(kind == _MEMORY).tolist():
+            track, allocated = self._tracks[who[place]], int(rows["amount"][place])
+            track.memory = (allocated, int(rows["queued"][place]), max(track.memory[2], allocated))
+        for place in np.flatnonzero(kind == _CHECKSUM).tolist():
+            step, number, checksum = (int(rows[name][place]) for name in ("step", "number", "amount"))
+            checksums = self._tracks[who[place]].checksums
+            checksums.setdefault(step, {})[number] = checksum
+            while len(checksums) > CHECKS:
+                del checksums[next(iter(checksums))]
 
     def _compare(self) -> None:
         """Find who came late to the collectives that all replicas have done by now, and who waited for them.
@@ -388,13 +393,13 @@ class Timeline:
         self._steps.raise_to("late", columns[keep], late.ravel()[keep])
         self._steps.add("wait", columns[keep], waited.ravel()[keep])
 
-    def _put_scalar(self, name: str, replica_id: int, steps: Integers, values: Floats) -> None:
+    def _put_scalar(self, name: str, who: Integers, steps: Integers, values: Floats) -> None:
         if name not in self._scalars:
             self._scalars[name] = np.full((self.num_replicas, STEPS), np.nan)
             self._scalar_steps[name] = np.zeros((self.num_replicas, STEPS), np.int64)
         places = steps % STEPS
-        self._scalars[name][replica_id, places] = values
-        self._scalar_steps[name][replica_id, places] = steps
+        self._scalars[name][who, places] = values
+        self._scalar_steps[name][who, places] = steps
 
     # Summing up.
 
@@ -405,6 +410,36 @@ class Timeline:
     def _done(self) -> int:
         """The last step that all replicas have ended."""
         return min(track.step for track in self._tracks)
+
+    def _course(self, steps: int, means: Mapping[str, Floats]) -> dict[str, Any]:
+        steps_shown, places, there = self._steps.window(self._last(), steps)
+        ends, throughputs = self._curve_of_throughput(steps_shown, places, there)
+        breakdown = self._breakdown(means)
+        known = breakdown[:, : len(PARTS) + 1]
+        return {
+            "steps": ends,
+            "throughputs": throughputs,
+            "curves": self._curves(steps_shown, places),
+            "breakdown": breakdown,
+            "waits": np.nan_to_num(means["wait"]),
+            "exposed": known[:, PARTS.index("exposed")].sum() / known.sum() if known.sum() > 0 else None,
+        }
+
+    def _meetings(self, done: int) -> dict[str, Any]:
+        steps, places, there = self._steps.window(self._last(), LATE)
+        columns = self._steps.at(places, ("began", "ended", "examples", "data", "wait", "late"))
+        lane_step, lanes, hidden = self._lanes(done)
+        return {
+            "late_steps": steps,
+            "lateness": np.where(there, columns["late"] / _NS, np.nan),
+            "busy": np.where(there, _busy(columns), np.nan),
+            "data_waits": np.where(there, columns["data"] / _NS, np.nan),
+            "shares": np.where(there, columns["examples"], np.nan),
+            "all_reduces": self._all_reduces(),
+            "lane_step": lane_step,
+            "lanes": lanes,
+            "hidden": hidden,
+        }
 
     def _means(self, places: Integers, there: np.ndarray) -> dict[str, Floats]:
         """By replica, over its steps at these places: seconds of each part and of the "whole" step; NaN without any.
@@ -569,6 +604,11 @@ def _busy(columns: Mapping[str, Integers]) -> Floats:
     return (columns["ended"] - columns["began"] - columns["data"] - columns["wait"]) / _NS
 
 
+def _together(parts: Sequence[Samples]) -> tuple[Integers, Samples]:
+    """Return all replicas' samples behind one another, and whose each is."""
+    return np.repeat(np.arange(len(parts)), list(map(len, parts))), joined(parts)
+
+
 def _settled(track: _Track, now: int) -> Samples:
     """Take from what is pending the samples up to the last step's end."""
     pending = track.pending
@@ -584,16 +624,17 @@ def _settled(track: _Track, now: int) -> Samples:
     return pending[:upto]
 
 
-def _without_abandoned(rows: Samples) -> Samples:
+def _without_abandoned(who: Integers, rows: Samples) -> tuple[Integers, Samples]:
     """Leave out what was done of a step before it was begun anew, as it is after a replica has died in it."""
     begun = np.flatnonzero(rows["kind"] == _BEGUN)
-    steps = rows["step"][begun]
-    if (steps[1:] > steps[:-1]).all():
-        return rows
+    whose, steps = who[begun], rows["step"][begun]
+    if ((steps[1:] > steps[:-1]) | (whose[1:] != whose[:-1])).all():
+        return who, rows
     keep = np.ones(len(rows), bool)
-    for step in np.unique(steps):
-        keep[: begun[steps == step][-1]] &= rows["step"][: begun[steps == step][-1]] != step
-    return rows[keep]
+    for replica_id, step in set(zip(whose.tolist(), steps.tolist(), strict=True)):
+        last = int(begun[(whose == replica_id) & (steps == step)][-1])
+        keep[:last] &= (rows["step"][:last] != step) | (who[:last] != replica_id)
+    return who[keep], rows[keep]
 
 
 def _groups(length: int) -> Integers:

@@ -7,9 +7,12 @@ darker colours where JupyterLab, VS Code or Colab say that the theme is light.
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
+from typing import final
 
 from mirror_nb.notebook.dashboard import palette, panels, words
 from mirror_nb.notebook.dashboard.frame import Frame
+from mirror_nb.telemetry.snapshot import Half
 
 _DARK = (
     "[data-jp-theme-light=false] .mnb",
@@ -116,20 +119,36 @@ STYLE = _style()
 # The same in every frame: sent once.
 
 
+@final
+class Page:
+    """The page, frame after frame."""
+
+    def __init__(self) -> None:
+        self._cards: dict[Callable[[Frame], str], str] = {}
+        # By what draws it: what was drawn last.
+
+    def body(self, frame: Frame, half: Half | None = None) -> str:
+        """Return it as HTML without its style; of all panels but the header, draw only those of this half anew."""
+        alone = frame.snapshot.num_replicas == 1
+        cards = dict.fromkeys((panels.throughput, panels.loss, panels.breakdown), Half.COURSE)
+        meetings = (panels.all_reduces, panels.lateness, panels.lanes)
+        cards |= dict.fromkeys(meetings[2:] if alone else meetings, Half.MEETINGS)
+        cards |= {panels.devices: Half.COURSE, panels.look_at: Half.MEETINGS}
+        for card, its_half in cards.items():
+            if half is None or half is its_half or card not in self._cards:
+                self._cards[card] = card(frame)
+        drawn = "".join([self._cards[card] for card in cards])
+        # One picture with one text: a screen reader is not to read hundreds of labels, several times a second.
+        label = html.escape(words.alternative(frame))
+        return (
+            f'<div class="mnb" role="img" aria-live="off" aria-label="{label}">{panels.header(frame)}'
+            f'<div class="grid{" alone" if alone else ""}">{drawn}</div></div>'
+        )
+
+
 def body(frame: Frame) -> str:
     """Return the page as HTML without its style."""
-    shot = frame.snapshot
-    alone = shot.num_replicas == 1
-    cards = [panels.throughput, panels.loss, panels.breakdown]
-    cards += [panels.lanes] if alone else [panels.all_reduces, panels.lateness, panels.lanes]
-    cards += [panels.devices, panels.look_at]
-    drawn = "".join(card(frame) for card in cards)
-    # One picture with one text: a screen reader is not to read hundreds of labels, several times a second.
-    label = html.escape(words.alternative(frame))
-    return (
-        f'<div class="mnb" role="img" aria-live="off" aria-label="{label}">{panels.header(frame)}'
-        f'<div class="grid{" alone" if alone else ""}">{drawn}</div></div>'
-    )
+    return Page().body(frame)
 
 
 def page(frame: Frame) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -60,29 +61,33 @@ def throughput(frame: Frame) -> str:
     if np.isfinite(values).sum() < 2:
         return _card("Throughput per replica", _nothing("after the first steps"))
     # Where a replica is by now is always in sight.
-    low, high = visible(values, [latest(row) for row in values])
+    now = latest(values)
+    low, high = visible(values, now)
     ys, places = _heights(values, low, high), abscissas(values.shape[1])
     marks = "".join([line(places, ys[r], f"s {_replica(r)}") for r in range(len(ys))])
-    right = _ends(frame, ys)
+    right = _ends(frame, ys, now)
     return _card("Throughput per replica", _curves(shot.steps, low, high, marks, right), "samples/s, waits left out")
 
 
-def _ends(frame: Frame, ys: Floats) -> list[Label]:
+def _ends(frame: Frame, ys: Floats, now: Sequence[float]) -> list[Label]:
     """Label each line at its end, with the mean of its last points."""
     found = [(r, y[np.isfinite(y)]) for r, y in enumerate(ys)]
     last = [(r, float(y[-1])) for r, y in found if len(y)]
     places = spread([y for _, y in last], LABEL, 5, HEIGHT - 5)
     slow = frame.slow()
     return [
-        Label(at, f"r{r} {words.number(latest(frame.snapshot.throughputs[r]))}", _replica(r) + " b" * (r in slow))
+        Label(at, f"r{r} {words.number(now[r])}", _replica(r) + " b" * (r in slow))
         for (r, _), at in zip(last, places, strict=True)
     ]
 
 
-def latest(values: Floats) -> float:
-    """Return where a line is by now: the mean of its last points."""
-    known = values[np.isfinite(values)]
-    return float(known[-LATEST:].mean()) if len(known) else math.nan
+def latest(values: Floats) -> list[float]:
+    """Return where each line, a row, is by now: the mean of its last points; NaN if it has none."""
+    if np.isfinite(values[:, -LATEST:]).all():
+        # As mostly: one call for all rows.
+        return values[:, -LATEST:].mean(axis=1).tolist()
+    known = [row[np.isfinite(row)][-LATEST:] for row in values]
+    return [float(row.mean()) if len(row) else math.nan for row in known]
 
 
 def loss(frame: Frame) -> str:
@@ -209,9 +214,10 @@ def lateness(frame: Frame) -> str:
     # Half a level is what any two replicas differ by.
     level[late < most / LEVELS / 2] = 0
     level[red] = LEVELS + 1
-    paths: dict[tuple[int, int], list[str]] = {}
+    heights = [f"{(r + 0.5) * row:g}" for r in range(len(late))]
+    paths = defaultdict[tuple[int, int], list[str]](list)
     for r, which, began, length in _runs(level):
-        paths.setdefault((r, which), []).append(f"M{began} {(r + 0.5) * row:g}h{length}")
+        paths[r, which].append(f"M{began} {heights[r]}h{length}")
     ground = "".join([stroke(0, WIDTH, (r + 0.5) * row) for r in range(len(late))])
     marks = [f'<path class="f-ground" d="{ground}"/>']
     for (r, which), path in paths.items():

@@ -106,7 +106,8 @@ def abscissas(count: int) -> Integers:
 
 def box(x: float, y: float, width: float, height: float) -> str:
     """Return a rectangle as a part of a path: one path holds all that have one colour."""
-    return f"M{x:.0f} {y:g}h{max(1, round(width))}v{height:g}h-{max(1, round(width))}z"
+    wide = max(1, round(width))
+    return f"M{x:.0f} {y:g}h{wide}v{height:g}h-{wide}z"
 
 
 def stroke(x: float, width: float, y: float) -> str:

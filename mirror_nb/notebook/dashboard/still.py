@@ -107,7 +107,7 @@ def _throughput(axes: Axes, frame: Frame) -> None:
     values = shot.throughputs
     if np.isfinite(values).sum() < 2:
         return _nothing(axes, "Throughput per replica", "no steps with examples")
-    now = [latest(row) for row in values]
+    now = latest(values)
     low, high = visible(values, now)
     for r, row in enumerate(values):
         axes.plot(shot.steps, np.clip(row, low, high), color=palette.colour(r), lw=1.3)

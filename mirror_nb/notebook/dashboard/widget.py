@@ -21,7 +21,7 @@ from mirror_nb.notebook.dashboard import page, routes, words
 from mirror_nb.notebook.dashboard.frame import Frame, Phase
 from mirror_nb.telemetry.findings import findings
 from mirror_nb.telemetry.machine import Machine, Reading
-from mirror_nb.telemetry.snapshot import Snapshot
+from mirror_nb.telemetry.snapshot import Half, Snapshot
 from mirror_nb.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -99,6 +99,9 @@ class Dashboard:
         self._view: _View | None = None
         self._places: dict[str, str] = {}
         # Ids of the displays that show it, and the text that each has.
+        self._latest: Frame | None = None
+        self._half = Half.MEETINGS
+        # What was drawn last, and which half of it anew.
         self._ended: Phase | None = None
         self._due = self._read_at = 0.0
         self._cost = 0.0
@@ -155,7 +158,8 @@ class Dashboard:
         if now < self._due and not self._view.pressed():
             return False
         began = time.thread_time()
-        phase = self._draw(now).phase
+        self._half = Half.MEETINGS if self._half is Half.COURSE else Half.COURSE
+        phase = self._draw(now, self._half).phase
         took = time.thread_time() - began
         self._cost = took if not self._cost else 0.8 * self._cost + 0.2 * took
         self._due = now + (OBEYING_SECONDS if phase is Phase.PAUSING else max(FASTEST, self._cost / SHARE))
@@ -179,14 +183,16 @@ class Dashboard:
 
     # ------------------------------------------------------------------ anywhere
 
-    def frame(self) -> Frame:
-        """Read the rings and return what there is to show now."""
+    def frame(self, half: Half | None = None) -> Frame:
+        """Read the rings and return what there is to show now; of one half, what is not shown is that of the last."""
         self._timeline.update()
-        shot = self._timeline.snapshot()
+        last = self._latest
+        shot = self._timeline.snapshot(half=half, earlier=None if last is None else last.snapshot)
         readings = tuple(self._readings)
-        return Frame(
+        found = findings(shot, readings) if last is None or half is not Half.COURSE else last.findings
+        self._latest = Frame(
             snapshot=shot,
-            findings=findings(shot, readings),
+            findings=found,
             readings=readings,
             devices=self._devices,
             title=self.title,
@@ -195,6 +201,7 @@ class Dashboard:
             phase=self._phase(shot),
             note=self.note,
         )
+        return self._latest
 
     def figure(self, phase: Phase | None = None) -> Figure:
         """Return the same panels as a matplotlib figure, 13 × 8.5 inches, on white; `phase`: as in `finish`."""
@@ -209,11 +216,11 @@ class Dashboard:
 
     # ------------------------------------------------------------------ how
 
-    def _draw(self, now: float | None = None) -> Frame:
+    def _draw(self, now: float | None = None, half: Half | None = None) -> Frame:
         self._read(time.monotonic() if now is None else now)
-        frame = self.frame()
+        frame = self.frame(half)
         if self._view is not None:
-            self._view.draw(frame)
+            self._view.draw(frame, half)
         return frame
 
     def _read(self, now: float) -> None:
@@ -251,7 +258,7 @@ class _View:
         # What the buttons show.
         self._said = Phase.RUNNING
         # What the controls said when the page was drawn.
-        self._page = HTML()
+        self._pages, self._page = page.Page(), HTML()
         self._stop = Button(description="Stop", icon="stop", tooltip="End after this step; variables are kept")
         self._pause = Button(description="Pause", icon="pause", tooltip="Hold after this step")
         self._compare = Button(
@@ -275,9 +282,9 @@ class _View:
         """Return what tells a front end to show the widgets."""
         return {_WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self._board.model_id}}
 
-    def draw(self, frame: Frame) -> None:
-        """Show a frame."""
-        self._page.value = page.body(frame)
+    def draw(self, frame: Frame, half: Half | None = None) -> None:
+        """Show a frame, or half of it anew."""
+        self._page.value = self._pages.body(frame, half)
         self._said = self._controls.state if self._controls is not None else Phase.RUNNING
         if self._controls is not None and frame.phase is not self._seen:
             self._seen = frame.phase
