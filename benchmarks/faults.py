@@ -7,7 +7,7 @@ start of one replica (its process and its first all-reduce with the others) is w
 without the time that the same cell takes when nothing has happened; both are taken in turns with the deaths.
 In `fit` the time is that from the moment when it has noticed the death to the end of the step that is done again, with
 the callbacks that hear of it; a fresh start is then one with the first step of its optimizer.
-A death finds a spare waiting, as it does from some seconds after the start of the replicas; a fresh start has none.
+A death finds a spare waiting, in `fit` also one that was started by itself EARLY seconds ago; a fresh start has none.
 Interrupts are timed from Ctrl-C to the end of the cell; the kill of the controller, to the last process gone.
 """
 
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,58 +170,82 @@ def _start_one(pool: LocalPool) -> float:
     return time.perf_counter() - began
 
 
-class Kills(mnb.callbacks.Callback):
-    """Kills a replica after a step of each epoch, and times when that is noticed, and the next step from then."""
+STRUCK = 3
+# The step of `fit` after which a replica is killed.
+EARLY = 0.5
+# Seconds from the start of replicas until one of them is killed, whether or not there is a spare.
 
-    def __init__(self, strategy: mnb.MirroredStrategy) -> None:
+
+class Kills(mnb.callbacks.Callback):
+    """Kills a replica after a step, and times when that is noticed, and the next step from then."""
+
+    told = seconds = 0.0
+
+    def __init__(self, strategy: mnb.MirroredStrategy, victim: int, at: float | None) -> None:
         super().__init__()
-        self.told: list[float] = []
-        self.seconds: list[float] = []
         self._place = strategy._place
         self._pool, self._mend = self._place._pool, self._place.mend
-        self._place.mend = self._note_and_mend
+        self._victim, self._at = victim, at
         self._began = 0.0
 
     def _note_and_mend(self) -> Any:
-        self.told.append(time.perf_counter() - self._began)
+        self.told = self.told or time.perf_counter() - self._began
         return self._mend()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch == STRUCK:
-            with_a_spare(self._pool)
+        if self._began:
+            self.seconds = self.seconds or time.perf_counter() - self._began - self.told
+        elif batch == STRUCK if self._at is None else time.perf_counter() > self._at:
+            if self._at is None:
+                with_a_spare(self._pool)
+            self._place.mend = self._note_and_mend
             self._began = time.perf_counter()
-            os.kill(self._pool.status()[len(self.seconds) % self._pool.size].pid, signal.SIGKILL)
-        elif batch == STRUCK + 1:
-            self.seconds.append(time.perf_counter() - self._began - self.told[-1])
+            os.kill(self._pool.status()[self._victim].pid, signal.SIGKILL)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._place.mend = self._mend
 
 
-STRUCK = 3
-# The step of an epoch after which a replica is killed.
-
-
-def fits(n: int) -> str:
-    x, y = torch.randn(2, 640, 100).unbind()
+@contextlib.contextmanager
+def _fitting(n: int) -> Iterator[tuple[mnb.MirroredStrategy, mnb.Model]]:
     with mnb.MirroredStrategy([f"cpu:{i}" for i in range(n)]) as strategy:
         with strategy.scope():
             model = mnb.Model(nn.Linear(100, 100))
             model.compile(loss="mse")
-        model.fit(x, y, batch_size=64, verbose=0)
-        kills = Kills(strategy)
-        silent = io.StringIO()
-        fresh, stepped = [], []
-        for _ in range(TRIALS):
-            for times, seconds in zip((fresh, stepped), _fresh_step(strategy), strict=True):
-                times.append(seconds)
-            with contextlib.redirect_stdout(silent):
-                model.fit(x, y, batch_size=64, verbose=0, callbacks=[kills])
-        replaced = silent.getvalue().count("fit goes on after step 4 ")
-    assert replaced == len(kills.seconds) == len(kills.told) == TRIALS, silent.getvalue()
-    told, took, first, joined = map(statistics.median, (kills.told, kills.seconds, stepped, fresh))
-    return (
-        f"{f'{n} replicas, one killed in fit':<44} told {told:.3f} s (worst {max(kills.told):.3f}), "
-        f"the step again in {took:.3f} s (worst {max(kills.seconds):.3f}): "
-        f"{took / first:.2f} × a fresh start of one with its first step ({first:.3f}; without: {joined:.3f})"
-    )
+        # Its replicas run from here on.
+        strategy.run(_step)
+        yield strategy, model
+
+
+def fits(n: int) -> list[str]:
+    x, y = torch.randn(2, 64 * 400, 100).unbind()
+
+    def fit(model: mnb.Model, kills: Kills) -> Kills:
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            model.fit(x, y, batch_size=64, verbose=0, callbacks=[kills])
+        assert kills.seconds, "no step after the death"
+        assert "fit goes on after step " in told.getvalue(), told.getvalue()
+        return kills
+
+    fresh, rested, early = [], [], []
+    with _fitting(n) as (strategy, model):
+        model.fit(x[:640], y[:640], batch_size=64, verbose=0)
+        for trial in range(TRIALS):
+            fresh.append(_fresh_step(strategy))
+            rested.append(fit(model, Kills(strategy, trial % n, None)))
+            with _fitting(n) as (young, another):
+                early.append(fit(another, Kills(young, trial % n, time.perf_counter() + EARLY)))
+    joined, first = map(statistics.median, zip(*fresh, strict=True))
+    lines = []
+    for where, kills in (("in fit", rested), (f"in fit, {EARLY} s old", early)):
+        told, took = [one.told for one in kills], [one.seconds for one in kills]
+        middle = statistics.median(took)
+        lines.append(
+            f"{f'{n} replicas, one killed {where}':<44} told {statistics.median(told):.3f} s (worst {max(told):.3f}), "
+            f"the step again in {middle:.3f} s (worst {max(took):.3f}): "
+            f"{middle / first:.2f} × a fresh start of one with its first step ({first:.3f}; without: {joined:.3f})"
+        )
+    return lines
 
 
 def _fresh_step(strategy: mnb.MirroredStrategy) -> tuple[float, float]:
@@ -257,18 +281,22 @@ def interrupts() -> list[str]:
             "    def __len__(self): return 1000\n    def __getitem__(self, i): time.sleep(0.2); return i\n"
             "for batch in DataLoader(Slow(), num_workers=1): pass"
         ),
-        "a C call that holds the GIL": "import ctypes\nctypes.PyDLL(None).sleep(1000)",
+        "a C call that never ends": (
+            "import ctypes; mutex = ctypes.create_string_buffer(256)\nlock = ctypes.PyDLL(None).pthread_mutex_lock\n"
+            "lock(mutex)\nif replica_id == 0: lock(mutex)\nwhile True: pass"
+        ),
     }
     try:
         for where, source in cells.items():
             times = []
             for _ in range(TRIALS):
+                before = [notebook.pid(replica_id) for replica_id in range(2)]
                 seconds, name = struck(notebook, source, lambda: os.kill(os.getpid(), signal.SIGINT))
                 assert name == "KeyboardInterrupt", name
                 times.append(seconds)
-                if "GIL" in where:
-                    notebook.cell(SETUP)
                 next_cell(notebook)
+                stayed = [pid == notebook.pid(replica_id) for replica_id, pid in enumerate(before)]
+                assert stayed == ["never ends" not in where, True], stayed
             lines.append(f"interrupt in {where:<28} {statistics.median(times):.3f} s (worst {max(times):.3f})")
         times = []
         for _ in range(TRIALS):
@@ -317,5 +345,5 @@ def _lives(process: psutil.Process) -> bool:
 if __name__ == "__main__":
     found = [f"faults over CPU replicas, medians of {TRIALS}"]
     for count in (2, 3, 4):
-        found += [*deaths(count), fits(count)]
+        found += [*deaths(count), *fits(count)]
     report("faults", [*found, *interrupts(), controller_killed()])

@@ -30,21 +30,20 @@ from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.recovery import recover
 
 WAIT_IN_A_COLLECTIVE = "strategy.reduce('sum', 1.0)"
-HOLD_THE_GIL = "import ctypes\nctypes.PyDLL(None).sleep(1000)"
-# An interrupt that comes just before the replica is stuck changes nothing.
+HOLD_THE_GIL = (
+    "import ctypes; mutex = ctypes.create_string_buffer(256); lock = ctypes.PyDLL(None).pthread_mutex_lock; "
+    "lock(mutex); lock(mutex)"
+)
+# Unlike a C sleep it is ended by no signal, after which another one could leave the loop below beside its `try`.
 STUCK = """
-import ctypes, os, signal
+import os, signal
 while True:
     try:
         MARK
         {}
     except KeyboardInterrupt: pass
 """
-
-FOREVER = (
-    "mutex = ctypes.create_string_buffer(256); lock = ctypes.PyDLL(None).pthread_mutex_lock; lock(mutex); lock(mutex)"
-)
-# Holds the GIL and, unlike a C sleep, is ended by no signal: no interrupt can leave the loop beside its `try`.
+# An interrupt that comes just before the replica is stuck changes nothing.
 
 
 @pytest.fixture
@@ -406,7 +405,7 @@ def test_an_interrupt_while_much_is_shown_leaves_the_channel_whole(two, tmp_path
 
 @pytest.mark.parametrize(
     "stuck",
-    [FOREVER, "os.kill(os.getpid(), signal.SIGSTOP)"],
+    [HOLD_THE_GIL, "os.kill(os.getpid(), signal.SIGSTOP)"],
     ids=["holding the GIL", "stopped"],
 )
 def test_a_replica_that_will_not_stop_is_replaced_alone(two, tmp_path, short_grace, stuck):
@@ -531,7 +530,7 @@ def test_a_second_interrupt_does_not_wait_for_the_grace(two, tmp_path, monkeypat
         eventually(lambda: sum(isinstance(m, Interrupt) for m in sent) == 2, "both replicas are told")
         press_ctrl_c()
 
-    report = interrupted(two, STUCK.format(FOREVER), tmp_path, press_twice)
+    report = interrupted(two, STUCK.format(HOLD_THE_GIL), tmp_path, press_twice)
     assert {death.replica_id for death in report.deaths} == {0, 1}
     two.mend()
 

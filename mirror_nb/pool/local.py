@@ -54,8 +54,9 @@ from mirror_nb.telemetry.timeline import Timeline
 COLLECTIVE_SECONDS = 600.0
 # A collective that waits longer fails; the controller frees waits much earlier when it knows of a failure.
 EXIT_SECONDS = 0.5
-SPARE_SECONDS = 1.0
+SPARE_SECONDS = 0.1
 # From the start of replicas until another is started that waits for one to die; then how often that is looked after.
+# Who starts some for one all-reduce does not pay for it.
 RESTS = "mirror_nb rests"
 # Name of a forkserver's process that has loaded all: who asks it for a process does not wait. 15 characters at most.
 _PRELOAD = ["mirror_nb.strategies.preload"]

@@ -56,7 +56,6 @@ from scenes import POINTS, VISITS, Plan, Strike
 
 import mirror_nb as mnb
 from mirror_nb.notebook.session import CellOptions, Session
-from mirror_nb.pool import local
 from mirror_nb.pool.base import Death
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 
@@ -610,8 +609,6 @@ def _noting(replace: Callable[[LocalPool, list[Death]], None]) -> Callable[[Loca
 
 LocalPool._replace = _noting(LocalPool._replace)  # type: ignore[method-assign]
 TOKEN = 4711
-local.SPARE_SECONDS = 0.1
-# Rounds follow each other faster than mistakes: many of the dead shall find a spare all the same.
 SPARE_DESCRIPTORS = 6
 # A channel, a sentinel and its other end, an end by pidfd, a file and a pipe for last words.
 _trajectories: dict[int, list[list[torch.Tensor]]] = {}
