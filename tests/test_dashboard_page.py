@@ -147,8 +147,10 @@ def test_a_first_step_alone_is_drawn():
 
 def test_steps_without_examples_or_loss_break_no_line():
     with MadeRings(2, examples=0) as rings:
-        rings.step(30)
+        rings.step()
         assert "after the first steps" in text(shown(rings))
+        rings.step(29)
+        assert "tells how many examples a step has" in text(shown(rings))
 
 
 def test_metrics_are_small_curves_below_the_loss_and_numbers_in_the_header():

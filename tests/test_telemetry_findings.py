@@ -55,6 +55,15 @@ def test_a_slow_replica_is_named_with_its_excess_and_its_begin(replicas):
         assert finding.lost == pytest.approx(0.16, abs=0.01)
 
 
+def test_a_slow_replica_is_named_where_no_examples_are_told_too():
+    with MadeRings(2, examples=0) as made:
+        made.slowness[1] = 1.5
+        made.step(40)
+        (finding,) = found(made)
+        assert finding.title.endswith(" % time a step")
+        assert finding.replica_id == 1
+
+
 def test_a_replica_that_was_slow_once_is_not_named():
     with MadeRings(4) as made:
         made.step(40)

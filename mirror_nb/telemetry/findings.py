@@ -122,7 +122,7 @@ def out_of_sync(snapshot: Snapshot) -> Finding | None:
 
 
 def slow_replica(snapshot: Snapshot) -> Finding | None:
-    """One replica takes 10 % more busy time an example than the others' median.
+    """One replica takes 10 % more busy time an example, or a step where none are told, than the others' median.
 
     So in the median of the last 30 steps, 20 at least, and in three of four of them.
     """
@@ -139,7 +139,7 @@ def slow_replica(snapshot: Snapshot) -> Finding | None:
     waits = np.delete(snapshot.waits, slowest)
     return Finding(
         Weight.SLOW,
-        f"r{slowest} is slow: +{(typical - 1) * 100:.0f} % time an example",
+        f"r{slowest} is slow: +{(typical - 1) * 100:.0f} % time {'an example' if _told(snapshot) else 'a step'}",
         f"{_since(snapshot, slowest)}the others wait {_time(float(waits.mean()))} a step for it",
         slowest,
         lost,
@@ -222,10 +222,14 @@ def throttled(readings: Sequence[Reading]) -> Finding | None:
 
 def _cost(snapshot: Snapshot) -> Floats:
     """Busy seconds an example, (replicas, steps), of steps in which all had some; of a step if none are told."""
-    told = np.nan_to_num(snapshot.shares).any()
     with np.errstate(invalid="ignore", divide="ignore"):
-        cost = snapshot.busy / snapshot.shares if told else snapshot.busy
+        cost = snapshot.busy / snapshot.shares if _told(snapshot) else snapshot.busy
     return cost[:, (np.isfinite(cost) & (cost > 0)).all(axis=0)]
+
+
+def _told(snapshot: Snapshot) -> bool:
+    """Whether it is known of any step how many examples it had."""
+    return bool(np.nan_to_num(snapshot.shares).any())
 
 
 def _medians(values: Floats) -> Floats:

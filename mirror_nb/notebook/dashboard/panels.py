@@ -59,7 +59,8 @@ def throughput(frame: Frame) -> str:
     shot = frame.snapshot
     values = shot.throughputs
     if np.isfinite(values).sum() < 2:
-        return _card("Throughput per replica", _nothing("after the first steps"))
+        told = "strategy.distribute_dataset, or strategy.step(examples=…), tells how many examples a step has"
+        return _card("Throughput per replica", _nothing("after the first steps" if shot.step < LATEST else told))
     # Where a replica is by now is always in sight.
     now = latest(values)
     low, high = visible(values, now)
