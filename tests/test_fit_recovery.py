@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mirror_nb as mnb
 from mirror_nb.errors import ReplicaDied
-from mirror_nb.training import job
+from mirror_nb.training import driver, feeds, job
 from mirror_nb.training.running import Running
 
 X = torch.arange(43 * 4, dtype=torch.float32).reshape(43, 4).sin()
@@ -198,6 +198,13 @@ class KillsBetween(mnb.callbacks.Callback):
             kill(self._strategy, *self._victims)
 
 
+def shared_files() -> list[str]:
+    """Return what this process has open of memory that it shares."""
+    folder = Path("/proc/self/fd")
+    targets = [os.readlink(folder / name) for name in os.listdir(folder) if (folder / name).is_symlink()]
+    return [target for target in targets if target.startswith("/memfd:mirror_nb")]
+
+
 def kill(strategy: Any, *victims: int) -> None:
     """Kill replicas, and return when the system says that they are gone."""
     pool = strategy._place._pool
@@ -211,6 +218,40 @@ def test_a_replica_that_dies_between_two_steps_is_missed_at_the_next(strategies,
     strategy = strategies(2)
     killer = KillsBetween(strategy, 10, (0,))
     same(trained(made(strategy, tmp_path), callbacks=[killer]), undisturbed(2))
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_replacement_finds_large_arrays_as_the_others_have_them(reached, strategies, tmp_path, monkeypatch):
+    two, made_offers = strategies(2), []
+    make = feeds.Offer
+    monkeypatch.setattr(feeds, "Offer", lambda columns: made_offers.append(make(columns)) or made_offers[-1])
+    if not reached:
+        # As in a container where no process may look into another one's descriptors: then they are sent.
+        monkeypatch.setattr(driver.Fit, "_reach", lambda fit, paths: [True, False])
+    x, y = X.repeat(500, 1), Y.repeat(500)
+    options = {"epochs": 3, "batch_size": 5000, "verbose": 0, "validation_data": (x.clone(), y)}
+
+    def history_of(folder: str, callbacks: list[Any]) -> Any:
+        model = made(two, tmp_path / folder)
+        torch.manual_seed(9)
+        history = model.fit(x, y, callbacks=callbacks, **options).history
+        return {name: value.clone() for name, value in model.state_dict().items()}, dict(history)
+
+    class Strikes(mnb.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                kill(two, 1)
+                if reached:
+                    x.zero_()
+
+    weights, history = history_of("undisturbed", [])
+    before = len(shared_files())
+    struck, its_history = history_of("struck", [Strikes()])
+    assert its_history == history
+    for name, value in weights.items():
+        torch.testing.assert_close(struck[name], value, rtol=0, atol=0)
+    assert len(made_offers) == 4
+    assert len(shared_files()) == before
 
 
 def test_one_that_dies_while_others_are_brought_back_is_brought_back_too(

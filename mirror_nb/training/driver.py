@@ -132,8 +132,7 @@ class Fit:
         finally:
             model._end_fit()
             self._progress.close()
-            if self._ledger is not None:
-                self._ledger.close()
+            self._withdraw()
             callbacks.close()
         return self.history
 
@@ -145,9 +144,11 @@ class Fit:
         if resume is not None and resume.get("position") is not None:
             self._take_position(resume)
         self._position = None if resume is None else resume.get("position")
-        if self._guard.active and self._place.num_replicas > 1 and all(map(_is_cpu, self._place.devices)):
+        if self._recovers and all(map(_is_cpu, self._place.devices)):
             # A GPU would have to be waited for in every step.
             self._ledger = self._ledger or Ledger(self._place.num_replicas, _buffer_bytes(self._model))
+        if self._recovers:
+            self._share()
         kept = None if resume is None else job.Kept(resume)
         arguments = (model, model.optimizer, model.scheduler, self._task(), kept)
         self._training = Running(self._guard, job.begin_training, *arguments, again=self._rejoin)
@@ -168,10 +169,36 @@ class Fit:
             watched=self._watched,
             epochs=plan.epochs,
         )
-        recovers = self._guard.active and self._place.num_replicas > 1
-        return dataclasses.replace(
-            task, recovers=recovers, ledger=None if self._ledger is None else self._ledger.address
-        )
+        ledger = None if self._ledger is None else self._ledger.address
+        return dataclasses.replace(task, recovers=self._recovers, ledger=ledger)
+
+    @property
+    def _recovers(self) -> bool:
+        return self._guard.active and self._place.num_replicas > 1
+
+    def _share(self) -> None:
+        """Keep what replicas look for in this process where they find it, also one that takes a dead one's place.
+
+        To copy the arrays to that one would take longer than all the rest.
+        """
+        paths = [] if self._ledger is None or self._ledger.address is None else [self._ledger.address.path]
+        paths += [path for path in (feed.offer() for feed in self._arrays) if path is not None]
+        if paths and not all(self._guard.through(lambda: self._reach(paths), lambda: "fit begins again")):
+            self._withdraw()
+
+    def _reach(self, paths: list[str]) -> list[bool]:
+        return self._place.every(self._place.command(job.reaches, (self._strategy, paths), changes=False))
+
+    def _withdraw(self) -> None:
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            ledger.close()
+        for feed in self._arrays:
+            feed.withdraw()
+
+    @property
+    def _arrays(self) -> list[ArrayFeed]:
+        return [feed for feed in (self._plan.feed, self._plan.validation) if isinstance(feed, ArrayFeed)]
 
     @property
     def _watched(self) -> bool:

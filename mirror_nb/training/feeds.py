@@ -39,6 +39,7 @@ from mirror_nb.sampling import (
     length_of,
     random_streams,
 )
+from mirror_nb.training.offer import Offer
 
 DEFAULT_BATCH_SIZE = 32
 # Keras's.
@@ -210,6 +211,25 @@ class ArrayFeed(Feed):
         self.num_batches: int = -(-self.num_examples // batch_size)
         self._resident: tuple[torch.device, Any] | None = None
         self._begun: dict[str, Any] | None = None
+        self._offer: Offer | None = None
+
+    def offer(self) -> str | None:
+        """Have replicas fetch the arrays from here, until `withdraw`; return the path that they have to reach.
+
+        None where they are sent: few, and what lies on a GPU.
+        """
+        if not all(column is None or column.device.type == "cpu" for column in leaves(self._columns)):
+            return None
+        self._offer = self._offer or Offer(self._columns)
+        if self._offer.path is None:
+            self.withdraw()
+        return None if self._offer is None else self._offer.path
+
+    def withdraw(self) -> None:
+        """Send the arrays from now on; who has fetched them keeps them."""
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            offer.withdraw()
 
     def shares(
         self,
@@ -277,7 +297,8 @@ class ArrayFeed(Feed):
         return f"arrays of shapes {shapes}, batch_size={self.batch_size}, {order}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_resident": None}
+        columns = self._columns if self._offer is None else self._offer
+        return {**self.__dict__, "_resident": None, "_offer": None, "_columns": columns}
 
 
 def _taken(columns: Any, rows: slice | Tensor, device: torch.device) -> Any:

@@ -20,7 +20,7 @@ from mirror_nb import mirrors
 from mirror_nb.errors import JobLost, ReplicaError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.seat import Seat
-from mirror_nb.training import trials
+from mirror_nb.training import offer, trials
 from mirror_nb.training.learning import Training, Whereabouts, load_states, states_of
 from mirror_nb.training.loop import Advanced, Job, Task
 from mirror_nb.training.prediction import Prediction
@@ -73,6 +73,11 @@ def begin_prediction(strategy: Strategy, token: str, model: Model, task: Task) -
     """Make a Prediction."""
     seat = _seat(strategy)
     seat.jobs[token] = Prediction(seat, model, task)
+
+
+def reaches(strategy: Strategy, paths: list[str]) -> bool:
+    """Whether this replica can open all that the controller offers it."""
+    return all(map(offer.reaches, paths))
 
 
 def whereabouts(strategy: Strategy, token: str) -> Whereabouts | None:
