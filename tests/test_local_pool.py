@@ -16,6 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -180,12 +181,20 @@ def test_text_of_python_and_of_others_appears_in_the_order_in_which_it_was_writt
     assert set(ran.text.values()) == {"a\nb\nc\nd\ne\n"}
 
 
-def test_a_child_process_that_never_stops_writing_does_not_hold_the_cell_up(two):
+def test_a_child_process_that_never_stops_writing_does_not_hold_the_cell_up(two, tmp_path):
     ran = run_cell(two, "import subprocess\nchatter = subprocess.Popen(['yes'])\nx = 1")
     assert ran.report.clean
-    ran = run_cell(two, "chatter.kill()\ncode = chatter.wait()")
+    heard = set()
+
+    def hear(replica_id: int, message: Any) -> None:
+        heard.update([replica_id] if "y\n" in getattr(message, "text", "") else [])
+        if len(heard) == 2:
+            (tmp_path / "heard").touch()
+
+    until = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'heard')!r}): time.sleep(0.01)\n"
+    ran = run_cell(two, f"{until}chatter.kill()\ncode = chatter.wait()", on_message=hear)
     assert ran.values[0]["code"] == -9
-    assert all("y\n" in text for text in ran.text.values())
+    assert heard == {0, 1}
 
 
 def test_a_cell_runs_in_the_notebooks_folder(two, tmp_path):
