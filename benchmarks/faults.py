@@ -7,7 +7,7 @@ start of one replica (its process and its first all-reduce with the others) is w
 without the time that the same cell takes when nothing has happened; both are taken in turns with the deaths.
 In `fit` the time is that from the moment when it has noticed the death to the end of the step that is done again, with
 the callbacks that hear of it; a fresh start is then one with the first step of its optimizer.
-A death finds a spare waiting, in `fit` also one that was started by itself EARLY seconds ago; a fresh start has none.
+A death finds a spare waiting; in `fit` also whatever there is EARLY seconds after the start; a fresh start has none.
 Interrupts are timed from Ctrl-C to the end of the cell; the kill of the controller, to the last process gone.
 """
 
