@@ -1,4 +1,4 @@
-"""The panels as one page, and its style. Pure; knows no widgets.
+"""The panels as one page, drawn whole or one half anew, and its style. Knows no widgets.
 
 Light or dark is decided by CSS alone: the colours of paper and ink are those of the front end, and replicas have their
 darker colours where JupyterLab, VS Code or Colab say that the theme is light.
