@@ -3,18 +3,21 @@
     python benchmarks/all_reduce.py [replicas] [seconds a size]
 
 Processes of one thread each. Every op fills its tensor anew, reduces it and reads it; what filling and reading take
-alone is measured beside it and taken off, so that what the op leaves in the caches counts. The ops take turns.
+alone is measured beside it and taken off, so that what the op leaves in the caches counts. The ops take turns. All,
+Open MPI's too, begin together: the processes meet on counters in shared memory before each, and leave within a µs.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import mmap
 import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,8 +30,27 @@ from machine import report
 SIZES = (2**10, 2**16, 2**20, 2**22, 2**26)
 WARM_UP = 5
 LIMIT_SECONDS = 300
+LINE_BYTES = 128
 AIMS = {2**10: 40, 2**20: 30, 2**26: 10}
 # Of "in a bucket" against gloo; an ordinary tensor shall take a quarter of gloo's time.
+
+
+class _Meeting:
+    """Where processes wait for each other, spinning: `path` is a file of zeros, a cache line for each."""
+
+    def __init__(self, path: str, me: int, n: int) -> None:
+        with open(path, "r+b") as file:
+            self._values = memoryview(mmap.mmap(file.fileno(), n * LINE_BYTES)).cast("q")
+        step = LINE_BYTES // 8
+        self._mine, self._all = me * step, range(0, n * step, step)
+        self._count = 0
+
+    def __call__(self) -> None:
+        self._count += 1
+        self._values[self._mine] = self._count
+        for other in self._all:
+            while self._values[other] < self._count:
+                os.sched_yield()
 
 
 def _measure(ops: dict[str, tuple[torch.Tensor, Callable[[], object]]], barrier: Callable[[], object], seconds: float):
@@ -48,7 +70,7 @@ def _measure(ops: dict[str, tuple[torch.Tensor, Callable[[], object]]], barrier:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def _replica(replica_id: int, n: int, port: int, seconds: float, results: Any) -> None:
+def _replica(replica_id: int, n: int, port: int, path: str, seconds: float, results: Any) -> None:
     from mirror_nb.collectives import process_group
     from mirror_nb.collectives.base import Member
     from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
@@ -61,6 +83,7 @@ def _replica(replica_id: int, n: int, port: int, seconds: float, results: Any) -
     gloo = dist.ProcessGroupGloo(store, replica_id, n, timedelta(seconds=120))
     shared = SharedMemoryAllReduce()
     shared.bind(Member(replica_id, n, torch.device("cpu"), group))
+    meet = _Meeting(path, replica_id, n)
     found = {}
     for size in SIZES:
         ordinary, others, alone = (torch.zeros(size // 4) for _ in range(3))
@@ -73,7 +96,7 @@ def _replica(replica_id: int, n: int, port: int, seconds: float, results: Any) -
                 "dist.all_reduce": (ordinary, lambda t=ordinary: dist.all_reduce(t)),
                 "gloo": (others, lambda t=others: gloo.allreduce([t]).wait()),
             },
-            lambda: dist.barrier(),
+            meet,
             seconds,
         )
         found[size] = {name: middle[name] - middle["alone"] for name in ("dist.all_reduce", "gloo")}
@@ -86,7 +109,7 @@ def _replica(replica_id: int, n: int, port: int, seconds: float, results: Any) -
     os._exit(0)
 
 
-def _ours(n: int, seconds: float) -> dict[int, dict[str, float]]:
+def _ours(n: int, path: str, seconds: float) -> dict[int, dict[str, float]]:
     import socket
 
     listener = socket.create_server(("127.0.0.1", 0))
@@ -94,7 +117,7 @@ def _ours(n: int, seconds: float) -> dict[int, dict[str, float]]:
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    processes = [context.Process(target=_replica, args=(i, n, port, seconds, results)) for i in range(n)]
+    processes = [context.Process(target=_replica, args=(i, n, port, path, seconds, results)) for i in range(n)]
     for process in processes:
         process.start()
     found = results.get()
@@ -104,14 +127,14 @@ def _ours(n: int, seconds: float) -> dict[int, dict[str, float]]:
     return found
 
 
-def _mpi(n: int, seconds: float) -> dict[int, float] | str:
+def _mpi(n: int, path: str, seconds: float) -> dict[int, float] | str:
     """Open MPI's times, of the same measurement in processes of its own, or why there are none."""
     # Not imported here: mpiexec hangs when a process that is in MPI itself starts it.
     if importlib.util.find_spec("mpi4py") is None:
         return "there is no mpi4py"
     if shutil.which("mpiexec") is None:
         return "there is no mpiexec"
-    command = ["mpiexec", "--oversubscribe", "-n", str(n), sys.executable, __file__, "mpi", str(seconds)]
+    command = ["mpiexec", "--oversubscribe", "-n", str(n), sys.executable, __file__, "mpi", path, str(seconds)]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -121,10 +144,11 @@ def _mpi(n: int, seconds: float) -> dict[int, float] | str:
     return {int(size): float(value) for size, value in (line.split() for line in run.stdout.splitlines())}
 
 
-def _mpi_process(seconds: float) -> None:
+def _mpi_process(path: str, seconds: float) -> None:
     mpi: Any = importlib.import_module("mpi4py.MPI")
     torch.set_num_threads(1)
     world = mpi.COMM_WORLD
+    meet = _Meeting(path, world.Get_rank(), world.Get_size())
     for size in SIZES:
         tensor, alone = torch.zeros(size // 4), torch.zeros(size // 4)
         middle = _measure(
@@ -132,18 +156,27 @@ def _mpi_process(seconds: float) -> None:
                 "alone": (alone, lambda: None),
                 "op": (tensor, lambda t=tensor: world.Allreduce(mpi.IN_PLACE, t.numpy())),
             },
-            world.Barrier,
+            meet,
             seconds,
         )
         if world.Get_rank() == 0:
             print(size, middle["op"] - middle["alone"])
 
 
+def _zeros(folder: str, name: str, n: int) -> str:
+    path = os.path.join(folder, name)
+    with open(path, "wb") as file:
+        file.write(bytes(n * LINE_BYTES))
+    return path
+
+
 def main() -> None:
     """Measure and report."""
     n = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 10.0
-    found, mpi = _ours(n, seconds), _mpi(n, seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        found = _ours(n, _zeros(folder, "ours", n), seconds)
+        mpi = _mpi(n, _zeros(folder, "mpi", n), seconds)
     lines = [
         f"all-reduce of fp32, {n} processes of one thread, medians in µs, filling and reading taken off",
         f"{'':>8}  {'gloo':>8}  {'Open MPI':>8}  {'dist.all_reduce':>16}  {'in a bucket':>14}",
@@ -168,6 +201,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "mpi" in sys.argv:
-        _mpi_process(float(sys.argv[2]))
+        _mpi_process(sys.argv[2], float(sys.argv[3]))
     else:
         main()

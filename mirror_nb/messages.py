@@ -1,6 +1,6 @@
 """What travels between the controller and a replica, and the channel it travels on.
 
-Everything is a frozen dataclass, framed by its length on a private Unix socket pair; the descriptor of a
+Everything is a dataclass that nobody changes, framed by its length on a private Unix socket pair; the descriptor of a
 payload's slab rides beside its frame. Both ends know this module and not each other.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import itertools
+import functools
+import operator
 import os
 import pickle
 import re
@@ -16,6 +17,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +25,21 @@ from mirror_nb.payload import Payload, SearchPath
 
 
 class _Compact:
-    """Pickles a frozen dataclass as a call of its class: three times as fast as dataclasses' own way."""
+    """Pickles a dataclass as a call of its class: three times as fast as dataclasses' own way."""
 
     __slots__ = ()
 
     def __reduce__(self) -> Any:
-        names: tuple[str, ...] = type(self).__slots__
-        return type(self), tuple(getattr(self, name) for name in names)
+        kind: Any = type(self)
+        return kind, _fields_of(kind)(self)
+
+
+@functools.cache
+def _fields_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    names: tuple[str, ...] = kind.__slots__
+    fields: Callable[[Any], Any] = operator.attrgetter(*names)
+    # Of one name it returns the value alone.
+    return fields if len(names) > 1 else lambda message: (fields(message),)
 
 
 _IPYTHONS = re.compile(r"In|Out|get_ipython|exit|quit|open|_{1,3}|_i{1,3}|_i?\d+|_[a-z]h|_exit_code|__\w+__")
@@ -119,7 +129,7 @@ class RunCell(_Compact):
     # True: some replicas do not run this cell, so that nothing in it may wait for all.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call(_Compact):
     """Call a function on the replica."""
 
@@ -277,7 +287,7 @@ class Exit:
     """End the process."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request(_Compact):
     """A message that the replica's main thread answers with `Done` bearing the same number."""
 
@@ -487,7 +497,7 @@ class Exports:
     # Handles of networks that the replica no longer has.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Done(_Compact):
     """The end of a request."""
 
@@ -542,13 +552,13 @@ class Channel:
         buffers: list[pickle.PickleBuffer] = []
         body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         # Tensors go from their memory to the socket: a copy of 100 KB takes as long as a small call.
-        parts = [body, *(buffer.raw() for buffer in buffers)]
-        header = _HEADER.pack(len(body), slab is not None, len(buffers))
-        lengths = struct.pack(f"<{len(buffers)}Q", *(len(part) for part in parts[1:]))
+        views = [buffer.raw() for buffer in buffers]
+        header = _HEADER.pack(len(body), slab is not None, len(views))
+        lengths = struct.pack(f"<{len(views)}Q", *map(len, views)) if views else b""
         ancillary = [] if slab is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", slab))]
         try:
             with self._lock:
-                self._send_all([header + lengths, *parts], ancillary)
+                self._send_all([header + lengths + body, *views], ancillary)
         except OSError as reason:
             raise ChannelClosed(str(reason)) from reason
 
@@ -623,14 +633,15 @@ class Channel:
         begin = _HEADER.size + 8 * count
         if len(view) < begin:
             return None
-        lengths = struct.unpack_from(f"<{count}Q", view, _HEADER.size)
-        if len(view) < begin + body + sum(lengths):
+        lengths = struct.unpack_from(f"<{count}Q", view, _HEADER.size) if count else ()
+        end = begin + body
+        if len(view) < end + sum(lengths):
             return None
-        ends = list(itertools.accumulate(lengths, initial=begin + body))
+        pickled = view[begin:end]
         # Copies: the memory is used again for the next message.
-        buffers = [bytearray(view[start:end]) for start, end in itertools.pairwise(ends)]
-        message = pickle.loads(view[begin : begin + body], buffers=buffers)
-        self._begin += ends[-1]
+        buffers = [bytearray(view[end : (end := end + length)]) for length in lengths]
+        message = pickle.loads(pickled, buffers=buffers)
+        self._begin += end
         return message, self._descriptors.popleft() if with_slab else None
 
     def close(self) -> None:

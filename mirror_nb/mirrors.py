@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard, final
 
@@ -267,6 +268,58 @@ def take_told(obj: torch.optim.Optimizer | LRScheduler, told: Any) -> None:
     elif told is not None:
         # It takes apart what it is given.
         obj.load_state_dict(_copied(told))
+
+
+@final
+class Told:
+    """What the other side knows of optimizers and schedulers, by handle."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, list[object] | None]] = {}
+
+    def know(self, handle: str, obj: Any) -> None:
+        """The other side has the object as it is now; nothing is noted of one that is not told of."""
+        if is_told(obj):
+            self._known[handle] = told_of(obj), _signs(obj)
+
+    def forget(self, handle: str) -> None:
+        """The object is gone."""
+        self._known.pop(handle, None)
+
+    def changes(self, find: Callable[[str], Any]) -> tuple[tuple[str, Any], ...]:
+        """Return what is to be told, by handle, and take it for told; `find` gives objects, None if they are gone."""
+        changed = []
+        for handle, (told, signs) in list(self._known.items()):
+            obj = find(handle)
+            if obj is None or (signs is not None and _same(signs, _signs_of(obj))):
+                continue
+            self.know(handle, obj)
+            now = self._known[handle][0]
+            if now != told:
+                changed.append((handle, now))
+        return tuple(changed)
+
+
+def _signs_of(optimizer: torch.optim.Optimizer) -> list[object]:
+    signs = [getattr(optimizer, "_opt_called", False)]
+    for group in optimizer.param_groups:
+        signs += group.values()
+    return signs
+
+
+def _signs(obj: torch.optim.Optimizer | LRScheduler) -> list[object] | None:
+    """Return objects that are others once `told_of` has changed; None where something may change in place."""
+    if not isinstance(obj, torch.optim.Optimizer):
+        return None
+    values = [value for group in obj.param_groups for name, value in group.items() if name != "params"]
+    return _signs_of(obj) if all(type(value) in _UNCHANGING for value in values) else None
+
+
+_UNCHANGING = frozenset({int, float, bool, str, type(None), tuple})
+
+
+def _same(some: list[object], others: list[object]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from pickle import PickleBuffer
 
 import pytest
 from hypothesis import given, settings
@@ -145,11 +146,12 @@ def test_closing_gives_back_the_slabs_that_nobody_took():
 def test_any_cut_of_the_stream_gives_the_same_messages(texts, step):
     raw, end = socket.socketpair()
     receiver = Channel(end)
-    stream = b"".join(on_the_wire(Mirror(Payload(b"p", beside=(bytearray(text), b"", text)))) for text in texts)
+    nests = [tuple(map(PickleBuffer, (bytearray(text), b"", text))) for text in texts]
+    stream = b"".join(on_the_wire(Mirror(Payload(nest=nest))) for nest in nests)
     got = []
     for i in range(0, len(stream), step * 100):
         raw.sendall(stream[i : i + step * 100])
-        got += [message.objects.beside for message, _ in receiver.drain()]
+        got += [message.objects.nest for message, _ in receiver.drain()]
     assert got == [(text, b"", text) for text in texts]
     assert all(type(written) is bytearray for written, *_ in got)
     raw.close()
@@ -158,11 +160,11 @@ def test_any_cut_of_the_stream_gives_the_same_messages(texts, step):
 
 def test_many_buffers_and_large_ones_arrive_whole(ends):
     buffers = tuple(bytes([i % 256]) * (i * 37 % 5000) for i in range(300))
-    sender = threading.Thread(target=ends[0].send, args=(Mirror(Payload(b"p", beside=buffers)),))
+    sender = threading.Thread(target=ends[0].send, args=(Mirror(Payload(nest=tuple(map(PickleBuffer, buffers)))),))
     sender.start()
     message, _ = ends[1].receive()
     sender.join()
-    assert message.objects.beside == buffers
+    assert message.objects.nest == buffers
 
 
 def on_the_wire(message: object) -> bytes:

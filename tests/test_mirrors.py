@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mirror_nb.errors import TransferError
-from mirror_nb.mirrors import Mirrors, averaged_statistics, bits, load, structure, tensors
+from mirror_nb.mirrors import Mirrors, Told, averaged_statistics, bits, load, structure, tensors, told_of
 from mirror_nb.payload import pack, unpack
 
 
@@ -187,3 +188,63 @@ def test_values_swapped_between_tensors_or_far_apart_change_the_checksum():
     near[4097] = 1
     assert bits([far]) != bits([near])
     assert bits([torch.zeros(0)]) == bits([torch.zeros(0)])
+
+
+# ------------------------------------------------------------------ what is told of optimizers and schedulers
+
+
+def an_optimizer(**settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], **settings)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda o: o.param_groups[0].update(lr=0.5),
+        lambda o: o.param_groups[0].update(betas=(0.5, 0.6)),
+        lambda o: o.param_groups[0].update(mine=[1]),
+        lambda o: o.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]}),
+        lambda o: setattr(o, "_opt_called", True),
+    ],
+    ids=["a number", "a tuple", "a setting of one's own", "a group", "its first step"],
+)
+def test_what_changes_in_an_optimizer_is_told_once(change):
+    told, optimizer = Told(), an_optimizer()
+    told.know("o", optimizer)
+    find = {"o": optimizer}.get
+    assert told.changes(find) == ()
+    change(optimizer)
+    ((handle, now),) = told.changes(find)
+    assert handle == "o"
+    assert now == told_of(optimizer)
+    assert told.changes(find) == ()
+
+
+def test_settings_that_change_in_place_are_told():
+    told, optimizer = Told(), an_optimizer(lr=torch.tensor(0.1))
+    optimizer.param_groups[0]["mine"] = []
+    told.know("o", optimizer)
+    optimizer.param_groups[0]["lr"].fill_(0.2)
+    ((_, (settings, _)),) = told.changes({"o": optimizer}.get)
+    assert settings[0]["lr"] == pytest.approx(0.2)
+    assert told.changes({"o": optimizer}.get) == ()
+
+
+def test_a_scheduler_that_steps_is_told_with_its_optimizer():
+    told, optimizer = Told(), an_optimizer()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    objects = {"o": optimizer, "s": scheduler, "other": object()}
+    for handle, obj in objects.items():
+        told.know(handle, obj)
+    optimizer.step()
+    scheduler.step()
+    assert {handle for handle, _ in told.changes(objects.get)} == {"o", "s"}
+
+
+def test_nothing_is_told_of_what_is_gone_or_forgotten():
+    told, optimizer = Told(), an_optimizer()
+    told.know("o", optimizer)
+    optimizer.param_groups[0]["lr"] = 0.7
+    assert told.changes(lambda handle: None) == ()
+    told.forget("o")
+    assert told.changes({"o": optimizer}.get) == ()

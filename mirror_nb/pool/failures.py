@@ -24,6 +24,8 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
     others are told in a line each.
     """
     failures = report.failures
+    if not (failures or report.deaths or report.interrupted or report.timed_out):
+        return
     among = len(report.answers)
     if report.interrupted:
         stopped = sorted(failures) or sorted(report.answers)

@@ -55,8 +55,10 @@ COLLECTIVE_SECONDS = 600.0
 # A collective that waits longer fails; the controller frees waits much earlier when it knows of a failure.
 EXIT_SECONDS = 0.5
 SPARE_SECONDS = 0.1
-# From the start of replicas until another is started that waits for one to die; then how often that is looked after.
-# Who starts some for one all-reduce does not pay for it.
+# From the start of replicas until another is started that waits for one to die. Who starts some for one all-reduce
+# does not pay for it.
+LOOK_SECONDS = 1.0
+# Between two looks whether it is still there.
 RESTS = "mirror_nb rests"
 # Name of a forkserver's process that has loaded all: who asks it for a process does not wait. 15 characters at most.
 _PRELOAD = ["mirror_nb.strategies.preload"]
@@ -155,7 +157,7 @@ class LocalPool(Pool):
         # In the main thread alone: while a process starts, what is pickled there would not find the main module.
         if time.monotonic() < self._spare_at or threading.current_thread() is not threading.main_thread():
             return
-        self._spare_at = time.monotonic() + SPARE_SECONDS
+        self._spare_at = time.monotonic() + (SPARE_SECONDS if self._spare is None else LOOK_SECONDS)
         if (self._spare is None or not self._spare.usable()) and _forkserver_rests():
             self._end_spare()
             # Nothing depends on it: what hinders it hinders the start of a replica too, which tells.

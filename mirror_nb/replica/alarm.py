@@ -29,10 +29,10 @@ class Alarm:
     """Set by one thread, waited for by another.
 
     On Linux a timer of the kernel's, which sleeping threads need not be woken for to set or stop it (1 µs); elsewhere
-    `ring_in` wakes the waiting thread at once.
+    `start` wakes the waiting thread at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         self._rang = threading.Semaphore(0)
         self._library: Any = None
         if sys.platform == "linux":
@@ -42,13 +42,14 @@ class Alarm:
             if self._descriptor < 0:
                 raise OSError(ctypes.get_errno(), "no timer for the replica")
             self._off = ctypes.byref(_Setting())
+            self._on = ctypes.byref(_Setting(value=_Time(int(seconds), int(seconds % 1 * 1e9))))
 
-    def ring_in(self, seconds: float) -> None:
-        """Wake the waiting thread once, after this time."""
+    def start(self) -> None:
+        """Wake the waiting thread once, `seconds` from now."""
         if self._library is None:
             self._rang.release()
         else:
-            self._set(ctypes.byref(_Setting(value=_Time(int(seconds), int(seconds % 1 * 1e9)))))
+            self._set(self._on)
 
     def stop(self) -> None:
         """Do not ring, if that has not happened yet."""

@@ -22,13 +22,13 @@ from mirror_nb.errors import TransferError
 from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import (
     Mirrors,
+    Told,
     averaged_statistics,
     bits,
     is_told,
     load,
     take_told,
     tensors,
-    told_of,
 )
 from mirror_nb.payload import Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
 
@@ -76,8 +76,8 @@ class Namespace:
         self._sums: dict[str, int] = {}
         self._kept: dict[str, object] = {}
         # Objects that the controller made in its scope, by handle; they live here as long as there.
-        self._settings: dict[str, Any] = {}
-        # Of optimizers and schedulers among these: what the controller knows.
+        self._told = Told()
+        # What the controller knows of optimizers and schedulers among these.
         self._results: deque[str] = deque()
         self._search = list(sys.path)
         # As the controller knows it.
@@ -118,8 +118,7 @@ class Namespace:
         """Take objects that the controller mirrors: {handle: object}."""
         for handle, obj in self.open(payload, slab).items():
             self._kept[handle] = obj
-            if is_told(obj):
-                self._settings[handle] = told_of(obj)
+            self._told.know(handle, obj)
             if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
                 _count_steps(obj.optimizer)
 
@@ -132,7 +131,7 @@ class Namespace:
         """Let go of objects that the controller has no more."""
         for handle in handles:
             self._kept.pop(handle, None)
-            self._settings.pop(handle, None)
+            self._told.forget(handle)
 
     def open_call(self, payload: Payload, slab: int | None) -> tuple[Any, list[nn.Module]]:
         """Rebuild a call's function or arguments; return the networks too that came as copies."""
@@ -154,17 +153,11 @@ class Namespace:
             obj = self._kept.get(handle)
             if is_told(obj):
                 take_told(obj, changed)
-                self._settings[handle] = told_of(obj)
+                self._told.know(handle, obj)
 
     def changed_settings(self) -> tuple[tuple[str, Any], ...]:
         """Return the settings that have changed since the controller was told, by the handles of what has them."""
-        changed = []
-        for handle, known in self._settings.items():
-            now = told_of(self._kept[handle])  # type: ignore[arg-type]
-            if now != known:
-                self._settings[handle] = now
-                changed.append((handle, now))
-        return tuple(changed)
+        return self._told.changes(self._kept.get)
 
     def _resolve(self, token: Any) -> object:
         if token == ("strategy",):
@@ -291,7 +284,9 @@ class Namespace:
         Raises NotRebuilt, with the name, where one of its names cannot be had here: nothing is taken over then.
         """
         _, names, _, handles, self._kept, beside = self.open(payload, slab)
-        self._settings = {handle: told_of(obj) for handle, obj in self._kept.items() if is_told(obj)}
+        self._told = Told()
+        for handle, obj in self._kept.items():
+            self._told.know(handle, obj)
         self.names.update((name, value) for _, name, value in names)
         for handle, module in handles.items():
             self.mirrors.learn(handle, module)

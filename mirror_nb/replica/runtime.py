@@ -211,11 +211,12 @@ class Replica:
         seconds = time.perf_counter() - began
         payload = packed.payload if packed is not None else None
         grouped = self.identity.num_replicas == 1 or dist.is_initialized()
-        with closing_slab(packed) if packed is not None else contextlib.nullcontext():
-            self.emit(
-                Done(request.number, failure, payload, seconds, bundle, left, grouped, settings),
-                packed.slab if packed is not None else None,
-            )
+        done = Done(request.number, failure, payload, seconds, bundle, left, grouped, settings)
+        if packed is None or packed.slab is None:
+            self.emit(done)
+        else:
+            with closing_slab(packed):
+                self.emit(done, packed.slab)
         self._release()
 
     def _release(self) -> None:

@@ -148,7 +148,7 @@ class _Process:
         self._reading = threading.Lock()
         # Held by the thread that reads the channel.
         self._busy = False
-        self._relief = Alarm()
+        self._relief = Alarm(LOOK_AFTER)
         # Rings when a request has taken LOOK_AFTER.
         self._ended, self._end = os.pipe()
         # By which the main thread tells the control thread that it reads again.
@@ -244,7 +244,7 @@ class _Process:
         self._request = number
         process_group.mark()
         self._busy = True
-        self._relief.ring_in(LOOK_AFTER)
+        self._relief.start()
         try:
             yield
         finally:

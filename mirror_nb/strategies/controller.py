@@ -24,7 +24,7 @@ from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, MirrorError, PoolClosed, ReplicaDied, UsageError
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirrors import Mirrors, absorb_states, called, is_told, take_told, tensors, told_of
+from mirror_nb.mirrors import Mirrors, Told, absorb_states, called, take_told, tensors
 from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
@@ -208,7 +208,7 @@ class ControllerPlace(Place):
                 self._functions.keep(fn, function)
             self._push_changes()
             calls, slabs = {}, {}
-            changed = tuple(self._objects.changed_settings())
+            changed = self._objects.changed_settings()
             released = tuple(self._objects.take_released())
             for replica_id in range(self.num_replicas):
                 mine = packed[replica_id if parts else 0]
@@ -542,7 +542,7 @@ def _not_mirrored(obj: object) -> UsageError:
 
 @final
 class _Objects:
-    """Objects made in the scope: their handles, which the replicas have, and the settings that both sides know."""
+    """Objects made in the scope: their handles, which the replicas have, and what these know of their settings."""
 
     def __init__(self) -> None:
         self._count = itertools.count()
@@ -550,7 +550,8 @@ class _Objects:
         self._by_handle: dict[str, weakref.ref[Any]] = {}
         self._sent: set[str] = set()
         self._released: list[str] = []
-        self._settings: dict[str, Any] = {}
+        self._told = Told()
+        # The settings that the replicas know.
 
     def add(self, obj: Any) -> str:
         known = self.handle(obj)
@@ -561,7 +562,7 @@ class _Objects:
         def gone(_: object) -> None:
             self._known.pop(key, None)
             self._by_handle.pop(handle, None)
-            self._settings.pop(handle, None)
+            self._told.forget(handle)
             if handle in self._sent:
                 self._sent.discard(handle)
                 self._released.append(handle)
@@ -595,8 +596,7 @@ class _Objects:
     def mark_sent(self, obj: Any) -> None:
         handle = self.add(obj)
         self._sent.add(handle)
-        if is_told(obj):
-            self._settings[handle] = told_of(obj)
+        self._told.know(handle, obj)
 
     def forget_sent(self) -> None:
         self._sent.clear()
@@ -605,20 +605,16 @@ class _Objects:
         released, self._released = self._released, []
         return released
 
-    def changed_settings(self) -> Iterator[tuple[str, Any]]:
-        """Yield the settings that were changed here since the replicas had the same, and whose they are."""
-        for handle, known in self._settings.items():
-            obj = self.find(handle)
-            if obj is not None and (now := told_of(obj)) != known:
-                self._settings[handle] = now
-                yield handle, now
+    def changed_settings(self) -> tuple[tuple[str, Any], ...]:
+        """Return the settings that were changed here since the replicas had the same, and whose they are."""
+        return self._told.changes(self.find)
 
     def take_settings(self, handle: str, settings: Any) -> None:
         """A replica's scheduler, for instance, has changed an optimizer's settings, and its own."""
         obj = self.find(handle)
         if obj is not None:
             take_told(obj, settings)
-            self._settings[handle] = told_of(obj)
+            self._told.know(handle, obj)
 
 
 def _refuse_steps(optimizer: torch.optim.Optimizer) -> None:

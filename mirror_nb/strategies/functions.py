@@ -6,9 +6,10 @@ the same function for every batch.
 
 from __future__ import annotations
 
+import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -17,7 +18,7 @@ from mirror_nb.payload import Payload, global_names
 
 _UNCHANGING = (
     *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis)),
-    *(types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device),
+    *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, torch.dtype, torch.device),
 )
 
 
@@ -27,58 +28,59 @@ class Functions:
 
     def __init__(self, refers: Callable[[object], bool]) -> None:
         self._refers = refers
-        self._kept: weakref.WeakKeyDictionary[Any, tuple[tuple[object, ...], Payload]] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[Any, tuple[list[object], list[object], Payload]]
+        self._kept = weakref.WeakKeyDictionary()
+        # What the pickle depends on, what of that travels by reference, and the pickle.
 
     def get(self, function: Any) -> Payload | None:
         """Return the pickle of the function, if it is as good as a new one."""
-        if type(function) is not types.FunctionType or function not in self._kept:
+        kept = self._kept.get(function) if type(function) is types.FunctionType else None
+        if kept is None:
             return None
-        captured, payload = self._kept[function]
-        now = self._captured(function)
-        same = (
-            now is not None and len(now) == len(captured) and all(a is b for a, b in zip(now, captured, strict=True))
-        )
-        return payload if same else None
+        captured, referred, payload = kept
+        now = _captured(function)
+        if len(now) != len(captured) or not all(map(operator.is_, now, captured)):
+            return None
+        return payload if all(map(self._refers, referred)) else None
 
     def keep(self, function: Any, payload: Payload) -> None:
         """Keep a pickle, if what the function captures cannot change unseen."""
         if type(function) is types.FunctionType:
-            captured = self._captured(function)
-            if captured is not None:
-                self._kept[function] = (captured, payload)
-
-    def _captured(self, function: types.FunctionType) -> tuple[object, ...] | None:
-        """Return all that the pickle of a function depends on; None if some of it may change in place."""
-        found: list[object] = []
-        queue = [function]
-        seen = {id(function)}
-        while queue:
-            current = queue.pop()
-            found.append(current.__code__)
-            for obj in _parts(current):
-                found.append(obj)
-                if type(obj) is types.FunctionType:
-                    if id(obj) not in seen:
-                        seen.add(id(obj))
-                        queue.append(obj)
-                elif not isinstance(obj, _UNCHANGING) and not self._refers(obj):
-                    return None
-        return tuple(found)
+            captured = _captured(function)
+            referred = [obj for obj in captured if not isinstance(obj, (*_UNCHANGING, types.FunctionType))]
+            if all(map(self._refers, referred)):
+                self._kept[function] = (captured, referred, payload)
 
 
-def _parts(function: types.FunctionType) -> Iterator[object]:
-    names = _names(function.__code__)
-    for name in names:
-        yield function.__globals__.get(name)
+def _captured(function: types.FunctionType) -> list[object]:
+    """Return all that the pickle of a function depends on; of functions in it their code and what these capture."""
+    found: list[object] = []
+    queue = [function]
+    for current in queue:
+        found.append(current.__code__)
+        for obj in _parts(current):
+            found.append(obj)
+            if type(obj) is types.FunctionType and obj not in queue:
+                queue.append(obj)
+    return found
+
+
+def _parts(function: types.FunctionType) -> list[object]:
+    known = function.__globals__
+    parts = [known.get(name) for name in _names(function.__code__)]
     for cell in function.__closure__ or ():
         try:
-            yield cell.cell_contents
+            parts.append(cell.cell_contents)
         except ValueError:
             # Not bound yet.
-            yield None
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    yield from vars(function).values()
+            parts.append(None)
+    if function.__defaults__:
+        parts += function.__defaults__
+    if function.__kwdefaults__:
+        parts += function.__kwdefaults__.values()
+    if function.__dict__:
+        parts += function.__dict__.values()
+    return parts
 
 
 def _names(code: types.CodeType) -> tuple[str, ...]:

@@ -235,12 +235,13 @@ def select(nest: Any, replica_id: int) -> Any:
         if replica_id >= len(nest):
             raise UsageError(f"a {type(nest).__name__} of {len(nest)} values has none for replica {replica_id}")
         return nest[replica_id]
-    if type(nest) in _LEAVES:
+    kind = type(nest)
+    if kind in _LEAVES or (kind is dict and not nest):
         return nest
     make: Callable[[list[Any]], Any]
-    if type(nest) is tuple or type(nest) is list:
+    if kind is tuple or kind is list:
         # The usual arguments: torch's pytrees take ten times as long.
-        children, make = nest, type(nest)
+        children, make = nest, kind
     else:
         children, spec = _children(nest)
         if spec is None:
@@ -276,11 +277,13 @@ def _children(nest: Any) -> tuple[list[Any], Any]:
 
 def _group(leaves: Sequence[Any]) -> Any:
     first = leaves[0]
+    if type(first) is Tensor:
+        # Each replica's own even where a process sees one object: the controller's twin has one replica.
+        return PerReplica(leaves)
     same = all(leaf is first for leaf in leaves) or (
         _is_immutable(first) and all(type(leaf) is type(first) and _equal(leaf, first) for leaf in leaves)
     )
-    # A tensor is each replica's own even where a process sees one object: the controller's twin has one replica.
-    return first if same and not isinstance(first, np.ndarray) and type(first) is not Tensor else PerReplica(leaves)
+    return first if same and not isinstance(first, np.ndarray) else PerReplica(leaves)
 
 
 def _is_immutable(value: Any) -> bool:

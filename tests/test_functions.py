@@ -1,0 +1,108 @@
+"""Which pickle of a function may be used again: one of the very things that it captures now."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mirror_nb.payload import Payload
+from mirror_nb.strategies.functions import Functions
+
+PICKLE = Payload(b"p")
+
+
+class Mirrored:
+    """Stands for what the replicas have."""
+
+
+@pytest.fixture
+def functions() -> Functions:
+    return Functions(lambda obj: isinstance(obj, Mirrored))
+
+
+def reads(a: Any, b: Any = 0) -> Callable[[], Any]:
+    return lambda: (a, b)
+
+
+def rebind(function: Any, *contents: Any) -> None:
+    for cell, content in zip(function.__closure__, contents, strict=True):
+        cell.cell_contents = content
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+@pytest.mark.parametrize("captured", [1, "a", None, Mirrored(), double, types], ids=repr)
+def test_a_pickle_serves_again_while_its_function_captures_the_same(functions, captured):
+    function = reads(captured)
+    assert functions.get(function) is None
+    functions.keep(function, PICKLE)
+    assert functions.get(function) is PICKLE
+
+
+@pytest.mark.parametrize("captured", [[], {}, object(), (1,)], ids=repr)
+def test_what_may_change_in_place_is_pickled_each_time(functions, captured):
+    function = reads(captured)
+    functions.keep(function, PICKLE)
+    assert functions.get(function) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((1, 2), (2, 1)), ((1, double), (double, 1)), ((1, 1), (1, Mirrored())), ((Mirrored(), 1), (Mirrored(), 1))],
+    ids=["swapped", "a function elsewhere", "another kind", "another object"],
+)
+def test_other_contents_need_another_pickle(functions, before, after):
+    function = reads(*before)
+    functions.keep(function, PICKLE)
+    rebind(function, *after)
+    assert functions.get(function) is None
+    rebind(function, *before)
+    assert functions.get(function) is PICKLE
+
+
+def test_what_a_called_function_captures_counts_too(functions):
+    inner = reads(1, 2)
+    outer = reads(inner, inner)
+    functions.keep(outer, PICKLE)
+    assert functions.get(outer) is PICKLE
+    rebind(inner, 1, 3)
+    assert functions.get(outer) is None
+
+
+def test_functions_that_call_each_other_come_to_an_end(functions):
+    one, two = reads(0, 1), reads(0, 2)
+    rebind(one, two, 1)
+    rebind(two, one, 2)
+    functions.keep(one, PICKLE)
+    assert functions.get(one) is PICKLE
+
+
+def test_a_name_bound_anew_and_one_not_bound_yet_count(functions):
+    names: dict[str, Any] = {}
+    exec("def step(x=1, *, y=2): return a", names)
+    step = names["step"]
+    functions.keep(step, PICKLE)
+    assert functions.get(step) is PICKLE
+    names["a"] = 3
+    assert functions.get(step) is None
+    functions.keep(step, PICKLE)
+    step.__defaults__ = (5,)
+    assert functions.get(step) is None
+    functions.keep(step, PICKLE)
+    step.__kwdefaults__ = {"y": 6}
+    assert functions.get(step) is None
+
+
+def test_an_object_that_the_replicas_have_no_more_needs_another_pickle():
+    held = {"yes"}
+    functions = Functions(lambda obj: bool(held))
+    function = reads(Mirrored())
+    functions.keep(function, PICKLE)
+    assert functions.get(function) is PICKLE
+    held.clear()
+    assert functions.get(function) is None
