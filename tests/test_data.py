@@ -712,3 +712,15 @@ def test_a_tensor_dataset_gives_the_batches_that_its_loader_gives(workers):
     assert [type(batch) for batch in ours] == [type(batch) for batch in plain]
     for batch, expected in zip(ours, plain, strict=True):
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(batch, expected, strict=True))
+
+
+def test_a_sampler_may_count_rows_of_a_tensor_dataset_from_the_end():
+    loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2, sampler=[-1, 0, 2, -2])
+    (ours,) = run(Session(1), loader)[0]
+    assert [batch[0].tolist() for batch in ours] == [[4, 0], [2, 3]]
+
+
+def test_a_row_that_a_tensor_dataset_lacks_is_an_error_that_says_so():
+    loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2, sampler=[0, 5])
+    with pytest.raises(IndexError, match="index 5 is out of bounds for dimension 0 with size 5"):
+        run(Session(1), loader)
