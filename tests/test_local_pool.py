@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import uuid
 from collections import Counter
@@ -24,7 +25,7 @@ from driving import DEADLINE, doing, eventually, gone, press_ctrl_c, run_cell, w
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
-from mirror_nb.messages import Done, Interrupt
+from mirror_nb.messages import Done, Interrupt, Steps
 from mirror_nb.pool import base, nanny
 from mirror_nb.pool.base import Death
 from mirror_nb.pool.local import LocalPool
@@ -147,6 +148,21 @@ def test_a_replica_keeps_the_memory_that_a_step_frees(two):
     for r in (0, 1):
         faults = ran.values[r]["faults"]
         assert sum(faults[3:]) < 1000, f"105 MB a step are 27,000 pages: {faults}"
+
+
+def test_after_short_requests_both_sides_sleep_in_long_ones_and_between(two):
+    def processor() -> float:
+        return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids(two))
+
+    for _ in range(5):
+        two.run(dict.fromkeys(range(2), Steps()))
+    two.brief = True
+    before, replicas = time.thread_time(), processor()
+    pause = threading.Event()
+    assert run_cell(two, "import time; time.sleep(0.5)").report.clean
+    pause.wait(0.5)
+    assert time.thread_time() - before < 0.25
+    assert processor() - replicas < 0.5
 
 
 def test_data_loader_workers_find_classes_of_the_cell(two):

@@ -7,11 +7,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from pickle import PickleBuffer
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mirror_nb import messages
 from mirror_nb.messages import Abort, Channel, ChannelClosed, Interrupt, Mirror, Request, Snapshot, Stream
 from mirror_nb.payload import Payload, anonymous_file
 
@@ -139,6 +141,40 @@ def test_closing_gives_back_the_slabs_that_nobody_took():
     first.close()
     second.close()
     assert descriptors() == before
+
+
+def test_a_receiver_looks_for_a_message_for_a_while_before_it_sleeps(ends, monkeypatch):
+    looks = []
+
+    def give_way() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            ends[0].send(Interrupt(7))
+
+    monkeypatch.setattr(messages, "give_way", give_way)
+    monkeypatch.setattr(ends[1], "_read", mock.Mock(side_effect=ends[1]._read))
+    assert ends[1].receive(awake=60)[0] == Interrupt(7)
+    assert len(looks) == 3
+    ends[1]._read.assert_called_once()
+
+
+@pytest.mark.parametrize("awake", [0.0, 0.001])
+def test_a_receiver_sleeps_when_nothing_comes(ends, monkeypatch, awake):
+    sleeps = ends[1]._read
+
+    def read(flags: int) -> bool:
+        ends[0].send(Interrupt(8))
+        return sleeps(flags)
+
+    monkeypatch.setattr(ends[1], "_read", read)
+    assert ends[1].receive(awake)[0] == Interrupt(8)
+
+
+def test_what_came_before_is_taken_without_a_look(ends, monkeypatch):
+    monkeypatch.setattr(messages, "give_way", mock.Mock(side_effect=AssertionError))
+    for number in (1, 2):
+        ends[0].send(Interrupt(number))
+    assert [ends[1].receive(awake=60)[0] for _ in range(2)] == [Interrupt(1), Interrupt(2)]
 
 
 @settings(max_examples=30, deadline=None)
