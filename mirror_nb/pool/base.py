@@ -39,7 +39,6 @@ from mirror_nb.messages import (
     Where,
     Whereabouts,
     Word,
-    give_way,
 )
 from mirror_nb.pool import hangs
 from mirror_nb.telemetry.notice import Notice
@@ -62,8 +61,6 @@ SILENT_AFTER = 0.25
 UNEVEN_AFTER = 0.5
 # Seconds from the first replica's end to the question whether the others wait for it; then as often.
 UNEVEN_MERGE_CALLS = "Some replicas made a different number of replica_context().merge_call() calls."
-BRIEF_SECONDS = 0.001
-# So long the controller looks for answers before it sleeps, if the request before took no longer.
 FORM_SECONDS = 60.0
 # For joining the process group; a replica that is not there by then is replaced.
 
@@ -179,8 +176,6 @@ class Pool(ABC):
         # Replicas that were started anew and have nobody's names yet.
         self.apart = False
         # A cell or call failed, which may have left the replicas at different steps.
-        self.brief = False
-        # The last request took less than BRIEF_SECONDS.
         self._formed = False
         self._closed = False
         self._busy = threading.Lock()
@@ -479,21 +474,16 @@ class _Following:
     def follow(self) -> Report:
         for replica_id, what in self._requests.items():
             self._pool._send(replica_id, Request(self._number, what), self._slabs.get(replica_id))
-        began, tick = time.monotonic(), 0.0
-        awake = self._pool.brief
+        tick = 0.0
         while self._pending:
             # Before the first wait: what was said between two requests is said again at the beginning of a short one.
             if time.monotonic() - tick > 0.1:
                 tick = time.monotonic()
                 self._pool._prepare()
                 self._on_tick(set(self._pending))
-            for replica_id, message, slab in self._pool._poll(0.0 if awake else self._patience()):
+            for replica_id, message, slab in self._pool._poll(self._patience()):
                 self._take(replica_id, message, slab)
             self._escalate()
-            if awake:
-                give_way()
-                awake = time.monotonic() - began < BRIEF_SECONDS
-        self._pool.brief = time.monotonic() - began < BRIEF_SECONDS
         if self._reason is not None:
             self._pool.unform()
         return Report(
