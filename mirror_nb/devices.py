@@ -5,6 +5,7 @@ Asks no driver: the caller says how many GPUs are visible.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,11 @@ def resolve(devices: Sequence[object] | str | int | None, num_gpus: int) -> tupl
         raise DeviceError("`devices` is empty; name at least one device, or leave it out for every visible GPU")
     _check(chosen, num_gpus)
     return chosen
+
+
+def cores() -> int:
+    """Return how many of the machine's cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(chosen: tuple[Device, ...], num_gpus: int) -> None:

@@ -19,6 +19,8 @@ from typing import Any, final
 
 from torch import Tensor
 
+from mirror_nb.devices import cores
+
 LINE = 16
 # Counters (int64) between the lines of two replicas: two cache lines, since processors fetch them in pairs.
 NAP_SECONDS = 0.005
@@ -75,7 +77,7 @@ class Flags:
         others = [r for r in range(num_replicas) if r != replica_id]
         self._others = [[r * LINE + counter for r in others] for counter in range(Counter.HOW_MANY)]
         self._sleepers = self._others[Counter.SLEEPING]
-        self._spins = _SPINS if num_replicas <= _cores() else _SPINS_CROWDED
+        self._spins = _SPINS if num_replicas <= cores() else _SPINS_CROWDED
         self._fence = None if _STRONGLY_ORDERED else _fence_of(threading.Lock())
         self._asleep_at: int | None = None
         self._looked = 0.0
@@ -196,10 +198,6 @@ def integers(memory: Tensor) -> memoryview:
     """Look at bytes as 64-bit integers, one of which is read in 0.04 µs; an element of a tensor takes 3."""
     array: Any = memory.numpy()
     return memoryview(array).cast("q")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fence_of(lock: threading.Lock) -> Callable[[], None]:

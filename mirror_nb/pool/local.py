@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from mirror_nb.devices import Device
+from mirror_nb.devices import Device, cores
 from mirror_nb.errors import DeviceError, ReplicaError
 from mirror_nb.messages import Channel, ChannelClosed, Exit, Record, Rendezvous, ReplicaSpec
 from mirror_nb.pool import nanny, outside
@@ -225,7 +225,7 @@ class LocalPool(Pool):
             num_replicas=n,
             device="cpu" if on_cpu else f"cuda:{replica_id}",
             seed=self._seed,
-            threads=max(1, _cores() // n) if on_cpu else torch.get_num_threads(),
+            threads=max(1, cores() // n) if on_cpu else torch.get_num_threads(),
             environment=environment,
             reduction=self._reduction,
             setup=self._setup,
@@ -579,10 +579,6 @@ def _visible(indices: list[int]) -> str:
     if already and max(indices) >= len(already):
         raise ReplicaError(f"GPU {max(indices)} is not among CUDA_VISIBLE_DEVICES={','.join(already)}")
     return ",".join(already[i] if already else str(i) for i in indices)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _open_pools: weakref.WeakSet[LocalPool] = weakref.WeakSet()

@@ -31,6 +31,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mirror_nb.collectives import process_group, sealed
+from mirror_nb.devices import cores
 from mirror_nb.errors import PeerFailed
 from mirror_nb.messages import (
     Abort,
@@ -69,6 +70,7 @@ LOOK_AFTER = 0.05
 AWAKE_SECONDS = 0.004
 # So long a replica looks for the next message before it sleeps, if the one before came as soon: a loop of calls. To be
 # woken takes 0.1 ms, and on a busy machine the wrong core, where another replica runs already, for some ms.
+BRIEF_SECONDS = 0.001
 SPARE_AFTER = 0.1
 # Seconds without a word of which replica this is, after which it is a spare and has time.
 
@@ -157,8 +159,12 @@ class _Process:
         # By which the main thread tells the control thread that it reads again.
         self._relieved = False
         self._main_thread = threading.get_ident()
-        self._soon = False
-        # The last message came within AWAKE_SECONDS.
+        self._awake = 0.0
+        # Seconds that it looks for the next message before it sleeps.
+        self._rests = True
+        # The last message did not come within AWAKE_SECONDS.
+        self._came = time.monotonic()
+        # When it came.
         self._running: int | None = None
         # Number of the request whose user code runs now.
         self._interrupted: int | None = None
@@ -209,6 +215,8 @@ class _Process:
     def _become(self, spec: ReplicaSpec, home: shell.ReplicaShell) -> runtime.Replica:
         os.environ.update(spec.environment)
         torch.set_num_threads(spec.threads)
+        # Not where replicas share cores: who looks would keep others from their work.
+        self._awake = AWAKE_SECONDS if spec.num_replicas <= cores() else 0.0
         device = torch.device(spec.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -237,14 +245,17 @@ class _Process:
 
     def _receive(self) -> tuple[Any, int | None]:
         began = time.monotonic()
+        worked = began - self._came
         try:
-            return self._channel.receive(AWAKE_SECONDS if self._soon else 0.0)
+            # After calls as short as BRIEF_SECONDS those that share its core would lose more by it.
+            return self._channel.receive(0.0 if self._rests or worked < BRIEF_SECONDS else min(self._awake, worked))
         except ChannelClosed:
             # The controller is gone: nobody can use this replica any more.
             _end()
             raise
         finally:
-            self._soon = time.monotonic() - began < AWAKE_SECONDS
+            self._came = time.monotonic()
+            self._rests = self._came - began > AWAKE_SECONDS
 
     @contextlib.contextmanager
     def _at_work(self, number: int) -> Iterator[None]:

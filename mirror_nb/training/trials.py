@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from mirror_nb import advice
 from mirror_nb.collectives.options import Communication, CommunicationOptions
+from mirror_nb.devices import cores
 from mirror_nb.strategies.place import Place
 from mirror_nb.training.learning import Training
 
@@ -49,7 +49,7 @@ def advise(place: Place, training: Training) -> tuple[str, ...]:
     if alone is not None:
         # Its optimizer has the same work as each replica's.
         whole = alone + (plain or 0.0)
-        said.append(advice.slower_than_alone(step, whole, seat.num_replicas, f"one process with {_cores()} threads"))
+        said.append(advice.slower_than_alone(step, whole, seat.num_replicas, f"one process with {cores()} threads"))
     if plain is not None and fused is not None:
         said.append(advice.could_be_fused(type(training.optimizer).__name__, plain, fused, step))
     if small is not None and large is not None:
@@ -82,7 +82,7 @@ def _undone(training: Training) -> Iterator[None]:
 def _alone(training: Training) -> float:
     """The median time of forward and backward of a global batch in this process, with all threads; ms."""
     before = torch.get_num_threads()
-    torch.set_num_threads(_cores())
+    torch.set_num_threads(cores())
     try:
         with training.seat.no_sync():
             return _median(lambda: training.try_pass(training.seat.num_replicas))
@@ -142,7 +142,3 @@ def _median(call: Callable[[], Any]) -> float:
         call()
         times.append((time.perf_counter() - began) * 1000)
     return statistics.median(times[_WARM_UP:])
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
