@@ -139,7 +139,7 @@ def test_a_replica_keeps_the_memory_that_a_step_frees(two):
             kept.clear()
 
         kept, faults = [], []
-        for _ in range(8):
+        for _ in range(40):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             step()
             faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -147,8 +147,8 @@ def test_a_replica_keeps_the_memory_that_a_step_frees(two):
     ran = run_cell(two, textwrap.dedent(source))
     for r in (0, 1):
         faults = ran.values[r]["faults"]
-        # One step may still find the memory in pieces that are too small for one of its tensors.
-        assert sorted(faults[3:])[-2] < 100, f"105 MB a step are 27,000 pages: {faults}"
+        # The heap takes up to five steps until its free pieces fit; all of the thirty after ten find what they need.
+        assert sum(faults[10:]) < 1000, f"105 MB a step are 27,000 pages: {faults}"
 
 
 def test_replicas_sleep_some_time_after_requests_that_came_in_a_row(two):

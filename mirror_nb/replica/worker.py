@@ -71,6 +71,7 @@ AWAKE_SECONDS = 0.004
 # So long a replica looks for the next message before it sleeps, if the one before came as soon: a loop of calls. To be
 # woken takes 0.1 ms, and on a busy machine the wrong core, where another replica runs already, for some ms.
 BRIEF_SECONDS = 0.001
+# Work as short as that is not worth it.
 SPARE_AFTER = 0.1
 # Seconds without a word of which replica this is, after which it is a spare and has time.
 
