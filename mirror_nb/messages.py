@@ -132,7 +132,7 @@ class RunCell(_Compact):
 
 
 @dataclass(slots=True)
-class Call(_Compact):
+class Call:
     """Call a function on the replica."""
 
     function: Payload
@@ -500,7 +500,7 @@ class Exports:
 
 
 @dataclass(slots=True)
-class Done(_Compact):
+class Done:
     """The end of a request."""
 
     request: int
@@ -519,6 +519,29 @@ class Done(_Compact):
 
 
 # --------------------------------------------------------------------------- the channel
+
+_CALL, _DONE = 0, 1
+
+
+def _flat(message: object) -> object:
+    """Return what is pickled for a message: tuples for those of each call, since pickle looks classes up by name."""
+    if type(message) is Request and type(message.what) is Call:
+        function, arguments, *rest = _fields_of(Call)(message.what)
+        return _CALL, message.number, function.flat(), arguments.flat(), *rest
+    if type(message) is Done:
+        number, failure, payload, *rest = _fields_of(Done)(message)
+        return _DONE, number, failure, payload.flat() if payload is not None else None, *rest
+    return message
+
+
+def _unflat(sent: Any) -> Any:
+    if type(sent) is not tuple:
+        return sent
+    kind, number, first, second, *rest = sent
+    if kind == _CALL:
+        return Request(number, Call(Payload(*first), Payload(*second), *rest))
+    return Done(number, first, Payload(*second) if second is not None else None, *rest)
+
 
 _HEADER = struct.Struct("<QBI")
 # Length of the pickle, whether a slab comes with it, and the number of buffers whose lengths follow.
@@ -558,7 +581,7 @@ class Channel:
         Raises ChannelClosed when the other end is gone.
         """
         buffers: list[pickle.PickleBuffer] = []
-        body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+        body = pickle.dumps(_flat(message), protocol=5, buffer_callback=buffers.append)
         # Tensors go from their memory to the socket: a copy of 100 KB takes as long as a small call.
         views = [buffer.raw() for buffer in buffers]
         header = _HEADER.pack(len(body), slab is not None, len(views))
@@ -640,9 +663,9 @@ class Channel:
         return memoryview(self._bytes)[self._end :]
 
     def _next(self) -> tuple[Any, int | None] | None:
-        view = memoryview(self._bytes)[self._begin : self._end]
-        if len(view) < _HEADER.size:
+        if self._end - self._begin < _HEADER.size:
             return None
+        view = memoryview(self._bytes)[self._begin : self._end]
         body, with_slab, count = _HEADER.unpack_from(view)
         begin = _HEADER.size + 8 * count
         if len(view) < begin:
@@ -654,7 +677,7 @@ class Channel:
         pickled = view[begin:end]
         # Copies: the memory is used again for the next message.
         buffers = [bytearray(view[end : (end := end + length)]) for length in lengths]
-        message = pickle.loads(pickled, buffers=buffers)
+        message = _unflat(pickle.loads(pickled, buffers=buffers))
         self._begin += end
         return message, self._descriptors.popleft() if with_slab else None
 

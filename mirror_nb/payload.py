@@ -63,9 +63,13 @@ class Payload:
     arrived: bool = False
     # The nest was in a message, so that nobody else has its tensors.
 
+    def flat(self) -> tuple[Any, ...]:
+        """Return it as a tuple to send: `Payload(*flat)` at the other end."""
+        return self.pickled, self.extents, self.slab_bytes, self.simple, self.nest, True
+
     def __reduce__(self) -> Any:
         # Three times as fast as dataclasses' own way, in every message.
-        return Payload, (self.pickled, self.extents, self.slab_bytes, self.simple, self.nest, True)
+        return Payload, self.flat()
 
     @property
     def nbytes(self) -> int:

@@ -291,7 +291,7 @@ class Replica:
         shell.learn(cell.sources)
         failure = None
         self.partial = cell.partial
-        with self._in_scope(cell.synchronize and not cell.partial), self.cell_context():
+        with self._synchronizing(cell.synchronize and not cell.partial), self.cell_context():
             try:
                 with self._interruptible(number):
                     end = shell.run(cell.source, cell.count)
@@ -319,20 +319,20 @@ class Replica:
         (args, kwargs), more = self.namespace.open_call(call.arguments, slab)
         if self.identity.device.type != "cpu":
             args, kwargs = to_device((args, kwargs), self.identity.device)
-        with self._in_scope(True):
-            try:
-                if call.shares is not None:
-                    self.gradients.set_shares(*call.shares)
-                with self._interruptible(number):
-                    value = function(*args, **kwargs) if call.plain else self.invoke(function, args, kwargs)
-                _check_visitors([*visitors, *more])
-            except KeyboardInterrupt as error:
-                # Where a loop of ours was interrupted tells the user nothing.
-                return self.failure(error, () if _in_users_code(error) else (type(error).__name__,)), None
-            except BaseException as error:
-                return self.failure(error), None
-            finally:
-                self.gradients.clear_shares()
+        try:
+            if call.shares is not None:
+                self.gradients.set_shares(*call.shares)
+            with self.scope, self._interruptible(number):
+                value = function(*args, **kwargs) if call.plain else self.invoke(function, args, kwargs)
+            _check_visitors([*visitors, *more])
+        except KeyboardInterrupt as error:
+            # Where a loop of ours was interrupted tells the user nothing.
+            return self.failure(error, () if _in_users_code(error) else (type(error).__name__,)), None
+        except BaseException as error:
+            return self.failure(error), None
+        finally:
+            self.gradients.clear_shares()
+            self.scope.settle()
         return None, pack(value, reference=self.namespace.reference)
 
     def _function(self, call: Call) -> tuple[Any, list[nn.Module]]:
@@ -363,7 +363,7 @@ class Replica:
         return self.namespace.export(names, tag=number, owner=owner, trained=True, whole=True)
 
     @contextlib.contextmanager
-    def _in_scope(self, synchronize: bool) -> Iterator[None]:
+    def _synchronizing(self, synchronize: bool) -> Iterator[None]:
         self.gradients.enabled = synchronize
         try:
             with self.scope:

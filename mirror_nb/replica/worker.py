@@ -203,12 +203,7 @@ class _Process:
         threading.Thread(target=self._control, name="mirror_nb control", daemon=True).start()
         while True:
             try:
-                request, slab = self._next_request()
-                with self._at_work(request.number):
-                    self._streams.open()
-                    if isinstance(request.what, RunCell):
-                        self._use_comms()
-                    replica.handle(request, slab)
+                self._answer_request(replica, *self._next_request())
             except KeyboardInterrupt:
                 # It came between two requests: there was nothing left to interrupt.
                 self._running = None
@@ -258,15 +253,17 @@ class _Process:
             self._came = time.monotonic()
             self._rests = self._came - began > AWAKE_SECONDS
 
-    @contextlib.contextmanager
-    def _at_work(self, number: int) -> Iterator[None]:
-        """Let the control thread read, if this takes long."""
-        self._request = number
+    def _answer_request(self, replica: runtime.Replica, request: Request, slab: int | None) -> None:
+        """Carry it out; the control thread reads meanwhile, if this takes long."""
+        self._request = request.number
         process_group.mark()
         self._busy = True
         self._relief.start()
         try:
-            yield
+            self._streams.open()
+            if isinstance(request.what, RunCell):
+                self._use_comms()
+            replica.handle(request, slab)
         finally:
             self._busy = False
             self._request = None
@@ -280,17 +277,28 @@ class _Process:
             self._channel.send(Stream("stderr", text))
 
     def _emit(self, message: object, slab: int | None = None) -> None:
-        with self._whole_messages():
-            if isinstance(message, Done):
-                answering, self._answering = self._answering, None
-                if answering is not None:
-                    # Nobody listens any more once this request is done.
-                    answering.join()
-                self._streams.close()
-            elif not isinstance(message, Stream):
-                self._streams.flush()
-            with contextlib.suppress(ChannelClosed):
-                self._channel.send(message, slab)
+        """Send; in user code an interrupt waits: half a message would make nonsense of all that follow."""
+        if threading.get_ident() != self._main_thread:
+            self._put(message, slab)
+            return
+        self._sending += 1
+        try:
+            self._put(message, slab)
+        finally:
+            self._sending -= 1
+        self._catch_up(sys._getframe())
+
+    def _put(self, message: object, slab: int | None) -> None:
+        if isinstance(message, Done):
+            answering, self._answering = self._answering, None
+            if answering is not None:
+                # Nobody listens any more once this request is done.
+                answering.join()
+            self._streams.close()
+        elif not isinstance(message, Stream):
+            self._streams.flush()
+        with contextlib.suppress(ChannelClosed):
+            self._channel.send(message, slab)
 
     def _use_comms(self) -> None:
         if self._comms is None:
@@ -390,19 +398,6 @@ class _Process:
             yield
         finally:
             self._running = None
-
-    @contextlib.contextmanager
-    def _whole_messages(self) -> Iterator[None]:
-        """Hold an interrupt back while user code sends: half a message would make nonsense of all that follow."""
-        if threading.get_ident() != self._main_thread:
-            yield
-            return
-        self._sending += 1
-        try:
-            yield
-        finally:
-            self._sending -= 1
-        self._catch_up(sys._getframe())
 
     def _catch_up(self, frame: FrameType | None) -> None:
         """Raise the interrupt that was held back, unless there is still a reason to hold it."""

@@ -216,8 +216,8 @@ def regroup(results: Sequence[Any]) -> Any:
     """
     if len(results) == 1:
         return results[0]
-    if all(type(result) is torch.Tensor for result in results):
-        # The usual loss: no structure to take apart.
+    if all(type(result) in _LEAVES for result in results):
+        # The usual loss, or nothing: no structure to take apart.
         return _group(results)
     flat, specs = zip(*(pytree.tree_flatten(result) for result in results), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
