@@ -20,7 +20,7 @@ import pickle
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ IN_BAND_BYTES = 128 * 1024
 # So much of an object's buffers stays in the pickle: for 100 KB a slab takes 90 µs, a socket 15.
 IN_BAND_ITEMS = 512
 # Of a nest that its message pickles: a message takes less than 1024 pieces (IOV_MAX).
+DEPTH = 32
+# Of a nest that is packed as a simple one.
 MESSAGE_BYTES = 160 * 1024
 # A longer pickle lies in the slab too: a message that a socket's buffer holds is sent without waiting for a
 # receiver that may be stopped, and what is sent to many is not copied for each.
@@ -59,7 +61,7 @@ class Payload:
     simple: bool = False
     # Made by pickle's own pickler, of what refers to nothing.
     nest: tuple[Any, ...] = ()
-    # (object,) that its message pickles: it is simple and small, and needs no pickle of its own.
+    # Of `_Nest`, which its message pickles: the object is simple and small, and needs no pickle of its own.
     arrived: bool = False
     # The nest was in a message, so that nobody else has its tensors.
 
@@ -355,22 +357,16 @@ _NUMPY = tuple(torch.empty(0, dtype=dtype).numpy().dtype for dtype in _DTYPES)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
-class _Bare:
-    """A plain tensor on the CPU on its way into pickle."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        raw: Any = self.tensor.numpy()
-        return _open_bare, (pickle.PickleBuffer(raw), _CODES[self.tensor.dtype], *self.tensor.shape)
-
-
-def _open_bare(buffer: Any, code: int, *shape: int) -> torch.Tensor:
-    # By way of NumPy, which takes the shape at once: a third of the time of a view.
-    return torch.from_numpy(np.ndarray(shape, _NUMPY[code], buffer))
+def _dressed(bare: Any, forms: Iterator[tuple[int, tuple[int, ...]]]) -> Any:
+    """Return a nest with its tensors, of which `bare` has the bytes, and `forms` in their order dtype and shape."""
+    kind = type(bare)
+    if kind is bytearray or kind is memoryview:
+        code, shape = next(forms)
+        # By way of NumPy, which takes the shape at once: a third of the time of a view.
+        return torch.from_numpy(np.ndarray(shape, _NUMPY[code], bare))
+    if kind is tuple or kind is list:
+        return kind([_dressed(item, forms) for item in bare])
+    return {key: _dressed(item, forms) for key, item in bare.items()} if kind is dict else bare
 
 
 class _NotSimpleError(Exception):
@@ -378,18 +374,23 @@ class _NotSimpleError(Exception):
 
 
 class _Nest:
-    """Makes a nest of numbers, strings and plain tensors ready for pickle's own, fast pickler."""
+    """Makes a nest of numbers, strings and plain tensors ready for pickle's own, fast pickler.
 
-    __slots__ = ("_reference", "_seen", "items", "nbytes")
+    No class is in what it makes: pickle looks each up by its name, at both ends.
+    """
+
+    __slots__ = ("_reference", "_seen", "forms", "items", "nbytes")
 
     def __init__(self, reference: Callable[[object], Any]) -> None:
         self._reference = reference
         self._seen: set[int] = set()
+        self.forms: list[tuple[int, tuple[int, ...]]] = []
+        # Of its tensors, as `_dressed` takes them.
         self.items = self.nbytes = 0
         # Of what `bare` was given: its members at all depths, and the bytes of its tensors and strings.
 
-    def bare(self, obj: Any) -> Any:
-        """Return the nest with its tensors made ready.
+    def bare(self, obj: Any, depth: int = 0) -> Any:
+        """Return the nest with the bytes of its tensors in their place.
 
         Raises _NotSimpleError for everything else: for what is met twice, too, whose identity has to be kept.
         """
@@ -397,20 +398,21 @@ class _Nest:
         self.items += 1
         if kind is torch.Tensor:
             self._check(obj)
-            return _Bare(obj)
+            self.forms.append((_CODES[obj.dtype], tuple(obj.shape)))
+            return pickle.PickleBuffer(obj.numpy())
         if kind is str or kind is bytes:
             self.nbytes += len(obj)
         elif kind is int:
             self.nbytes += obj.bit_length() >> 3
         elif kind is tuple or kind is list:
             if obj:
-                self._once(id(obj))
-            return kind([self.bare(item) for item in obj])
+                self._once(id(obj), depth)
+            return kind([self.bare(item, depth + 1) for item in obj])
         elif kind is dict:
-            self._once(id(obj))
+            self._once(id(obj), depth)
             if not all(type(key) in _KEYS for key in obj):
                 raise _NotSimpleError
-            return {self.bare(key): self.bare(item) for key, item in obj.items()}
+            return {self.bare(key): self.bare(item, depth + 1) for key, item in obj.items()}
         elif kind is not float and kind is not bool and obj is not None:
             raise _NotSimpleError
         return obj
@@ -422,11 +424,12 @@ class _Nest:
             raise _NotSimpleError
         if self._reference(tensor) is not None:
             raise _NotSimpleError
-        self._once(tensor.untyped_storage().data_ptr())
+        self._once(tensor.untyped_storage().data_ptr(), 0)
         self.nbytes += tensor.nbytes
 
-    def _once(self, identity: int) -> None:
-        if identity in self._seen:
+    def _once(self, identity: int, depth: int) -> None:
+        # Whoever opens it may be deeper in calls than its sender.
+        if identity in self._seen or depth > DEPTH:
             raise _NotSimpleError
         self._seen.add(identity)
 
@@ -532,8 +535,9 @@ def pack(
     """
     if namespace is None and limit is None and not in_band:
         nest = _Nest(reference)
-        with contextlib.suppress(_NotSimpleError, RecursionError):
-            return _pack_simple(nest.bare(obj), nest.items <= IN_BAND_ITEMS and nest.nbytes <= IN_BAND_BYTES)
+        with contextlib.suppress(_NotSimpleError):
+            bare = nest.bare(obj), nest.forms
+            return _pack_simple(bare, nest.items <= IN_BAND_ITEMS and nest.nbytes <= IN_BAND_BYTES)
     file = _Limited(limit)
     packer = _Packer(file, namespace, reference, handle, limit, in_band, label)
     try:
@@ -548,9 +552,9 @@ def pack(
     return _in_slab(file.getvalue(), packer.outside.buffers, names, files)
 
 
-def _pack_simple(bare: Any, small: bool) -> Packed:
+def _pack_simple(bare: tuple[Any, Any], small: bool) -> Packed:
     if small:
-        return Packed(Payload(nest=(bare,)), None, frozenset())
+        return Packed(Payload(nest=bare), None, frozenset())
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(bare, 5, buffer_callback=buffers.append)
     return _in_slab(pickled, [buffer.raw() for buffer in buffers], simple=True)
@@ -686,7 +690,8 @@ def unpack(
     global _opening
     if payload.nest:
         # In a pool without processes no message has copied it.
-        return (payload.nest if payload.arrived else pickle.loads(pickle.dumps(payload.nest, 5)))[0], Arrivals()
+        bare, forms = payload.nest if payload.arrived else pickle.loads(pickle.dumps(payload.nest, 5))
+        return _dressed(bare, iter(forms)) if forms else bare, Arrivals()
     buffers: list[memoryview] = []
     if slab is not None:
         try:
@@ -696,7 +701,8 @@ def unpack(
         buffers = [view[start : start + length] for start, length in payload.extents]
     pickled: Any = payload.pickled or buffers.pop()
     if payload.simple:
-        return pickle.loads(pickled, buffers=buffers), Arrivals()
+        bare, forms = pickle.loads(pickled, buffers=buffers)
+        return _dressed(bare, iter(forms)) if forms else bare, Arrivals()
     opener = _Opener(pickled, buffers, namespace, resolve, device, lenient)
     before, _opening = _opening, opener
     try:

@@ -84,9 +84,10 @@ def _parts(function: types.FunctionType) -> list[object]:
 
 
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    if code not in _names_of:
-        _names_of[code] = tuple(sorted(global_names(code)))
-    return _names_of[code]
+    names = _names_of.get(code)
+    if names is None:
+        names = _names_of[code] = tuple(sorted(global_names(code)))
+    return names
 
 
 _names_of: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
