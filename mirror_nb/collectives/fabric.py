@@ -663,9 +663,7 @@ class Fabric:
             yield from self._in_place(location, flat, fold)
         elif self.num_replicas == 2:
             # Twice one's own piece of work, but half the arrivals, and no more bytes than in slices.
-            yield from self._through_pieces(
-                flat, lambda views, low, high: self._fold(views, flat[low:high], fold), True
-            )
+            yield from self._through_pieces(flat, functools.partial(self._fold_with_own, flat, fold), True)
         else:
             yield from self._in_slices(flat, fold)
 
@@ -811,6 +809,11 @@ class Fabric:
             total = combine(total, parts[i], out=out if i == last else total)
         if fold is Fold.MEAN:
             out.div_(len(parts))
+
+    def _fold_with_own(self, flat: Tensor, fold: Fold, views: list[Tensor], low: int, high: int) -> None:
+        """Fold pieces that were laid out, this replica's own from where it came: that is in its cache."""
+        own = flat[low:high]
+        self._fold([own if r == self.replica_id else view for r, view in enumerate(views)], own, fold)
 
     def _scratch_for(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize
