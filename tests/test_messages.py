@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import threading
@@ -14,7 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirror_nb import messages
-from mirror_nb.messages import Abort, Channel, ChannelClosed, Interrupt, Mirror, Request, Snapshot, Stream
+from mirror_nb.messages import (
+    Abort,
+    Call,
+    Channel,
+    ChannelClosed,
+    Done,
+    Failure,
+    Interrupt,
+    Mirror,
+    Request,
+    Snapshot,
+    Stream,
+)
 from mirror_nb.payload import Payload, anonymous_file
 
 
@@ -39,6 +52,26 @@ def slab_of(content: bytes) -> int:
 def test_a_message_arrives_as_it_was_sent(ends):
     ends[0].send(Request(7, Snapshot()))
     assert ends[1].receive() == (Request(7, Snapshot()), None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Request(7, Call(Payload(b"f"), Payload(b"a", ((0, 3), (64, 9)), 73, True))),
+        Request(8, Call(Payload(b"f"), Payload(nest=(((), {}), [])), True, (3, 8), ("o1",), (("o2", [1]),), True)),
+        Done(9),
+        Done(10, Failure("E", "why", ("line",), None), Payload(b"p"), 0.5, {"a": "b"}, ("x",), False, (("o2", [1]),)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_call_and_its_end_arrive_with_all_that_they_say(ends, message):
+    ends[0].send(message)
+    arrived, _ = ends[1].receive()
+    sent = copy.deepcopy(message)
+    for payload in (sent.what.function, sent.what.arguments) if isinstance(sent, Request) else [sent.payload]:
+        if payload is not None:
+            payload.arrived = True
+    assert arrived == sent
 
 
 def test_messages_keep_their_order_and_their_slabs(ends):

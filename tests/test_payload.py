@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from torch import nn
 
 from mirror_nb.errors import TransferError
 from mirror_nb.payload import (
+    DEPTH,
     IN_BAND_BYTES,
     Begins,
     NotRebuilt,
@@ -160,6 +162,29 @@ def test_a_data_frame_arrives():
 )
 def test_plain_data_arrives_equal(value):
     assert same(travel(value), value)
+
+
+@pytest.mark.parametrize("numel", [3, LARGE], ids=["in the message", "in a slab"])
+def test_tensors_keep_their_places_among_bytes_and_numbers(numel):
+    nest = {
+        "a": [b"not a tensor", torch.arange(numel), (1.5, None)],
+        3: torch.tensor(True),
+        "b": {"c": torch.ones(1, 2)},
+    }
+    arrived = travel(nest)
+    assert list(arrived) == ["a", 3, "b"]
+    text, numbers, rest = arrived["a"]
+    assert (text, rest) == (b"not a tensor", (1.5, None))
+    assert torch.equal(numbers, torch.arange(numel))
+    assert arrived[3].dtype is torch.bool
+    assert arrived[3].shape == ()
+    assert torch.equal(arrived["b"]["c"], torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("depth", [DEPTH, DEPTH + 1, 10 * DEPTH])
+def test_a_nest_arrives_however_deep(depth):
+    nest = functools.reduce(lambda inner, _: [inner], range(depth), torch.ones(2))
+    assert torch.equal(functools.reduce(lambda outer, _: outer[0], range(depth), travel(nest)), torch.ones(2))
 
 
 def test_whoever_writes_to_what_arrived_changes_nobody_elses():
