@@ -147,10 +147,13 @@ def _is_sequence(value: Any) -> bool:
 
 def _children(value: Any) -> list[Any] | None:
     """The members of a structure; None for what is a leaf here."""
-    if isinstance(value, Mapping):
-        return list(value.values())
+    if isinstance(value, torch.Tensor):
+        return None
     if isinstance(value, (list, tuple)):
         return list(value)
+    # Last of what is usual: an abstract class takes ten times as long to ask.
+    if isinstance(value, Mapping):
+        return list(value.values())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return None
@@ -158,6 +161,8 @@ def _children(value: Any) -> list[Any] | None:
 
 def _map_children(value: Any, change: Callable[[Any], Any]) -> Any:
     """A structure of the same kind with each member changed; a leaf is returned as it is."""
+    if isinstance(value, (list, tuple)):
+        return _like(value, [change(item) for item in value])
     if isinstance(value, Mapping):
         changed = {key: change(item) for key, item in value.items()}
         if not hasattr(value, "update"):
@@ -166,8 +171,6 @@ def _map_children(value: Any, change: Callable[[Any], Any]) -> Any:
         same_kind = copy.copy(value)
         cast(Any, same_kind).update(changed)
         return same_kind
-    if isinstance(value, (list, tuple)):
-        return _like(value, [change(item) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed_fields = copy.copy(value)
         for field in dataclasses.fields(value):

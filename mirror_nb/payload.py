@@ -397,9 +397,7 @@ class _Nest:
         kind = type(obj)
         self.items += 1
         if kind is torch.Tensor:
-            self._check(obj)
-            self.forms.append((_CODES[obj.dtype], tuple(obj.shape)))
-            return pickle.PickleBuffer(obj.numpy())
+            return self._bytes_of(obj)
         if kind is str or kind is bytes:
             self.nbytes += len(obj)
         elif kind is int:
@@ -417,15 +415,22 @@ class _Nest:
             raise _NotSimpleError
         return obj
 
-    def _check(self, tensor: torch.Tensor) -> None:
-        if not tensor.is_cpu or tensor.dtype not in _CODES or tensor.requires_grad:
+    def _bytes_of(self, tensor: torch.Tensor) -> pickle.PickleBuffer:
+        code, shape = _CODES.get(tensor.dtype), tuple(tensor.shape)
+        if code is None or self._reference(tensor) is not None:
             raise _NotSimpleError
-        if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_nested or not _is_in_order(tensor):
-            raise _NotSimpleError
-        if self._reference(tensor) is not None:
+        try:
+            array: Any = tensor.numpy()
+        except (RuntimeError, TypeError) as reason:
+            # On a GPU, with a gradient to come, sparse, nested or to be negated.
+            raise _NotSimpleError from reason
+        # Not one whose strides would be others when it is made anew.
+        if not array.size or tensor.stride() != _strides(shape):
             raise _NotSimpleError
         self._once(tensor.untyped_storage().data_ptr(), 0)
-        self.nbytes += tensor.nbytes
+        self.nbytes += array.nbytes
+        self.forms.append((code, shape))
+        return pickle.PickleBuffer(array)
 
     def _once(self, identity: int, depth: int) -> None:
         # Whoever opens it may be deeper in calls than its sender.
@@ -435,11 +440,6 @@ class _Nest:
 
 
 _KEYS = frozenset({str, bytes, int, float, bool, type(None)})
-
-
-def _is_in_order(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements, and the strides that a new one of its shape has."""
-    return tensor.numel() > 0 and tensor.stride() == _strides(tensor.shape)
 
 
 @functools.lru_cache(1024)

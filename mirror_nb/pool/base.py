@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
@@ -455,7 +454,7 @@ class _Following:
         self._pending = set(requests)
         self._answers: dict[int, Answer] = {}
         self._timed_out = False
-        self._meetings: Counter[int] = Counter()
+        self._meetings: dict[int, int] = {}
         # How many merge_calls each replica has entered.
         self._reason: str | None = None
         # Why the others must end, in a few words.
@@ -530,7 +529,7 @@ class _Following:
                 self._standings[replica_id] = message
                 self._check_evenness()
         elif isinstance(message, Meeting):
-            self._meetings[replica_id] += 1
+            self._meetings[replica_id] = self._meetings.get(replica_id, 0) + 1
             self._check_meetings()
         elif isinstance(message, HeldBack):
             self._holding[replica_id] = time.monotonic()
@@ -541,8 +540,8 @@ class _Following:
         """End the wait in a merge_call that some replica has left out: it has returned and will never come."""
         if not self._meetings:
             return
-        waiting = max((self._meetings[r] for r in self._pending), default=0)
-        if any(self._meetings[r] < waiting for r, answer in self._answers.items() if answer.failure is None):
+        waiting = max((self._meetings.get(r, 0) for r in self._pending), default=0)
+        if any(self._meetings.get(r, 0) < waiting for r, answer in self._answers.items() if answer.failure is None):
             self._fail(UNEVEN_MERGE_CALLS, abort_after=0.0)
 
     def _ask(self, replicas: Iterable[int]) -> None:
