@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from typing import Any
 
 import cloudpickle
@@ -53,6 +54,20 @@ def test_one_replicas_error_is_raised_as_itself_and_says_who_raised_it():
     assert error.args == ("x",)
     assert "----> 3 KeyError here" in shown
     assert shown.endswith("raised by replica 1 (cuda:1)")
+
+
+def test_a_line_that_only_the_controller_knows_is_shown_with_its_text():
+    linecache.cache["<cell>"] = (5, None, ["x = 1\n", "y = x / 0\n"], "<cell>")
+    trace = (
+        "Traceback (most recent call last):",
+        '  File "<cell>", line 2, in f',
+        '  File "/torch.py", line 7, in g',
+        "    text that the replica knew",
+        '  File "<nowhere>", line 1, in h',
+        "ZeroDivisionError: division by zero",
+    )
+    _, shown = raised(Answer(Done(1, Failure("ZeroDivisionError", "division by zero", trace, None))))
+    assert shown.splitlines()[1:6] == [trace[1], "    y = x / 0", *trace[2:5]]
 
 
 def test_the_same_error_of_all_is_shown_once():

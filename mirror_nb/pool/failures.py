@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import pickle
 import re
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from mirror_nb.messages import Failure
 from mirror_nb.pool import hangs
 from mirror_nb.pool.base import Report
 
+_PLACE = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 
@@ -87,7 +89,7 @@ def _raise_users(
     if freed:
         notes.append(f"{_who(freed, devices, among)} waited for it and was freed")
     # A replica that would not stop for another's error was ended: the error is what the user has to know.
-    _raise(rebuilt(failure), list(failure.traceback), notes + deaths, where)
+    _raise(rebuilt(failure), _with_text(failure.traceback), notes + deaths, where)
 
 
 def _at_other_lines(ids: Sequence[int], failures: dict[int, Failure], devices: Sequence[Device]) -> list[str]:
@@ -137,7 +139,19 @@ def _raise(error: BaseException, lines: list[str], notes: list[str], table: Sequ
 
 def _lines(failures: dict[int, Failure]) -> list[str]:
     """Return the traceback of the first replica."""
-    return list(failures[min(failures)].traceback) if failures else []
+    return _with_text(failures[min(failures)].traceback) if failures else []
+
+
+def _with_text(lines: Sequence[str]) -> list[str]:
+    """Put the text below each place that has none: the code of a notebook's plain cell is known here alone."""
+    found: list[str] = []
+    for line, below in zip(lines, [*lines[1:], ""], strict=True):
+        found.append(line)
+        place = _PLACE.match(line)
+        if place is not None and not below.startswith("    "):
+            text = linecache.getline(place["file"], int(place["line"])).strip()
+            found += [f"    {text}"] if text else []
+    return found
 
 
 def _last_line(error: BaseException) -> str:
