@@ -56,8 +56,8 @@ def test_one_replicas_error_is_raised_as_itself_and_says_who_raised_it():
     assert shown.endswith("raised by replica 1 (cuda:1)")
 
 
-def test_a_line_that_only_the_controller_knows_is_shown_with_its_text():
-    linecache.cache["<cell>"] = (5, None, ["x = 1\n", "y = x / 0\n"], "<cell>")
+def test_a_line_that_only_the_controller_knows_is_shown_with_its_text(monkeypatch):
+    monkeypatch.setitem(linecache.cache, "<cell>", (5, None, ["x = 1\n", "y = x / 0\n"], "<cell>"))
     trace = (
         "Traceback (most recent call last):",
         '  File "<cell>", line 2, in f',
