@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import linecache
+import types
 from typing import Any
 
 import cloudpickle
 import pytest
 from driving import plain
+from IPython.core.compilerop import CachingCompiler
 
 from mirror_nb import RemoteException, ReplicaDied, ReplicaTimeout
 from mirror_nb.devices import Device
@@ -68,6 +70,21 @@ def test_a_line_that_only_the_controller_knows_is_shown_with_its_text(monkeypatc
     )
     _, shown = raised(Answer(Done(1, Failure("ZeroDivisionError", "division by zero", trace, None))))
     assert shown.splitlines()[1:6] == [trace[1], "    y = x / 0", *trace[2:5]]
+
+
+def test_a_line_of_a_plain_cell_is_named_as_the_notebook_names_it(monkeypatch):
+    monkeypatch.setattr(linecache, "cache", dict(linecache.cache))
+    compiler = CachingCompiler()
+    file = compiler.cache("y = 1 / 0\n", 5)
+    monkeypatch.setattr("IPython.get_ipython", lambda: types.SimpleNamespace(compile=compiler))
+    trace = (
+        "Traceback (most recent call last):",
+        f'  File "{file}", line 1, in f',
+        '  File "/torch.py", line 7, in g',
+        "ZeroDivisionError: division by zero",
+    )
+    _, shown = raised(Answer(Done(1, Failure("ZeroDivisionError", "division by zero", trace, None))))
+    assert shown.splitlines()[1:4] == ["  Cell In[5], line 1, in f", "    y = 1 / 0", trace[2]]
 
 
 def test_the_same_error_of_all_is_shown_once():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import pickle
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -143,15 +144,24 @@ def _lines(failures: dict[int, Failure]) -> list[str]:
 
 
 def _with_text(lines: Sequence[str]) -> list[str]:
-    """Put the text below each place that has none: the code of a notebook's plain cell is known here alone."""
+    """Name plain cells as the notebook does, and put their text below: both are known here alone."""
     found: list[str] = []
     for line, below in zip(lines, [*lines[1:], ""], strict=True):
-        found.append(line)
         place = _PLACE.match(line)
+        cell = _cell(place["file"]) if place is not None else ""
+        found.append(line.replace(f'File "{place["file"]}"', cell, 1) if place is not None and cell else line)
         if place is not None and not below.startswith("    "):
             text = linecache.getline(place["file"], int(place["line"])).strip()
             found += [f"    {text}"] if text else []
     return found
+
+
+def _cell(file: str) -> str:
+    """Return IPython's name of the cell whose code names this file, as `Cell In[5]`; empty if there is none."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    named = shell.compile.format_code_name(file) if shell is not None else None
+    return " ".join(named) if named else ""
 
 
 def _last_line(error: BaseException) -> str:
