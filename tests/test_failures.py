@@ -15,13 +15,22 @@ from mirror_nb import RemoteException, ReplicaDied, ReplicaTimeout
 from mirror_nb.devices import Device
 from mirror_nb.messages import Done, Failure
 from mirror_nb.pool.base import Answer, Death, Report
+from mirror_nb.pool.cells import told
 from mirror_nb.pool.failures import raise_for, rebuilt
 
 DEVICES = [Device("cuda", i) for i in range(4)]
 OK = Answer(Done(1))
 
 
-def failed(error: BaseException, **flags: bool) -> Answer:
+def plain_cell(monkeypatch: pytest.MonkeyPatch, text: str, number: int) -> str:
+    """Have IPython know a cell; return the file that its code names."""
+    monkeypatch.setattr(linecache, "cache", dict(linecache.cache))
+    compiler = CachingCompiler()
+    monkeypatch.setattr("IPython.get_ipython", lambda: types.SimpleNamespace(compile=compiler))
+    return str(compiler.cache(text, number))
+
+
+def failed(error: BaseException, **flags: Any) -> Answer:
     lines = ("Traceback", f"----> 3 {type(error).__name__} here", f"{type(error).__name__}: {error}")
     return Answer(Done(1, Failure(type(error).__name__, str(error), lines, cloudpickle.dumps(error), **flags)))
 
@@ -73,10 +82,7 @@ def test_a_line_that_only_the_controller_knows_is_shown_with_its_text(monkeypatc
 
 
 def test_a_line_of_a_plain_cell_is_named_as_the_notebook_names_it(monkeypatch):
-    monkeypatch.setattr(linecache, "cache", dict(linecache.cache))
-    compiler = CachingCompiler()
-    file = compiler.cache("y = 1 / 0\n", 5)
-    monkeypatch.setattr("IPython.get_ipython", lambda: types.SimpleNamespace(compile=compiler))
+    file = plain_cell(monkeypatch, "y = 1 / 0\n", 5)
     trace = (
         "Traceback (most recent call last):",
         f'  File "{file}", line 1, in f',
@@ -85,6 +91,17 @@ def test_a_line_of_a_plain_cell_is_named_as_the_notebook_names_it(monkeypatch):
     )
     _, shown = raised(Answer(Done(1, Failure("ZeroDivisionError", "division by zero", trace, None))))
     assert shown.splitlines()[1:4] == ["  Cell In[5], line 1, in f", "    y = 1 / 0", trace[2]]
+
+
+def test_another_line_is_one_of_the_plain_cell_too(monkeypatch):
+    file = plain_cell(monkeypatch, "f(1)\nf(2)\n", 7)
+    _, shown = raised(failed(ValueError("a"), line=f"{file}, line 1"), failed(ValueError("a"), line=f"{file}, line 2"))
+    assert shown.endswith("raised by all 2 replicas\nreplica 1 (cuda:1) at Cell In[7], line 2: f(2)")
+
+
+def test_a_file_that_nobody_can_read_is_told_by_its_name():
+    assert told("/nowhere/f.py, line 2") == "f.py, line 2"
+    assert told("g.py, line 3: x = 1") == "g.py, line 3: x = 1"
 
 
 def test_the_same_error_of_all_is_shown_once():

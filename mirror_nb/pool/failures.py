@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import linecache
 import pickle
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -14,6 +12,7 @@ from mirror_nb.errors import RemoteException, ReplicaDied, ReplicaTimeout, Train
 from mirror_nb.messages import Failure
 from mirror_nb.pool import hangs
 from mirror_nb.pool.base import Report
+from mirror_nb.pool.cells import cell_of, text_of, told
 
 _PLACE = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -97,7 +96,7 @@ def _at_other_lines(ids: Sequence[int], failures: dict[int, Failure], devices: S
     """Say who raised the same at another line than the first, whose traceback stands for all."""
     shown = failures[ids[0]].line
     others = [r for r in ids if failures[r].line not in ("", shown)]
-    return [f"replica {r} ({devices[r]}) at {failures[r].line}" for r in others]
+    return [f"replica {r} ({devices[r]}) at {told(failures[r].line)}" for r in others]
 
 
 def rebuilt(failure: Failure) -> BaseException:
@@ -148,20 +147,12 @@ def _with_text(lines: Sequence[str]) -> list[str]:
     found: list[str] = []
     for line, below in zip(lines, [*lines[1:], ""], strict=True):
         place = _PLACE.match(line)
-        cell = _cell(place["file"]) if place is not None else ""
+        cell = cell_of(place["file"]) if place is not None else ""
         found.append(line.replace(f'File "{place["file"]}"', cell, 1) if place is not None and cell else line)
         if place is not None and not below.startswith("    "):
-            text = linecache.getline(place["file"], int(place["line"])).strip()
+            text = text_of(place["file"], place["line"])
             found += [f"    {text}"] if text else []
     return found
-
-
-def _cell(file: str) -> str:
-    """Return IPython's name of the cell whose code names this file, as `Cell In[5]`; empty if there is none."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    named = shell.compile.format_code_name(file) if shell is not None else None
-    return " ".join(named) if named else ""
 
 
 def _last_line(error: BaseException) -> str:

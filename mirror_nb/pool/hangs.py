@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mirror_nb.devices import Device
 from mirror_nb.messages import Collectives, Wait, Whereabouts
+from mirror_nb.pool.cells import told
 
 HANG_SECONDS = 0.5
 # A wait in a collective that is longer may be one for a replica that does not come.
@@ -82,7 +83,7 @@ def _will_not_come(one: Standing | None, group: str, number: int) -> bool:
 def _uneven(
     r: int, one: Whereabouts, group: Collectives, wait: Wait, gone: Sequence[int], found: Mapping[int, Standing]
 ) -> str:
-    at = f" at {one.line}" if one.line else ""
+    at = f" at {told(one.line)}" if one.line else ""
     counts = _counts({p: found[p] for p in (r, *gone)})
     gone_without = f"{_replicas(gone)} {'have' if gone[1:] else 'has'} come to the end without it"
     why = "see that every replica runs the same number of steps" + (f": {UNUSED}" if one.gradients else "")
@@ -102,8 +103,8 @@ def _row(one: Standing) -> tuple[str, str]:
     if waits:
         longest = max((wait for _, wait in waits), key=lambda wait: wait.seconds)
         for_whom = f" for {_replicas(longest.late)}" if longest.late else ""
-        return f"waits {longest.seconds:.1f} s in {longest.collective}{for_whom}", one.line
-    return (f"in {one.inside}" if one.inside else "runs"), one.line
+        return f"waits {longest.seconds:.1f} s in {longest.collective}{for_whom}", told(one.line)
+    return (f"in {one.inside}" if one.inside else "runs"), told(one.line)
 
 
 def _differences(found: Mapping[int, Standing]) -> list[str]:

@@ -64,9 +64,10 @@ def _is_the_users(frame: FrameType) -> bool:
 
 def _line(frame: FrameType, number: int, cells: Mapping[str, int]) -> str:
     file = frame.f_code.co_filename
-    # A cell's code has a name of its own each time; its number is what the user sees.
-    place = f"Cell In[{cells[file]}]" if file in cells else Path(file).name
     text = linecache.getline(file, number, frame.f_globals).strip()
+    # A cell's code has a name of its own each time; its number is what the user sees. Of a file without a text here
+    # the controller may know both, by its whole name.
+    place = f"Cell In[{cells[file]}]" if file in cells else Path(file).name if text else file
     return f"{place}, line {number}" + (f": {text}" if text else "")
 
 
