@@ -23,10 +23,11 @@ from torch import nn
 import mirror_nb
 from mirror_nb import ContextError
 from mirror_nb.errors import TrainingStopped
-from mirror_nb.messages import Word
+from mirror_nb.messages import Done, Failure, Word
 from mirror_nb.notebook.dashboard.frame import Phase
 from mirror_nb.notebook.dashboard.widget import TEXT
 from mirror_nb.notebook.live import LiveDashboard
+from mirror_nb.pool.base import Answer, Report
 from mirror_nb.telemetry.notice import find
 from mirror_nb.telemetry.samples import BLOCKING, Kind, Operation
 
@@ -387,6 +388,7 @@ def test_stop_ends_a_loop_of_calls_after_a_whole_step(strategy, live, shell):
     live._buttons.stop()
     with pytest.raises(TrainingStopped):
         strategy.run(step, args=(model, optimizer))
+    assert 'class="pill stopping"' in live._board._view._page.value
     live.cell_ended()
     assert "stopped" in shell.display_pub.sent[-1][1]["image/png"]["alt"].lower()
     assert live._buttons.state is Phase.RUNNING
@@ -451,6 +453,17 @@ def test_a_word_that_nothing_obeyed_is_not_for_the_next_cell(live, strategy, mod
     live.cell_ended()
     assert live._buttons.state is Phase.RUNNING
     assert len(fit(model, epochs=2).epoch) == 2
+
+
+def test_a_press_that_is_obeyed_before_the_next_tick_is_on_the_screen(live, strategy):
+    live.show()
+    live.tick()
+    live._buttons.stop()
+    # What ends a call, as a replica that has obeyed sends it.
+    obeyed = Done(1, failure=Failure("TrainingStopped", "stopped", (), None))
+    live.ended(Report({0: Answer(obeyed), 1: Answer(obeyed)}, interrupted=False, timed_out=False))
+    assert 'class="pill stopping"' in live._board._view._page.value
+    assert live._buttons.state is Phase.RUNNING
 
 
 def test_stop_ends_a_fit_with_its_history_and_a_picture_that_says_so(live, shell, model):

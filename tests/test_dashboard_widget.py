@@ -171,6 +171,24 @@ def test_stop_tells_the_controls_and_the_screen_follows_at_once(rings, shell):
     assert all(button.disabled for button in buttons(dashboard).values())
 
 
+def test_what_is_pressed_while_a_frame_is_drawn_is_on_the_next_which_comes_at_once(rings, shell, monkeypatch):
+    word = Word()
+    dashboard = Dashboard(rings.timeline, shell=shell, controls=word)
+    dashboard.show()
+    body = dashboard._view._pages.body
+
+    def pressed_meanwhile(*args):
+        monkeypatch.setattr(dashboard._view._pages, "body", body)
+        word.stop()
+        return body(*args)
+
+    monkeypatch.setattr(dashboard._view._pages, "body", pressed_meanwhile)
+    assert dashboard.tick(100.0)
+    assert 'class="pill running"' in dashboard._view._page.value
+    assert dashboard.tick(100.01)
+    assert 'class="pill stopping"' in dashboard._view._page.value
+
+
 def test_without_buttons_one_replica_that_holds_is_enough_too():
     with MadeRings(2) as rings:
         rings.step(3)

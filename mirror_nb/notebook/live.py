@@ -149,6 +149,7 @@ class LiveDashboard:
 
     def ended(self, report: Report) -> None:
         """A call has ended like this."""
+        self._acknowledge()
         self._buttons.working = False
         outcome = _outcome(report)
         if self._buttons.state is Phase.STOPPING and (outcome[0] is Phase.STOPPED or self._obeyed()):
@@ -171,6 +172,7 @@ class LiveDashboard:
             self._board.tick()
             time.sleep(HOLD_SECONDS)
         if self._buttons.state is Phase.STOPPING:
+            self._acknowledge()
             self._buttons.rest()
             self._latest, self._board.note = self._outcome = (Phase.STOPPED, "")
             raise TrainingStopped(
@@ -228,6 +230,12 @@ class LiveDashboard:
         self._board.read_from(machine)
         if before is not None:
             before.close()
+
+    def _acknowledge(self) -> None:
+        """Let the screen say what was pressed, if replicas have obeyed before a tick has."""
+        held = self._buttons.state is not Phase.RUNNING
+        if held and self._shown and threading.current_thread() is threading.main_thread():
+            self._board.tick()
 
     def _wake(self) -> None:
         if self._rested:

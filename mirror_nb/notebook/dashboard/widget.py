@@ -173,7 +173,9 @@ class Dashboard:
         self.note = note or self.note
         if not self._places:
             return
-        still = _still(self._draw())
+        # A stop may be obeyed before anybody has seen that it was heard: the page goes on to say so until the picture,
+        # which takes a second to draw, says how it ended.
+        still = _still(self.frame() if phase is Phase.STOPPED else self._draw())
         # Not beside the widget: JupyterLab would choose that, and show an error when its kernel is gone.
         for place in self._places:
             self._publish(place, *still, update=True)
@@ -218,6 +220,9 @@ class Dashboard:
 
     def _draw(self, now: float | None = None, half: Half | None = None) -> Frame:
         self._read(time.monotonic() if now is None else now)
+        if self._view is not None:
+            # Before the frame asks for the same: what is pressed while it is drawn is for the next one.
+            self._view.hear()
         frame = self.frame(half)
         if self._view is not None:
             self._view.draw(frame, half)
@@ -257,7 +262,7 @@ class _View:
         self._seen: Phase | None = None
         # What the buttons show.
         self._said = Phase.RUNNING
-        # What the controls said when the page was drawn.
+        # What the controls said before the page was drawn.
         self._pages, self._page = page.Page(), HTML()
         self._stop = Button(description="Stop", icon="stop", tooltip="End after this step; variables are kept")
         self._pause = Button(description="Pause", icon="pause", tooltip="Hold after this step")
@@ -285,10 +290,13 @@ class _View:
     def draw(self, frame: Frame, half: Half | None = None) -> None:
         """Show a frame, or half of it anew."""
         self._page.value = self._pages.body(frame, half)
-        self._said = self._controls.state if self._controls is not None else Phase.RUNNING
         if self._controls is not None and frame.phase is not self._seen:
             self._seen = frame.phase
             self._label(frame.phase)
+
+    def hear(self) -> None:
+        """Note what the controls say: the page that is drawn next shows that, or what they say since."""
+        self._said = self._controls.state if self._controls is not None else Phase.RUNNING
 
     def pressed(self) -> bool:
         """Whether the screen does not say yet what a button did."""
