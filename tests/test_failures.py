@@ -101,7 +101,8 @@ def test_another_line_is_one_of_the_plain_cell_too(monkeypatch):
 
 def test_a_file_that_nobody_can_read_is_told_by_its_name():
     assert told("/nowhere/f.py, line 2") == "f.py, line 2"
-    assert told("g.py, line 3: x = 1") == "g.py, line 3: x = 1"
+    for read in ("g.py, line 3: x = 1", "g.py, line 3: x = y / 2  # as in h.py, line 4"):
+        assert told(read) == read
 
 
 def test_the_same_error_of_all_is_shown_once():

@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-_UNREAD = re.compile(r"(?P<file>.+), line (?P<number>\d+)")
-# A line as replicas tell it where they have not its text.
+_UNREAD = re.compile(r"(?P<file>[^:]+), line (?P<number>\d+)")
+# A line as replicas tell it where they have not its text, which would stand behind a colon.
 
 
 def cell_of(file: str) -> str:
