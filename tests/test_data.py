@@ -32,7 +32,7 @@ from torch.utils.data import (
 )
 
 from mirror_nb.batches import cut, share_of, to_device
-from mirror_nb.data import DistributedDataset, Loaders
+from mirror_nb.data import DistributedDataset, GlobalBatches, Loaders
 from mirror_nb.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -712,6 +712,17 @@ def test_a_tensor_dataset_gives_the_batches_that_its_loader_gives(workers):
     assert [type(batch) for batch in ours] == [type(batch) for batch in plain]
     for batch, expected in zip(ours, plain, strict=True):
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(batch, expected, strict=True))
+
+
+@pytest.mark.parametrize("batch_size", [3, 7])
+def test_a_tensor_dataset_draws_as_many_random_numbers_as_its_loader_does(batch_size):
+    loader = DataLoader(TensorDataset(torch.arange(7)), batch_size=batch_size, shuffle=True)
+    torch.manual_seed(5)
+    plain = [[batch[0].tolist() for batch in loader] for _ in range(2)]
+    drawn_after = torch.rand(2)
+    torch.manual_seed(5)
+    ours = [[share.batch[0].tolist() for share in GlobalBatches(loader, num_replicas=2)] for _ in range(2)]
+    assert (ours, torch.rand(2).tolist()) == (plain, drawn_after.tolist())
 
 
 def test_a_sampler_may_count_rows_of_a_tensor_dataset_from_the_end():
