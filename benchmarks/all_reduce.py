@@ -3,10 +3,10 @@
     python benchmarks/all_reduce.py [replicas] [seconds a size]
 
 Processes of one thread each. Every op fills its tensor anew, reduces it and reads it; what filling and reading take
-alone is measured beside it and taken off, so that what the op leaves in the caches counts. The ops take turns. All,
-Open MPI's too, begin together: the processes meet on counters in shared memory before each, and leave within a µs.
-What takes a turn after gloo, which sleeps for ms, finds the caches cold; so for Open MPI, which has none of its turns,
-ours are measured a second time without.
+alone is measured beside it and taken off, so that what the op leaves in the caches counts. All, Open MPI's too, begin
+together: the processes meet on counters in shared memory before each, and leave within a µs. The ops take turns, some
+repetitions in a row, of which the first do not count: gloo sleeps for ms and leaves threads at work, and what comes
+next would pay for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from machine import report
 
 SIZES = (2**10, 2**16, 2**20, 2**22, 2**26)
-WARM_UP = 5
+IN_A_ROW, UNCOUNTED = 10, 3
 LIMIT_SECONDS = 300
 LINE_BYTES = 128
 AIMS = {2**10: 40, 2**20: 30, 2**26: 10}
@@ -57,18 +57,18 @@ class _Meeting:
 
 
 def _measure(ops: dict[str, tuple[torch.Tensor, Callable[[], object]]], barrier: Callable[[], object], seconds: float):
-    """Return the median of each op's time in µs; all processes do as many rounds."""
+    """Return the median of each op's time in µs; all processes do as many turns."""
     source = torch.randn(next(iter(ops.values()))[0].numel())
     times: dict[str, list[float]] = {name: [] for name in ops}
-    rounds = max(10, min(400, int(seconds * 5e8 / (len(ops) * source.nbytes + 1e6))))
-    for i in range(rounds + WARM_UP):
-        for name, (tensor, op) in ops.items():
+    turns = max(2, min(40, int(seconds * 5e8 / (len(ops) * source.nbytes + 1e6)) // IN_A_ROW))
+    for name, (tensor, op) in list(ops.items()) * turns:
+        for i in range(UNCOUNTED + IN_A_ROW):
             barrier()
             began = time.perf_counter()
             tensor.copy_(source)
             op()
             tensor.sum()
-            if i >= WARM_UP:
+            if i >= UNCOUNTED:
                 times[name].append((time.perf_counter() - began) * 1e6)
     return {name: statistics.median(found) for name, found in times.items()}
 
@@ -97,14 +97,14 @@ def _replica(replica_id: int, n: int, port: int, path: str, seconds: float, resu
     for size in SIZES:
         ordinary, others, alone = (torch.zeros(size // 4) for _ in range(3))
         bucket, bucket_alone = (shared.allocate(size // 4, torch.float32) for _ in range(2))
-        ours = {
+        ops = {
             "alone": (alone, lambda: None),
             "bucket alone": (bucket_alone, lambda: None),
             "in a bucket": (bucket, lambda t=bucket: shared.all_reduce("sum", t).wait()),
             "dist.all_reduce": (ordinary, lambda t=ordinary: dist.all_reduce(t)),
+            "gloo": (others, lambda t=others: gloo.allreduce([t]).wait()),
         }
-        beside_gloo = _measure({**ours, "gloo": (others, lambda t=others: gloo.allreduce([t]).wait())}, meet, seconds)
-        found[size] = _taken_off(beside_gloo), _taken_off(_measure(ours, meet, seconds))
+        found[size] = _taken_off(_measure(ops, meet, seconds))
         shared.release(bucket)
         shared.release(bucket_alone)
     if replica_id == 0:
@@ -113,8 +113,8 @@ def _replica(replica_id: int, n: int, port: int, path: str, seconds: float, resu
     os._exit(0)
 
 
-def _ours(n: int, path: str, seconds: float) -> dict[int, tuple[dict[str, float], dict[str, float]]]:
-    """Return by size what was measured beside gloo, and without."""
+def _ours(n: int, path: str, seconds: float) -> dict[int, dict[str, float]]:
+    """Return by size the time of each op."""
     import socket
 
     listener = socket.create_server(("127.0.0.1", 0))
@@ -194,12 +194,12 @@ def main() -> None:
         f"all-reduce of fp32, {n} processes of one thread, medians in µs, filling and reading taken off",
         f"{'':>8}  {'gloo':>8}  {'dist.all_reduce':>16}  {'in a bucket':>16}",
     ]
-    for size, (times, _) in found.items():
+    for size, times in found.items():
         aim = f" (aim: {AIMS[size]} ×)" if size in AIMS and n == 2 else ""
         lines.append(f"{_in_words(size):>8}  {times['gloo']:8.0f}  {_compared(times, times['gloo'])}{aim}")
     lines.append("Aim of dist.all_reduce: 4 × gloo." if n == 2 else "Aim: never slower than gloo.")
     lines += ["", f"{'':>8}  {'Open MPI':>8}  {'dist.all_reduce':>16}  {'in a bucket':>16}"]
-    for size, (_, times) in found.items():
+    for size, times in found.items():
         peer = mpi[size] if isinstance(mpi, dict) else math.nan
         lines.append(f"{_in_words(size):>8}  {peer:8.0f}  {_compared(times, peer)}")
     lines.append("Aim of dist.all_reduce: no slower than Open MPI from 1 MiB up.")
