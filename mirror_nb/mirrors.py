@@ -169,6 +169,9 @@ class Mirrors:
 
     def reference(self, obj: object) -> Any:
         """For `pack`: a token for a network, or a parameter of one, that the other side has; else None."""
+        if type(obj) is torch.Tensor:
+            # Most of what is asked for; to ask whether it is a Parameter takes longer than all else here.
+            return None
         if isinstance(obj, nn.Module):
             handle = self.known(obj)
             return None if handle is None else ("module", handle)

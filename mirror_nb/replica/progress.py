@@ -48,8 +48,8 @@ class Progress:
     def begin(self) -> None:
         """A cell or call begins."""
         if self._begun:
-            self._begun.clear()
-            self._ended.clear()
+            # To clear one takes five times as long.
+            self._begun, self._ended = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
 
     def steps(self) -> dict[str, int]:
         """Return the steps since `begin` by key; -1 - steps for an optimizer that was left in the middle of one."""
