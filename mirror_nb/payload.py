@@ -31,6 +31,7 @@ from torch import nn
 
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.keras_objects import reduce_keras, repairing
+from mirror_nb.parametrized import reduce_parametrized
 
 IN_BAND_BYTES = 128 * 1024
 # So much of an object's buffers stays in the pickle: for 100 KB a slab takes 90 µs, a socket 15.
@@ -85,6 +86,8 @@ class Arrivals:
 
     modules: list[nn.Module] = field(default_factory=list)
     handles: dict[str, nn.Module] = field(default_factory=dict)
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    # Tensors that require gradients, those of the modules among them.
     lacking: str = ""
     # What could not be imported here, if the payload was opened for all the rest of it.
 
@@ -115,7 +118,17 @@ def _open_tensor(
     tensor = torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
     if on_device and _opening is not None and _opening.device is not None:
         tensor = tensor.to(_opening.device)
-    return tensor.requires_grad_(requires_grad) if requires_grad else tensor
+    return _leaf(tensor.requires_grad_()) if requires_grad else tensor
+
+
+def _open_parameter(make: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
+    return _leaf(make(*args))
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    if _opening is not None and tensor.requires_grad:
+        _opening.arrivals.leaves.append(tensor)
+    return tensor
 
 
 def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
@@ -260,6 +273,9 @@ class _Packer(cloudpickle.Pickler):
             label_class(obj, self._label, self._namespace)
         if type(obj) is torch.Tensor and _plain(obj):
             return self._reduce_tensor(obj)
+        if type(obj) is nn.Parameter:
+            make, args, *rest = obj.__reduce_ex__(5)
+            return _open_parameter, (make, *args), *rest
         keras = reduce_keras(obj)
         if keras is not None and not isinstance(obj, nn.Module):
             return keras
@@ -286,7 +302,7 @@ class _Packer(cloudpickle.Pickler):
         return twin
 
     def _reduce_module(self, module: nn.Module) -> Any:
-        reduced = (reduce_keras(module) or ())[:3] or module.__reduce_ex__(5)
+        reduced = (reduce_keras(module) or reduce_parametrized(module) or ())[:3] or module.__reduce_ex__(5)
         if not isinstance(reduced, tuple) or any(part is not None for part in reduced[3:]):
             return reduced
         make, args, *rest = reduced

@@ -21,6 +21,7 @@ FLOORS = (
         "cluster",
         "payload",
         "keras_objects",
+        "parametrized",
         "contents",
         "matching",
         "mirrors",

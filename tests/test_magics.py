@@ -65,6 +65,14 @@ def test_start_says_what_runs_and_starting_again_says_that_it_runs(run, capsys):
     assert "1 replica (cpu:0) running already" in run("%mirror start --devices cpu:0")[1]
 
 
+def test_devices_are_named_with_or_without_their_option(run):
+    run("%mirror stop")
+    assert "1 replica (cpu:0) ready in" in run("%mirror start --in-process cpu:0")[1]
+    assert "1 replica (cpu:0) ready in" in run("%mirror restart cpu:0")[1]
+    with pytest.raises(UsageError, match="running on cpu:0; use %mirror restart --devices cpu:0,cpu:1"):
+        run("%mirror start cpu:0 cpu:1")
+
+
 def test_starting_on_other_devices_says_how(run):
     with pytest.raises(UsageError, match="running on cpu:0; use %mirror restart --devices cpu:0,cpu:1"):
         run("%mirror start --devices cpu:0,cpu:1")
@@ -122,6 +130,8 @@ def test_without_replicas_the_magics_say_how_to_start_them(run):
         ("%%mirrored --outt x\n1", "unrecognized arguments"),
         ("%%mirrored --replicas 4\n1", "there is no replica 4; there are 1: 0"),
         ("%%mirrored --replicas 0-x\n1", "is no replica id"),
+        ("%mirror start cpu:0 --devices cpu:1", "named twice: cpu:0, and --devices cpu:1"),
+        ("%mirror status x y", "`%mirror status` takes no names, but was given x y"),
         ("%mirror push", "push which names"),
         ("%mirror push nowhere", "the notebook has no name `nowhere`"),
         ("%mirror pull", "pull which names"),

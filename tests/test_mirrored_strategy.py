@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -124,6 +125,112 @@ def test_a_part_of_a_mirrored_module_is_the_part_that_the_replicas_have(two):
     two.run(fill)
     assert two.run(lambda: model.first.weight.sum().item()) == 64.0
     assert model.first.weight.sum() == 64.0
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copied", "loaded"]
+)
+def test_a_copy_made_in_the_scope_is_mirrored(two, again):
+    model = trained(two)
+    with two.scope():
+        teacher = again(model)
+        optimizer = torch.optim.SGD(teacher.parameters(), 1.0)
+
+    def step() -> None:
+        teacher(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    two.run(step)
+    assert teacher.weight.sum() == 0.0
+    assert model.weight.sum() == 2.0
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_a_module_that_was_mirrored_by_hand_is_mirrored_with_all_its_parts(two, optimizer_first):
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    assert two.mirror(model) is model
+    assert two.mirror(optimizer) is optimizer
+    if optimizer_first:
+        two.run(lambda: optimizer.param_groups[0]["lr"])
+    before = model(torch.ones(1, 2)).item()
+    two.run(step_of(model, optimizer))
+    assert model(torch.ones(1, 2)).item() == pytest.approx(before - 3)
+
+
+def test_a_part_that_came_later_is_trained_and_read_as_the_others(two):
+    with two.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    two.run(lambda: model(torch.ones(1, 2)))
+    model[1] = nn.Linear(2, 1)
+    with two.scope():
+        optimizer = torch.optim.SGD(model[1].parameters(), 1.0)
+    # Read by its forward pass alone: nothing of the network that came first is asked.
+    head = model[1]
+    before = head(torch.ones(1, 2)).item()
+    two.run(step_of(head, optimizer))
+    assert head(torch.ones(1, 2)).item() == pytest.approx(before - 3)
+
+
+@pytest.mark.parametrize("make", [nn.Parameter, torch.Tensor.requires_grad_], ids=["Parameter", "Tensor"])
+def test_an_optimizer_of_what_no_module_has_is_refused(two, make):
+    with two.scope():
+        weight = make(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], 0.1)
+    with pytest.raises(mnb.UsageError, match=r"the SGD trains a \w+ of shape \(1,\) that .*alone a mnb\.Variable"):
+        two.run(lambda: optimizer.step(weight.sum().backward))
+    with pytest.raises(mnb.UsageError, match=r"cannot be mirrored alone: .*Make it a mnb\.Variable"):
+        two.mirror(weight)
+    with two.scope():
+        variable = mnb.Variable([0.0])
+        optimizer = torch.optim.SGD([variable], 0.5)
+
+    def step() -> None:
+        (variable - 1).sum().backward()
+        optimizer.step()
+
+    two.run(step)
+    assert variable.item() == -0.5
+
+
+def test_what_a_replica_writes_to_a_copy_that_can_be_trained_is_refused(two):
+    weight = torch.zeros(2, requires_grad=True)
+    teacher = nn.Linear(2, 1)
+
+    @torch.no_grad()
+    def write(tensor: torch.Tensor) -> float:
+        return tensor.add_(1).sum().item()
+
+    for captured, says in ((weight, r"a Tensor of shape \(2,\)"), (teacher.bias, r"a Parameter of shape \(1,\)")):
+        with pytest.raises(mnb.UsageError, match=rf"the function wrote to {says}.*mnb\.Variable.*copy\.deepcopy"):
+            two.run(lambda: write(captured))  # noqa: B023
+    with pytest.raises(mnb.UsageError, match=r"the function wrote to a Parameter of shape \(1, 2\)"):
+        two.run(lambda: write(teacher.weight))
+    # A copy of one's own, an argument, and gradients that are returned.
+    expected = teacher.weight.sum().item() + 2
+    assert two.run(lambda: write(copy.deepcopy(teacher.weight))) == pytest.approx(expected)
+    assert two.run(write, args=(weight,)) == 2.0
+
+    def gradient() -> torch.Tensor:
+        (weight * 3).sum().backward()
+        return weight.grad.sum()
+
+    assert two.run(gradient)[1] == 6.0
+
+
+@pytest.mark.parametrize("obj", [[1], {"a": 1}, 3, "text", None, (1,)], ids=repr)
+def test_what_is_told_from_nothing_else_is_not_mirrored(two, obj):
+    with pytest.raises(mnb.UsageError, match=f"a {type(obj).__name__} cannot be mirrored.*attribute of an object"):
+        two.mirror(obj)
 
 
 def test_settings_of_an_optimizer_travel_both_ways(two):

@@ -301,18 +301,49 @@ def test_a_network_that_says_itself_how_it_is_rebuilt_travels():
     assert torch.equal(travel(traced)(x), traced(x))
 
 
+class Symmetric(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.T
+
+
 @pytest.mark.parametrize(
-    "make",
+    "parametrized",
     [
-        lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
-        lambda: torch.jit.script(nn.Linear(2, 2)),
+        lambda layer: nn.utils.parametrizations.weight_norm(layer),
+        lambda layer: nn.utils.parametrizations.spectral_norm(layer),
+        lambda layer: nn.utils.parametrizations.orthogonal(layer),
+        lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric()),
+        lambda layer: nn.utils.parametrizations.weight_norm(nn.utils.parametrizations.weight_norm(layer), "bias", 0),
     ],
-    ids=["parametrized", "scripted"],
+    ids=["weight_norm", "spectral_norm", "orthogonal", "own", "two"],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_network_that_torch_itself_does_not_pickle_is_an_error(make):
+def test_a_parametrized_network_travels(parametrized):
+    network = nn.Sequential(parametrized(nn.Linear(3, 3)), nn.ReLU())
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    arrived, its_optimizer = travel((network, optimizer))
+    assert type(arrived[0]).__name__ == "ParametrizedLinear"
+    x = torch.randn(2, 3)
+    for here, optimized in ((network, optimizer), (arrived, its_optimizer)):
+        here(x).sum().backward()
+        optimized.step()
+    assert torch.equal(arrived.eval()(x), network.eval()(x))
+    assert arrived.state_dict().keys() == network.state_dict().keys()
+    for name in list(arrived[0].parametrizations):
+        nn.utils.parametrize.remove_parametrizations(arrived[0], name)
+    assert type(arrived[0]) is nn.Linear
+
+
+def test_where_torch_makes_parametrized_networks_in_another_way_they_are_an_error(monkeypatch):
+    network = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    monkeypatch.delattr(nn.utils.parametrize, "_inject_property")
     with pytest.raises(TransferError, match="cannot be sent"):
-        travel(make())
+        travel(network)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_network_that_torch_itself_does_not_pickle_is_an_error():
+    with pytest.raises(TransferError, match="cannot be sent"):
+        travel(torch.jit.script(nn.Linear(2, 2)))
 
 
 # ---------------------------------------------------------------------- functions of a namespace

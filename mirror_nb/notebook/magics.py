@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _WHAT = ["start", "stop", "restart", "status", "dashboard", "compare", "push", "pull", "bench"]
+_WITH_NAMES = ("push", "pull", "start", "restart")
 
 
 @magics_class
@@ -74,7 +75,7 @@ class MirrorMagics(Magics):
     @no_var_expand
     @magic_arguments()
     @argument("what", nargs="?", choices=_WHAT, help="what to do")
-    @argument("names", nargs="*", help="names to push or pull")
+    @argument("names", nargs="*", help="names to push or pull; start, restart: as --devices")
     @argument("--devices", default=None, help="start, restart: e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs")
     @argument(
         "--ops", default=None, metavar="NAME", help="start, restart: cross-device ops; bench: several, with commas"
@@ -105,6 +106,8 @@ class MirrorMagics(Magics):
         Alone it shows the picker: devices to tick, and buttons. In a terminal it says what runs.
         """
         given = _parsed(self.mirror, line)
+        if given.names and given.what not in _WITH_NAMES:
+            raise MagicUsageError(f"`%mirror {given.what}` takes no names, but was given {' '.join(given.names)}")
         with _short_tracebacks():
             if given.what is None and getattr(self._shell, "kernel", None) is not None:
                 self.show_picker()
@@ -141,11 +144,11 @@ class MirrorMagics(Magics):
         session = self.session
         match given.what:
             case "start":
-                started = session.start(given.devices, given.seed, given.in_process, _exchange(given))
+                started = session.start(_devices(given), given.seed, given.in_process, _exchange(given))
                 session.dashboards_above_cells |= given.dashboard
                 return started
             case "restart":
-                return session.restart(given.devices, _exchange(given))
+                return session.restart(_devices(given), _exchange(given))
             case "stop":
                 return session.stop()
             case "compare":
@@ -156,6 +159,13 @@ class MirrorMagics(Magics):
                 return session.pull(given.names, given.replica)
             case _:
                 return session.status()
+
+
+def _devices(given: Any) -> str | None:
+    """Return the devices that were named, by `--devices` or after what to do: `%mirror start cpu:0 cpu:1`."""
+    if given.names and given.devices is not None:
+        raise MagicUsageError(f"devices are named twice: {' '.join(given.names)}, and --devices {given.devices}")
+    return ",".join(given.names) or given.devices
 
 
 def _exchange(given: Any) -> Exchange:

@@ -30,7 +30,7 @@ from mirror_nb.mirrors import (
     take_told,
     tensors,
 )
-from mirror_nb.payload import Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
+from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
 
 PLAIN_BYTES = 1 << 20
 # A plain value above this stays in the replica and is fetched on request.
@@ -133,12 +133,12 @@ class Namespace:
             self._kept.pop(handle, None)
             self._told.forget(handle)
 
-    def open_call(self, payload: Payload, slab: int | None) -> tuple[Any, list[nn.Module]]:
-        """Rebuild a call's function or arguments; return the networks too that came as copies."""
+    def open_call(self, payload: Payload, slab: int | None) -> tuple[Any, Arrivals]:
+        """Rebuild a call's function or arguments; return too what came as a copy."""
         value, arrivals = unpack(payload, slab, resolve=self._resolve, device=self._device)
         for module in arrivals.modules:
             self._scope.adopt(module)
-        return value, arrivals.modules
+        return value, arrivals
 
     def reference(self, obj: object) -> Any:
         """For `pack`: a token for what the controller has too."""

@@ -52,7 +52,7 @@ from mirror_nb.messages import (
     Standing,
     Steps,
 )
-from mirror_nb.payload import NotRebuilt, Packed, Payload, closing_slab, pack
+from mirror_nb.payload import Arrivals, NotRebuilt, Packed, Payload, closing_slab, pack
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica import full, whereabouts
 from mirror_nb.replica.namespace import Namespace
@@ -61,6 +61,7 @@ from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.shell import ReplicaShell, make_shell
 from mirror_nb.steering import Steering
 
+_NOTHING = Arrivals()
 KEPT_FUNCTIONS = 16
 LOADER_SECONDS = 0.3
 
@@ -319,12 +320,14 @@ class Replica:
         (args, kwargs), more = self.namespace.open_call(call.arguments, slab)
         if self.identity.device.type != "cpu":
             args, kwargs = to_device((args, kwargs), self.identity.device)
+        versions = [(leaf, leaf._version) for leaf in visitors.leaves]
         try:
             if call.shares is not None:
                 self.gradients.set_shares(*call.shares)
             with self.scope, self._interruptible(number):
                 value = function(*args, **kwargs) if call.plain else self.invoke(function, args, kwargs)
-            _check_visitors([*visitors, *more])
+            _check_visitors([*visitors.modules, *more.modules])
+            _check_unchanged(versions)
         except KeyboardInterrupt as error:
             # Where a loop of ours was interrupted tells the user nothing.
             return self.failure(error, () if _in_users_code(error) else (type(error).__name__,)), None
@@ -335,12 +338,12 @@ class Replica:
             self.scope.settle()
         return None, pack(value, reference=self.namespace.reference)
 
-    def _function(self, call: Call) -> tuple[Any, list[nn.Module]]:
+    def _function(self, call: Call) -> tuple[Any, Arrivals]:
         known = self._functions.get(call.function.pickled) if call.kept else None
         if known is not None:
-            return known, []
+            return known, _NOTHING
         function, visitors = self.namespace.open_call(call.function, None)
-        if call.kept and not visitors:
+        if call.kept and not visitors.modules:
             if len(self._functions) >= KEPT_FUNCTIONS:
                 self._functions.clear()
             self._functions[call.function.pickled] = function
@@ -465,6 +468,18 @@ def _check_visitors(modules: list[nn.Module]) -> None:
                 f"a {type(module).__name__} the function captured got gradients, but it is not mirrored: this was "
                 "a copy, and what it learns would be lost. Create it inside `with strategy.scope():`, or mirror it "
                 "with strategy.mirror(module)"
+            )
+
+
+def _check_unchanged(leaves: list[tuple[torch.Tensor, int]]) -> None:
+    """Refuse that a copy of what can be trained, which is gone after the call, was written to; `leaves`: versions."""
+    for leaf, version in leaves:
+        if leaf._version != version:
+            raise UsageError(
+                f"the function wrote to a {type(leaf).__name__} of shape {tuple(leaf.shape)} that it captured and "
+                "that is not mirrored: this was a copy, and the change would be lost. Create its module inside `with "
+                "strategy.scope():`, mirror that with strategy.mirror(module), or make the tensor a mnb.Variable; to "
+                "change something for this call alone, copy it in the function (copy.deepcopy)"
             )
 
 

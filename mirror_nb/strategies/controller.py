@@ -94,10 +94,23 @@ class ControllerPlace(Place):
             yield
 
     def mirror(self, obj: Any) -> Any:
-        """Treat an object as created in the scope."""
-        self._objects.add(obj)
-        if isinstance(obj, torch.optim.Optimizer):
-            _refuse_steps(obj)
+        try:
+            weakref.ref(obj)
+        except TypeError:
+            raise UsageError(
+                f"a {type(obj).__name__} cannot be mirrored: numbers, strings and containers travel by value with "
+                "each call. Make it an attribute of an object, and mirror that; or a mnb.Variable"
+            ) from None
+        if isinstance(obj, torch.Tensor) and obj.requires_grad and not isinstance(obj, Variable):
+            raise UsageError(
+                f"a {type(obj).__name__} that is trained cannot be mirrored alone: what replicas make of it would not "
+                "come back here. Make it a mnb.Variable, or mirror the module that has it"
+            )
+        for part in obj.modules() if isinstance(obj, nn.Module) else (obj,):
+            if not self._objects.has(part):
+                self._objects.add(part)
+                if isinstance(part, torch.optim.Optimizer):
+                    _refuse_steps(part)
         return obj
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -240,8 +253,11 @@ class ControllerPlace(Place):
     # ------------------------------------------------------------------ objects by reference
 
     def _reference(self, obj: Any, wanted: list[Any]) -> Any:
-        """For `pack`: a token for what is mirrored; what the replicas lack of it is added to `wanted`."""
-        if type(obj) is torch.Tensor and self._objects.handle(obj) is None:
+        """For `pack`: a token for what is mirrored; what the replicas lack of it is added to `wanted`.
+
+        Raises UsageError for what is not, but would have to be.
+        """
+        if type(obj) is torch.Tensor and not obj.requires_grad and self._objects.handle(obj) is None:
             # Most of what is asked for; to ask whether it is a Parameter takes longer than all else here.
             return None
         if isinstance(obj, Strategy):
@@ -257,6 +273,8 @@ class ControllerPlace(Place):
                 raise _not_mirrored(obj)
             owner = self._owner(obj) if isinstance(obj, nn.Parameter) else None
             if owner is None:
+                if isinstance(obj, torch.Tensor) and obj.requires_grad:
+                    self._check_untrained(obj)
                 return None
             module, name = owner
             wanted.append(module)
@@ -277,13 +295,27 @@ class ControllerPlace(Place):
         return self._objects.is_sent(obj)
 
     def _owner(self, parameter: nn.Parameter) -> tuple[nn.Module, str] | None:
-        """Return the module made in the scope that registered this parameter, and its name there."""
+        """Return the module that registered this parameter, and its name there.
+
+        One made in the scope, or a part of one: that may have come later.
+        """
+        seen: set[int] = set()
         for obj in self._objects.all():
-            if isinstance(obj, nn.Module):
-                for name, own in obj._parameters.items():
-                    if own is parameter:
-                        return obj, name
+            if isinstance(obj, nn.Module) and id(obj) not in seen:
+                for module in obj.modules():
+                    seen.add(id(module))
+                    for name, own in module._parameters.items():
+                        if own is parameter:
+                            return module, name
         return None
+
+    def _check_untrained(self, tensor: torch.Tensor) -> None:
+        """Refuse what an optimizer of the scope trains, but no module has: the optimizer would train another copy."""
+        for obj in self._objects.all():
+            if isinstance(obj, torch.optim.Optimizer):
+                for group in obj.param_groups:
+                    if any(tensor is parameter for parameter in group["params"]):
+                        raise _not_owned(tensor, obj)
 
     def _send_objects(self, wanted: list[Any]) -> None:
         """Send objects that the replicas lack, in one pickle: an optimizer keeps the parameters of its network."""
@@ -355,7 +387,7 @@ class ControllerPlace(Place):
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the replicas have this network."""
-        return self._objects.has(module) and self._mirrors.find_handle(module) is not None
+        return self._mirrors.find_handle(module) is not None
 
     def refresh(self) -> None:
         """Bring the networks here up to date with replica 0, statistics averaged over the replicas."""
@@ -537,6 +569,15 @@ def _not_mirrored(obj: object) -> UsageError:
     return UsageError(
         f"the function captures a {kind} that was made outside this strategy's scope; what a replica did with its "
         f"copy would be lost. Create it inside `with strategy.scope():`, or mirror it with strategy.mirror(...)"
+    )
+
+
+def _not_owned(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> UsageError:
+    return UsageError(
+        f"the {type(optimizer).__name__} trains a {type(parameter).__name__} of shape {tuple(parameter.shape)} that "
+        "belongs to no module made in this strategy's scope: what replicas make of it would not come back here. "
+        "Create the module inside `with strategy.scope():`, or mirror it with strategy.mirror(module); make a tensor "
+        "that stands alone a mnb.Variable"
     )
 
 

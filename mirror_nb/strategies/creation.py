@@ -33,7 +33,9 @@ def noted(note: Callable[[Any], None]) -> Iterator[None]:
     def after(made: Any, *args: object, **kwargs: object) -> None:
         note(made)
 
-    changes = [Replaced(owner, "__init__", after=after) for owner in _CLASSES if "__init__" in vars(owner)]
+    # Copies (copy.deepcopy) and what is unpickled (torch.load) get their state by the second.
+    made_by = ("__init__", "__setstate__")
+    changes = [Replaced(owner, name, after=after) for owner in _CLASSES for name in made_by if name in vars(owner)]
     generator = torch.Generator
     torch.Generator = _noting(generator, note)  # type: ignore[misc]
     try:

@@ -72,7 +72,15 @@ class MirroredStrategy(Strategy):
         place.communicate(chosen(ops, place.communication.options, tuple(map(device_names.parse, place.devices))))
 
     def mirror(self, obj: Any) -> Any:
-        """Treat `obj` as created in this strategy's scope, and return it."""
+        """Treat `obj` as created in this strategy's scope, and return it.
+
+        The replicas keep it from the first call that uses it on, and a reference travels in its place. The values of a
+        module, and the settings of an optimizer or a scheduler, come back here; what replicas change in any other
+        object stays with them.
+
+        Raises UsageError for what cannot be told from its equals, a number or a list, and for a single tensor that
+        requires gradients.
+        """
         return self._place.mirror(obj)
 
     def no_sync(self) -> Any:
