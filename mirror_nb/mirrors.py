@@ -226,6 +226,9 @@ def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
             own[name].copy_(value)
 
 
+_Told = torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler
+
+
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return an optimizer's settings (learning rate and the like), group by group, without its parameters."""
     return [
@@ -243,15 +246,16 @@ def change_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, A
                 group[name] = value
 
 
-def is_told(obj: object) -> TypeGuard[torch.optim.Optimizer | LRScheduler]:
+def is_told(obj: object) -> TypeGuard[_Told]:
     """Whether each side tells the other what it changes in an object besides its tensors."""
-    return isinstance(obj, (torch.optim.Optimizer, LRScheduler))
+    return isinstance(obj, _Told)
 
 
-def told_of(obj: torch.optim.Optimizer | LRScheduler) -> Any:
+def told_of(obj: _Told) -> Any:
     """Return what is told of an optimizer: its settings, and whether it has made a step, or schedulers would warn.
 
-    Of a scheduler, where it stands: its `state_dict()`; None if more than numbers, strings and the like is in it.
+    Of a scheduler or a scaler, where it stands: its `state_dict()`; None if more than numbers, strings and the like is
+    in it.
     """
     if isinstance(obj, torch.optim.Optimizer):
         return settings_of(obj), getattr(obj, "_opt_called", False)
@@ -261,8 +265,8 @@ def told_of(obj: torch.optim.Optimizer | LRScheduler) -> Any:
     return None
 
 
-def take_told(obj: torch.optim.Optimizer | LRScheduler, told: Any) -> None:
-    """Make an optimizer or a scheduler what the other side told of it."""
+def take_told(obj: _Told, told: Any) -> None:
+    """Make an optimizer, a scheduler or a scaler what the other side told of it."""
     if isinstance(obj, torch.optim.Optimizer):
         settings, stepped = told
         change_settings(obj, settings)
@@ -310,7 +314,7 @@ def _signs_of(optimizer: torch.optim.Optimizer) -> list[object]:
     return signs
 
 
-def _signs(obj: torch.optim.Optimizer | LRScheduler) -> list[object] | None:
+def _signs(obj: _Told) -> list[object] | None:
     """Return objects that are others once `told_of` has changed; None where something may change in place."""
     if not isinstance(obj, torch.optim.Optimizer):
         return None

@@ -233,6 +233,62 @@ def test_what_is_told_from_nothing_else_is_not_mirrored(two, obj):
         two.mirror(obj)
 
 
+Trained = tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]
+
+
+def with_adam() -> Trained:
+    torch.manual_seed(0)
+    model = Net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    return model, torch.optim.Adam(model.parameters(), 0.1), scaler
+
+
+def adam_step(trained: Trained) -> None:
+    model, optimizer, scaler = trained
+    optimizer.zero_grad()
+    scaler.scale(F.mse_loss(model(X), Y)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def states(trained: Trained) -> list[Any]:
+    return [copy.deepcopy(obj.state_dict()) for obj in trained]
+
+
+def assert_equal_states(some: list[Any], others: list[Any]) -> None:
+    for one, other in zip(some, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_a_checkpoint_written_here_has_all_that_the_replicas_learned_and_training_goes_on_from_it(two):
+    alone = with_adam()
+    with two.scope():
+        mirrored = with_adam()
+    two.run(adam_step, args=(mirrored,))
+    two.run(adam_step, args=(mirrored,))
+    checkpoint = states(mirrored)
+    for _ in range(3):
+        adam_step(alone)
+    two.run(adam_step, args=(mirrored,))
+    assert_equal_states(states(mirrored), states(alone))
+
+    # The very bits of the step before: what is here is not taken for what the replicas have.
+    for obj, state in zip(mirrored, checkpoint, strict=True):
+        obj.load_state_dict(state)
+    assert_equal_states(states(mirrored), checkpoint)
+    two.run(adam_step, args=(mirrored,))
+    assert_equal_states(states(mirrored), states(alone))
+
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as three:
+        with three.scope():
+            again = with_adam()
+        for obj, state in zip(again, checkpoint, strict=True):
+            obj.load_state_dict(state)
+        three.run(adam_step, args=(again,))
+    # After the end too.
+    assert_equal_states(states(again), states(alone))
+
+
 def test_settings_of_an_optimizer_travel_both_ways(two):
     with two.scope():
         model = nn.Linear(2, 1)

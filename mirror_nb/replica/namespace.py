@@ -111,6 +111,8 @@ class Namespace:
             if module is not None:
                 load(module, state)
                 self.mirrors.mark(module)
+                # What was told last is not what the controller has any more.
+                self._sums.pop(handle, None)
 
     # ------------------------------------------------------------------ mirrored objects of the controller
 

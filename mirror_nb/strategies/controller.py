@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
-from mirror_nb.errors import ContextError, MirrorError, PoolClosed, ReplicaDied, UsageError
+from mirror_nb.errors import ContextError, PoolClosed, ReplicaDied, UsageError
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
 from mirror_nb.mirrors import Mirrors, Told, absorb_states, called, take_told, tensors
 from mirror_nb.payload import Packed, pack, unpack
@@ -37,6 +37,7 @@ from mirror_nb.strategies.functions import Functions
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import gather_values, local_parts, reduce_local, regroup, select
+from mirror_nb.strategies.states import States
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
@@ -81,6 +82,7 @@ class ControllerPlace(Place):
         self._objects = _Objects()
         self._functions = Functions(self._travels_by_reference)
         self._mirrors = Mirrors("k")
+        self._states = States(self)
         self._home = ControllerHome(self)
         # The forkserver loads torch while the caller goes on.
         warm_up()
@@ -111,6 +113,7 @@ class ControllerPlace(Place):
                 self._objects.add(part)
                 if isinstance(part, torch.optim.Optimizer):
                     _refuse_steps(part)
+                    self._states.watch(part)
         return obj
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -151,6 +154,11 @@ class ControllerPlace(Place):
         finally:
             if not changes:
                 self.stale, self.calls = behind, calls
+
+    @property
+    def open(self) -> bool:
+        """Whether there are replicas to ask."""
+        return self._pool is not None and not self._closed
 
     def has_sent(self, obj: object) -> bool:
         """Whether the replicas have an object that is mirrored."""
@@ -487,8 +495,7 @@ class ControllerPlace(Place):
             return pool
         if not self._mend(self._pool):
             warnings.warn(
-                "all replicas had died: networks and Variables go on from the values that were last read here, "
-                "optimizers from their start",
+                "all replicas had died: networks, Variables and optimizers go on from what was last read here",
                 stacklevel=2,
             )
         return self._pool
@@ -543,7 +550,7 @@ class ControllerPlace(Place):
             self._end()
 
     def _keep_what_was_learned(self) -> None:
-        """Bring networks and Variables here, where they stay readable."""
+        """Bring networks, Variables and states of optimizers here, where they stay readable."""
         if self._pool is None:
             return
         try:
@@ -552,8 +559,11 @@ class ControllerPlace(Place):
             for obj in self._objects.all():
                 if isinstance(obj, Variable) and self._objects.is_sent(obj):
                     self._home.keep(obj)
-        except MirrorError as reason:
-            warnings.warn(f"closed without the latest values of networks and Variables: {reason}", stacklevel=4)
+                if isinstance(obj, torch.optim.Optimizer):
+                    self._states.read(obj)
+        except Exception as reason:
+            left = "networks, Variables and optimizers"
+            warnings.warn(f"closed without the latest values of {left}: {reason}", stacklevel=4)
 
     def _end(self) -> None:
         self._closed = True
