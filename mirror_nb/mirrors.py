@@ -35,6 +35,8 @@ class _Mark:
     # How many parts had been registered anywhere by then: while that stays, no structure can have changed.
     tensors: tuple[torch.Tensor, ...]
     versions: tuple[int, ...]
+    parts: list[weakref.ref[nn.Module]]
+    flags: list[bool | None]
 
 
 class _Registrations:
@@ -147,12 +149,14 @@ class Mirrors:
         if handle is not None:
             _registrations.watch()
             watched = tuple(tensor for _, tensor in tensors(module))
-            self._marks[handle] = _Mark(structure(module), _registrations.count, watched, versions(module, watched))
+            parts = [weakref.ref(part) for part in module.modules()]
+            versions, flags = _versions(watched), _flags(module.modules())
+            self._marks[handle] = _Mark(structure(module), _registrations.count, watched, versions, parts, flags)
 
     def changed(self, module: nn.Module) -> bool:
-        """Whether a tensor of the network was written to, in ways that autograd counts, since `mark`."""
+        """Whether the network's values have changed since `mark`; of tensors what autograd counts as a write."""
         mark = self._marks.get(self._handles.get(module, ""))
-        return mark is None or mark.versions != versions(module, mark.tensors)
+        return mark is None or mark.versions != _versions(mark.tensors) or mark.flags != _flags_of(mark)
 
     def marked(self, module: nn.Module, tensor: torch.Tensor | None) -> bool:
         """Whether the network had this very tensor at its `mark`."""
@@ -160,12 +164,19 @@ class Mirrors:
         return mark is not None and any(other is tensor for other in mark.tensors)
 
     def written(self, module: nn.Module) -> set[str]:
-        """Return the names of the tensors that were written to, or replaced, since `mark`."""
-        mark = self._marks.get(self._handles.get(module, ""))
-        if mark is not None and mark.versions == versions(module, mark.tensors):
+        """Return the names of the values that were written to, or replaced, since `mark`.
+
+        None of a network that has other parts since then: it goes out whole.
+        """
+        handle = self.known(module)
+        if handle is None:
             return set()
-        before = {} if mark is None else dict(zip(map(id, mark.tensors), _pairs(mark.versions[1:]), strict=True))
-        return {name for name, t in tensors(module) if before.get(id(t)) != (t._version, t.data_ptr())}
+        mark = self._marks[handle]
+        names = {FLAGS} if mark.flags != _flags_of(mark) else set()
+        if mark.versions == _versions(mark.tensors):
+            return names
+        before = dict(zip(map(id, mark.tensors), _pairs(mark.versions), strict=True))
+        return names | {name for name, t in tensors(module) if before.get(id(t)) != (t._version, t.data_ptr())}
 
     def reference(self, obj: object) -> Any:
         """For `pack`: a token for a network, or a parameter of one, that the other side has; else None."""
@@ -206,9 +217,48 @@ def structure(module: nn.Module) -> tuple[int, ...]:
     return (*map(id, module.modules()), *(id(tensor) for _, tensor in tensors(module)))
 
 
-def versions(module: nn.Module, watched: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Return autograd's count of writes of each tensor, its address, and the training flag."""
-    counts: list[int] = [module.training]
+FLAGS = "flags()"
+# A name that no tensor of a network has: under it is which of its parts are in training mode, and what is trained.
+
+
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what is equal on both sides: the network's tensors by name, and its flags."""
+    flags = [2 if flag is None else flag for flag in _flags(module.modules())]
+    return {**dict(tensors(module)), FLAGS: torch.tensor(flags, dtype=torch.uint8)}
+
+
+def _flags_of(mark: _Mark) -> list[bool | None]:
+    return _flags(part for reference in mark.parts if (part := reference()) is not None)
+
+
+def _flags(modules: Iterable[nn.Module]) -> list[bool | None]:
+    """Return whether each part is in training mode, None if it does not know, and which parameters are trained."""
+    parts = list(map(vars, modules))
+    return [part.get("training") for part in parts] + [p.requires_grad for p in _parameters(parts)]
+
+
+def _parameters(parts: list[dict[str, Any]]) -> list[torch.Tensor]:
+    # Past __getattr__, which brings the replicas' values here first.
+    return [p for part in parts for p in part.get("_parameters", {}).values() if p is not None]
+
+
+def _set_flags(module: nn.Module, flags: list[int]) -> None:
+    parts = list(module.modules())
+    parameters = _parameters(list(map(vars, parts)))
+    if len(flags) != len(parts) + len(parameters):
+        # Parts were replaced on one side: it goes out whole.
+        return
+    for part, flag in zip(parts, flags, strict=False):
+        if flag != 2:
+            part.training = bool(flag)
+    for parameter, flag in zip(parameters, flags[len(parts) :], strict=True):
+        if parameter.requires_grad != flag:
+            parameter.requires_grad_(bool(flag))
+
+
+def _versions(watched: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Return autograd's count of writes of each tensor, and its address."""
+    counts: list[int] = []
     for tensor in watched:
         counts += (tensor._version, tensor.data_ptr())
     return tuple(counts)
@@ -219,11 +269,17 @@ def _pairs(values: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Copy values into the network's tensors, in place, so that optimizers and views keep theirs."""
+    """Give the network other values, in place, so that optimizers and views keep its tensors."""
     own = dict(tensors(module))
     with torch.no_grad():
         for name, value in state.items():
-            own[name].copy_(value)
+            if name == FLAGS:
+                _set_flags(module, value.tolist())
+            elif own[name].dtype == value.dtype:
+                own[name].copy_(value)
+            else:
+                # It was converted on the other side, by `module.double()` for instance.
+                own[name].data = value.to(own[name].device, copy=True)
 
 
 _Told = torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler
@@ -237,8 +293,11 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def change_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
-    """Give an optimizer other settings; a learning rate that is a tensor stays that tensor."""
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
+    """Give an optimizer other settings; a learning rate that is a tensor stays that tensor.
+
+    Groups that were added on one side alone keep theirs.
+    """
+    for group, values in zip(optimizer.param_groups, settings, strict=False):
         for name, value in values.items():
             if isinstance(group.get(name), torch.Tensor):
                 group[name].fill_(value)

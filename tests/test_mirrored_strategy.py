@@ -289,6 +289,69 @@ def test_a_checkpoint_written_here_has_all_that_the_replicas_learned_and_trainin
     assert_equal_states(states(again), states(alone))
 
 
+def test_mode_frozen_parameters_and_dtype_of_a_module_are_alike_on_both_sides(two):
+    with two.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+
+    def seen() -> tuple[Any, ...]:
+        return model.training, model[1].training, model[0].weight.requires_grad, str(model[0].weight.dtype)
+
+    assert two.run(seen) == (True, True, True, "torch.float32")
+    model[1].eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.double()
+    assert two.run(seen) == (True, False, False, "torch.float64")
+    two.run(lambda: model.eval().float() and None)
+    # A mode that is no other than the one here, but than theirs.
+    model.train()
+    assert two.run(seen) == (True, True, False, "torch.float32")
+    two.run(lambda: model.eval().requires_grad_(True) and None)
+    list(model.parameters())
+    assert seen() == (False, False, True, "torch.float32")
+
+
+def test_a_module_that_is_unfrozen_here_is_trained_from_then_on(two):
+    with two.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    model.weight.requires_grad_(False)
+    before = model.weight.sum().item()
+    two.run(step_of(model, optimizer))
+    assert model.weight.sum().item() == before
+    model.weight.requires_grad_(True)
+    two.run(step_of(model, optimizer))
+    assert model.weight.sum().item() == pytest.approx(before - 2)
+
+
+def test_a_parameter_group_that_was_added_here_alone_is_refused(two):
+    with two.scope():
+        first, second = nn.Linear(2, 1), nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(first.parameters(), 0.1, momentum=0.9)
+    two.run(step_of(first, optimizer))
+    optimizer.add_param_group({"params": list(second.parameters())})
+    for _ in range(2):
+        with pytest.raises(mnb.UsageError, match=r"the SGD has 2 parameter groups here, but was sent .* with 1:"):
+            two.run(step_of(first, optimizer))
+    with two.scope():
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1, momentum=0.9)
+    two.run(step_of(nn.Sequential(first, second), optimizer))
+
+
+def test_a_parameter_group_that_was_added_in_the_replicas_is_trained_there(two):
+    with two.scope():
+        model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
+    step = step_of(model, optimizer)
+    two.run(step)
+    before = model[1].weight.item()
+    two.run(lambda: optimizer.add_param_group({"params": list(model[1].parameters())}))
+    two.run(step)
+    assert model[1].weight.item() != before
+    with pytest.raises(mnb.UsageError, match="the SGD got parameter groups in the replicas that it has not here"):
+        optimizer.state_dict()
+
+
 def test_settings_of_an_optimizer_travel_both_ways(two):
     with two.scope():
         model = nn.Linear(2, 1)

@@ -539,6 +539,19 @@ def test_values_written_through_data_in_the_notebook_are_seen_in_the_replicas(no
     assert notebook.user_ns["w"] == 7
 
 
+def test_mode_frozen_parameters_and_dtype_of_a_network_are_alike_on_both_sides(notebook):
+    seen = "seen = net.training, net[1].training, net[0].weight.requires_grad, net[0].weight.dtype"
+    notebook.here(NET)
+    notebook.cell(f"import torch\n{seen}")
+    assert notebook.user_ns["seen"] == (True, True, True, torch.float32)
+    notebook.here("net[1].eval()\nnet[0].requires_grad_(False)\nnet.double()")
+    notebook.cell(seen)
+    assert notebook.user_ns["seen"] == (True, False, False, torch.float64)
+    notebook.cell("net.eval()\nnet.requires_grad_(True)\nnet.float()")
+    notebook.here(seen)
+    assert notebook.user_ns["seen"] == (False, False, True, torch.float32)
+
+
 def test_a_network_whose_part_was_replaced_here_is_sent_again(notebook):
     notebook.here(NET)
     notebook.cell("net")

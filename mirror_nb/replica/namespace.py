@@ -29,6 +29,7 @@ from mirror_nb.mirrors import (
     load,
     take_told,
     tensors,
+    values,
 )
 from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
 
@@ -359,7 +360,7 @@ class Namespace:
         for handle, module in self.mirrors.roots():
             if handle in fresh or not (trained or self.mirrors.changed(module)):
                 continue
-            state = dict(tensors(module)) if owner else averaged_statistics(module)
+            state = values(module) if owner else averaged_statistics(module)
             total = bits(state.values())
             if self._sums.get(handle) != total:
                 states[handle] = {name: value.detach() for name, value in state.items()}

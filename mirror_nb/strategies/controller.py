@@ -24,7 +24,7 @@ from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaDied, UsageError
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirrors import Mirrors, Told, absorb_states, called, take_told, tensors
+from mirror_nb.mirrors import Mirrors, Told, absorb_states, called, take_told, values
 from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
@@ -385,7 +385,7 @@ class ControllerPlace(Place):
             # These alone: of the others the replicas may have newer values.
             written = self._mirrors.written(module)
             if written:
-                changed[handle] = {name: value.detach() for name, value in tensors(module) if name in written}
+                changed[handle] = {name: value.detach() for name, value in values(module).items() if name in written}
                 self._mirrors.mark(module)
         if changed:
             packed = pack(changed)
@@ -601,6 +601,8 @@ class _Objects:
         self._by_handle: dict[str, weakref.ref[Any]] = {}
         self._sent: set[str] = set()
         self._released: list[str] = []
+        self._groups: dict[str, int] = {}
+        # Of each optimizer that was sent, how many it had.
         self._told = Told()
         # The settings that the replicas know.
 
@@ -614,6 +616,7 @@ class _Objects:
             self._known.pop(key, None)
             self._by_handle.pop(handle, None)
             self._told.forget(handle)
+            self._groups.pop(handle, None)
             if handle in self._sent:
                 self._sent.discard(handle)
                 self._released.append(handle)
@@ -647,17 +650,31 @@ class _Objects:
     def mark_sent(self, obj: Any) -> None:
         handle = self.add(obj)
         self._sent.add(handle)
+        if isinstance(obj, torch.optim.Optimizer):
+            self._groups[handle] = len(obj.param_groups)
         self._told.know(handle, obj)
 
     def forget_sent(self) -> None:
         self._sent.clear()
+        self._groups.clear()
 
     def take_released(self) -> list[str]:
         released, self._released = self._released, []
         return released
 
     def changed_settings(self) -> tuple[tuple[str, Any], ...]:
-        """Return the settings that were changed here since the replicas had the same, and whose they are."""
+        """Return the settings that were changed here since the replicas had the same, and whose they are.
+
+        Raises UsageError for a parameter group that was added to an optimizer here alone.
+        """
+        for handle, groups in self._groups.items():
+            optimizer = self.find(handle)
+            if optimizer is not None and len(optimizer.param_groups) != groups:
+                raise UsageError(
+                    f"the {type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups here, but was "
+                    f"sent to the replicas with {groups}: call add_param_group before the first strategy.run that "
+                    "uses it, or in the function given to strategy.run; or make a new optimizer in the scope"
+                )
         return self._told.changes(self.find)
 
     def take_settings(self, handle: str, settings: Any) -> None:

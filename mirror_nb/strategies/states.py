@@ -13,6 +13,7 @@ from typing import Any, Protocol, final
 
 import torch
 
+from mirror_nb.errors import UsageError
 from mirror_nb.values import PerReplica
 
 
@@ -49,13 +50,21 @@ class States:
         optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def read(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring replica 0's state here, unless it is here. Raises what a call raises."""
+        """Bring replica 0's state here, unless it is here.
+
+        Raises what a call raises, and UsageError for an optimizer that has parameters there alone.
+        """
         place = self._asked(optimizer)
         if place is None or self._read_at.get(optimizer) == place.calls:
             return
         wanted = PerReplica([replica_id == 0 for replica_id in range(place.num_replicas)])
         state = place.command(_state_of, (optimizer, wanted), changes=False)[0]
         parameters = _parameters(optimizer)
+        if any(isinstance(key, int) and key >= len(parameters) for key in state):
+            raise UsageError(
+                f"the {type(optimizer).__name__} got parameter groups in the replicas that it has not here: call its "
+                "state_dict in the function given to strategy.run"
+            )
         optimizer.state.clear()
         for key, value in state.items():
             optimizer.state[parameters[key] if isinstance(key, int) else key] = value
