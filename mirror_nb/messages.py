@@ -149,6 +149,8 @@ class Call:
     # By handle: what the controller changed in the settings of a mirrored optimizer.
     kept: bool = False
     # True: all that the function captures is unchanging or lives here, so that the replica may keep it, too.
+    modes: Any = None
+    # Torch's modes around the call, as `modes.current` gives them; None: the usual ones.
 
 
 @dataclass(frozen=True, slots=True)

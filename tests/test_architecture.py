@@ -22,6 +22,7 @@ FLOORS = (
         "payload",
         "keras_objects",
         "parametrized",
+        "modes",
         "contents",
         "matching",
         "mirrors",

@@ -352,6 +352,28 @@ def test_a_parameter_group_that_was_added_in_the_replicas_is_trained_there(two):
         optimizer.state_dict()
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_a_function_runs_in_the_modes_that_run_was_called_in(two, mode):
+    with two.scope():
+        layer = nn.Linear(2, 2)
+
+    def seen() -> tuple[bool, bool, str]:
+        made = layer(torch.ones(1, 2))
+        return made.requires_grad, made.is_inference(), str(made.dtype)
+
+    with mode():
+        here, there = seen(), two.run(seen)
+    assert there == here != seen()
+    assert two.run(seen) == seen()
+    with mode(), pytest.raises(LookupError):
+        two.run(lambda: {}["nothing"])
+    assert two.run(seen) == seen()
+
+
 def test_settings_of_an_optimizer_travel_both_ways(two):
     with two.scope():
         model = nn.Linear(2, 1)

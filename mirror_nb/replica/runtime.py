@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import _utils as torch_loaders
 
+from mirror_nb import modes
 from mirror_nb.batches import to_device
 from mirror_nb.collectives import process_group
 from mirror_nb.collectives.base import Member
@@ -62,6 +63,7 @@ from mirror_nb.replica.shell import ReplicaShell, make_shell
 from mirror_nb.steering import Steering
 
 _NOTHING = Arrivals()
+_usual = contextlib.nullcontext()
 KEPT_FUNCTIONS = 16
 LOADER_SECONDS = 0.3
 
@@ -324,7 +326,8 @@ class Replica:
         try:
             if call.shares is not None:
                 self.gradients.set_shares(*call.shares)
-            with self.scope, self._interruptible(number):
+            around = _usual if call.modes is None else modes.entered(call.modes)
+            with self.scope, self._interruptible(number), around:
                 value = function(*args, **kwargs) if call.plain else self.invoke(function, args, kwargs)
             _check_visitors([*visitors.modules, *more.modules])
             _check_unchanged(versions)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from mirror_nb import modes
 from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaDied, UsageError
@@ -231,10 +232,12 @@ class ControllerPlace(Place):
             calls, slabs = {}, {}
             changed = self._objects.changed_settings()
             released = tuple(self._objects.take_released())
+            around = None if plain else modes.current()
             for replica_id in range(self.num_replicas):
                 mine = packed[replica_id if parts else 0]
                 shares = _shares_of(parts, replica_id)
-                calls[replica_id] = Call(function, mine.payload, plain, shares, released, changed, kept is not None)
+                call = Call(function, mine.payload, plain, shares, released, changed, kept is not None, around)
+                calls[replica_id] = call
                 slabs[replica_id] = mine.slab
             report = pool.run(calls, slabs=slabs, on_message=_listening(on_note), on_tick=self._tick)
             if self._dashboard is not None:

@@ -33,9 +33,9 @@ def noted(note: Callable[[Any], None]) -> Iterator[None]:
     def after(made: Any, *args: object, **kwargs: object) -> None:
         note(made)
 
-    # Copies (copy.deepcopy) and what is unpickled (torch.load) get their state by the second.
-    made_by = ("__init__", "__setstate__")
-    changes = [Replaced(owner, name, after=after) for owner in _CLASSES for name in made_by if name in vars(owner)]
+    changes = [Replaced(owner, "__init__", after=after) for owner in _CLASSES if "__init__" in vars(owner)]
+    # Copies (copy.deepcopy) and what is unpickled (torch.load). Not an optimizer's, which loads states by it, too.
+    changes += [Replaced(owner, "__setstate__", after=after) for owner in (nn.Module, torch.amp.GradScaler)]
     generator = torch.Generator
     torch.Generator = _noting(generator, note)  # type: ignore[misc]
     try:
