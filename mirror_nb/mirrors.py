@@ -13,7 +13,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, final
 
 import torch
@@ -128,8 +128,11 @@ class Mirrors:
         if handle is None or handle not in self._marks:
             return None
         mark = self._marks[handle]
-        same = mark.registrations == _registrations.count or mark.structure == structure(module)
-        return handle if same else None
+        if mark.registrations != _registrations.count:
+            if mark.structure != structure(module):
+                return None
+            self._marks[handle] = replace(mark, registrations=_registrations.count)
+        return handle
 
     def all(self) -> dict[str, nn.Module]:
         """Return every network that has a handle."""
@@ -214,7 +217,11 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def structure(module: nn.Module) -> tuple[int, ...]:
     """Return what changes when parts of the network are replaced, but not when values are."""
-    return (*map(id, module.modules()), *(id(tensor) for _, tensor in tensors(module)))
+    parts = list(module.modules())
+    # Past named_parameters, which brings the replicas' values here first: nobody wants to see them.
+    held = [vars(part).get(kind, {}) for part in parts for kind in ("_parameters", "_buffers")]
+    found = (id(tensor) for tensors in held for tensor in tensors.values() if tensor is not None)
+    return (*map(id, parts), *dict.fromkeys(found))
 
 
 FLAGS = "flags()"

@@ -374,6 +374,20 @@ def test_a_function_runs_in_the_modes_that_run_was_called_in(two, mode):
     assert two.run(seen) == seen()
 
 
+def test_a_call_brings_no_values_back_whatever_modules_were_made_since(two, monkeypatch):
+    model = trained(two)
+    refreshed: list[int] = []
+    monkeypatch.setattr(two._place, "refresh", lambda: refreshed.append(1))
+
+    def use() -> float:
+        return model(torch.ones(1, 2)).item()
+
+    for _ in range(3):
+        assert two.run(use) == 3.0
+        nn.CrossEntropyLoss(), nn.Linear(1, 1)
+    assert not refreshed
+
+
 def test_settings_of_an_optimizer_travel_both_ways(two):
     with two.scope():
         model = nn.Linear(2, 1)

@@ -670,7 +670,7 @@ class _Objects:
 
         Raises UsageError for a parameter group that was added to an optimizer here alone.
         """
-        for handle, groups in self._groups.items():
+        for handle, groups in list(self._groups.items()):
             optimizer = self.find(handle)
             if optimizer is not None and len(optimizer.param_groups) != groups:
                 raise UsageError(

@@ -75,8 +75,8 @@ class MirroredStrategy(Strategy):
         """Treat `obj` as created in this strategy's scope, and return it.
 
         The replicas keep it from the first call that uses it on, and a reference travels in its place. The values of a
-        module, and the settings of an optimizer or a scheduler, come back here; what replicas change in any other
-        object stays with them.
+        module, settings and state of an optimizer, a scheduler or a scaler come back here; what replicas change in any
+        other object stays with them.
 
         Raises UsageError for what cannot be told from its equals, a number or a list, and for a single tensor that
         requires gradients.
