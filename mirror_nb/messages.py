@@ -176,11 +176,13 @@ class LoadModules:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Send what these names are bound to, whatever its size."""
+    """Send what these names are bound to, whatever its size, and the values of networks that have changed."""
 
     names: tuple[str, ...]
     owner: bool
     # True on the one replica whose networks travel.
+    anew: bool = False
+    # True: what was sent before may not have arrived.
 
 
 class Word(enum.Enum):

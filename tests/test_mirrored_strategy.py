@@ -388,6 +388,33 @@ def test_a_call_brings_no_values_back_whatever_modules_were_made_since(two, monk
     assert not refreshed
 
 
+@pytest.mark.parametrize("interrupted", ["call", "read"])
+def test_an_interrupt_at_the_very_end_of_a_request_costs_no_values(two, monkeypatch, interrupted):
+    with two.scope():
+        model = nn.Linear(2, 1)
+
+    def fill() -> None:
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+
+    pool = two._place._ready()
+    run = pool.run
+
+    def run_and_press(*args: Any, **kwargs: Any) -> Any:
+        run(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    two.run(lambda: model.weight.sum())
+    assert model.weight.sum() != 14.0
+    if interrupted == "read":
+        two.run(fill)
+    monkeypatch.setattr(pool, "run", run_and_press)
+    with pytest.raises(KeyboardInterrupt):
+        _ = two.run(fill) if interrupted == "call" else model.weight
+    monkeypatch.undo()
+    assert model.weight.sum() == 14.0
+
+
 def test_settings_of_an_optimizer_travel_both_ways(two):
     with two.scope():
         model = nn.Linear(2, 1)

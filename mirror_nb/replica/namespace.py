@@ -240,6 +240,10 @@ class Namespace:
                 self.mirrors.mark(module)
         return packed
 
+    def forget_told(self) -> None:
+        """Send the values of all networks the next time, also of those that have not changed since the last."""
+        self._sums.clear()
+
     def _changed_search(self) -> SearchPath | None:
         changed, self._search = sys.path != self._search, list(sys.path)
         return SearchPath() if changed else None

@@ -193,7 +193,9 @@ class Replica:
                     self.namespace.bind(names, slab)
                 case LoadModules(states):
                     self.namespace.load(states, slab)
-                case Fetch(names, owner):
+                case Fetch(names, owner, anew):
+                    if anew:
+                        self.namespace.forget_told()
                     packed = self._fetch(names, owner, request.number)
                 case Snapshot(without):
                     packed, left = self.namespace.snapshot(self.scope.random_streams(), without)

@@ -66,6 +66,8 @@ class ControllerPlace(Place):
         self.stale = False
         self.calls = 0
         self._refreshing = False
+        self._half_read = False
+        # The replicas take for known here what an interrupted read may have lost.
         self._names = devices
         self.communication = communication
         self._make_pool = lambda: LocalPool(
@@ -239,14 +241,18 @@ class ControllerPlace(Place):
                 call = Call(function, mine.payload, plain, shares, released, changed, kept is not None, around)
                 calls[replica_id] = call
                 slabs[replica_id] = mine.slab
-            report = pool.run(calls, slabs=slabs, on_message=_listening(on_note), on_tick=self._tick)
+            any_sent = self._objects.any_sent
+            try:
+                report = pool.run(calls, slabs=slabs, on_message=_listening(on_note), on_tick=self._tick)
+            finally:
+                # Here, with no call between: an interrupt may come as soon as `run` collects it no more.
+                self.stale = self.stale or any_sent
+                self.calls += 1
             if self._dashboard is not None:
                 self._dashboard.ended(report)
         finally:
             for sent in packed:
                 sent.close()
-        self.calls += 1
-        self.stale = self.stale or self._objects.any_sent
         settle(report, self._names)
         return self._results(report)
 
@@ -406,7 +412,8 @@ class ControllerPlace(Place):
             return
         self._refreshing = True
         try:
-            report = self._fetched()
+            anew, self._half_read = self._half_read, True
+            report = self._fetched(anew)
             states = {}
             for replica_id, answer in report.answers.items():
                 if answer.done is not None and answer.done.payload is not None:
@@ -414,16 +421,16 @@ class ControllerPlace(Place):
                     states[replica_id] = exports.states
             absorb_states(self._mirrors, states, 0)
             # Only now: after a read that was interrupted the next one has to ask again.
-            self.stale = False
+            self.stale = self._half_read = False
         finally:
             self._refreshing = False
 
-    def _fetched(self) -> Report:
+    def _fetched(self, anew: bool) -> Report:
         """Ask for the networks; again where a replica dies meanwhile, since to read changes nothing."""
         for attempt in range(READS):
             pool = self._ready()
             self._push_changes()
-            report = pool.run({r: Fetch((), r == 0) for r in range(self.num_replicas)})
+            report = pool.run({r: Fetch((), r == 0, anew or attempt > 0) for r in range(self.num_replicas)})
             try:
                 settle(report, self._names)
                 break

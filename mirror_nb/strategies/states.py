@@ -72,10 +72,15 @@ class States:
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         place = self._asked(optimizer)
-        if place is not None:
-            # Not read again first.
-            self._read_at[optimizer] = place.calls
+        if place is None:
+            return
+        # Not read again first.
+        self._read_at[optimizer] = place.calls
+        try:
             place.command(_load, (optimizer, optimizer.state_dict()["state"]), changes=False)
+        except BaseException:
+            del self._read_at[optimizer]
+            raise
 
     def _asked(self, optimizer: torch.optim.Optimizer) -> Commands | None:
         place = self._place()
