@@ -169,7 +169,7 @@ class Mirrors:
     def written(self, module: nn.Module) -> set[str]:
         """Return the names of the values that were written to, or replaced, since `mark`.
 
-        None of a network that has other parts since then: it goes out whole.
+        No names where the network has other parts since then: it goes out whole.
         """
         handle = self.known(module)
         if handle is None:
@@ -228,7 +228,7 @@ FLAGS = "flags()"
 # A name that no tensor of a network has: under it is which of its parts are in training mode, and what is trained.
 
 
-def values(module: nn.Module) -> dict[str, torch.Tensor]:
+def mirrored_values(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return what is equal on both sides: the network's tensors by name, and its flags."""
     flags = [2 if flag is None else flag for flag in _flags(module.modules())]
     return {**dict(tensors(module)), FLAGS: torch.tensor(flags, dtype=torch.uint8)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def current() -> Any:
 
 
 @contextlib.contextmanager
-def entered(modes: Any) -> Any:
+def entered(modes: Any) -> Iterator[None]:
     """Run a block in the modes that `current` returned elsewhere."""
     gradients, inference, casts = modes
     with contextlib.ExitStack() as stack:

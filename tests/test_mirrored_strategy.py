@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -329,10 +331,15 @@ def test_a_parameter_group_that_was_added_here_alone_is_refused(two):
         first, second = nn.Linear(2, 1), nn.Linear(1, 1)
         optimizer = torch.optim.SGD(first.parameters(), 0.1, momentum=0.9)
     two.run(step_of(first, optimizer))
+    step = step_of(first, optimizer)
+    two.run(step)
     optimizer.add_param_group({"params": list(second.parameters())})
-    for _ in range(2):
-        with pytest.raises(mnb.UsageError, match=r"the SGD has 2 parameter groups here, but was sent .* with 1:"):
-            two.run(step_of(first, optimizer))
+    for use in (lambda: two.run(step), lambda: two.run(step_of(first, optimizer)), optimizer.state_dict):
+        for _ in range(2):
+            with pytest.raises(mnb.UsageError, match=r"the SGD has 2 parameter groups here, but was sent .* with 1:"):
+                use()
+    # Whoever does not use it goes on.
+    assert two.run(lambda: 1) == 1
     with two.scope():
         optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1, momentum=0.9)
     two.run(step_of(nn.Sequential(first, second), optimizer))
@@ -673,6 +680,45 @@ def test_a_read_that_was_interrupted_is_not_taken_for_done(two, monkeypatch):
         model.state_dict()
     monkeypatch.undo()
     assert model.weight.sum() == 2.0
+
+
+def test_a_state_that_cannot_be_told_costs_nothing_else_its_value_at_the_end():
+    class Silent(torch.optim.SGD):
+        def state_dict(self) -> Any:
+            raise NotImplementedError("no state")
+
+    strategy = mnb.MirroredStrategy(["cpu:0"])
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = Silent(model.parameters(), 1.0)
+        value = mnb.Variable(1.0)
+    before = model(torch.ones(1, 2)).item()
+    strategy.run(step_of(model, optimizer))
+    strategy.run(lambda: value.assign_add(1.0))
+    with pytest.warns(UserWarning, match="closed without the latest values of .* optimizers: no state"):
+        strategy.close()
+    assert model(torch.ones(1, 2)).item() == pytest.approx(before - 3)
+    assert float(value) == 2.0
+
+
+def test_an_optimizer_goes_on_from_its_last_known_state_when_all_replicas_have_died():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            mirrored = with_adam()
+        strategy.run(adam_step, args=(mirrored,))
+        read = states(mirrored)
+        for replica in strategy._place._ready().status():
+            os.kill(replica.pid, signal.SIGKILL)
+        with pytest.raises(mnb.ReplicaDied):
+            strategy.run(adam_step, args=(mirrored,))
+        with pytest.warns(UserWarning, match="all replicas had died"):
+            strategy.run(lambda: None)
+        assert_equal_states(states(mirrored), read)
+        strategy.run(adam_step, args=(mirrored,))
+        alone = with_adam()
+        adam_step(alone)
+        adam_step(alone)
+        assert_equal_states(states(mirrored), states(alone))
 
 
 def test_variables_stay_readable_when_their_strategy_is_closed():

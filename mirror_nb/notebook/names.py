@@ -18,7 +18,7 @@ from torch import nn
 from mirror_nb.contents import Content, content
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
-from mirror_nb.mirrors import Mirrors, absorb_states, values
+from mirror_nb.mirrors import Mirrors, absorb_states, mirrored_values
 from mirror_nb.payload import Packed, Payload, global_names, pack, unpack
 from mirror_nb.values import Remote, merged
 
@@ -209,7 +209,7 @@ class Names:
         changed = {}
         for handle, module in self.mirrors.roots():
             if self.mirrors.known(module) is not None and self.mirrors.changed(module):
-                changed[handle] = {name: value.detach() for name, value in values(module).items()}
+                changed[handle] = {name: value.detach() for name, value in mirrored_values(module).items()}
                 self.mirrors.mark(module)
         return changed
 

@@ -27,9 +27,9 @@ from mirror_nb.mirrors import (
     bits,
     is_told,
     load,
+    mirrored_values,
     take_told,
     tensors,
-    values,
 )
 from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
 
@@ -364,7 +364,7 @@ class Namespace:
         for handle, module in self.mirrors.roots():
             if handle in fresh or not (trained or self.mirrors.changed(module)):
                 continue
-            state = values(module) if owner else averaged_statistics(module)
+            state = mirrored_values(module) if owner else averaged_statistics(module)
             total = bits(state.values())
             if self._sums.get(handle) != total:
                 states[handle] = {name: value.detach() for name, value in state.items()}

@@ -25,7 +25,7 @@ from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaDied, UsageError
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirrors import Mirrors, Told, absorb_states, called, take_told, values
+from mirror_nb.mirrors import Mirrors, Told, absorb_states, called, mirrored_values, take_told
 from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
@@ -299,6 +299,8 @@ class ControllerPlace(Place):
         if isinstance(obj, nn.Module):
             wanted.append(obj)
             return ("module", self._mirrors.handle(obj))
+        if isinstance(obj, torch.optim.Optimizer):
+            self._objects.check_groups(obj)
         if not self._objects.is_sent(obj):
             wanted.append(obj)
         return ("object", handle)
@@ -309,6 +311,8 @@ class ControllerPlace(Place):
             return obj._place is self
         if isinstance(obj, nn.Module):
             return self._mirrors.known(obj) is not None
+        if isinstance(obj, torch.optim.Optimizer):
+            self._objects.check_groups(obj)
         return self._objects.is_sent(obj)
 
     def _owner(self, parameter: nn.Parameter) -> tuple[nn.Module, str] | None:
@@ -394,7 +398,9 @@ class ControllerPlace(Place):
             # These alone: of the others the replicas may have newer values.
             written = self._mirrors.written(module)
             if written:
-                changed[handle] = {name: value.detach() for name, value in values(module).items() if name in written}
+                changed[handle] = {
+                    name: value.detach() for name, value in mirrored_values(module).items() if name in written
+                }
                 self._mirrors.mark(module)
         if changed:
             packed = pack(changed)
@@ -569,6 +575,8 @@ class ControllerPlace(Place):
             for obj in self._objects.all():
                 if isinstance(obj, Variable) and self._objects.is_sent(obj):
                     self._home.keep(obj)
+            # Last: a state may be one that cannot be told, which is to cost nothing else its value.
+            for obj in self._objects.all():
                 if isinstance(obj, torch.optim.Optimizer):
                     self._states.read(obj)
         except Exception as reason:
@@ -657,6 +665,16 @@ class _Objects:
     def is_sent(self, obj: object) -> bool:
         return self.handle(obj) in self._sent
 
+    def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that got a parameter group here since it was sent: the replicas' has it not."""
+        groups = self._groups.get(self.handle(optimizer) or "")
+        if groups is not None and groups != len(optimizer.param_groups):
+            raise UsageError(
+                f"the {type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups here, but was "
+                f"sent to the replicas with {groups}: call add_param_group before the first strategy.run that "
+                "uses it, or in the function given to strategy.run; or make a new optimizer in the scope"
+            )
+
     def mark_sent(self, obj: Any) -> None:
         handle = self.add(obj)
         self._sent.add(handle)
@@ -673,18 +691,7 @@ class _Objects:
         return released
 
     def changed_settings(self) -> tuple[tuple[str, Any], ...]:
-        """Return the settings that were changed here since the replicas had the same, and whose they are.
-
-        Raises UsageError for a parameter group that was added to an optimizer here alone.
-        """
-        for handle, groups in list(self._groups.items()):
-            optimizer = self.find(handle)
-            if optimizer is not None and len(optimizer.param_groups) != groups:
-                raise UsageError(
-                    f"the {type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups here, but was "
-                    f"sent to the replicas with {groups}: call add_param_group before the first strategy.run that "
-                    "uses it, or in the function given to strategy.run; or make a new optimizer in the scope"
-                )
+        """Return the settings that were changed here since the replicas had the same, and whose they are."""
         return self._told.changes(self.find)
 
     def take_settings(self, handle: str, settings: Any) -> None:

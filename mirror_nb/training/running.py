@@ -98,8 +98,8 @@ class Guard:
         self._check(self._new)
         if not mended.survived:
             self.give_up(
-                "No replica is left that had the networks: they go on from the values that were last read here, "
-                "optimizers from their start",
+                "No replica is left that had the networks: they and their optimizers go on from what was last read "
+                "here",
                 survived=False,
             )
         where = again()
