@@ -6,20 +6,16 @@ place. Knows payloads and torch, no replicas and no channel.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import operator
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard, final
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
-from torch.optim.lr_scheduler import LRScheduler
 
 from mirror_nb.errors import TransferError
 from mirror_nb.payload import Arrivals
@@ -287,129 +283,6 @@ def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
             else:
                 # It was converted on the other side, by `module.double()` for instance.
                 own[name].data = value.to(own[name].device, copy=True)
-
-
-_Told = torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return an optimizer's settings (learning rate and the like), group by group, without its parameters."""
-    return [
-        {name: _plain(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-    ]
-
-
-def change_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
-    """Give an optimizer other settings; a learning rate that is a tensor stays that tensor.
-
-    Groups that were added on one side alone keep theirs.
-    """
-    for group, values in zip(optimizer.param_groups, settings, strict=False):
-        for name, value in values.items():
-            if isinstance(group.get(name), torch.Tensor):
-                group[name].fill_(value)
-            else:
-                group[name] = value
-
-
-def is_told(obj: object) -> TypeGuard[_Told]:
-    """Whether each side tells the other what it changes in an object besides its tensors."""
-    return isinstance(obj, _Told)
-
-
-def told_of(obj: _Told) -> Any:
-    """Return what is told of an optimizer: its settings, and whether it has made a step, or schedulers would warn.
-
-    Of a scheduler or a scaler, where it stands: its `state_dict()`; None if more than numbers, strings and the like is
-    in it.
-    """
-    if isinstance(obj, torch.optim.Optimizer):
-        return settings_of(obj), getattr(obj, "_opt_called", False)
-    # A user's own class may refuse.
-    with contextlib.suppress(Exception):
-        return _copied(obj.state_dict())
-    return None
-
-
-def take_told(obj: _Told, told: Any) -> None:
-    """Make an optimizer, a scheduler or a scaler what the other side told of it."""
-    if isinstance(obj, torch.optim.Optimizer):
-        settings, stepped = told
-        change_settings(obj, settings)
-        if stepped:
-            obj._opt_called = True  # type: ignore[attr-defined]
-    elif told is not None:
-        # It takes apart what it is given.
-        obj.load_state_dict(_copied(told))
-
-
-@final
-class Told:
-    """What the other side knows of optimizers and schedulers, by handle."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[Any, list[object] | None]] = {}
-
-    def know(self, handle: str, obj: Any) -> None:
-        """The other side has the object as it is now; nothing is noted of one that is not told of."""
-        if is_told(obj):
-            self._known[handle] = told_of(obj), _signs(obj)
-
-    def forget(self, handle: str) -> None:
-        """The object is gone."""
-        self._known.pop(handle, None)
-
-    def changes(self, find: Callable[[str], Any]) -> tuple[tuple[str, Any], ...]:
-        """Return what is to be told, by handle, and take it for told; `find` gives objects, None if they are gone."""
-        changed = []
-        for handle, (told, signs) in list(self._known.items()):
-            obj = find(handle)
-            if obj is None or (signs is not None and _same(signs, _signs_of(obj))):
-                continue
-            self.know(handle, obj)
-            now = self._known[handle][0]
-            if now != told:
-                changed.append((handle, now))
-        return tuple(changed)
-
-
-def _signs_of(optimizer: torch.optim.Optimizer) -> list[object]:
-    signs = [getattr(optimizer, "_opt_called", False)]
-    for group in optimizer.param_groups:
-        signs += group.values()
-    return signs
-
-
-def _signs(obj: _Told) -> list[object] | None:
-    """Return objects that are others once `told_of` has changed; None where something may change in place."""
-    if not isinstance(obj, torch.optim.Optimizer):
-        return None
-    values = [value for group in obj.param_groups for name, value in group.items() if name != "params"]
-    return _signs_of(obj) if all(type(value) in _UNCHANGING for value in values) else None
-
-
-_UNCHANGING = frozenset({int, float, bool, str, type(None), tuple})
-
-
-def _same(some: list[object], others: list[object]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def _copied(value: Any) -> Any:
-    """Copy a nest of plain values. Raises TypeError for others."""
-    kind = type(value)
-    if kind in (dict, Counter):
-        return kind({key: _copied(item) for key, item in value.items()})
-    if kind in (list, tuple):
-        return kind(_copied(item) for item in value)
-    value = _plain(value)
-    if value is None or isinstance(value, str | int | float):
-        return value
-    raise TypeError(f"{kind.__name__} is no plain value")
 
 
 def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.Tensor]]], owner: int) -> None:

@@ -26,6 +26,7 @@ FLOORS = (
         "contents",
         "matching",
         "mirrors",
+        "told",
         "batches",
         "sampling",
         "prefetch",

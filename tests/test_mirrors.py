@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mirror_nb.errors import TransferError
-from mirror_nb.mirrors import Mirrors, Told, averaged_statistics, bits, load, structure, tensors, told_of
+from mirror_nb.mirrors import Mirrors, averaged_statistics, bits, load, structure, tensors
 from mirror_nb.payload import pack, unpack
+from mirror_nb.told import Told, told_of
 
 
 def net() -> nn.Sequential:

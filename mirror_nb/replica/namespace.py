@@ -20,18 +20,9 @@ from torch import nn
 from mirror_nb.contents import Content, content
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
-from mirror_nb.mirrors import (
-    Mirrors,
-    Told,
-    averaged_statistics,
-    bits,
-    is_told,
-    load,
-    mirrored_values,
-    take_told,
-    tensors,
-)
+from mirror_nb.mirrors import Mirrors, averaged_statistics, bits, load, mirrored_values, tensors
 from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
+from mirror_nb.told import Told, is_told, take_told
 
 PLAIN_BYTES = 1 << 20
 # A plain value above this stays in the replica and is fetched on request.

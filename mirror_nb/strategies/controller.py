@@ -8,7 +8,6 @@ results ◀─ regrouped ◀───── replicas;  networks are read back wh
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
 import warnings
 import weakref
@@ -25,7 +24,7 @@ from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaDied, UsageError
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirrors import Mirrors, Told, absorb_states, called, mirrored_values, take_told
+from mirror_nb.mirrors import Mirrors, absorb_states, called, mirrored_values
 from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
@@ -35,6 +34,7 @@ from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome, update_component
 from mirror_nb.strategies.functions import Functions
+from mirror_nb.strategies.objects import Objects
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import gather_values, local_parts, reduce_local, regroup, select
@@ -82,7 +82,7 @@ class ControllerPlace(Place):
         self._replaced: dict[int, str] = {}
         self._survived = True
         # Since `mend` told it.
-        self._objects = _Objects()
+        self._objects = Objects()
         self._functions = Functions(self._travels_by_reference)
         self._mirrors = Mirrors("k")
         self._states = States(self)
@@ -607,99 +607,6 @@ def _not_owned(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Usa
         "Create the module inside `with strategy.scope():`, or mirror it with strategy.mirror(module); make a tensor "
         "that stands alone a mnb.Variable"
     )
-
-
-@final
-class _Objects:
-    """Objects made in the scope: their handles, which the replicas have, and what these know of their settings."""
-
-    def __init__(self) -> None:
-        self._count = itertools.count()
-        self._known: dict[int, tuple[weakref.ref[Any], str]] = {}
-        self._by_handle: dict[str, weakref.ref[Any]] = {}
-        self._sent: set[str] = set()
-        self._released: list[str] = []
-        self._groups: dict[str, int] = {}
-        # Of each optimizer that was sent, how many it had.
-        self._told = Told()
-        # The settings that the replicas know.
-
-    def add(self, obj: Any) -> str:
-        known = self.handle(obj)
-        if known is not None:
-            return known
-        handle, key = f"o{next(self._count)}", id(obj)
-
-        def gone(_: object) -> None:
-            self._known.pop(key, None)
-            self._by_handle.pop(handle, None)
-            self._told.forget(handle)
-            self._groups.pop(handle, None)
-            if handle in self._sent:
-                self._sent.discard(handle)
-                self._released.append(handle)
-
-        reference = weakref.ref(obj, gone)
-        self._known[key] = (reference, handle)
-        self._by_handle[handle] = reference
-        return handle
-
-    def handle(self, obj: object) -> str | None:
-        entry = self._known.get(id(obj))
-        return entry[1] if entry is not None and entry[0]() is obj else None
-
-    def has(self, obj: object) -> bool:
-        return self.handle(obj) is not None
-
-    def all(self) -> list[Any]:
-        return [obj for reference, _ in list(self._known.values()) if (obj := reference()) is not None]
-
-    def find(self, handle: str) -> Any:
-        reference = self._by_handle.get(handle)
-        return reference() if reference is not None else None
-
-    @property
-    def any_sent(self) -> bool:
-        return bool(self._sent)
-
-    def is_sent(self, obj: object) -> bool:
-        return self.handle(obj) in self._sent
-
-    def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that got a parameter group here since it was sent: the replicas' has it not."""
-        groups = self._groups.get(self.handle(optimizer) or "")
-        if groups is not None and groups != len(optimizer.param_groups):
-            raise UsageError(
-                f"the {type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups here, but was "
-                f"sent to the replicas with {groups}: call add_param_group before the first strategy.run that "
-                "uses it, or in the function given to strategy.run; or make a new optimizer in the scope"
-            )
-
-    def mark_sent(self, obj: Any) -> None:
-        handle = self.add(obj)
-        self._sent.add(handle)
-        if isinstance(obj, torch.optim.Optimizer):
-            self._groups[handle] = len(obj.param_groups)
-        self._told.know(handle, obj)
-
-    def forget_sent(self) -> None:
-        self._sent.clear()
-        self._groups.clear()
-
-    def take_released(self) -> list[str]:
-        released, self._released = self._released, []
-        return released
-
-    def changed_settings(self) -> tuple[tuple[str, Any], ...]:
-        """Return the settings that were changed here since the replicas had the same, and whose they are."""
-        return self._told.changes(self.find)
-
-    def take_settings(self, handle: str, settings: Any) -> None:
-        """A replica's scheduler, for instance, has changed an optimizer's settings, and its own."""
-        obj = self.find(handle)
-        if obj is not None:
-            take_told(obj, settings)
-            self._told.know(handle, obj)
 
 
 def _refuse_steps(optimizer: torch.optim.Optimizer) -> None:

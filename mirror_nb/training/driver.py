@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mirror_nb.errors import JobLost, MirrorError, ReplicaDied
-from mirror_nb.mirrors import settings_of
+from mirror_nb.told import settings_of
 from mirror_nb.training import job
 from mirror_nb.training.callbacks import CallbackList
 from mirror_nb.training.evaluating import evaluated

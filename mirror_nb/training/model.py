@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror_nb.errors import MirrorError, UsageError
-from mirror_nb.mirrors import change_settings
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import get_strategy
+from mirror_nb.told import change_settings
 from mirror_nb.training import driver, evaluating, files, job
 from mirror_nb.training.feeds import Feed, feed, split_validation
 from mirror_nb.training.history import History

@@ -1,0 +1,118 @@
+"""The controller's objects that replicas have or will have: handles, who was sent, what is known of their settings.
+
+Holds none of them alive. Knows no replicas.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, final
+
+import torch
+
+from mirror_nb.errors import UsageError
+from mirror_nb.told import Told, take_told
+
+
+@final
+class Objects:
+    """Objects made in the scope: their handles, which the replicas have, and what these know of their settings."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+        self._known: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._by_handle: dict[str, weakref.ref[Any]] = {}
+        self._sent: set[str] = set()
+        self._released: list[str] = []
+        self._groups: dict[str, int] = {}
+        # Of each optimizer that was sent, how many it had.
+        self._told = Told()
+        # The settings that the replicas know.
+
+    def add(self, obj: Any) -> str:
+        """Return the object's handle; a new one if it has none."""
+        known = self.handle(obj)
+        if known is not None:
+            return known
+        handle, key = f"o{next(self._count)}", id(obj)
+
+        def gone(_: object) -> None:
+            self._known.pop(key, None)
+            self._by_handle.pop(handle, None)
+            self._told.forget(handle)
+            self._groups.pop(handle, None)
+            if handle in self._sent:
+                self._sent.discard(handle)
+                self._released.append(handle)
+
+        reference = weakref.ref(obj, gone)
+        self._known[key] = (reference, handle)
+        self._by_handle[handle] = reference
+        return handle
+
+    def handle(self, obj: object) -> str | None:
+        """Return the object's handle, if it has one."""
+        entry = self._known.get(id(obj))
+        return entry[1] if entry is not None and entry[0]() is obj else None
+
+    def has(self, obj: object) -> bool:
+        """Whether the object was made in the scope."""
+        return self.handle(obj) is not None
+
+    def all(self) -> list[Any]:
+        """Return those that still live, in the order in which they were made."""
+        return [obj for reference, _ in list(self._known.values()) if (obj := reference()) is not None]
+
+    def find(self, handle: str) -> Any:
+        """Return the object that a handle means, None if it is gone."""
+        reference = self._by_handle.get(handle)
+        return reference() if reference is not None else None
+
+    @property
+    def any_sent(self) -> bool:
+        """Whether the replicas have any."""
+        return bool(self._sent)
+
+    def is_sent(self, obj: object) -> bool:
+        """Whether the replicas have the object."""
+        return self.handle(obj) in self._sent
+
+    def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that got a parameter group here since it was sent: the replicas' has it not."""
+        groups = self._groups.get(self.handle(optimizer) or "")
+        if groups is not None and groups != len(optimizer.param_groups):
+            raise UsageError(
+                f"the {type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups here, but was "
+                f"sent to the replicas with {groups}: call add_param_group before the first strategy.run that "
+                "uses it, or in the function given to strategy.run; or make a new optimizer in the scope"
+            )
+
+    def mark_sent(self, obj: Any) -> None:
+        """The replicas have the object as it is now."""
+        handle = self.add(obj)
+        self._sent.add(handle)
+        if isinstance(obj, torch.optim.Optimizer):
+            self._groups[handle] = len(obj.param_groups)
+        self._told.know(handle, obj)
+
+    def forget_sent(self) -> None:
+        """The replicas have none any more."""
+        self._sent.clear()
+        self._groups.clear()
+
+    def take_released(self) -> list[str]:
+        """Return, once, the handles of objects that the replicas have and that are gone here."""
+        released, self._released = self._released, []
+        return released
+
+    def changed_settings(self) -> tuple[tuple[str, Any], ...]:
+        """Return the settings that were changed here since the replicas had the same, and whose they are."""
+        return self._told.changes(self.find)
+
+    def take_settings(self, handle: str, settings: Any) -> None:
+        """A replica's scheduler, for instance, has changed an optimizer's settings, and its own."""
+        obj = self.find(handle)
+        if obj is not None:
+            take_told(obj, settings)
+            self._told.know(handle, obj)
