@@ -30,9 +30,9 @@ class _Mark:
     registrations: int
     # How many parts had been registered anywhere by then: while that stays, no structure can have changed.
     tensors: tuple[torch.Tensor, ...]
-    versions: tuple[int, ...]
+    versions: list[int]
     parts: list[weakref.ref[nn.Module]]
-    flags: list[bool | None]
+    training: list[bool | None]
 
 
 class _Registrations:
@@ -62,14 +62,16 @@ class Mirrors:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._count = itertools.count()
-        self._by_handle: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
-        self._handles: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._by_handle: dict[str, weakref.ref[nn.Module]] = {}
+        self._handles: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        # By id: a module's class may have its own idea of equality.
         self._marks: dict[str, _Mark] = {}
         self._roots: set[str] = set()
+        self._gone: list[str] = []
 
     def handle(self, module: nn.Module) -> str:
         """Return the network's handle; a new one if it has none."""
-        known = self._handles.get(module)
+        known = self.find_handle(module)
         if known is None:
             known = f"{self._prefix}{next(self._count)}"
             self.learn(known, module)
@@ -77,16 +79,29 @@ class Mirrors:
 
     def name(self, module: nn.Module, handle: str) -> str:
         """Give the network and its parts handles that every replica derives alike; return the network's."""
-        root = self._handles.get(module, handle)
+        root = self.find_handle(module) or handle
         for path, part in module.named_modules():
-            if part not in self._handles:
+            if self.find_handle(part) is None:
                 self.learn(f"{handle}/{path}" if path else root, part)
         return root
 
     def learn(self, handle: str, module: nn.Module) -> None:
         """Remember which network here a handle means."""
-        self._by_handle[handle] = module
-        self._handles[module] = handle
+        key = id(module)
+
+        def gone(reference: object) -> None:
+            if self._handles.get(key, _NONE)[0] is reference:
+                del self._handles[key]
+            if self._by_handle.get(handle) is reference:
+                del self._by_handle[handle]
+                self._roots.discard(handle)
+                # It has the network's tensors, which nobody else may want any more.
+                if self._marks.pop(handle, None) is not None:
+                    self._gone.append(handle)
+
+        reference = weakref.ref(module, gone)
+        self._by_handle[handle] = reference
+        self._handles[key] = reference, handle
 
     def take(self, arrivals: Arrivals) -> None:
         """Remember every network of a payload that came with a handle."""
@@ -102,28 +117,25 @@ class Mirrors:
         parts = {id(child) for module in modules for child in module.children()}
         for module in modules:
             self.mark(module)
-            handle = self._handles.get(module)
+            handle = self.find_handle(module)
             if handle is not None and id(module) not in parts:
                 self._roots.add(handle)
 
     def gone(self) -> tuple[str, ...]:
         """Return, once, the handles of networks that the other side may refer to and that no longer live here."""
-        gone = tuple(handle for handle in self._marks if handle not in self._by_handle)
-        for handle in gone:
-            del self._marks[handle]
-            self._roots.discard(handle)
-        return gone
+        gone, self._gone = self._gone, []
+        return tuple(gone)
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         """Return the networks that travelled as such, not as a part of another, with their handles."""
-        return [(handle, self._by_handle[handle]) for handle in sorted(self._roots) if handle in self._by_handle]
+        return [(handle, module) for handle in sorted(self._roots) if (module := self.find(handle)) is not None]
 
     def known(self, module: nn.Module) -> str | None:
         """Return the handle of a network that the other side has with the same structure, else None."""
-        handle = self._handles.get(module)
-        if handle is None or handle not in self._marks:
+        handle = self.find_handle(module)
+        mark = self._marks.get(handle or "")
+        if mark is None or handle is None:
             return None
-        mark = self._marks[handle]
         if mark.registrations != _registrations.count:
             if mark.structure != structure(module):
                 return None
@@ -132,34 +144,36 @@ class Mirrors:
 
     def all(self) -> dict[str, nn.Module]:
         """Return every network that has a handle."""
-        return dict(self._by_handle)
+        return {handle: module for handle in list(self._by_handle) if (module := self.find(handle)) is not None}
 
     def find_handle(self, module: nn.Module) -> str | None:
         """Return the handle of a network here, if it has one."""
-        return self._handles.get(module)
+        entry = self._handles.get(id(module))
+        return entry[1] if entry is not None and entry[0]() is module else None
 
     def find(self, handle: str) -> nn.Module | None:
         """Return the network here that a handle means, if it still lives."""
-        return self._by_handle.get(handle)
+        reference = self._by_handle.get(handle)
+        return reference() if reference is not None else None
 
     def mark(self, module: nn.Module) -> None:
         """Both sides hold equal values from now on."""
-        handle = self._handles.get(module)
+        handle = self.find_handle(module)
         if handle is not None:
             _registrations.watch()
             watched = tuple(tensor for _, tensor in tensors(module))
             parts = [weakref.ref(part) for part in module.modules()]
-            versions, flags = _versions(watched), _flags(module.modules())
-            self._marks[handle] = _Mark(structure(module), _registrations.count, watched, versions, parts, flags)
+            count, versions, training = _registrations.count, _versions(watched), _training(parts)
+            self._marks[handle] = _Mark(structure(module), count, watched, versions, parts, training)
 
     def changed(self, module: nn.Module) -> bool:
         """Whether the network's values have changed since `mark`; of tensors what autograd counts as a write."""
-        mark = self._marks.get(self._handles.get(module, ""))
-        return mark is None or mark.versions != _versions(mark.tensors) or mark.flags != _flags_of(mark)
+        mark = self._marks.get(self.find_handle(module) or "")
+        return mark is None or mark.versions != _versions(mark.tensors) or mark.training != _training(mark.parts)
 
     def marked(self, module: nn.Module, tensor: torch.Tensor | None) -> bool:
         """Whether the network had this very tensor at its `mark`."""
-        mark = self._marks.get(self._handles.get(module, ""))
+        mark = self._marks.get(self.find_handle(module) or "")
         return mark is not None and any(other is tensor for other in mark.tensors)
 
     def written(self, module: nn.Module) -> set[str]:
@@ -171,10 +185,11 @@ class Mirrors:
         if handle is None:
             return set()
         mark = self._marks[handle]
-        names = {FLAGS} if mark.flags != _flags_of(mark) else set()
-        if mark.versions == _versions(mark.tensors):
-            return names
-        before = dict(zip(map(id, mark.tensors), _pairs(mark.versions), strict=True))
+        was, now, same_mode = mark.versions, _versions(mark.tensors), mark.training == _training(mark.parts)
+        if now == was and same_mode:
+            return set()
+        names = set() if same_mode and now[2::3] == was[2::3] else {FLAGS}
+        before = dict(zip(map(id, mark.tensors), zip(was[::3], was[1::3], strict=True), strict=True))
         return names | {name for name, t in tensors(module) if before.get(id(t)) != (t._version, t.data_ptr())}
 
     def reference(self, obj: object) -> Any:
@@ -190,7 +205,7 @@ class Mirrors:
         return None
 
     def _parameter_token(self, parameter: nn.Parameter) -> Any:
-        for handle, module in list(self._by_handle.items()):
+        for handle, module in self.all().items():
             if handle in self._marks:
                 for name, own in module._parameters.items():
                     if own is parameter:
@@ -230,8 +245,9 @@ def mirrored_values(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(tensors(module)), FLAGS: torch.tensor(flags, dtype=torch.uint8)}
 
 
-def _flags_of(mark: _Mark) -> list[bool | None]:
-    return _flags(part for reference in mark.parts if (part := reference()) is not None)
+def _training(parts: list[weakref.ref[nn.Module]]) -> list[bool | None]:
+    """Return whether each part is in training mode, None if it does not know."""
+    return [vars(part).get("training") for reference in parts if (part := reference()) is not None]
 
 
 def _flags(modules: Iterable[nn.Module]) -> list[bool | None]:
@@ -259,16 +275,16 @@ def _set_flags(module: nn.Module, flags: list[int]) -> None:
             parameter.requires_grad_(bool(flag))
 
 
-def _versions(watched: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Return autograd's count of writes of each tensor, and its address."""
+def _versions(watched: Iterable[torch.Tensor]) -> list[int]:
+    """Return autograd's count of writes of each tensor, its address, and whether it is trained."""
     counts: list[int] = []
     for tensor in watched:
-        counts += (tensor._version, tensor.data_ptr())
-    return tuple(counts)
+        # Together: where to find each of them takes longer than to read it.
+        counts += (tensor._version, tensor.data_ptr(), tensor.requires_grad)
+    return counts
 
 
-def _pairs(values: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    return zip(values[::2], values[1::2], strict=True)
+_NONE = (None, "")
 
 
 def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -127,6 +128,32 @@ def test_a_network_that_is_gone_is_no_root_any_more():
     gc.collect()
     assert here.roots() == []
     assert here.all() == {}
+
+
+def test_a_network_that_is_gone_takes_its_tensors_along_and_is_told_of_once():
+    module = net()
+    here, _, _ = sent(module)
+    handles, weight = set(here.all()), weakref.ref(module[0].weight)
+    del module
+    gc.collect()
+    assert weight() is None
+    assert set(here.gone()) == handles
+    assert here.gone() == ()
+
+
+def test_networks_that_their_class_takes_for_equal_are_told_apart():
+    class Alike(nn.Linear):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Alike)
+
+        def __hash__(self) -> int:
+            return 0
+
+    first, second = Alike(1, 1), Alike(1, 1)
+    here, there, arrived = sent(first)
+    assert here.known(second) is None
+    assert reference_to(first, here, there) is arrived
+    assert reference_to(second, here, there) is not arrived
 
 
 def test_a_networks_values_are_loaded_in_place():
