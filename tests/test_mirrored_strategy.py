@@ -564,6 +564,25 @@ def networks_of_width(width: int) -> int:
     return sum(type(o) is nn.Linear and o.in_features == width for o in gc.get_objects())
 
 
+@pytest.mark.parametrize("of_optimizer", [True, False])
+def test_gradients_are_cleared_in_the_replicas_from_here_too(two, of_optimizer):
+    with two.scope():
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def gradient() -> torch.Tensor:
+        model(torch.ones(1, 2)).sum().backward()
+        return model.weight.grad.clone()
+
+    for _ in range(2):
+        (optimizer if of_optimizer else model).zero_grad()
+        assert torch.equal(two.run(gradient)[1], torch.ones(1, 2))
+    (optimizer if of_optimizer else model).zero_grad(set_to_none=False)
+    assert torch.equal(two.run(lambda: model.weight.grad)[0], torch.zeros(1, 2))
+    # What is not mirrored is nobody's business.
+    nn.Linear(1, 1).zero_grad()
+
+
 def test_an_object_that_is_gone_here_is_let_go_of_there(two):
     def use() -> None:
         with two.scope():

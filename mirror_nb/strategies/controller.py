@@ -431,6 +431,18 @@ class ControllerPlace(Place):
         finally:
             self._refreshing = False
 
+    def clear_gradients(self, owner: Any, set_to_none: bool) -> None:
+        if self.open and (self.holds(owner) if isinstance(owner, nn.Module) else self._trains(owner)):
+            self.command(_clear_gradients, (owner, set_to_none), changes=False)
+
+    def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the replicas have the optimizer, or at least its network."""
+        if not self.mirrors(optimizer):
+            return False
+        return self.has_sent(optimizer) or any(
+            self._mirrors.reference(p) is not None for p in optimizer.param_groups[0]["params"][:1]
+        )
+
     def _fetched(self, anew: bool) -> Report:
         """Ask for the networks; again where a replica dies meanwhile, since to read changes nothing."""
         for attempt in range(READS):
@@ -607,6 +619,10 @@ def _not_owned(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Usa
         "Create the module inside `with strategy.scope():`, or mirror it with strategy.mirror(module); make a tensor "
         "that stands alone a mnb.Variable"
     )
+
+
+def _clear_gradients(owner: Any, set_to_none: bool) -> None:
+    owner.zero_grad(set_to_none)
 
 
 def _refuse_steps(optimizer: torch.optim.Optimizer) -> None:

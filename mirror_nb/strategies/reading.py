@@ -2,6 +2,8 @@
 
     model(x), model.state_dict(), model.parameters(), model.fc.weight, copy.deepcopy(model)
 
+Gradients stay there, and are cleared there too: model.zero_grad(), optimizer.zero_grad().
+
 Training steps must not pay for values that nobody reads, so nothing is brought back before. Knows networks and
 whom to ask; knows no replicas.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol, final
 
+import torch
 from torch import nn
 
 from mirror_nb.replaced import Replaced
@@ -32,6 +35,9 @@ class Source(Protocol):
     def refresh(self) -> None:
         """Bring the networks here up to date; `stale` is False afterwards."""
 
+    def clear_gradients(self, owner: Any, set_to_none: bool) -> None:
+        """Do as `owner.zero_grad(set_to_none)` did here; nothing for what this source has not."""
+
 
 @final
 class Reading:
@@ -46,6 +52,8 @@ class Reading:
         self._sources.add(source)
         if not self._changes:
             self._changes = [Replaced(nn.Module, name, before=self._read) for name in _READS]
+            for owner in (nn.Module, torch.optim.Optimizer):
+                self._changes.append(Replaced(owner, "zero_grad", after=self._cleared))
 
     def remove(self, source: Source) -> None:
         """Ask this source no more."""
@@ -58,6 +66,10 @@ class Reading:
         for source in self._sources:
             if source.stale and source.holds(module):
                 source.refresh()
+
+    def _cleared(self, owner: Any, set_to_none: bool = True) -> None:
+        for source in list(self._sources):
+            source.clear_gradients(owner, set_to_none)
 
 
 reading = Reading()
