@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mirror_nb.payload import Payload, SearchPath
+from mirror_nb.surroundings import Changes
 
 
 class _Compact:
@@ -151,6 +152,13 @@ class Call:
     # True: all that the function captures is unchanging or lives here, so that the replica may keep it, too.
     modes: Any = None
     # Torch's modes around the call, as `modes.current` gives them; None: the usual ones.
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Set what the controller has set for all of its code."""
+
+    changes: Changes
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from torch import nn
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.keras_objects import reduce_keras, repairing
 from mirror_nb.parametrized import reduce_parametrized
+from mirror_nb.surroundings import look_in
 
 IN_BAND_BYTES = 128 * 1024
 # So much of an object's buffers stays in the pickle: for 100 KB a slab takes 90 µs, a socket 15.
@@ -168,14 +169,7 @@ class SearchPath:
     """Where the sender looks for modules: the receiver looks there too before what follows in a payload is rebuilt."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _search, (list(sys.path),)
-
-
-def _search(paths: list[str]) -> None:
-    here = set(sys.path)
-    before = list(itertools.takewhile(lambda path: path not in here, paths))
-    behind = [path for path in paths[len(before) :] if path not in here]
-    sys.path[:] = [*before, *sys.path, *behind]
+        return look_in, (list(sys.path),)
 
 
 class Lacking(nn.Module):

@@ -23,6 +23,7 @@ FLOORS = (
         "keras_objects",
         "parametrized",
         "modes",
+        "surroundings",
         "contents",
         "matching",
         "mirrors",

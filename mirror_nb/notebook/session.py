@@ -310,6 +310,10 @@ class Session:
         began = time.perf_counter()
         replicas = self._chosen(options.replicas)
         ledger = _Ledger(mended=self._mend())
+        # First: it says where the modules are that the cell's names need.
+        followed = pool.follow_controller()
+        if followed is not None:
+            raise_for(followed, pool.devices)
         names = cell_names(self._shell.transform_cell(source))
         parcels = self._names.prepare(names.read, replicas)
         with self._watched(options) as dashboards:

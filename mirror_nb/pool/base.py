@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from mirror_nb import surroundings
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, ReplicaError, ReplicaTimeout
 from mirror_nb.messages import (
@@ -27,6 +28,7 @@ from mirror_nb.messages import (
     Call,
     Done,
     Failure,
+    Follow,
     Form,
     HeldBack,
     Interrupt,
@@ -41,6 +43,7 @@ from mirror_nb.messages import (
     Word,
 )
 from mirror_nb.pool import hangs
+from mirror_nb.surroundings import Surroundings
 from mirror_nb.telemetry.notice import Notice
 from mirror_nb.telemetry.timeline import Timeline
 
@@ -180,6 +183,10 @@ class Pool(ABC):
         self._closed = False
         self._busy = threading.Lock()
         self._interrupts = _Interrupts()
+        self._fresh: Surroundings | None = None
+        # What this process had set when it started the first replicas.
+        self._told: Surroundings | None = None
+        # What the replicas know of that since.
         self._words = itertools.count(1)
 
     # ------------------------------------------------------------------ for the subclass
@@ -270,6 +277,8 @@ class Pool(ABC):
 
     def _start_whole(self, ids: list[int]) -> None:
         """Start replicas, and raise an interrupt only then: it must find them all there."""
+        # What has changed since is told again, to all: those that are started now have it in part.
+        self._told = self._fresh = self._fresh or surroundings.at_start()
         with self._interrupts as interrupts:
             self._start(ids)
         if interrupts.count:
@@ -357,6 +366,17 @@ class Pool(ABC):
                 return report
         finally:
             self._busy.release()
+
+    def follow_controller(self) -> Report | None:
+        """Have the replicas set what this process has set for all of its code, if that has changed since."""
+        now = surroundings.current()
+        changes = surroundings.changes(self._told, now) if self._told is not None else None
+        if changes is None:
+            return None
+        report = self.run(dict.fromkeys(range(self.size), Follow(changes)))
+        if report.clean:
+            self._told = now
+        return report
 
     def steer(self, word: Word) -> None:
         """Have the training that runs hold, go on or end where its step ends; any thread may call it.

@@ -68,6 +68,9 @@ class InProcessPool(Pool):
     def _prepare(self) -> None:
         """It cannot die alone."""
 
+    def follow_controller(self) -> None:
+        """What this process has set holds."""
+
     def _emit(self, message: object, slab: int | None = None) -> None:
         # The sender closes its descriptor once this returns, as it does after a real send.
         self._incoming.append((0, message, os.dup(slab) if slab is not None else None))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import _utils as torch_loaders
 
-from mirror_nb import modes
+from mirror_nb import modes, surroundings
 from mirror_nb.batches import to_device
 from mirror_nb.collectives import process_group
 from mirror_nb.collectives.base import Member
@@ -41,6 +41,7 @@ from mirror_nb.messages import (
     Done,
     Failure,
     Fetch,
+    Follow,
     Form,
     LoadModules,
     Mirror,
@@ -187,6 +188,8 @@ class Replica:
                     settings = self.namespace.changed_settings()
                 case Communicate(pickled):
                     self.communicate(_communication(pickled, self.identity))
+                case Follow(changes):
+                    surroundings.follow(changes)
                 case Mirror(objects):
                     self.namespace.keep(objects, slab)
                 case Bind(names):
@@ -248,7 +251,7 @@ class Replica:
         self.gradients.regroup()
         process_group.form(rendezvous, self.identity.device)
         self.scope.regroup()
-        probe = torch.full((1,), float(rendezvous.replica_id), device=self.identity.device)
+        probe = torch.full((1,), float(rendezvous.replica_id), dtype=torch.float32, device=self.identity.device)
         dist.all_reduce(probe)
         n = rendezvous.num_replicas
         if float(probe) != n * (n - 1) / 2:

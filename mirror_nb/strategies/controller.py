@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from mirror_nb import modes
+from mirror_nb import modes, surroundings
 from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaDied, UsageError
@@ -83,6 +83,8 @@ class ControllerPlace(Place):
         self._survived = True
         # Since `mend` told it.
         self._objects = Objects()
+        self._followed: tuple[int, int] | None = None
+        # When the replicas were last told what this process has set for all of its code.
         self._functions = Functions(self._travels_by_reference)
         self._mirrors = Mirrors("k")
         self._states = States(self)
@@ -222,6 +224,11 @@ class ControllerPlace(Place):
         function, packed = None, []
         try:
             kept = self._functions.get(fn)
+            moment = surroundings.moment, pool.generation
+            # Not at each call: to look takes a fifth of the time of a small one.
+            if kept is None or moment != self._followed:
+                self._follow(pool)
+                self._followed = moment
             function = kept or pack(fn, reference=lambda obj: self._reference(obj, wanted), in_band=True).payload
             for replica_id in range(self.num_replicas) if parts else [0]:
                 own = select((args, kwargs), replica_id) if parts else (args, kwargs)
@@ -255,6 +262,11 @@ class ControllerPlace(Place):
                 sent.close()
         settle(report, self._names)
         return self._results(report)
+
+    def _follow(self, pool: LocalPool) -> None:
+        followed = pool.follow_controller()
+        if followed is not None:
+            settle(followed, self._names)
 
     def _results(self, report: Report) -> list[Any]:
         results = []

@@ -1,0 +1,158 @@
+"""What a process has set for all of its code: the controller's holds in its replicas too.
+
+    sys.path, the environment, the working folder, and of torch dtype, precision, determinism, cuDNN
+
+Plain values; knows no replicas and no channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_OF_REPLICAS = re.compile(
+    r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|CUDA_VISIBLE_DEVICES"
+)
+# Variables that each replica has its own of.
+
+_FUNCTIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+    "determinism": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0),
+    "anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False),
+    "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+}
+# How to read a setting and to change it, and its value in a new process.
+_ATTRIBUTES: dict[str, Any] = {
+    "cudnn.benchmark": False,
+    "cudnn.deterministic": False,
+    "cudnn.allow_tf32": True,
+    "fp32_precision": "none",
+    "cuda.matmul.fp32_precision": "none",
+    "cudnn.conv.fp32_precision": "tf32",
+    "cudnn.rnn.fp32_precision": "tf32",
+}
+# Of torch.backends, and their values in a new process.
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a process has set."""
+
+    folder: str
+    # Empty: it is gone.
+    path: tuple[str, ...]
+    environment: dict[str, str]
+    settings: dict[str, Any]
+    # Of torch, by name; what torch refuses to tell is left out.
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What is to be set elsewhere too."""
+
+    folder: str
+    # Empty: the same.
+    path: tuple[str, ...]
+    # The whole of it; empty: the same.
+    environment: dict[str, str | None]
+    # None: the variable is gone.
+    settings: dict[str, Any]
+    # All of torch's, if one has changed: some change others.
+
+
+def current() -> Surroundings:
+    """Return what this process has set."""
+    return Surroundings(_folder(), tuple(sys.path), dict(os.environ), _settings())
+
+
+def at_start() -> Surroundings:
+    """Return what a process that this one starts now has set."""
+    fresh = {name: value for name, (_, _, value) in _FUNCTIONS.items()} | _ATTRIBUTES
+    return Surroundings(_folder(), tuple(sys.path), dict(os.environ), fresh)
+
+
+def changes(before: Surroundings, now: Surroundings) -> Changes | None:
+    """Return what has changed, None if nothing has."""
+    if before == now:
+        return None
+    told, environment = before.environment, now.environment
+    changed: dict[str, str | None] = {name: None for name in told if name not in environment}
+    changed.update({name: value for name, value in environment.items() if told.get(name) != value})
+    return Changes(
+        now.folder if now.folder != before.folder else "",
+        now.path if now.path != before.path else (),
+        {name: value for name, value in changed.items() if not _OF_REPLICAS.fullmatch(name)},
+        now.settings if now.settings != before.settings else {},
+    )
+
+
+def follow(changes: Changes) -> None:
+    """Set the same here."""
+    for name, value in changes.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    look_in(changes.path)
+    if changes.folder:
+        # It may be gone by now.
+        with contextlib.suppress(OSError):
+            os.chdir(changes.folder)
+    for name, value in changes.settings.items():
+        if _read(name) != value:
+            _set(name, value)
+
+
+def look_in(paths: Iterable[str]) -> None:
+    """Have Python look for modules in these folders too, before or after the others as they stand among them."""
+    here, paths = set(sys.path), list(paths)
+    before = list(itertools.takewhile(lambda path: path not in here, paths))
+    behind = [path for path in paths[len(before) :] if path not in here]
+    sys.path[:] = [*before, *sys.path, *behind]
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def _settings() -> dict[str, Any]:
+    read = {name: _read(name) for name in (*_FUNCTIONS, *_ATTRIBUTES)}
+    return {name: value for name, value in read.items() if value is not None}
+
+
+def _read(name: str) -> Any:
+    # Torch tells a precision by the old names or by the new ones, as it was set last.
+    with contextlib.suppress(RuntimeError):
+        return _FUNCTIONS[name][0]() if name in _FUNCTIONS else operator.attrgetter(name)(torch.backends)
+    return None
+
+
+def _set(name: str, value: Any) -> None:
+    if name in _FUNCTIONS:
+        _FUNCTIONS[name][1](value)
+    else:
+        owner, _, attribute = name.rpartition(".")
+        setattr(operator.attrgetter(owner)(torch.backends) if owner else torch.backends, attribute, value)
+
+
+_moments = itertools.count(1)
+moment = 0
+# Another number means: ask again whether something was changed.
+
+
+def new_moment() -> None:
+    """Say that somebody may have changed something: a cell of the notebook begins."""
+    global moment
+    moment = next(_moments)
