@@ -29,10 +29,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from mirror_nb import submodules
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.keras_objects import reduce_keras, repairing
 from mirror_nb.parametrized import reduce_parametrized
 from mirror_nb.surroundings import look_in
+
+submodules.install()
 
 IN_BAND_BYTES = 128 * 1024
 # So much of an object's buffers stays in the pickle: for 100 KB a slab takes 90 µs, a socket 15.

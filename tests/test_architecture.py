@@ -24,6 +24,7 @@ FLOORS = (
         "parametrized",
         "modes",
         "surroundings",
+        "submodules",
         "contents",
         "matching",
         "mirrors",
