@@ -528,6 +528,8 @@ class Done:
     # False: the request left the replica without a default process group (a cell destroyed it).
     settings: tuple[tuple[str, Any], ...] = ()
     # By handle: what a call changed in the settings of mirrored optimizers.
+    lost: tuple[str, ...] = ()
+    # What a call changed in the copies of what its function captured, as the function names it.
 
 
 # --------------------------------------------------------------------------- the channel

@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -581,6 +582,39 @@ def test_gradients_are_cleared_in_the_replicas_from_here_too(two, of_optimizer):
     assert torch.equal(two.run(lambda: model.weight.grad)[0], torch.zeros(1, 2))
     # What is not mirrored is nobody's business.
     nn.Linear(1, 1).zero_grad()
+
+
+class Meter:
+    """As people write them."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.values: list[float] = []
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.values.append(value)
+
+
+def test_what_a_function_changes_in_its_copies_is_warned_of(two):
+    meter, history = Meter(), []
+
+    def step() -> None:
+        meter.update(1.0)
+        history.append(1.0)
+
+    with pytest.warns(UserWarning, match=r"step changed `\w+(\.\w+)?`.*`meter\.total`.*Return from") as caught:
+        two.run(step)
+    assert caught[0].filename == __file__
+    assert history == []
+    with pytest.warns(UserWarning, match=r"Meter\.update changed `self\.total`, `self\.values` in the replicas"):
+        two.run(meter.update, args=(1.0,))
+    # The replicas keep this one.
+    two.mirror(meter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        two.run(meter.update, args=(1.0,))
+        assert two.run(lambda: meter.total) == 1.0
 
 
 def test_an_object_that_is_gone_here_is_let_go_of_there(two):

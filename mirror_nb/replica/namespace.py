@@ -141,6 +141,10 @@ class Namespace:
                 return ("object", handle)
         return self.mirrors.reference(obj)
 
+    def has(self, obj: object) -> bool:
+        """Whether the object lives here, and is no copy that came with a call."""
+        return self.reference(obj) is not None or any(obj is given for given in self._given.values())
+
     def apply_settings(self, settings: Iterable[tuple[str, Any]]) -> None:
         """Take over what the controller changed in the settings of an optimizer or a scheduler."""
         for handle, changed in settings:

@@ -57,6 +57,7 @@ from mirror_nb.messages import (
 from mirror_nb.payload import Arrivals, NotRebuilt, Packed, Payload, closing_slab, pack
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica import full, whereabouts
+from mirror_nb.replica.lost import Copies
 from mirror_nb.replica.namespace import Namespace
 from mirror_nb.replica.progress import Progress
 from mirror_nb.replica.scope import Scope
@@ -177,6 +178,7 @@ class Replica:
         bundle: dict[str, Any] | None = None
         left: tuple[str, ...] = ()
         settings: tuple[tuple[str, Any], ...] = ()
+        lost: tuple[str, ...] = ()
         try:
             match request.what:
                 case Form(rendezvous):
@@ -184,7 +186,7 @@ class Replica:
                 case RunCell() as cell:
                     failure, packed, bundle = self._run_cell(cell, slab, request.number)
                 case Call() as call:
-                    failure, packed = self._call(call, slab, request.number)
+                    failure, packed, lost = self._call(call, slab, request.number)
                     settings = self.namespace.changed_settings()
                 case Communicate(pickled):
                     self.communicate(_communication(pickled, self.identity))
@@ -219,7 +221,7 @@ class Replica:
         seconds = time.perf_counter() - began
         payload = packed.payload if packed is not None else None
         grouped = self.identity.num_replicas == 1 or dist.is_initialized()
-        done = Done(request.number, failure, payload, seconds, bundle, left, grouped, settings)
+        done = Done(request.number, failure, payload, seconds, bundle, left, grouped, settings, lost)
         if packed is None or packed.slab is None:
             self.emit(done)
         else:
@@ -317,7 +319,9 @@ class Replica:
         packed = self.namespace.export(names, tag=number, owner=cell.owner, trained=trained, result=value)
         return failure, packed, bundle
 
-    def _call(self, call: Call, slab: int | None, number: int) -> tuple[Failure | None, Packed | None]:
+    def _call(
+        self, call: Call, slab: int | None, number: int
+    ) -> tuple[Failure | None, Packed | None, tuple[str, ...]]:
         self._progress.begin()
         if call.released:
             self.namespace.release(call.released)
@@ -328,6 +332,8 @@ class Replica:
         if self.identity.device.type != "cpu":
             args, kwargs = to_device((args, kwargs), self.identity.device)
         versions = [(leaf, leaf._version) for leaf in visitors.leaves]
+        # What is kept captures nothing that could change.
+        copies = None if call.plain or call.kept else Copies(function, self.namespace.has)
         try:
             if call.shares is not None:
                 self.gradients.set_shares(*call.shares)
@@ -338,13 +344,14 @@ class Replica:
             _check_unchanged(versions)
         except KeyboardInterrupt as error:
             # Where a loop of ours was interrupted tells the user nothing.
-            return self.failure(error, () if _in_users_code(error) else (type(error).__name__,)), None
+            return self.failure(error, () if _in_users_code(error) else (type(error).__name__,)), None, ()
         except BaseException as error:
-            return self.failure(error), None
+            return self.failure(error), None, ()
         finally:
             self.gradients.clear_shares()
             self.scope.settle()
-        return None, pack(value, reference=self.namespace.reference)
+        lost = copies.changed() if copies is not None else ()
+        return None, pack(value, reference=self.namespace.reference), lost
 
     def _function(self, call: Call) -> tuple[Any, Arrivals]:
         known = self._functions.get(call.function.pickled) if call.kept else None

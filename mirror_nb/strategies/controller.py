@@ -44,6 +44,8 @@ from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
 from mirror_nb.variables import Variable
 
+LOST_SHOWN = 5
+# Names in a warning.
 READS = 3
 # Attempts to read networks from replicas that die meanwhile.
 _BELONGS_TO_SCOPE = (
@@ -261,6 +263,9 @@ class ControllerPlace(Place):
             for sent in packed:
                 sent.close()
         settle(report, self._names)
+        lost = [path for answer in report.answers.values() if answer.done is not None for path in answer.done.lost]
+        if lost:
+            _warn_of_lost(fn, list(dict.fromkeys(lost)))
         return self._results(report)
 
     def _follow(self, pool: LocalPool) -> None:
@@ -630,6 +635,17 @@ def _not_owned(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Usa
         "belongs to no module made in this strategy's scope: what replicas make of it would not come back here. "
         "Create the module inside `with strategy.scope():`, or mirror it with strategy.mirror(module); make a tensor "
         "that stands alone a mnb.Variable"
+    )
+
+
+def _warn_of_lost(fn: Any, paths: list[str]) -> None:
+    named = ", ".join(f"`{path}`" for path in paths[:LOST_SHOWN]) + (", …" if len(paths) > LOST_SHOWN else "")
+    # Where strategy.run is called.
+    warnings.warn(
+        f"{getattr(fn, '__qualname__', fn)} changed {named} in the replicas, on a copy that is gone: here nothing has "
+        "changed. Return from the function what you want here, make a number a mnb.Variable, or have the replicas "
+        "keep an object with strategy.mirror(obj)",
+        stacklevel=5,
     )
 
 

@@ -1,0 +1,127 @@
+"""What a function captured as copies, and which of them it changed: after the call that is gone.
+
+Looks at lists, dicts, sets and the attributes of objects, a few levels deep, and compares what they hold by identity.
+Knows no controller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import numpy as np
+import torch
+
+_SKIPPED = (
+    *(str, bytes, int, float, complex, bool, type(None), type, tuple, types.ModuleType, types.BuiltinFunctionType),
+    *(torch.Tensor, np.ndarray, torch.device, torch.dtype),
+)
+_DEPTH, _NUMBER, _LENGTH = 3, 200, 1000
+# How deep is looked, at how many objects, and up to which length what a container holds is compared.
+
+
+@final
+class Copies:
+    """What a function captures; `stays(obj)` tells of what is no copy."""
+
+    def __init__(self, function: Any, stays: Callable[[object], bool]) -> None:
+        self._stays = stays
+        self._seen: set[int] = set()
+        self._held: list[tuple[str, Any, Any]] = []
+        # Path, object, and what it held.
+        for name, obj in _captured(function):
+            self._look(name, obj, 0)
+
+    def changed(self) -> tuple[str, ...]:
+        """Return the paths of what holds something else now, as the function's code would name it."""
+        return tuple(path for before in self._held for path in _differences(*before))
+
+    def _look(self, path: str, obj: Any, depth: int) -> None:
+        if isinstance(obj, _SKIPPED) or id(obj) in self._seen or depth > _DEPTH or len(self._seen) > _NUMBER:
+            return
+        self._seen.add(id(obj))
+        if self._stays(obj):
+            return
+        if isinstance(obj, (types.FunctionType, types.MethodType, functools.partial)):
+            for name, inner in _captured(obj):
+                self._look(name, inner, depth + 1)
+            return
+        held = _content(obj)
+        if held is None:
+            return
+        self._held.append((path, obj, held))
+        for name, inner in _members(path, held):
+            self._look(name, inner, depth + 1)
+
+
+def _captured(function: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(function, functools.partial):
+        yield from _captured(function.func)
+        yield from ((f"args[{i}]", value) for i, value in enumerate(function.args))
+        yield from function.keywords.items()
+    elif isinstance(function, types.MethodType):
+        names = function.__func__.__code__.co_varnames if isinstance(function.__func__, types.FunctionType) else ()
+        yield names[0] if names else "self", function.__self__
+        yield from _captured(function.__func__)
+    elif isinstance(function, types.FunctionType):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            # One that is not bound yet has none.
+            with contextlib.suppress(ValueError):
+                yield name, cell.cell_contents
+        # Of a function that came by value they are what it uses; of others all of their module's.
+        module = sys.modules.get(function.__module__)
+        if module is None or vars(module) is not function.__globals__:
+            yield from ((name, obj) for name, obj in function.__globals__.items() if not name.startswith("__"))
+
+
+def _content(obj: Any) -> Any:
+    """Return a shallow copy of what an object holds, the length of what is long, None for what is not looked at."""
+    for kind in (dict, list, set, deque):
+        if isinstance(obj, kind):
+            return len(obj) if len(obj) > _LENGTH else kind(obj)
+    try:
+        attributes = vars(obj)
+    except Exception:
+        # It has none, or its class has a say of its own in that.
+        return None
+    if type(attributes) is not dict:
+        return None
+    mode = ("training",) if isinstance(obj, torch.nn.Module) else ()
+    public = {name: value for name, value in attributes.items() if not name.startswith("_") and name not in mode}
+    return _Attributes(public)
+
+
+class _Attributes(dict[str, Any]):
+    """Those of an object; without private ones, where objects keep what they can do without."""
+
+
+def _members(path: str, held: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(held, _Attributes):
+        yield from ((f"{path}.{name}", value) for name, value in held.items())
+    elif isinstance(held, dict):
+        yield from ((f"{path}[{key!r}]", value) for key, value in held.items())
+    elif isinstance(held, (list, deque)):
+        yield from ((f"{path}[{i}]", value) for i, value in enumerate(held))
+
+
+def _differences(path: str, obj: Any, before: Any) -> Iterator[str]:
+    now = _content(obj)
+    if isinstance(before, _Attributes) and isinstance(now, _Attributes):
+        names = [*before, *(name for name in now if name not in before)]
+        yield from (f"{path}.{name}" for name in names if now.get(name, names) is not before.get(name, names))
+    elif type(now) is not type(before) or not _same(now, before):
+        yield path
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(value is before[key] for key, value in now.items())
+    if isinstance(now, (list, deque)):
+        return len(now) == len(before) and all(map(operator.is_, now, before))
+    return bool(now == before)

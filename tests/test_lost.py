@@ -1,0 +1,120 @@
+"""Which of the copies that a function captured it has changed, by the names that its code has for them."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mirror_nb.replica.lost import Copies
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.count = 0
+        self.inner: dict[str, Any] = {"seen": [], "name": "a"}
+        self._cache = 0
+        self.tensor = torch.ones(2)
+
+    def method(self) -> None:
+        self.count += 1
+
+
+class Stubborn:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise LookupError
+
+
+def changes(change: Callable[[], object], stays: Callable[[object], bool] = lambda obj: False) -> set[str]:
+    copies = Copies(change, stays)
+    assert copies.changed() == ()
+    change()
+    return set(copies.changed())
+
+
+def test_nothing_is_told_of_what_is_only_read():
+    thing, numbers = Thing(), [1, 2, 3]
+    assert changes(lambda: (sum(numbers), thing.count, list(thing.inner.items()), thing.tensor.sum())) == set()
+
+
+@pytest.mark.parametrize(
+    ("held", "change"),
+    [
+        ([], lambda held: held.append(1)),
+        ([1], lambda held: held.clear()),
+        ([1000], lambda held: held.__setitem__(0, 2000)),
+        ({}, lambda held: held.update(a=1)),
+        ({"a": 1}, lambda held: held.update(a=2)),
+        (Counter(), lambda held: held.update("a")),
+        (defaultdict(list), lambda held: held["a"]),
+        (set(), lambda held: held.add(1)),
+        (deque(maxlen=2), lambda held: held.append(1)),
+        (list(range(5000)), lambda held: held.append(1)),
+    ],
+    ids=lambda value: type(value).__name__ if not callable(value) else "",
+)
+def test_containers_that_hold_something_else_are_told(held, change):
+    assert changes(lambda: change(held)) == {"held"}
+
+
+def test_objects_are_told_by_their_attributes_a_few_levels_deep():
+    thing = Thing()
+
+    def change() -> None:
+        thing.count += 1
+        thing.inner["seen"].append(1)
+        thing.new = 1  # type: ignore[attr-defined]
+        del thing.tensor
+        thing._cache = 5
+
+    assert changes(change) == {"thing.count", "thing.inner['seen']", "thing.new", "thing.tensor"}
+
+
+def test_methods_partials_and_helpers_are_looked_into():
+    thing, numbers = Thing(), [1]
+
+    def helper(to: list[int]) -> None:
+        to.append(1)
+        numbers.append(2)
+
+    assert changes(thing.method) == {"self.count"}
+    assert changes(functools.partial(helper, [])) == {"args[0]", "numbers"}
+    assert changes(lambda: helper([])) == {"numbers"}
+
+
+def test_what_is_no_copy_is_left_alone():
+    thing = Thing()
+    assert changes(thing.method, stays=lambda obj: obj is thing) == set()
+
+
+def test_modes_of_modules_and_objects_that_do_not_tell_are_left_alone():
+    module, stubborn = torch.nn.Dropout(), Stubborn()
+    module.total = 0  # type: ignore[assignment]
+
+    def change() -> None:
+        module.eval()
+        module.total += 1  # type: ignore[operator]
+        assert stubborn is not None
+
+    assert changes(change) == {"module.total"}
+    # Not bound yet.
+    copies = Copies(lambda: later, lambda obj: False)
+    later = 1
+    assert copies.changed() == ()
+
+
+def test_a_function_of_a_module_is_not_asked_for_all_that_its_module_has():
+    GLOBAL.clear()
+    assert changes(appends) == set()
+
+
+GLOBAL: list[int] = []
+
+
+def appends() -> None:
+    GLOBAL.append(1)
