@@ -87,6 +87,16 @@ def test_methods_partials_and_helpers_are_looked_into():
     assert changes(lambda: helper([])) == {"numbers"}
 
 
+def test_names_that_are_bound_anew_are_told():
+    count = 0
+
+    def counts() -> None:
+        nonlocal count
+        count += 1
+
+    assert changes(counts) == {"count"}
+
+
 def test_what_is_no_copy_is_left_alone():
     thing = Thing()
     assert changes(thing.method, stays=lambda obj: obj is thing) == set()
@@ -104,8 +114,9 @@ def test_modes_of_modules_and_objects_that_do_not_tell_are_left_alone():
     assert changes(change) == {"module.total"}
     # Not bound yet.
     copies = Copies(lambda: later, lambda obj: False)
-    later = 1
     assert copies.changed() == ()
+    later = 1
+    assert copies.changed() == ("later",)
 
 
 def test_a_function_of_a_module_is_not_asked_for_all_that_its_module_has():

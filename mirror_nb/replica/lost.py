@@ -31,16 +31,18 @@ class Copies:
     """What a function captures; `stays(obj)` tells of what is no copy."""
 
     def __init__(self, function: Any, stays: Callable[[object], bool]) -> None:
+        self._function, self._names = function, dict(_captured(function))
         self._stays = stays
         self._seen: set[int] = set()
         self._held: list[tuple[str, Any, Any]] = []
         # Path, object, and what it held.
-        for name, obj in _captured(function):
+        for name, obj in self._names.items():
             self._look(name, obj, 0)
 
     def changed(self) -> tuple[str, ...]:
         """Return the paths of what holds something else now, as the function's code would name it."""
-        return tuple(path for before in self._held for path in _differences(*before))
+        bound = tuple(_others(self._names, dict(_captured(self._function))))
+        return bound + tuple(path for before in self._held for path in _differences(*before))
 
     def _look(self, path: str, obj: Any, depth: int) -> None:
         if isinstance(obj, _SKIPPED) or id(obj) in self._seen or depth > _DEPTH or len(self._seen) > _NUMBER:
@@ -113,10 +115,15 @@ def _members(path: str, held: Any) -> Iterator[tuple[str, Any]]:
 def _differences(path: str, obj: Any, before: Any) -> Iterator[str]:
     now = _content(obj)
     if isinstance(before, _Attributes) and isinstance(now, _Attributes):
-        names = [*before, *(name for name in now if name not in before)]
-        yield from (f"{path}.{name}" for name in names if now.get(name, names) is not before.get(name, names))
+        yield from (f"{path}.{name}" for name in _others(before, now))
     elif type(now) is not type(before) or not _same(now, before):
         yield path
+
+
+def _others(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the names that are bound to something else."""
+    names = [*before, *(name for name in now if name not in before)]
+    return [name for name in names if now.get(name, names) is not before.get(name, names)]
 
 
 def _same(now: Any, before: Any) -> bool:
