@@ -7,6 +7,7 @@ for every batch.
 from __future__ import annotations
 
 import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -47,9 +48,21 @@ class Functions:
         """Keep a pickle, if what the function captures cannot change unseen."""
         if type(function) is types.FunctionType:
             captured = _captured(function)
-            referred = [obj for obj in captured if not isinstance(obj, (*_UNCHANGING, types.FunctionType))]
+            referred = [obj for obj in captured if not _unchanging(obj)]
             if all(map(self._refers, referred)):
                 self._kept[function] = (captured, referred, payload)
+
+
+def _unchanging(obj: object) -> bool:
+    return isinstance(obj, (*_UNCHANGING, types.FunctionType)) or (isinstance(obj, type) and _imported(obj))
+
+
+def _imported(kind: type) -> bool:
+    """Whether a class travels by its name: it is that of a module which is no notebook and no script."""
+    found: Any = sys.modules.get(kind.__module__) if kind.__module__ != "__main__" else None
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind
 
 
 def _captured(function: types.FunctionType) -> list[object]:
