@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from mirror_nb.payload import Payload
 from mirror_nb.strategies.functions import Functions
@@ -103,6 +105,44 @@ def test_a_name_bound_anew_and_one_not_bound_yet_count(functions):
     functions.keep(step, PICKLE)
     step.__kwdefaults__ = {"y": 6}
     assert functions.get(step) is None
+
+
+def test_a_loss_with_no_tensors_counts_by_its_attributes(functions):
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    function = reads(loss)
+    functions.keep(function, PICKLE)
+    assert functions.get(function) is PICKLE
+    loss.label_smoothing = 0.2
+    assert functions.get(function) is None
+    functions.keep(function, PICKLE)
+    assert functions.get(function) is PICKLE
+    loss.register_forward_hook(lambda *_: None)
+    assert functions.get(function) is None
+    functions.keep(function, PICKLE)
+    assert functions.get(function) is None
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Linear(1, 1), nn.BatchNorm1d(1, affine=False), nn.Sequential(nn.ReLU()), nn.CrossEntropyLoss(torch.ones(2))],
+    ids=repr,
+)
+def test_modules_with_tensors_or_parts_are_pickled_each_time(functions, module):
+    function = reads(module)
+    functions.keep(function, PICKLE)
+    assert functions.get(function) is None
+
+
+def test_a_loss_with_a_list_or_a_class_of_the_notebook_is_pickled_each_time(functions):
+    class Own(nn.Module):
+        pass
+
+    listing = nn.MSELoss()
+    listing.seen = []
+    for loss in (Own(), listing):
+        function = reads(loss)
+        functions.keep(function, PICKLE)
+        assert functions.get(function) is None
 
 
 def test_an_object_that_the_replicas_have_no_more_needs_another_pickle():

@@ -358,7 +358,7 @@ class Replica:
         if known is not None:
             return known, _NOTHING
         function, visitors = self.namespace.open_call(call.function, None)
-        if call.kept and not visitors.modules:
+        if call.kept:
             if len(self._functions) >= KEPT_FUNCTIONS:
                 self._functions.clear()
             self._functions[call.function.pickled] = function

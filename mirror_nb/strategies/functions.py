@@ -10,10 +10,11 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, cast, final
 
 import torch
+from torch import nn
 
 from mirror_nb.payload import Payload, global_names
 
@@ -29,17 +30,17 @@ class Functions:
 
     def __init__(self, refers: Callable[[object], bool]) -> None:
         self._refers = refers
-        self._kept: weakref.WeakKeyDictionary[Any, tuple[list[object], list[object], Payload]]
+        self._kept: weakref.WeakKeyDictionary[Any, tuple[list[object], list[object], set[int], Payload]]
         self._kept = weakref.WeakKeyDictionary()
-        # What the pickle depends on, what of that travels by reference, and the pickle.
+        # What the pickle depends on, what of that travels by reference, the ids of plain modules, and the pickle.
 
     def get(self, function: Any) -> Payload | None:
         """Return the pickle of the function, if it is as good as a new one."""
         kept = self._kept.get(function) if type(function) is types.FunctionType else None
         if kept is None:
             return None
-        captured, referred, payload = kept
-        now = _captured(function)
+        captured, referred, plain, payload = kept
+        now = _captured(function, plain)
         if len(now) != len(captured) or not all(map(operator.is_, now, captured)):
             return None
         return payload if all(map(self._refers, referred)) else None
@@ -47,10 +48,11 @@ class Functions:
     def keep(self, function: Any, payload: Payload) -> None:
         """Keep a pickle, if what the function captures cannot change unseen."""
         if type(function) is types.FunctionType:
-            captured = _captured(function)
-            referred = [obj for obj in captured if not _unchanging(obj)]
+            plain = {id(obj) for obj in _captured(function) if _is_plain(obj) and not self._refers(obj)}
+            captured = _captured(function, plain)
+            referred = [obj for obj in captured if not _unchanging(obj) and id(obj) not in plain]
             if all(map(self._refers, referred)):
-                self._kept[function] = (captured, referred, payload)
+                self._kept[function] = (captured, referred, plain, payload)
 
 
 def _unchanging(obj: object) -> bool:
@@ -65,8 +67,30 @@ def _imported(kind: type) -> bool:
     return found is kind
 
 
-def _captured(function: types.FunctionType) -> list[object]:
-    """Return all that the pickle of a function depends on; of functions in it their code and what these capture."""
+def _is_plain(obj: object) -> bool:
+    """Whether it is a module with no tensors and no parts, such as a loss."""
+    return isinstance(obj, nn.Module) and not any(value is not None for value in _contents(obj))
+
+
+def _contents(module: nn.Module) -> Iterator[object]:
+    """Yield what is in the module's containers: tensors, parts, hooks."""
+    for held in vars(module).values():
+        if isinstance(held, (dict, set)):
+            yield from held.values() if isinstance(held, dict) else held
+
+
+def _attributes(module: nn.Module) -> list[object]:
+    """Return what else a plain module depends on; something new for one that is plain no more."""
+    if not _is_plain(module):
+        return [object()]
+    return [type(module), *(len(held) if isinstance(held, (dict, set)) else held for held in vars(module).values())]
+
+
+def _captured(function: types.FunctionType, plain: Collection[int] = ()) -> list[object]:
+    """Return all that the pickle of a function depends on.
+
+    Of functions in it their code and what these capture, of modules whose ids are in `plain` their attributes.
+    """
     found: list[object] = []
     queue = [function]
     for current in queue:
@@ -75,6 +99,8 @@ def _captured(function: types.FunctionType) -> list[object]:
             found.append(obj)
             if type(obj) is types.FunctionType and obj not in queue:
                 queue.append(obj)
+            elif id(obj) in plain:
+                found += _attributes(cast(nn.Module, obj))
     return found
 
 
