@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 from mirror_nb.errors import TransferError
+from mirror_nb.handles import Handles
 from mirror_nb.payload import Arrivals
 
 
@@ -62,9 +63,7 @@ class Mirrors:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._count = itertools.count()
-        self._by_handle: dict[str, weakref.ref[nn.Module]] = {}
-        self._handles: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        # By id: a module's class may have its own idea of equality.
+        self._handles: Handles[nn.Module] = Handles(self._forget)
         self._marks: dict[str, _Mark] = {}
         self._roots: set[str] = set()
         self._gone: list[str] = []
@@ -87,21 +86,13 @@ class Mirrors:
 
     def learn(self, handle: str, module: nn.Module) -> None:
         """Remember which network here a handle means."""
-        key = id(module)
+        self._handles.learn(handle, module)
 
-        def gone(reference: object) -> None:
-            if self._handles.get(key, _NONE)[0] is reference:
-                del self._handles[key]
-            if self._by_handle.get(handle) is reference:
-                del self._by_handle[handle]
-                self._roots.discard(handle)
-                # It has the network's tensors, which nobody else may want any more.
-                if self._marks.pop(handle, None) is not None:
-                    self._gone.append(handle)
-
-        reference = weakref.ref(module, gone)
-        self._by_handle[handle] = reference
-        self._handles[key] = reference, handle
+    def _forget(self, handle: str) -> None:
+        self._roots.discard(handle)
+        # It has the network's tensors, which nobody else may want any more.
+        if self._marks.pop(handle, None) is not None:
+            self._gone.append(handle)
 
     def take(self, arrivals: Arrivals) -> None:
         """Remember every network of a payload that came with a handle."""
@@ -144,17 +135,15 @@ class Mirrors:
 
     def all(self) -> dict[str, nn.Module]:
         """Return every network that has a handle."""
-        return {handle: module for handle in list(self._by_handle) if (module := self.find(handle)) is not None}
+        return self._handles.all()
 
     def find_handle(self, module: nn.Module) -> str | None:
         """Return the handle of a network here, if it has one."""
-        entry = self._handles.get(id(module))
-        return entry[1] if entry is not None and entry[0]() is module else None
+        return self._handles.of(module)
 
     def find(self, handle: str) -> nn.Module | None:
         """Return the network here that a handle means, if it still lives."""
-        reference = self._by_handle.get(handle)
-        return reference() if reference is not None else None
+        return self._handles.find(handle)
 
     def mark(self, module: nn.Module) -> None:
         """Both sides hold equal values from now on."""
@@ -282,9 +271,6 @@ def _versions(watched: Iterable[torch.Tensor]) -> list[int]:
         # Together: where to find each of them takes longer than to read it.
         counts += (tensor._version, tensor.data_ptr(), tensor.requires_grad)
     return counts
-
-
-_NONE = (None, "")
 
 
 def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:

@@ -133,8 +133,8 @@ def _settings() -> dict[str, Any]:
 
 
 def _read(name: str) -> Any:
-    # Torch tells a precision by the old names or by the new ones, as it was set last.
-    with contextlib.suppress(RuntimeError):
+    # Torch tells a precision by the old names or by the new ones, as it was set last; not every version knows all.
+    with contextlib.suppress(RuntimeError, AttributeError):
         return _FUNCTIONS[name][0]() if name in _FUNCTIONS else operator.attrgetter(name)(torch.backends)
     return None
 

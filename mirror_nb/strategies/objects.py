@@ -6,12 +6,12 @@ Holds none of them alive. Knows no replicas.
 from __future__ import annotations
 
 import itertools
-import weakref
 from typing import Any, final
 
 import torch
 
 from mirror_nb.errors import UsageError
+from mirror_nb.handles import Handles
 from mirror_nb.told import Told, take_told
 
 
@@ -21,8 +21,7 @@ class Objects:
 
     def __init__(self) -> None:
         self._count = itertools.count()
-        self._known: dict[int, tuple[weakref.ref[Any], str]] = {}
-        self._by_handle: dict[str, weakref.ref[Any]] = {}
+        self._handles: Handles[Any] = Handles(self._forget)
         self._sent: set[str] = set()
         self._released: list[str] = []
         self._groups: dict[str, int] = {}
@@ -32,29 +31,22 @@ class Objects:
 
     def add(self, obj: Any) -> str:
         """Return the object's handle; a new one if it has none."""
-        known = self.handle(obj)
-        if known is not None:
-            return known
-        handle, key = f"o{next(self._count)}", id(obj)
-
-        def gone(_: object) -> None:
-            self._known.pop(key, None)
-            self._by_handle.pop(handle, None)
-            self._told.forget(handle)
-            self._groups.pop(handle, None)
-            if handle in self._sent:
-                self._sent.discard(handle)
-                self._released.append(handle)
-
-        reference = weakref.ref(obj, gone)
-        self._known[key] = (reference, handle)
-        self._by_handle[handle] = reference
+        handle = self.handle(obj)
+        if handle is None:
+            handle = f"o{next(self._count)}"
+            self._handles.learn(handle, obj)
         return handle
+
+    def _forget(self, handle: str) -> None:
+        self._told.forget(handle)
+        self._groups.pop(handle, None)
+        if handle in self._sent:
+            self._sent.discard(handle)
+            self._released.append(handle)
 
     def handle(self, obj: object) -> str | None:
         """Return the object's handle, if it has one."""
-        entry = self._known.get(id(obj))
-        return entry[1] if entry is not None and entry[0]() is obj else None
+        return self._handles.of(obj)
 
     def has(self, obj: object) -> bool:
         """Whether the object was made in the scope."""
@@ -62,12 +54,11 @@ class Objects:
 
     def all(self) -> list[Any]:
         """Return those that still live, in the order in which they were made."""
-        return [obj for reference, _ in list(self._known.values()) if (obj := reference()) is not None]
+        return list(self._handles.all().values())
 
     def find(self, handle: str) -> Any:
         """Return the object that a handle means, None if it is gone."""
-        reference = self._by_handle.get(handle)
-        return reference() if reference is not None else None
+        return self._handles.find(handle)
 
     @property
     def any_sent(self) -> bool:
