@@ -115,7 +115,8 @@ class Mirrors:
     def gone(self) -> tuple[str, ...]:
         """Return, once, the handles of networks that the other side may refer to and that no longer live here."""
         gone, self._gone = self._gone, []
-        return tuple(gone)
+        # The other side may have sent one again meanwhile.
+        return tuple(handle for handle in gone if self.find(handle) is None)
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         """Return the networks that travelled as such, not as a part of another, with their handles."""

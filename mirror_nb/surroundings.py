@@ -147,7 +147,6 @@ def _set(name: str, value: Any) -> None:
         setattr(operator.attrgetter(owner)(torch.backends) if owner else torch.backends, attribute, value)
 
 
-_moments = itertools.count(1)
 moment = 0
 # Another number means: ask again whether something was changed.
 
@@ -155,4 +154,4 @@ moment = 0
 def new_moment() -> None:
     """Say that somebody may have changed something: a cell of the notebook begins."""
     global moment
-    moment = next(_moments)
+    moment += 1

@@ -201,6 +201,15 @@ def test_push_and_pull_by_hand(run, shell):
     assert len(shell.user_ns["big"]) == 3_000_000
 
 
+def test_what_a_later_search_path_finds_can_be_pushed_and_imported(run, shell, tmp_path, monkeypatch):
+    (tmp_path / "mirror_nb_found_later.py").write_text("class Found:\n    value = 5\n")
+    run("%%mirrored --quiet\n1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run("from mirror_nb_found_later import Found\nfound = Found()")
+    run("%mirror push found")
+    assert run("%%mirrored --quiet\nimport mirror_nb_found_later\nfound.value")[0] == 5
+
+
 def test_a_large_result_can_be_fetched(run, shell):
     value, _ = run("%%mirrored --quiet\n'x' * 3_000_000")
     run("%%mirrored --quiet\n'y' * 3_000_000")

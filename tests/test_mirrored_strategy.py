@@ -617,6 +617,25 @@ def test_what_a_function_changes_in_its_copies_is_warned_of(two):
         assert two.run(lambda: meter.total) == 1.0
 
 
+def test_who_makes_errors_of_warnings_has_what_the_call_did_all_the_same(two):
+    with two.scope():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    history: list[float] = []
+
+    def step() -> None:
+        optimizer.step()
+        scheduler.step()
+        history.append(1.0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="history"):
+            two.run(step)
+    assert scheduler.get_last_lr() == [0.5]
+
+
 def test_an_object_that_is_gone_here_is_let_go_of_there(two):
     def use() -> None:
         with two.scope():

@@ -141,6 +141,18 @@ def test_a_network_that_is_gone_takes_its_tensors_along_and_is_told_of_once():
     assert here.gone() == ()
 
 
+def test_a_network_that_came_again_is_not_gone():
+    module = net()
+    here, _, _ = sent(module)
+    (handle,) = (handle for handle, other in here.all().items() if other is module)
+    del module
+    gc.collect()
+    again = net()
+    here.learn(handle, again)
+    assert handle not in here.gone()
+    assert here.find(handle) is again
+
+
 def test_networks_that_their_class_takes_for_equal_are_told_apart():
     class Alike(nn.Linear):
         def __eq__(self, other: object) -> bool:

@@ -310,10 +310,7 @@ class Session:
         began = time.perf_counter()
         replicas = self._chosen(options.replicas)
         ledger = _Ledger(mended=self._mend())
-        # First: it says where the modules are that the cell's names need.
-        followed = pool.follow_controller()
-        if followed is not None:
-            raise_for(followed, pool.devices)
+        self._tell_surroundings(pool)
         names = cell_names(self._shell.transform_cell(source))
         parcels = self._names.prepare(names.read, replicas)
         with self._watched(options) as dashboards:
@@ -446,6 +443,7 @@ class Session:
         """Send names to all replicas, whether they have them or not."""
         pool = self._running()
         self._mend()
+        self._tell_surroundings(pool)
         lacking = [name for name in names if name not in self._shell.user_ns]
         if lacking or not names:
             raise UsageError(f"the notebook has no name `{'`, `'.join(lacking)}`" if lacking else "push which names?")
@@ -547,6 +545,12 @@ class Session:
                 self._names.restored(replica_id, recovery.source)
                 self._names.forget(replica_id, recovery.left)
         return [_mended(death, recovery.source, recovery.left) for death in gone]
+
+    def _tell_surroundings(self, pool: Pool) -> None:
+        """Say, before names are sent, where the modules are that they need, and what else the kernel has set."""
+        followed = pool.follow_controller()
+        if followed is not None:
+            raise_for(followed, pool.devices)
 
     # ------------------------------------------------------------------ checks
 

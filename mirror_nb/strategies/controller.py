@@ -34,6 +34,7 @@ from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome, update_component
 from mirror_nb.strategies.functions import Functions
+from mirror_nb.strategies.misuse import not_mirrored, not_owned, refuse_steps, warn_of_lost
 from mirror_nb.strategies.objects import Objects
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reading import reading
@@ -44,8 +45,6 @@ from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
 from mirror_nb.variables import Variable
 
-LOST_SHOWN = 5
-# Names in a warning.
 READS = 3
 # Attempts to read networks from replicas that die meanwhile.
 _BELONGS_TO_SCOPE = (
@@ -119,7 +118,7 @@ class ControllerPlace(Place):
             if not self._objects.has(part):
                 self._objects.add(part)
                 if isinstance(part, torch.optim.Optimizer):
-                    _refuse_steps(part)
+                    refuse_steps(part)
                     self._states.watch(part)
         return obj
 
@@ -263,10 +262,12 @@ class ControllerPlace(Place):
             for sent in packed:
                 sent.close()
         settle(report, self._names)
+        results = self._results(report)
         lost = [path for answer in report.answers.values() if answer.done is not None for path in answer.done.lost]
         if lost:
-            _warn_of_lost(fn, list(dict.fromkeys(lost)))
-        return self._results(report)
+            # Last: who makes errors of warnings has what was trained all the same.
+            warn_of_lost(fn, list(dict.fromkeys(lost)))
+        return results
 
     def _follow(self, pool: LocalPool) -> None:
         followed = pool.follow_controller()
@@ -304,7 +305,7 @@ class ControllerPlace(Place):
         handle = self._objects.handle(obj)
         if handle is None:
             if isinstance(obj, _BELONGS_TO_SCOPE):
-                raise _not_mirrored(obj)
+                raise not_mirrored(obj)
             owner = self._owner(obj) if isinstance(obj, nn.Parameter) else None
             if owner is None:
                 if isinstance(obj, torch.Tensor) and obj.requires_grad:
@@ -353,7 +354,7 @@ class ControllerPlace(Place):
             if isinstance(obj, torch.optim.Optimizer):
                 for group in obj.param_groups:
                     if any(tensor is parameter for parameter in group["params"]):
-                        raise _not_owned(tensor, obj)
+                        raise not_owned(tensor, obj)
 
     def _send_objects(self, wanted: list[Any]) -> None:
         """Send objects that the replicas lack, in one pickle: an optimizer keeps the parameters of its network."""
@@ -621,46 +622,8 @@ class ControllerPlace(Place):
             self._pool.close()
 
 
-def _not_mirrored(obj: object) -> UsageError:
-    kind = type(obj).__name__
-    return UsageError(
-        f"the function captures a {kind} that was made outside this strategy's scope; what a replica did with its "
-        f"copy would be lost. Create it inside `with strategy.scope():`, or mirror it with strategy.mirror(...)"
-    )
-
-
-def _not_owned(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> UsageError:
-    return UsageError(
-        f"the {type(optimizer).__name__} trains a {type(parameter).__name__} of shape {tuple(parameter.shape)} that "
-        "belongs to no module made in this strategy's scope: what replicas make of it would not come back here. "
-        "Create the module inside `with strategy.scope():`, or mirror it with strategy.mirror(module); make a tensor "
-        "that stands alone a mnb.Variable"
-    )
-
-
-def _warn_of_lost(fn: Any, paths: list[str]) -> None:
-    named = ", ".join(f"`{path}`" for path in paths[:LOST_SHOWN]) + (", …" if len(paths) > LOST_SHOWN else "")
-    # Where strategy.run is called.
-    warnings.warn(
-        f"{getattr(fn, '__qualname__', fn)} changed {named} in the replicas, on a copy that is gone: here nothing has "
-        "changed. Return from the function what you want here, make a number a mnb.Variable, or have the replicas "
-        "keep an object with strategy.mirror(obj)",
-        stacklevel=5,
-    )
-
-
 def _clear_gradients(owner: Any, set_to_none: bool) -> None:
     owner.zero_grad(set_to_none)
-
-
-def _refuse_steps(optimizer: torch.optim.Optimizer) -> None:
-    def refuse(stepping: torch.optim.Optimizer, *_: object) -> None:
-        raise ContextError(
-            f"{type(stepping).__name__}.step() of a mirrored optimizer in cross-replica context would change the copy "
-            "here alone; call it inside the function given to strategy.run"
-        )
-
-    optimizer.register_step_pre_hook(refuse)
 
 
 def _parts_of(nest: Any) -> list[DistributedValues]:

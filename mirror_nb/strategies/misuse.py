@@ -1,0 +1,55 @@
+"""What the controller tells a user whose objects would not do there what they do on one device."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from mirror_nb.errors import ContextError, UsageError
+
+LOST_SHOWN = 5
+# Names in a warning.
+
+
+def not_mirrored(obj: object) -> UsageError:
+    """The error for an object that only makes sense mirrored."""
+    kind = type(obj).__name__
+    return UsageError(
+        f"the function captures a {kind} that was made outside this strategy's scope; what a replica did with its "
+        f"copy would be lost. Create it inside `with strategy.scope():`, or mirror it with strategy.mirror(...)"
+    )
+
+
+def not_owned(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> UsageError:
+    """The error for an optimizer whose parameter no network of the scope has."""
+    return UsageError(
+        f"the {type(optimizer).__name__} trains a {type(parameter).__name__} of shape {tuple(parameter.shape)} that "
+        "belongs to no module made in this strategy's scope: what replicas make of it would not come back here. "
+        "Create the module inside `with strategy.scope():`, or mirror it with strategy.mirror(module); make a tensor "
+        "that stands alone a mnb.Variable"
+    )
+
+
+def warn_of_lost(fn: Any, paths: list[str]) -> None:
+    """Warn, at the line of strategy.run, that a function changed copies; called where `run` has its results."""
+    named = ", ".join(f"`{path}`" for path in paths[:LOST_SHOWN]) + (", …" if len(paths) > LOST_SHOWN else "")
+    warnings.warn(
+        f"{getattr(fn, '__qualname__', fn)} changed {named} in the replicas, on a copy that is gone: here nothing has "
+        "changed. Return from the function what you want here, make a number a mnb.Variable, or have the replicas "
+        "keep an object with strategy.mirror(obj)",
+        stacklevel=5,
+    )
+
+
+def refuse_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer that lives in the replicas refuse to step here."""
+
+    def refuse(stepping: torch.optim.Optimizer, *_: object) -> None:
+        raise ContextError(
+            f"{type(stepping).__name__}.step() of a mirrored optimizer in cross-replica context would change the copy "
+            "here alone; call it inside the function given to strategy.run"
+        )
+
+    optimizer.register_step_pre_hook(refuse)
