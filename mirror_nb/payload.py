@@ -28,12 +28,14 @@ import cloudpickle
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from mirror_nb import submodules
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.keras_objects import reduce_keras, repairing
 from mirror_nb.parametrized import reduce_parametrized
 from mirror_nb.surroundings import look_in
+from mirror_nb.told import count_steps, is_told, whole_state
 
 submodules.install()
 
@@ -90,6 +92,8 @@ class Arrivals:
 
     modules: list[nn.Module] = field(default_factory=list)
     handles: dict[str, nn.Module] = field(default_factory=dict)
+    lent: dict[str, Any] = field(default_factory=dict)
+    # Optimizers, schedulers and scalers that came with a handle.
     leaves: list[torch.Tensor] = field(default_factory=list)
     # Tensors that require gradients, those of the modules among them.
     lacking: str = ""
@@ -143,6 +147,15 @@ def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
         _opening.arrivals.modules.append(module)
         if handle is not None:
             _opening.arrivals.handles[handle] = module
+
+
+def _set_told_state(obj: Any, state: tuple[dict[str, Any], str | None]) -> None:
+    values, handle = state
+    getattr(obj, "__setstate__", vars(obj).update)(values)
+    if isinstance(obj, LRScheduler):
+        count_steps(obj)
+    if _opening is not None and handle is not None:
+        _opening.arrivals.lent[handle] = obj
 
 
 class Begins:
@@ -231,6 +244,7 @@ class _Packer(cloudpickle.Pickler):
         namespace: MutableMapping[str, Any] | None,
         reference: Callable[[object], Any],
         handle: Callable[[nn.Module], str | None],
+        lend: Callable[[Any], str | None],
         budget: int | None,
         in_band: bool,
         label: str,
@@ -243,6 +257,7 @@ class _Packer(cloudpickle.Pickler):
         self._namespace = namespace
         self._reference = reference
         self._handle = handle
+        self._lend = lend
         self._shadow: dict[str, Any] = {}
         self._storages: dict[tuple[int, int, int], _Storage] = {}
         if namespace is not None:
@@ -278,6 +293,8 @@ class _Packer(cloudpickle.Pickler):
             return keras
         if isinstance(obj, nn.Module) and not isinstance(obj, torch.jit.ScriptModule):
             return self._reduce_module(obj)
+        if is_told(obj):
+            return self._reduce_told(obj)
         return super().reducer_override(obj)
 
     def _unbound(self, function: types.FunctionType) -> types.FunctionType:
@@ -306,6 +323,13 @@ class _Packer(cloudpickle.Pickler):
         # Without a state: the network's class has a say of its own in how it is rebuilt.
         state = rest[0] if rest else None
         return make, args, (state, self._handle(module)), None, None, _set_module_state
+
+    def _reduce_told(self, obj: Any) -> Any:
+        reduced = obj.__reduce_ex__(5)
+        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict) or any(reduced[3:]):
+            return reduced
+        make, args, state = reduced[:3]
+        return make, args, (whole_state(obj, state), self._lend(obj)), None, None, _set_told_state
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         data = tensor.detach()
@@ -532,6 +556,7 @@ def pack(
     namespace: MutableMapping[str, Any] | None = None,
     reference: Callable[[object], Any] = lambda obj: None,
     handle: Callable[[nn.Module], str | None] = lambda module: None,
+    lend: Callable[[Any], str | None] = lambda obj: None,
     limit: int | None = None,
     in_band: bool = False,
     label: str = "",
@@ -540,7 +565,8 @@ def pack(
 
     Functions whose globals are `namespace` travel without them and look names up where they arrive.
     `reference(obj)` may give a small token to send in the place of an object that the other side has;
-    `handle(module)` numbers a module so that it can be referred to later. CUDA tensors travel through host
+    `handle(module)` numbers a module so that it can be referred to later, `lend(obj)` an optimizer, a scheduler or a
+    scaler. CUDA tensors travel through host
     memory. `limit`, bytes, bounds the size; `in_band` puts all of it into the pickle, so that there is no slab.
     `label` is given to classes of the namespace that have not travelled before: see `label_class`.
 
@@ -552,7 +578,7 @@ def pack(
             bare = nest.bare(obj), nest.forms
             return _pack_simple(bare, nest.items <= IN_BAND_ITEMS and nest.nbytes <= IN_BAND_BYTES)
     file = _Limited(limit)
-    packer = _Packer(file, namespace, reference, handle, limit, in_band, label)
+    packer = _Packer(file, namespace, reference, handle, lend, limit, in_band, label)
     try:
         packer.dump(obj)
     except (TooLarge, KeyboardInterrupt, UsageError):

@@ -6,6 +6,7 @@ Knows torch; knows no replicas and no channel.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections import Counter
 from collections.abc import Callable
@@ -40,6 +41,33 @@ def change_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, A
 def is_told(obj: object) -> TypeGuard[_Told]:
     """Whether each side tells the other what it changes in an object besides its tensors."""
     return isinstance(obj, _Told)
+
+
+def whole_state(obj: _Told, state: Any) -> Any:
+    """Return an object's state for pickle with what a class of optimizers adds to torch's own, which leaves it out.
+
+    Without its hooks, and without its `step` where a scheduler has replaced that: they are this process's.
+    """
+    if isinstance(obj, torch.optim.Optimizer) and type(obj).__getstate__ is torch.optim.Optimizer.__getstate__:
+        own = {name: value for name, value in vars(obj).items() if name != "step" and "_hooks" not in name}
+        return {**own, **state}
+    return state
+
+
+def count_steps(scheduler: LRScheduler) -> None:
+    """Mark the optimizer of a scheduler that arrived as its constructor does, or it warns of a missing step."""
+    optimizer = getattr(scheduler, "optimizer", None)
+    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return step(*args, **kwargs)
+
+    counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = counted  # type: ignore[method-assign]
 
 
 def told_of(obj: _Told) -> Any:

@@ -19,7 +19,9 @@ from mirror_nb.contents import Content, content
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import Mirrors, absorb_states, mirrored_values
+from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Packed, Payload, global_names, pack, unpack
+from mirror_nb.told import is_told
 from mirror_nb.values import Remote, merged
 
 RESERVED = frozenset({"strategy", "replica_id", "num_replicas", "device"})
@@ -35,6 +37,8 @@ class Parcel:
     packed: Packed
     modules: list[nn.Module]
     # The networks in it and their parts, however deep inside a value.
+    lent: list[Any]
+    # The optimizers, schedulers and scalers in it, likewise.
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,11 @@ class Returned:
 class Names:
     """The notebook's side of the names. `user_ns` is the dictionary of ordinary cells."""
 
-    def __init__(self, user_ns: MutableMapping[str, Any], fetch: Callable[[str, int], Any]) -> None:
+    def __init__(
+        self, user_ns: MutableMapping[str, Any], fetch: Callable[[str, int], Any], lent: Lent | None = None
+    ) -> None:
         self.user_ns = user_ns
+        self.lent = lent or Lent()
         self.mirrors = Mirrors("k")
         self._fetch = fetch
         self._sent: dict[int, dict[str, _Shared]] = {}
@@ -78,12 +85,14 @@ class Names:
     def forget_replica(self, replica_id: int) -> None:
         """The replica starts anew and has nothing."""
         self._sent.pop(replica_id, None)
+        self.lent.forget_replica(replica_id)
         for holders in self._holders.values():
             holders.discard(replica_id)
 
     def restored(self, replica_id: int, source: int) -> None:
         """The replica took over everything that `source` has."""
         self._sent[replica_id] = dict(self._sent.get(source, {}))
+        self.lent.restored(replica_id, source)
         for holders in self._holders.values():
             if source in holders:
                 holders.add(replica_id)
@@ -135,24 +144,33 @@ class Names:
         while True:
             values = {name: self.user_ns[name] for name in sorted(lacking)}
             modules: list[nn.Module] = []
+            lent: list[Any] = []
             try:
-                packed = self._pack(values, replicas, modules)
+                packed = self._pack(values, replicas, modules, lent)
             except TransferError:
                 raise self._culprit(values, replicas) from None
             # Methods of classes deep inside a value may read names that no one has seen yet.
             more = {name for name in packed.global_names - lacking if self._lacked(name, replicas)}
             if not more:
-                return Parcel(replicas, values, packed, modules)
+                return Parcel(replicas, values, packed, modules, lent)
             packed.close()
             lacking |= more
 
-    def _pack(self, values: object, replicas: tuple[int, ...], modules: list[nn.Module]) -> Packed:
+    def _pack(self, values: object, replicas: tuple[int, ...], modules: list[nn.Module], lent: list[Any]) -> Packed:
         def handle(module: nn.Module) -> str:
             modules.append(module)
             return self.mirrors.handle(module)
 
+        def lend(obj: Any) -> str:
+            lent.append(obj)
+            return self.lent.add(obj)
+
         return pack(
-            values, namespace=self.user_ns, reference=lambda obj: self._reference(obj, replicas), handle=handle
+            values,
+            namespace=self.user_ns,
+            reference=lambda obj: self._reference(obj, replicas),
+            handle=handle,
+            lend=lend,
         )
 
     def _pickled(self, value: object, limit: int) -> bytes:
@@ -164,7 +182,7 @@ class Names:
     def _culprit(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> TransferError:
         for name, value in values.items():
             try:
-                self._pack(value, replicas, []).close()
+                self._pack(value, replicas, [], []).close()
             except TransferError as reason:
                 return TransferError(
                     f"`{name}` ({type(value).__name__}) cannot be sent to the replicas: {reason.__cause__ or reason}. "
@@ -173,28 +191,21 @@ class Names:
         return TransferError(f"these names cannot be sent together: {', '.join(values)}")
 
     def _token(self, obj: object) -> Any:
-        return ("name", obj.name) if isinstance(obj, Remote) else self.mirrors.reference(obj)
+        return ("name", obj.name) if isinstance(obj, Remote) else self.lent.token(obj) or self.mirrors.reference(obj)
 
     def _reference(self, obj: object, replicas: tuple[int, ...]) -> Any:
-        if isinstance(obj, torch.optim.Optimizer):
-            # A scheduler that is sent later must drive the replicas' optimizer, not a copy.
-            return next(
-                (("name", name) for name in self._sent.get(replicas[0], {}) if self._is(name, obj, replicas)), None
-            )
+        if is_told(obj):
+            return self.lent.reference(obj, replicas)
         token = self._token(obj)
         if token is None or isinstance(obj, Remote):
             return token
         return token if self._holders.get(token[1], set()).issuperset(replicas) else None
 
-    def _is(self, name: str, obj: object, replicas: tuple[int, ...]) -> bool:
-        """Whether all these replicas have the object under the name."""
-        shared = [self._sent.get(r, {}).get(name) for r in replicas]
-        return all(one is not None and one.value is obj for one in shared)
-
     def sent(self, parcel: Parcel, replicas: Iterable[int]) -> None:
         """These replicas have opened the parcel and have its names from now on."""
         arrived = [r for r in parcel.replicas if r in set(replicas)]
         self.mirrors.gave(parcel.modules)
+        self.lent.arrived(parcel.lent, arrived)
         for module in parcel.modules:
             self._holders.setdefault(self.mirrors.handle(module), set()).update(arrived)
         self._share(arrived, parcel.names, parcel.packed.global_names)
@@ -233,6 +244,8 @@ class Names:
             return False
         if shared.content is not None and not shared.content.same(now):
             return False
+        if is_told(value):
+            return self.lent.held(value, replica_id)
         # A network with other parts than it was sent with is another network.
         return not isinstance(value, nn.Module) or self.mirrors.known(value) is not None
 
@@ -263,7 +276,7 @@ class Names:
         opened: dict[int, Exports] = {}
         for replica_id, (payload, slab) in payloads.items():
             opened[replica_id], arrivals = unpack(
-                payload, slab, namespace=self.user_ns, resolve=self.mirrors.resolve, lenient=True
+                payload, slab, namespace=self.user_ns, resolve=self._resolve, lenient=True
             )
             if arrivals.lacking:
                 self._lacking.update(dict.fromkeys(opened[replica_id].modules, arrivals.lacking))
@@ -334,12 +347,15 @@ class Names:
 
     def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
         try:
-            value, arrivals = unpack(payload, None, namespace=self.user_ns, resolve=self.mirrors.resolve)
+            value, arrivals = unpack(payload, None, namespace=self.user_ns, resolve=self._resolve)
         except Exception as reason:
             stayed = Stayed("object", "value", f"it cannot be rebuilt here: {reason}")
             return self._remote(name, stayed, replica_id)
         self.mirrors.take(arrivals)
         return value
+
+    def _resolve(self, token: Any) -> object:
+        return self.lent.resolve(token) if token[0] == "object" else self.mirrors.resolve(token)
 
     def _remote(self, name: str, stayed: Stayed, replica_id: int) -> Remote:
         kept = stayed.name or name

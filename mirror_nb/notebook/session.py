@@ -28,6 +28,7 @@ from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, UsageError
 from mirror_nb.messages import Bind, CommSent, Fetch, LoadModules, RunCell, Source
 from mirror_nb.mirrors import called
+from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.live import LiveDashboard
 from mirror_nb.notebook.names import Names, Parcel, Returned
 from mirror_nb.notebook.output import CellView, CommProxy, duration, size
@@ -140,7 +141,8 @@ class Session:
         # The one that follows from cell to cell.
         self.dashboards_above_cells = False
         # Each cell that trains has one of its own.
-        self._names = Names(shell.user_ns, self.fetch)
+        self._lent = Lent(self._mended_pool)
+        self._names = Names(shell.user_ns, self.fetch, self._lent)
 
     # ------------------------------------------------------------------ life
 
@@ -184,7 +186,7 @@ class Session:
         self._pool = pool
         pool.tell("", self._operation)
         self._watch(pool)
-        self._names = Names(self._shell.user_ns, self.fetch)
+        self._names = Names(self._shell.user_ns, self.fetch, self._lent)
         return f"{_replicas(chosen)} ready in {duration(time.perf_counter() - began)}"
 
     def _watch(self, pool: Pool) -> None:
@@ -228,7 +230,9 @@ class Session:
         return f"{_replicas(devices)} stopped"
 
     def _end(self) -> None:
-        pool, self._pool = self._running(), None
+        pool = self._running()
+        self._lent.keep(pool)
+        self._pool = None
         if self._dashboard is not None:
             self._dashboard.close()
             self._dashboard = None
@@ -324,6 +328,7 @@ class Session:
                     parcel.packed.close()
             self._told |= {death.pid for death in report.deaths}
             self._enter(ledger, parcels, report)
+            self._lent.take_changes(report, replicas[0])
             ledger.returned = self._absorb(report, replicas[0])
             pool.tell(self._title(), self._operation)
         view.close(ledger.parts(replicas, time.perf_counter() - began))
@@ -425,7 +430,8 @@ class Session:
         return self._names.absorb(payloads, lead if lead in payloads else min(payloads, default=lead))
 
     def _push_changed(self, ledger: _Ledger) -> None:
-        """Give the replicas the values of networks that were changed in the notebook."""
+        """Give the replicas what was changed in the notebook: values of networks, settings and states of optimizers."""
+        self._lent.send_changes()
         changed = self._names.changed_modules()
         if changed:
             self._give(LoadModules, changed, range(self._running().size))
@@ -545,6 +551,11 @@ class Session:
                 self._names.restored(replica_id, recovery.source)
                 self._names.forget(replica_id, recovery.left)
         return [_mended(death, recovery.source, recovery.left) for death in gone]
+
+    def _mended_pool(self) -> Pool | None:
+        if self._pool is not None:
+            self._mend()
+        return self._pool
 
     def _tell_surroundings(self, pool: Pool) -> None:
         """Say, before names are sent, where the modules are that they need, and what else the kernel has set."""

@@ -6,7 +6,6 @@ Knows payloads and networks; knows no process and no shell.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import types
 from collections import deque
@@ -90,6 +89,8 @@ class Namespace:
         for module in arrivals.modules:
             self._scope.adopt(module)
         self.mirrors.take(arrivals)
+        for handle, obj in arrivals.lent.items():
+            self._keep(handle, obj)
         return value
 
     def bind(self, payload: Any, slab: int | None) -> None:
@@ -111,10 +112,11 @@ class Namespace:
     def keep(self, payload: Payload, slab: int | None) -> None:
         """Take objects that the controller mirrors: {handle: object}."""
         for handle, obj in self.open(payload, slab).items():
-            self._kept[handle] = obj
-            self._told.know(handle, obj)
-            if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
-                _count_steps(obj.optimizer)
+            self._keep(handle, obj)
+
+    def _keep(self, handle: str, obj: object) -> None:
+        self._kept[handle] = obj
+        self._told.know(handle, obj)
 
     def held(self) -> dict[str, object]:
         """Return what this replica holds, by keys that are equal on all replicas: names, and handles after a colon."""
@@ -136,10 +138,13 @@ class Namespace:
 
     def reference(self, obj: object) -> Any:
         """For `pack`: a token for what the controller has too."""
+        return self._object(obj) or self.mirrors.reference(obj)
+
+    def _object(self, obj: object) -> Any:
         for handle, kept in self._kept.items():
             if kept is obj and not isinstance(obj, nn.Module):
                 return ("object", handle)
-        return self.mirrors.reference(obj)
+        return None
 
     def has(self, obj: object) -> bool:
         """Whether the object lives here, and is no copy that came with a call."""
@@ -223,10 +228,10 @@ class Namespace:
         changed = self._changed_roots(fresh, owner, trained)
         exports.states.update(changed)
         try:
-            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle, label=self._label)
+            packed = self._packed(exports)
         except TransferError:
             self._keep_unpicklable(exports)
-            packed = pack(exports, namespace=self.names, handle=self.mirrors.handle, label=self._label)
+            packed = self._packed(exports)
         self.mirrors.gave(fresh.values())
         for handle in changed:
             module = self.mirrors.find(handle)
@@ -234,6 +239,11 @@ class Namespace:
                 # It may have been collected meanwhile.
                 self.mirrors.mark(module)
         return packed
+
+    def _packed(self, networks: object) -> Packed:
+        return pack(
+            networks, namespace=self.names, reference=self._object, handle=self.mirrors.handle, label=self._label
+        )
 
     def forget_told(self) -> None:
         """Send the values of all networks the next time, also of those that have not changed since the last."""
@@ -324,7 +334,7 @@ class Namespace:
         return dataclasses.replace(export, name=f"_r{tag}")
 
     def _plain(self, value: object, whole: bool = False) -> Export:
-        if isinstance(value, _BOUND_TO_REPLICA) and not whole:
+        if isinstance(value, _BOUND_TO_REPLICA) and not whole and self._object(value) is None:
             return _stayed(value, "it belongs to the replica")
         try:
             return Plain(self._in_band(value, None if whole else PLAIN_BYTES))
@@ -338,7 +348,7 @@ class Namespace:
 
     def _in_band(self, value: object, limit: int | None) -> Payload:
         packed = pack(
-            value, namespace=self.names, reference=self.mirrors.reference, limit=limit, in_band=True, label=self._label
+            value, namespace=self.names, reference=self.reference, limit=limit, in_band=True, label=self._label
         )
         return packed.payload
 
@@ -346,7 +356,7 @@ class Namespace:
         """Let the networks that cannot be pickled stay here, and say so under their names."""
         for handle, module in list(exports.modules.items()):
             try:
-                pack(module, namespace=self.names, handle=self.mirrors.handle).close()
+                self._packed(module).close()
             except TransferError as reason:
                 del exports.modules[handle]
                 for name in [n for n, export in exports.names.items() if export == NewModule(handle)]:
@@ -365,21 +375,6 @@ class Namespace:
                 states[handle] = {name: value.detach() for name, value in state.items()}
                 self._sums[handle] = total
         return states
-
-
-def _count_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Mark the optimizer of a scheduler that arrived as its constructor does, or it warns of a missing step."""
-    step = optimizer.step
-    if hasattr(step, "_wrapped_by_lr_sched"):
-        return
-
-    @functools.wraps(step)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return step(*args, **kwargs)
-
-    counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = counted  # type: ignore[method-assign]
 
 
 def _stayed(value: object, why: str) -> Stayed:

@@ -185,6 +185,7 @@ class Replica:
                     self.form(rendezvous)
                 case RunCell() as cell:
                     failure, packed, bundle = self._run_cell(cell, slab, request.number)
+                    settings = self.namespace.changed_settings()
                 case Call() as call:
                     failure, packed, lost = self._call(call, slab, request.number)
                     settings = self.namespace.changed_settings()

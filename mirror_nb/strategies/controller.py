@@ -39,7 +39,7 @@ from mirror_nb.strategies.objects import Objects
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import gather_values, local_parts, reduce_local, regroup, select
-from mirror_nb.strategies.states import States
+from mirror_nb.strategies.states import States, load_state, state_of
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
@@ -167,8 +167,18 @@ class ControllerPlace(Place):
         return self._pool is not None and not self._closed
 
     def has_sent(self, obj: object) -> bool:
-        """Whether the replicas have an object that is mirrored."""
-        return self._objects.is_sent(obj)
+        """Whether there are replicas that have an object that is mirrored."""
+        return self.open and self._objects.is_sent(obj)
+
+    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Return replica 0's state of an optimizer."""
+        wanted = PerReplica([replica_id == 0 for replica_id in range(self.num_replicas)])
+        state: dict[Any, Any] = self.command(state_of, (optimizer, wanted), changes=False)[0]
+        return state
+
+    def load_state(self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
+        """Give all replicas a state."""
+        self.command(load_state, (optimizer, state), changes=False)
 
     def log(self, values: dict[str, Any]) -> None:
         raise ContextError("losses are a replica's: log them in the function given to strategy.run")

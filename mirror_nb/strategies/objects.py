@@ -69,10 +69,15 @@ class Objects:
         """Whether the replicas have the object."""
         return self.handle(obj) in self._sent
 
+    def same_groups(self, obj: Any) -> bool:
+        """Whether an optimizer got no parameter group here since it was sent; true of other objects."""
+        groups = self._groups.get(self.handle(obj) or "")
+        return groups is None or groups == len(obj.param_groups)
+
     def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that got a parameter group here since it was sent: the replicas' has it not."""
-        groups = self._groups.get(self.handle(optimizer) or "")
-        if groups is not None and groups != len(optimizer.param_groups):
+        if not self.same_groups(optimizer):
+            groups = self._groups[self.handle(optimizer) or ""]
             raise UsageError(
                 f"the {type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups here, but was "
                 f"sent to the replicas with {groups}: call add_param_group before the first strategy.run that "

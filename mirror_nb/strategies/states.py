@@ -1,44 +1,45 @@
 """States of the controller's optimizers, moments and the like: they live in the replicas.
 
-    optimizer.state_dict()       ◀─ replica 0's state, if the replicas have run since
-    optimizer.load_state_dict()  ─▶ every replica
+    optimizer.state_dict(), optimizer.state, copies  ◀─ a replica's state, if the replicas have run since
+    optimizer.load_state_dict()                      ─▶ every replica
 
-Knows optimizers and how to have a function called on the replicas.
+Knows optimizers and whom to ask.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, Protocol, final
 
 import torch
 
 from mirror_nb.errors import UsageError
-from mirror_nb.values import PerReplica
 
 
-class Commands(Protocol):
-    """What is asked of the controller's place."""
+class Place(Protocol):
+    """Where the states are."""
 
-    num_replicas: int
     calls: int
-
-    @property
-    def open(self) -> bool:
-        """Whether there are replicas to ask."""
+    # What may have changed them was run so often.
 
     def has_sent(self, obj: object) -> bool:
-        """Whether the replicas have an object that is mirrored."""
+        """Whether there are replicas that have an object."""
 
-    def command(self, fn: Any, args: tuple[Any, ...] = (), *, changes: bool = True) -> list[Any]:
-        """Call a function on every replica."""
+    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Return a replica's state of an optimizer, as its state_dict has it; raises what asking raises."""
+
+    def load_state(self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
+        """Give all replicas such a state."""
 
 
 @final
 class States:
     """Brings states here when they are asked for, and out when they are loaded."""
 
-    def __init__(self, place: Commands) -> None:
+    def __init__(self, place: Place) -> None:
         # Weakly: an optimizer may outlive its strategy.
         self._place = weakref.ref(place)
         self._read_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -46,54 +47,116 @@ class States:
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Look after an optimizer from now on."""
+        # Besides the state itself, which somebody may replace.
         optimizer.register_state_dict_pre_hook(self.read)
         optimizer.register_load_state_dict_post_hook(self._loaded)
+        self._follow(optimizer)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        if type(optimizer.state) is defaultdict:
+            optimizer.state = _State(optimizer.state)
+        if isinstance(optimizer.state, _State):
+            optimizer.state.readers[self] = functools.partial(_read, self, weakref.ref(optimizer))
+
+    def have(self, optimizer: Any) -> None:
+        """The replicas have the state that is here."""
+        place = self._place()
+        if place is not None:
+            self._read_at[optimizer] = place.calls
 
     def read(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring replica 0's state here, unless it is here.
+        """Bring the replicas' state here, unless it is here.
 
         Raises what a call raises, and UsageError for an optimizer that has parameters there alone.
         """
         place = self._asked(optimizer)
         if place is None or self._read_at.get(optimizer) == place.calls:
             return
-        wanted = PerReplica([replica_id == 0 for replica_id in range(place.num_replicas)])
-        state = place.command(_state_of, (optimizer, wanted), changes=False)[0]
+        state = place.state_of(optimizer)
         parameters = _parameters(optimizer)
         if any(isinstance(key, int) and key >= len(parameters) for key in state):
             raise UsageError(
                 f"the {type(optimizer).__name__} got parameter groups in the replicas that it has not here: call its "
-                "state_dict in the function given to strategy.run"
+                "state_dict there, in a mirrored cell or in the function given to strategy.run"
             )
         optimizer.state.clear()
         for key, value in state.items():
-            optimizer.state[parameters[key] if isinstance(key, int) else key] = value
+            parameter = parameters[key] if isinstance(key, int) else None
+            optimizer.state[key if parameter is None else parameter] = _beside(parameter, value)
         self._read_at[optimizer] = place.calls
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        self._follow(optimizer)
         place = self._asked(optimizer)
         if place is None:
             return
         # Not read again first.
         self._read_at[optimizer] = place.calls
         try:
-            place.command(_load, (optimizer, optimizer.state_dict()["state"]), changes=False)
+            place.load_state(optimizer, optimizer.state_dict()["state"])
         except BaseException:
             del self._read_at[optimizer]
             raise
 
-    def _asked(self, optimizer: torch.optim.Optimizer) -> Commands | None:
+    def _asked(self, optimizer: torch.optim.Optimizer) -> Place | None:
         place = self._place()
-        return place if place is not None and place.open and place.has_sent(optimizer) else None
+        return place if place is not None and place.has_sent(optimizer) else None
+
+
+class _State(defaultdict[Any, Any]):
+    """An optimizer's state that is brought here before anybody looks at it. A copy of it is an ordinary one."""
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        super().__init__(dict, values)
+        self.readers: dict[States, Callable[[], None]] = {}
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self.items()))
+
+
+def _looked_at(name: str) -> Callable[..., Any]:
+    look = getattr(defaultdict, name)
+
+    @functools.wraps(look)
+    def looked_at(state: _State, *args: Any) -> Any:
+        for read in list(state.readers.values()):
+            read()
+        return look(state, *args)
+
+    return looked_at
+
+
+for _name in ("__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__", "__or__", "copy", "get"):
+    setattr(_State, _name, _looked_at(_name))
+for _name in ("items", "keys", "values", "pop", "popitem", "setdefault"):
+    setattr(_State, _name, _looked_at(_name))
+
+
+def _read(states: States, reference: weakref.ref[torch.optim.Optimizer]) -> None:
+    optimizer = reference()
+    if optimizer is not None:
+        states.read(optimizer)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _state_of(optimizer: torch.optim.Optimizer, wanted: bool) -> dict[Any, Any] | None:
+def _beside(parameter: torch.Tensor | None, value: Any) -> Any:
+    """Return a parameter's state, which may have been on a GPU there, with tensors of its shape where it is here."""
+    if parameter is None or not isinstance(value, dict):
+        return value
+    return {
+        name: one.to(parameter.device) if isinstance(one, torch.Tensor) and one.shape == parameter.shape else one
+        for name, one in value.items()
+    }
+
+
+def state_of(optimizer: torch.optim.Optimizer, wanted: bool = True) -> dict[Any, Any] | None:
+    """In a replica: return the state, if it is wanted."""
     return optimizer.state_dict()["state"] if wanted else None
 
 
-def _load(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
+def load_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
+    """In a replica: take over a state."""
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -1,0 +1,199 @@
+"""Optimizers, schedulers and scalers of the notebook that its replicas have too: mirrored cells use them there.
+
+    settings, where schedulers and scalers stand   ◀─ after each cell ─▶ before the next, if they changed here
+    states of optimizers (moments and the like)    ◀─ when they are asked for ─▶ before the next, if they changed here
+
+Knows the pool's requests; knows no names and shows nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+
+from mirror_nb.errors import ReplicaDied, TransferError
+from mirror_nb.messages import Call
+from mirror_nb.payload import closing_slab, pack, unpack
+from mirror_nb.pool.base import Pool, Report
+from mirror_nb.pool.failures import raise_for
+from mirror_nb.strategies.objects import Objects
+from mirror_nb.strategies.states import States, load_state, state_of
+from mirror_nb.told import is_told
+
+KEEP_SECONDS = 5.0
+# So long the end of replicas waits for states that nobody has asked for.
+READS = 3
+# Attempts to read a state from replicas that die meanwhile.
+
+
+@final
+class Lent:
+    """Which of the notebook's objects each replica has; `ready()` gives the replicas, None where there are none."""
+
+    def __init__(self, ready: Callable[[], Pool | None] = lambda: None) -> None:
+        self.calls = 0
+        # Cells that have run, each of which may have changed states.
+        self._ready = ready
+        self._objects = Objects()
+        self._states = States(self)
+        self._holders: dict[str, set[int]] = {}
+        self._lead = 0
+        # Whose states are read, if it has them.
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # Here, since the replicas had the same state.
+        self._timeout: float | None = None
+
+    # ------------------------------------------------------------------ who has what
+
+    def add(self, obj: Any) -> str:
+        """Return the object's handle, and look after it from now on."""
+        if not self._objects.has(obj) and isinstance(obj, torch.optim.Optimizer):
+            self._states.watch(obj)
+            obj.register_step_post_hook(lambda optimizer, *_: self._stepped.add(optimizer))
+        return self._objects.add(obj)
+
+    def token(self, obj: object) -> Any:
+        """Return what stands for the object whoever has it, None if it is none that is lent."""
+        return ("object", self.add(obj)) if is_told(obj) else None
+
+    def reference(self, obj: Any, replicas: Iterable[int]) -> Any:
+        """For `pack`: the object's token if all these replicas have it; else it is made ready to be sent."""
+        if all(self.held(obj, replica_id) for replica_id in replicas):
+            return self.token(obj)
+        if isinstance(obj, torch.optim.Optimizer):
+            # For what this brings here: its state, from the replicas that have it, these or a strategy's.
+            obj.state_dict()
+        return None
+
+    def held(self, obj: Any, replica_id: int) -> bool:
+        """Whether the replica has the object, with as many parameter groups."""
+        return replica_id in self._holders.get(self._objects.handle(obj) or "", ()) and self._objects.same_groups(obj)
+
+    def resolve(self, token: Any) -> object:
+        """For `unpack`: the object that a replica's token means. Raises TransferError if it is gone."""
+        obj = self._objects.find(token[1])
+        if obj is None:
+            raise TransferError(f"the payload refers to {token!r}, which no longer exists here; bind it anew")
+        return obj
+
+    def arrived(self, objects: Iterable[Any], replicas: Iterable[int]) -> None:
+        """These replicas have these objects as they are here."""
+        replicas = set(replicas)
+        for obj in objects if replicas else ():
+            self._objects.mark_sent(obj)
+            self._holders.setdefault(self.add(obj), set()).update(replicas)
+            self._states.have(obj)
+
+    def forget_replica(self, replica_id: int) -> None:
+        """The replica starts anew and has nothing."""
+        for holders in self._holders.values():
+            holders.discard(replica_id)
+
+    def restored(self, replica_id: int, source: int) -> None:
+        """The replica took over everything that `source` has."""
+        for holders in self._holders.values():
+            if source in holders:
+                holders.add(replica_id)
+
+    # ------------------------------------------------------------------ what changed
+
+    def send_changes(self) -> None:
+        """Tell the replicas what changed here; what a report says is raised."""
+        for optimizer in list(self._stepped):
+            if self.has_sent(optimizer):
+                self.load_state(optimizer, optimizer.state_dict()["state"])
+        self._stepped.clear()
+        changed, released = self._objects.changed_settings(), tuple(self._objects.take_released())
+        for handle in released:
+            self._holders.pop(handle, None)
+        pool = self._ready()
+        if pool is not None and (changed or released):
+            raise_for(self._asked(pool, range(pool.size), _nothing, (), changed, released), pool.devices)
+
+    def take_changes(self, report: Report, lead: int) -> None:
+        """A cell has run: take over what `lead` tells of it."""
+        self.calls += 1
+        ended = {replica_id: answer.done for replica_id, answer in report.answers.items() if answer.done is not None}
+        self._lead = lead if lead in ended else min(ended, default=lead)
+        for handle, settings in ended[self._lead].settings if ended else ():
+            self._objects.take_settings(handle, settings)
+
+    def keep(self, pool: Pool) -> None:
+        """Bring all states here, since the replicas are about to end, and forget who had what."""
+
+        def living() -> Pool:
+            for death in pool.dead():
+                # Nobody is to take their place any more.
+                self.forget_replica(death.replica_id)
+            return pool
+
+        before, self._ready, self._timeout = self._ready, living, KEEP_SECONDS
+        try:
+            living()
+            for obj in self._objects.all():
+                if isinstance(obj, torch.optim.Optimizer):
+                    self._states.read(obj)
+        except Exception as reason:
+            warnings.warn(f"the replicas ended without the latest states of optimizers: {reason}", stacklevel=2)
+        finally:
+            self._ready, self._timeout = before, None
+            self._holders.clear()
+
+    # ------------------------------------------------------------------ for States
+
+    def has_sent(self, obj: object) -> bool:
+        """Whether a replica has the object."""
+        return bool(self._holders.get(self._objects.handle(obj) or ""))
+
+    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Return the state that the optimizer has in the replica whose networks came back last."""
+        for attempt in range(READS):
+            pool = self._ready()
+            holders = self._holders.get(self.add(optimizer))
+            if pool is None or not holders:
+                break
+            asked = self._lead if self._lead in holders else min(holders)
+            report = self._asked(pool, [asked], state_of, (optimizer,))
+            answer = report.answers[asked]
+            if answer.done is not None and answer.done.payload is not None:
+                # Whatever became of others meanwhile.
+                state: dict[Any, Any] = unpack(answer.done.payload, answer.slab)[0]
+                return state
+            try:
+                raise_for(report, pool.devices, self._timeout)
+            except ReplicaDied:
+                if attempt + 1 == READS:
+                    raise
+        # All that had it died: there is none but the one here.
+        return optimizer.state_dict()["state"]
+
+    def load_state(self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
+        """Give all replicas that have the optimizer this state."""
+        pool = self._ready()
+        holders = self._holders.get(self.add(optimizer))
+        if pool is not None and holders:
+            raise_for(self._asked(pool, sorted(holders), load_state, (optimizer, state)), pool.devices)
+
+    def _asked(
+        self,
+        pool: Pool,
+        replicas: Iterable[int],
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        settings: tuple[tuple[str, Any], ...] = (),
+        released: tuple[str, ...] = (),
+    ) -> Report:
+        function = pack(fn, in_band=True).payload
+        with closing_slab(pack((args, {}), reference=self.token)) as packed:
+            call = Call(function, packed.payload, plain=True, released=released, settings=settings)
+            replicas = list(replicas)
+            slabs = dict.fromkeys(replicas, packed.slab)
+            return pool.run(dict.fromkeys(replicas, call), slabs=slabs, timeout=self._timeout)
+
+
+def _nothing() -> None:
+    pass

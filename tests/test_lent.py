@@ -1,0 +1,301 @@
+"""Optimizers, schedulers and scalers that ordinary cells made, used in mirrored ones: the same on both sides."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from driving import eventually, gone
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from traitlets.config import Config
+
+from mirror_nb.errors import UsageError
+from mirror_nb.notebook.lent import Lent
+
+Run = Callable[[str], Any]
+
+MADE = """
+import copy, io, torch, torch.nn.functional as F
+from torch import nn
+torch.manual_seed(0)
+x = torch.randn(40, 4); y = x.sum(1, keepdim=True)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+"""
+STEPS = """
+for a, b in batches:
+    loss = F.mse_loss(model(a), b)
+    optimizer.zero_grad(); loss.backward(); optimizer.step(); scheduler.step()
+"""
+HERE = "batches = list(zip(x.split(10), y.split(10)))" + STEPS
+THERE = "%%mirrored\nbatches = strategy.distribute_dataset((x, y), batch_size=10)" + STEPS
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    config = Config({"HistoryManager": {"enabled": False}, "HistoryAccessor": {"enabled": False}})
+    made = InteractiveShell.instance(config=config)
+    made.extension_manager.load_extension("mirror_nb")
+    made.run_line_magic("mirror", "start --devices cpu:0,cpu:1")
+    yield made
+    made.extension_manager.unload_extension("mirror_nb")
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def run(shell: InteractiveShell) -> Run:
+    """Run a cell and return its value; its exception is raised. The notebook has what `MADE` makes."""
+
+    def run_cell(source: str) -> Any:
+        with capture_output():
+            result = shell.run_cell(source)
+        if result.error_before_exec or result.error_in_exec:
+            raise result.error_before_exec or result.error_in_exec
+        return result.result
+
+    run_cell("%mirror start --devices cpu:0,cpu:1")
+    run_cell(MADE)
+    return run_cell
+
+
+def state(run: Run) -> dict[str, Any]:
+    return run("{'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'at': scheduler.state_dict()}")
+
+
+def on_one_device(shell: InteractiveShell, *cells: str) -> dict[str, Any]:
+    """What ordinary Python makes of the cells, with `THERE` as `HERE`."""
+    names: dict[str, Any] = {}
+    for cell in (MADE, *cells):
+        exec(HERE if cell == THERE else cell, names)
+    return {
+        "model": names["model"].state_dict(),
+        "optimizer": names["optimizer"].state_dict(),
+        "at": names["scheduler"].state_dict(),
+    }
+
+
+CHANGES = {
+    "nothing": "",
+    "the learning rate": "optimizer.param_groups[0]['lr'] = 0.5",
+    "steps": HERE,
+    "where the scheduler stands": "for _ in range(4): scheduler.step()",
+    "a state that is loaded": """
+saved = copy.deepcopy(optimizer.state_dict())
+for part in saved['state'].values(): part['exp_avg'] *= -3
+optimizer.load_state_dict(saved)
+""",
+    "another group": """
+more = nn.Parameter(torch.ones(1))
+optimizer.add_param_group({'params': [more], 'lr': 0.1})
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+""",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_mirrored_and_ordinary_cells_go_on_from_each_other(shell, run, change):
+    for cell in (THERE, change, THERE):
+        run(cell)
+    torch.testing.assert_close(state(run), on_one_device(shell, THERE, change, THERE))
+
+
+def test_what_a_cell_sets_is_here_at_once(run):
+    run(THERE)
+    assert run("scheduler.last_epoch, scheduler.get_last_lr()") == (4, [0.025])
+    run("%%mirrored\noptimizer.param_groups[0]['weight_decay'] = 0.25")
+    assert run("optimizer.param_groups[0]['weight_decay']") == 0.25
+    assert run("scheduler.optimizer is optimizer and optimizer.param_groups[0]['params'][0] is model.weight")
+
+
+def test_a_scaler_has_one_scale_on_both_sides(run):
+    run("scaler = torch.amp.GradScaler('cpu', init_scale=4.0)")
+    run("%%mirrored\nscaler.scale(torch.ones(())); scaler.update(8.0)")
+    assert run("scaler.get_scale()") == 8.0
+    run("scaler.scale(torch.ones(())); scaler.update(2.0)")
+    assert run("%%mirrored\nscaler.get_scale()") == 2.0
+
+
+LOOKS = {
+    "its state": "optimizer.state[model.weight]['exp_avg']",
+    "a copy": "copy.deepcopy(optimizer).state[next(iter(copy.deepcopy(optimizer).state))]['exp_avg']",
+    "a copy of both": "copy.deepcopy((optimizer, model))[0].state_dict()['state'][0]['exp_avg']",
+    "a file": "file = io.BytesIO(); torch.save(optimizer, file); file.seek(0)\n"
+    "torch.load(file, weights_only=False).state_dict()['state'][0]['exp_avg']",
+    "its values": "list(optimizer.state.values())[0]['exp_avg']",
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_however_a_state_is_looked_at_it_is_that_of_the_replicas(shell, run, look):
+    run(THERE)
+    if "deepcopy(optimizer)." in look:
+        # By the copies of the parameters, which are others.
+        look = "list(copy.deepcopy(optimizer).state.values())[0]['exp_avg']"
+    expected = on_one_device(shell, THERE)["optimizer"]["state"][0]["exp_avg"]
+    torch.testing.assert_close(run(look), expected)
+
+
+def test_in_objects_and_lists_they_are_the_same_ones(run):
+    run("""
+class Trainer:
+    def __init__(self): self.optimizers, self.scheduler = [optimizer], scheduler
+    def step(self, a, b):
+        F.mse_loss(model(a), b).backward()
+        self.optimizers[0].step(); self.scheduler.step()
+trainer, both = Trainer(), [optimizer, scheduler]
+""")
+    run("%%mirrored\nfor _ in range(3): trainer.step(x, y)\nassert both[0] is trainer.optimizers[0] is optimizer")
+    assert run("optimizer.param_groups[0]['lr'], scheduler.last_epoch") == (0.025, 3)
+    assert run("trainer.optimizers[0] is both[0] is optimizer and both[1] is scheduler")
+
+
+def test_another_name_that_a_cell_gives_it_means_it_here_too(run):
+    run("%%mirrored\nmine, inside = optimizer, {'there': scheduler}")
+    assert run("mine is optimizer and inside['there'] is scheduler")
+
+
+def test_an_optimizer_of_some_replicas_comes_to_the_others_as_it_is(run):
+    run("%%mirrored --replicas 1\n" + HERE)
+    run("assert optimizer.state_dict()['state'][0]['step'] == 4")
+    steps = run("%%mirrored\noptimizer.state[model.weight]['step'].item(), optimizer.param_groups[0]['lr']")
+    assert steps == (4.0, 0.025)
+
+
+def test_stopped_replicas_leave_their_states_here(shell, run):
+    run(THERE)
+    run("%mirror stop")
+    kept = state(run)
+    torch.testing.assert_close(kept, on_one_device(shell, THERE))
+    run("%mirror start --devices cpu:0,cpu:1")
+    run(THERE)
+    torch.testing.assert_close(state(run), on_one_device(shell, THERE, THERE))
+
+
+def pids(shell: InteractiveShell) -> list[int]:
+    session = shell.magics_manager.registry["MirrorMagics"].session
+    return [status.pid for status in session.pool.status()]
+
+
+def kill(shell: InteractiveShell, *replicas: int) -> None:
+    for pid in [pids(shell)[replica] for replica in replicas]:
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda pid=pid: gone(pid), "the replica is dead")
+
+
+def test_a_dead_replica_costs_no_state(shell, run):
+    run(THERE)
+    kill(shell, 0)
+    torch.testing.assert_close(state(run), on_one_device(shell, THERE))
+    run(THERE)
+    torch.testing.assert_close(state(run), on_one_device(shell, THERE, THERE))
+
+
+def test_replicas_that_stop_without_one_that_died_leave_the_states_of_the_others(shell, run):
+    run(THERE)
+    kill(shell, 0)
+    run("%mirror stop")
+    torch.testing.assert_close(state(run), on_one_device(shell, THERE))
+
+
+def test_where_all_died_the_state_is_that_which_was_read_last(shell, run):
+    run(THERE)
+    read = state(run)
+    run(THERE)
+    kill(shell, 0, 1)
+    assert state(run)["optimizer"]["state"][0]["step"] == read["optimizer"]["state"][0]["step"] == 4
+    # The moments of then, the values and the settings that the second cell brought back.
+    run(THERE)
+    assert state(run)["optimizer"]["state"][0]["step"] == 8
+    assert run("scheduler.last_epoch") == 12
+
+
+def test_replicas_that_all_died_are_asked_nothing_at_the_end(shell, run):
+    run(THERE)
+    kill(shell, 0, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run("%mirror stop")
+    assert run("len(optimizer.state)") == 0
+
+
+def test_a_state_that_cannot_be_asked_for_at_the_end_is_told_of(shell, run):
+    run("%%mirrored\nmore = nn.Parameter(torch.ones(1))\noptimizer.add_param_group({'params': [more]})")
+    run("%%mirrored\n(model(x).sum() + more.sum()).backward(); optimizer.step()")
+    with pytest.warns(UserWarning, match="ended without the latest states of optimizers: the AdamW got parameter"):
+        run("%mirror stop")
+
+
+def test_a_scheduler_that_arrives_does_not_warn_of_steps_it_did_not_see(shell, run):
+    said: list[str] = run(f"""%%mirrored
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    {THERE.partition(chr(10))[2].replace(chr(10), chr(10) + "    ")}
+[str(one.message) for one in caught]
+""")
+    assert said == []
+
+
+def test_a_group_that_a_cell_adds_is_told_where_the_state_is_asked_for(run):
+    run("%%mirrored\nmore = nn.Parameter(torch.ones(1))\noptimizer.add_param_group({'params': [more]})")
+    run("%%mirrored\n(model(x).sum() + more.sum()).backward(); optimizer.step()")
+    with pytest.raises(UsageError, match="AdamW got parameter groups in the replicas that it has not here"):
+        run("optimizer.state_dict()")
+
+
+def test_what_the_notebook_lets_go_of_the_replicas_let_go_of(run):
+    run("import weakref")
+    run("%%mirrored\nthere = weakref.ref(optimizer)")
+    run("del scheduler, optimizer\nimport gc; gc.collect()")
+    run("%%mirrored\ndel scheduler, optimizer")
+    assert run("%%mirrored\nimport gc; gc.collect()\nthere() is None") is True
+
+
+def test_attributes_that_a_class_adds_to_its_optimizers_travel(shell, run):
+    run("""
+class Averaging(torch.optim.SGD):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        self.inner, self.seen = torch.optim.Adam(self.param_groups, lr), []
+    def step(self):
+        self.seen.append(len(self.seen)); self.inner.step()
+slow, quick = Averaging(model.parameters(), 0.1), torch.optim.LBFGS(model.parameters())
+""")
+    seen = """%%mirrored
+(model(x) ** 2).mean().backward()
+slow.step()
+def closure():
+    quick.zero_grad(); loss = F.mse_loss(model(x), y); loss.backward(); return loss
+quick.step(closure)
+slow.seen, slow.inner.param_groups[0]['params'][0] is slow.param_groups[0]['params'][0] is model.weight
+"""
+    assert run(seen) == ([0], True)
+    assert run("F.mse_loss(model(x), y)").item() < 1e-6
+
+
+def test_in_this_process_too(shell, run):
+    run("%mirror stop\n%mirror start --in-process --devices cpu:0")
+    try:
+        run(THERE)
+        run("optimizer.param_groups[0]['lr'] = 0.3")
+        run(THERE)
+        change = "optimizer.param_groups[0]['lr'] = 0.3"
+        torch.testing.assert_close(state(run), on_one_device(shell, THERE, change, THERE))
+    finally:
+        run("%mirror stop")
+
+
+def test_without_replicas_nobody_is_asked():
+    lent, optimizer = Lent(), torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+    lent.add(optimizer)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    optimizer.step()
+    lent.send_changes()
+    assert optimizer.state_dict()["state"][0]["step"] == 1
