@@ -1,38 +1,53 @@
-"""What a value holds, kept to notice later that somebody wrote to it in place. Knows payloads, no names.
+"""What a value holds, kept to notice later that somebody changed it in place. Knows no names.
 
-Watched are lists, dicts, sets, byte arrays, NumPy arrays and tensors. An object of another class that is changed
-in place is not noticed; to bind its name again is.
+Watched are containers, NumPy arrays, tensors, and objects of the user's own classes; what is inside them too, as far
+as it is small. Objects of libraries are told apart by identity alone.
 """
 
 from __future__ import annotations
 
+import argparse
+import collections
+import copyreg
+import dataclasses
+import functools
+import io
 import operator
+import pickle
+import sys
+import sysconfig
+import types
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
-
-from mirror_nb.errors import TransferError
-from mirror_nb.payload import TooLarge
+from torch import nn
 
 WATCHED_BYTES = 1 << 16
 # A value up to this size, pickled, is compared whole; of a larger container only which objects it holds.
 ARRAY_BYTES = 1 << 20
 # A larger array is not watched: reading it before and after every cell would take longer than most cells.
 
+Token = Callable[[object], Any]
+# Gives what stands for an object whose changes others notice: networks, their parameters, optimizers. None for others.
+
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Content:
     """What one value held at one time."""
 
     pickled: bytes = b""
     parts: tuple[object, ...] = ()
     # Of a large container: the very objects in it.
-    state: tuple[int, ...] = ()
+    state: tuple[object, ...] = ()
     # Of a large tensor: autograd's count of writes and its address; of an array its hash.
+    beside: tuple[tuple[weakref.ref[Any] | None, object], ...] = ()
+    # What is told apart by identity, and its state if it is a tensor.
+    own: bool = False
+    # It is an object of the user's own class.
 
     def same(self, other: Content | None) -> bool:
         """Whether nothing was written in between."""
@@ -40,32 +55,134 @@ class Content:
             other is not None
             and (self.pickled, self.state, len(self.parts)) == (other.pickled, other.state, len(other.parts))
             and all(map(operator.is_, self.parts, other.parts))
+            and len(self.beside) == len(other.beside)
+            and all(map(_same, self.beside, other.beside))
         )
 
 
-def content(value: object, pickled: Callable[[object, int], bytes]) -> Content | None:
-    """Return what `value` holds now; None when it is nothing that is watched.
-
-    `pickled(value, limit)` gives the bytes that would travel, or raises TooLarge or TransferError.
-    """
+def content(value: object, token: Token) -> Content | None:
+    """Return what `value` holds now; None when it is nothing that is watched."""
     if isinstance(value, np.ndarray) and value.nbytes > WATCHED_BYTES:
         return Content(state=(hash(value.tobytes()),)) if value.nbytes <= ARRAY_BYTES else None
     if isinstance(value, torch.Tensor):
         if value.nbytes > WATCHED_BYTES or value.device.type != "cpu":
-            # Without reading it: on a GPU that would wait for what runs there.
-            return Content(state=(value._version, value.data_ptr(), value.numel()))
-    elif not isinstance(value, (list, dict, set, bytearray, np.ndarray)):
+            return Content(state=_written(value))
+    own = _is_own(value)
+    if not own and not isinstance(value, (*_CONTAINERS, np.ndarray, torch.Tensor)):
         return None
+    file = _Bounded()
+    reader = _Reader(file, token, value)
     try:
-        return Content(pickled(value, WATCHED_BYTES))
-    except (TooLarge, TransferError, RecursionError):
+        reader.dump(value)
+    except Exception:
+        # Too large, or its class has a say of its own in how it is read.
         return _parts(value)
+    return Content(file.getvalue(), beside=tuple(reader.beside), own=own)
 
 
 def _parts(value: object) -> Content | None:
     match value:
         case dict():
             return Content(parts=(*value.keys(), *value.values()))
-        case list() | set():
+        case list() | set() | tuple():
             return Content(parts=tuple(value))
     return None
+
+
+_CONTAINERS = (list, dict, set, tuple, bytearray, collections.deque)
+
+
+def _is_own(value: object) -> bool:
+    kind = type(value)
+    if isinstance(value, (type, types.FunctionType, nn.Module, torch.Tensor, *_CONTAINERS)):
+        return False
+    return kind in (types.SimpleNamespace, argparse.Namespace) or _is_users(kind.__module__)
+
+
+@functools.cache
+def _is_users(module: str) -> bool:
+    """Whether a module is the notebook or a file of the user's: not one of Python, nor of what is installed."""
+    if module == "__main__":
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None or module.partition(".")[0] == __package__ or "site-packages" in file or "dist-packages" in file:
+        return False
+    return not file.startswith(sysconfig.get_path("stdlib"))
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class _Bounded(io.BytesIO):
+    """A file that refuses to grow beyond what is watched."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > WATCHED_BYTES:
+            raise _TooLarge
+        return super().write(data)
+
+
+class _Reader(pickle.Pickler):
+    """Writes what a value holds; nobody reads it but to compare."""
+
+    def __init__(self, file: io.BytesIO, token: Token, root: object) -> None:
+        super().__init__(file, protocol=5)
+        self.beside: list[tuple[weakref.ref[Any] | None, object]] = []
+        self._token = token
+        self._root = root
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) in _PLAIN or obj is self._root:
+            return None
+        token = self._token(obj)
+        if token is not None:
+            return token
+        if isinstance(obj, torch.Tensor):
+            small = obj.device.type == "cpu" and obj.layout is torch.strided and obj.nbytes <= WATCHED_BYTES
+            return None if small else self._beside(obj, _written(obj))
+        if isinstance(obj, np.ndarray):
+            return None if obj.nbytes <= WATCHED_BYTES else self._beside(obj)
+        return self._beside(obj) if isinstance(obj, _BY_IDENTITY) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            values: Any = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return _nothing, (values.tobytes(), str(obj.dtype), tuple(obj.shape), obj.requires_grad)
+        try:
+            reduce = copyreg.dispatch_table.get(type(obj))
+            return reduce(obj) if reduce is not None else obj.__reduce_ex__(5)
+        except Exception:
+            # A lock, a generator, an open file.
+            return _nothing, (self._beside(obj),)
+
+    def _beside(self, obj: object, state: object = None) -> int:
+        try:
+            self.beside.append((weakref.ref(obj), state))
+        except TypeError:
+            self.beside.append((None, id(obj)))
+        return len(self.beside)
+
+
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), tuple, list, dict, set, frozenset})
+_BY_IDENTITY = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, nn.Module, torch.Generator),
+    *(torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.utils.data.Sampler),
+)
+
+
+def _nothing(*_: object) -> None:
+    """Stands in a pickle that nobody opens."""
+
+
+def _written(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what is another once somebody wrote to a tensor: without reading it, which on a GPU would wait."""
+    address = tensor.data_ptr() if tensor.layout is torch.strided else None
+    return tensor._version, address, tensor.numel()
+
+
+def _same(one: tuple[Any, object], other: tuple[Any, object]) -> bool:
+    if one[1] != other[1] or (one[0] is None) != (other[0] is None):
+        return False
+    # What is gone is another, whatever has its place in memory now.
+    return one[0] is None or (one[0]() is not None and one[0]() is other[0]())

@@ -191,6 +191,8 @@ class Fetch:
     # True on the one replica whose networks travel.
     anew: bool = False
     # True: what was sent before may not have arrived.
+    lacked: tuple[str, ...] = ()
+    # Handles of networks that the controller was told of, and has not got.
 
 
 class Word(enum.Enum):
@@ -509,6 +511,8 @@ class Exports:
     # The value of the cell's last expression.
     gone: tuple[str, ...] = ()
     # Handles of networks that the replica no longer has.
+    altered: tuple[str, ...] = ()
+    # Names of objects of the user's own classes that a cell changed in place: they stay as they are on both sides.
 
 
 @dataclass(slots=True)

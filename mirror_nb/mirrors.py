@@ -156,6 +156,13 @@ class Mirrors:
             count, versions, training = _registrations.count, _versions(watched), _training(parts)
             self._marks[handle] = _Mark(structure(module), count, watched, versions, parts, training)
 
+    def unmark(self, module: nn.Module) -> None:
+        """The other side has not got the network, and none of its parts."""
+        for part in module.modules():
+            handle = self.find_handle(part) or ""
+            self._marks.pop(handle, None)
+            self._roots.discard(handle)
+
     def changed(self, module: nn.Module) -> bool:
         """Whether the network's values have changed since `mark`; of tensors what autograd counts as a write."""
         mark = self._marks.get(self.find_handle(module) or "")

@@ -106,6 +106,7 @@ class Notebook:
         return packed.payload, packed.slab
 
     def fetch(self, name: str, replica_id: int) -> Any:
+        self.replicas[replica_id].forget_given(self.names.lacked)
         packed = self.replicas[replica_id].export([name], tag=99, owner=True, trained=True, whole=True)
         before = self.user_ns.get(name)
         self.names.absorb({replica_id: (packed.payload, packed.slab)}, replica_id)
@@ -152,6 +153,15 @@ def test_a_name_that_was_rebound_is_sent_anew(notebook):
     assert notebook.user_ns["y"] == 2
 
 
+CONFIG = """
+import dataclasses
+@dataclasses.dataclass
+class Config:
+    lr: float = 1
+    sizes: list = dataclasses.field(default_factory=list)
+"""
+
+
 @pytest.mark.parametrize(
     ("make", "change", "look"),
     [
@@ -161,6 +171,15 @@ def test_a_name_that_was_rebound_is_sent_anew(notebook):
         ("import numpy as np; x = np.zeros(3)", "x[0] = 1", "x.tolist()"),
         ("x = torch.zeros(3)", "x[0] = 1", "x.tolist()"),
         ("x = torch.zeros(100_000)", "x[0] = 1", "float(x.sum())"),
+        ("x = ([1], {})", "x[1]['a'] = 2", "repr(x)"),
+        ("import types; x = types.SimpleNamespace(lr=1)", "x.lr = 2", "x.lr"),
+        ("import argparse; x = argparse.Namespace(lr=1)", "x.lr = 2", "x.lr"),
+        (f"{CONFIG}x = Config()", "x.lr = 2", "x.lr"),
+        (f"{CONFIG}x = Config()", "x.sizes.append(2)", "list(x.sizes)"),
+        (f"{CONFIG}x = {{'deep': [Config()]}}", "x['deep'][0].lr = 2", "x['deep'][0].lr"),
+        (f"{CONFIG}x = Config(); x.large = torch.zeros(100_000)", "x.large[0] = 1", "float(x.large.sum())"),
+        (f"{CONFIG}x = Config(); x.run = len", "x.run = sum", "x.run([2, 3])"),
+        (f"{CONFIG}x = Config(); x.net = nn.Linear(1, 1)", "x.net = None", "x.net is None"),
     ],
 )
 def test_what_the_notebook_changed_in_place_is_sent_anew(notebook, make, change, look):
@@ -169,6 +188,60 @@ def test_what_the_notebook_changed_in_place_is_sent_anew(notebook, make, change,
     notebook.here(change)
     notebook.cell(f"y = {look}")
     assert notebook.user_ns["y"] == eval(look, notebook.user_ns)
+
+
+@pytest.mark.parametrize(
+    "unchanged",
+    [
+        f"{CONFIG}x = Config(); x.net = nn.Linear(1, 1); x.large = torch.zeros(100_000); x.run = lambda: 1",
+        f"{CONFIG}x = Config(); x.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])",
+        "x = (torch.utils.data.DataLoader([1, 2], generator=torch.Generator()), [nn.Linear(1, 1)])",
+        "x = torch.utils.data.DataLoader([1, 2], shuffle=True, generator=torch.Generator())",
+    ],
+)
+def test_what_was_used_and_not_changed_is_not_sent_anew(notebook, unchanged):
+    notebook.here(unchanged)
+    notebook.cell("y = x")
+    notebook.here("loaders = [part for part in (x if isinstance(x, tuple) else (x,)) if hasattr(part, 'batch_size')]")
+    notebook.here("for loader in loaders: list(loader)")
+    notebook.cell("z = x is y")
+    assert notebook.sent == []
+    assert notebook.user_ns["z"] is True
+
+
+def test_what_is_put_in_the_place_of_a_large_tensor_is_another_wherever_it_lies(notebook):
+    notebook.here("x = [torch.zeros(100_000)]")
+    for value in range(1, 5):
+        notebook.here(f"x[0] = None; x[0] = torch.full((100_000,), {value}.)")
+        notebook.cell("y = float(x[0][0])")
+        assert notebook.user_ns["y"] == value
+
+
+def test_an_object_that_a_cell_changes_stays_as_it_is_on_both_sides_and_is_told_of(notebook):
+    notebook.here(f"{CONFIG}x = Config(); same = x")
+    assert notebook.cell("x.lr = 5").altered == ["x"]
+    assert notebook.cell("x.lr = 6").altered == []
+    assert notebook.user_ns["same"] is notebook.user_ns["x"]
+    assert (notebook.user_ns["x"].lr, notebook.there("x").lr) == (1, 6)
+    assert notebook.names.withheld == []
+    notebook.here("x.sizes.append(3)")
+    notebook.cell("x")
+    assert notebook.names.withheld == ["x", "x"]
+    assert (notebook.sent, notebook.there("x").sizes) == ([], [])
+    for replica in range(2):
+        # As `%mirror push` does.
+        notebook.names.forget(replica, ["x"])
+    notebook.cell("x")
+    assert (notebook.sent, notebook.there("x").lr) == (["x"], 1)
+    notebook.here("x.lr = 2")
+    notebook.cell("x")
+    assert notebook.there("x").lr == 2
+
+
+def test_a_container_that_a_cell_changes_comes_back_though_objects_are_in_it(notebook):
+    notebook.here(f"{CONFIG}x = [Config()]")
+    assert notebook.cell("x[0].lr = 5").bound == ["x"]
+    assert notebook.user_ns["x"][0].lr == 5
 
 
 def test_nothing_is_sent_that_the_cell_does_not_read(notebook):
@@ -630,6 +703,49 @@ def test_a_list_of_networks_trained_in_a_cell_comes_back_trained(notebook):
     notebook.here("nets = [nn.Linear(2, 2), nn.Linear(2, 2)]")
     notebook.cell("with torch.no_grad(): nets[1].bias.fill_(3)")
     assert notebook.user_ns["nets"][1].bias.tolist() == [3, 3]
+
+
+HOLDERS = {
+    "an object": ("class Holder: pass\nx = Holder(); x.net = nn.Linear(2, 2)", "x.net"),
+    "a list": ("x = [nn.Linear(2, 2)]", "x[0]"),
+    "a dict beside its name": ("net = nn.Linear(2, 2)\nx = {'net': net}", "x['net']"),
+    "a part of another": ("net = nn.Sequential(nn.Linear(2, 2))\nx = [net[0]]", "x[0]"),
+    "a name after it": ("x = [nn.Linear(2, 2)]\na = x[0]", "x[0]"),
+    "larger than values may be": ("x = [nn.Linear(2, 200_000)]", "x[0]"),
+}
+
+
+@pytest.mark.parametrize(("make", "net"), HOLDERS.values(), ids=HOLDERS)
+def test_a_network_that_a_cell_made_inside_a_value_is_one_network_from_then_on(notebook, make, net):
+    notebook.cell(f"from torch import nn\n{make}")
+    held = eval(net, notebook.user_ns)
+    assert isinstance(held, nn.Linear)
+    for other in ("net", "a"):
+        if other in notebook.user_ns:
+            assert held in (notebook.user_ns[other], *notebook.user_ns[other].children())
+    notebook.cell(f"with torch.no_grad(): {net}.bias.fill_(3)")
+    assert eval(net, notebook.user_ns) is held
+    assert set(held.bias.tolist()) == {3}
+    notebook.here(f"with torch.no_grad(): {net}.bias.fill_(4)")
+    notebook.cell(f"y = {net}.bias.max().item()")
+    assert notebook.user_ns["y"] == 4
+
+
+def test_an_optimizer_that_comes_back_has_the_parameters_of_the_network_that_came_with_it(notebook):
+    notebook.cell("class Holder: pass\nh = Holder(); h.net = nn.Linear(1, 1); h.o = torch.optim.SGD(h.net.parameters())")
+    held = notebook.user_ns["h"]
+    assert held.o.param_groups[0]["params"][0] is held.net.weight
+
+
+@pytest.mark.parametrize("make", ["net = nn.Linear(2, 2)", "net = [nn.Linear(2, 2)]"])
+def test_a_network_of_another_replica_than_the_first_can_be_fetched(notebook, make):
+    notebook.cell(f"from torch import nn\nif replica_id == 1:\n    {make}\nelse: own = nn.Linear(1, 1)")
+    assert "did not travel" in repr(notebook.user_ns["net"])
+    fetched = notebook.user_ns["net"].fetch()
+    network = fetched[0] if isinstance(fetched, list) else fetched
+    there = notebook.there("net", 1)
+    torch.testing.assert_close(network.weight, (there[0] if isinstance(there, list) else there).weight)
+    assert notebook.names.lacked == set()
 
 
 def test_batch_norm_statistics_are_averaged_here_and_stay_their_own_there(notebook):

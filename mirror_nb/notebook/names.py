@@ -5,6 +5,7 @@ Knows payloads, networks and the replicas' ids; sends nothing itself and shows n
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import types
@@ -49,6 +50,8 @@ class _Shared:
     content: Content | None
     needs: frozenset[str]
     # Names of the notebook that it looks up when it is used, as far as packing it has shown.
+    altered: bool = False
+    # The replica has changed it in place, which did not travel.
 
 
 @dataclass(slots=True)
@@ -59,6 +62,8 @@ class Returned:
     # Names that hold a value in the notebook now.
     stayed: list[str] = field(default_factory=list)
     # Names that hold a stand-in.
+    altered: list[str] = field(default_factory=list)
+    # Names whose objects were changed in the replicas alone, as this cell was the first to show.
     result: Any = None
     nbytes: int = 0
     problem: str | None = None
@@ -81,6 +86,10 @@ class Names:
         # By handle of a network: the replicas that have it.
         self._lacking: dict[str, str] = {}
         # By handle of a network that could not be rebuilt here: why.
+        self.lacked: set[str] = set()
+        # Handles of networks that a replica takes for known here: they were not the owner's.
+        self.withheld: list[str] = []
+        # Names that were not sent to the latest cell, since both sides have changed their objects.
 
     def forget_replica(self, replica_id: int) -> None:
         """The replica starts anew and has nothing."""
@@ -109,7 +118,7 @@ class Names:
     def _share(
         self, replicas: Iterable[int], values: Mapping[str, object], needs: frozenset[str] = frozenset()
     ) -> None:
-        shared = {name: _Shared(value, content(value, self._pickled), needs) for name, value in values.items()}
+        shared = {name: _Shared(value, content(value, self._token), needs) for name, value in values.items()}
         for replica_id in replicas:
             self._sent.setdefault(replica_id, {}).update(shared)
 
@@ -124,10 +133,12 @@ class Names:
         replicas = list(replicas)
         wanted = {name for name in read if self._travels(name)}
         wanted |= self._needed_by(wanted)
+        self.withheld = []
         groups: dict[frozenset[str], list[int]] = {}
-        now = {name: content(self.user_ns[name], self._pickled) for name in wanted}
+        now = {name: content(self.user_ns[name], self._token) for name in wanted}
         for replica_id in replicas:
             lacking = frozenset(name for name in wanted if not self._has(replica_id, name, now[name]))
+            self.withheld += [name for name in wanted - lacking if self._clashes(replica_id, name, now[name])]
             if lacking:
                 groups.setdefault(lacking, []).append(replica_id)
         parcels: list[Parcel] = []
@@ -172,12 +183,6 @@ class Names:
             handle=handle,
             lend=lend,
         )
-
-    def _pickled(self, value: object, limit: int) -> bytes:
-        packed = pack(
-            value, namespace=self.user_ns, reference=self._token, handle=self.mirrors.handle, limit=limit, in_band=True
-        )
-        return packed.payload.pickled
 
     def _culprit(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> TransferError:
         for name, value in values.items():
@@ -234,7 +239,7 @@ class Names:
     def _lacked(self, name: str, replicas: tuple[int, ...]) -> bool:
         if not self._travels(name):
             return False
-        now = content(self.user_ns[name], self._pickled)
+        now = content(self.user_ns[name], self._token)
         return not all(self._has(r, name, now) for r in replicas)
 
     def _has(self, replica_id: int, name: str, now: Content | None) -> bool:
@@ -242,12 +247,18 @@ class Names:
         shared = self._sent.get(replica_id, {}).get(name)
         if shared is None or shared.value is not value:
             return False
-        if shared.content is not None and not shared.content.same(now):
+        # What was changed on both sides stays as it is on both.
+        if shared.content is not None and not shared.altered and not shared.content.same(now):
             return False
         if is_told(value):
             return self.lent.held(value, replica_id)
         # A network with other parts than it was sent with is another network.
         return not isinstance(value, nn.Module) or self.mirrors.known(value) is not None
+
+    def _clashes(self, replica_id: int, name: str, now: Content | None) -> bool:
+        """Whether an object was changed here and in the replica."""
+        shared = self._sent[replica_id][name]
+        return shared.altered and shared.content is not None and not shared.content.same(now)
 
     def _needed_by(self, names: set[str]) -> set[str]:
         """Names that functions, classes and objects among these read in turn."""
@@ -282,6 +293,7 @@ class Names:
                 self._lacking.update(dict.fromkeys(opened[replica_id].modules, arrivals.lacking))
                 opened[replica_id].modules.clear()
             self.mirrors.take(arrivals)
+            self.lacked -= arrivals.handles.keys()
             for handle in opened[replica_id].gone:
                 self._holders.get(handle, set()).discard(replica_id)
         self.mirrors.gone()
@@ -291,10 +303,21 @@ class Names:
         for name in names:
             exports = {r: e.names[name] for r, e in opened.items() if name in e.names}
             self._absorb_name(name, exports, owner, opened, returned)
+        returned.altered = self._note_altered(opened)
         results = {r: e.result for r, e in opened.items() if e.result is not None}
         if results:
             returned.result = self._value("_", results, owner, opened)
         return returned
+
+    def _note_altered(self, opened: dict[int, Exports]) -> list[str]:
+        first = []
+        for name in sorted({name for exports in opened.values() for name in exports.altered}):
+            has = [self._sent[r] for r in self._sent if name in self._sent[r]]
+            if has and not any(names[name].altered for names in has):
+                first.append(name)
+            for names in has:
+                names[name] = dataclasses.replace(names[name], altered=True)
+        return first
 
     def _absorb_modules(self, opened: dict[int, Exports], owner: int) -> None:
         if owner in opened:
@@ -332,6 +355,8 @@ class Names:
                 why = "it did not travel" if lacking is None else f"it cannot be rebuilt here: {lacking}"
                 stayed = Stayed("Module", "network", why)
                 network = self.mirrors.find(handle)
+                if network is None:
+                    self.lacked.add(handle)
                 return network if network is not None else self._remote(name, stayed, chosen)
             case Stayed() as stayed:
                 return self._remote(name, stayed, chosen)
@@ -348,6 +373,9 @@ class Names:
     def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
         try:
             value, arrivals = unpack(payload, None, namespace=self.user_ns, resolve=self._resolve)
+        except _Lacked:
+            stayed = Stayed("object", "value", "it has a network that did not travel")
+            return self._remote(name, stayed, replica_id)
         except Exception as reason:
             stayed = Stayed("object", "value", f"it cannot be rebuilt here: {reason}")
             return self._remote(name, stayed, replica_id)
@@ -355,12 +383,21 @@ class Names:
         return value
 
     def _resolve(self, token: Any) -> object:
-        return self.lent.resolve(token) if token[0] == "object" else self.mirrors.resolve(token)
+        if token[0] == "object":
+            return self.lent.resolve(token)
+        if self.mirrors.find(token[1]) is None and token[1] not in self._lacking:
+            self.lacked.add(token[1])
+            raise _Lacked
+        return self.mirrors.resolve(token)
 
     def _remote(self, name: str, stayed: Stayed, replica_id: int) -> Remote:
         kept = stayed.name or name
         fetch = functools.partial(self._fetch, kept, replica_id)
         return Remote(kept, stayed.type_name, stayed.text, stayed.why, fetch, replica_id)
+
+
+class _Lacked(Exception):
+    """A network that was to be known here is not."""
 
 
 def _stand_in(export: Export) -> Stayed:

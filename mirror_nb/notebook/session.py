@@ -107,6 +107,7 @@ class _Ledger:
     mended: list[str] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)
     sent_bytes: int = 0
+    withheld: list[str] = field(default_factory=list)
     returned: Returned = field(default_factory=Returned)
 
     def parts(self, replicas: Sequence[int], seconds: float) -> list[str]:
@@ -114,10 +115,15 @@ class _Ledger:
         parts = [f"{n} replica{'s' if n > 1 else ''}", duration(seconds), *self.mended]
         if self.sent:
             parts.append(f"sent {_listed(self.sent)} ({size(self.sent_bytes)})")
+        if self.withheld:
+            names = " ".join(self.withheld)
+            parts.append(f"not sent, since the replicas have changed it too: {names} (%mirror push {names})")
         if self.returned.bound:
             parts.append(f"back {_listed(self.returned.bound)}")
         if self.returned.stayed:
             parts.append(f"stays in the replicas: {_listed(self.returned.stayed)}")
+        if self.returned.altered:
+            parts.append(f"changed in the replicas alone: {_listed(self.returned.altered)}")
         if self.returned.problem is not None:
             parts.append(f"could not be rebuilt here: {self.returned.problem}")
         return parts
@@ -317,6 +323,7 @@ class Session:
         self._tell_surroundings(pool)
         names = cell_names(self._shell.transform_cell(source))
         parcels = self._names.prepare(names.read, replicas)
+        ledger.withheld = sorted(set(self._names.withheld))
         with self._watched(options) as dashboards:
             try:
                 self._push_changed(ledger)
@@ -496,7 +503,8 @@ class Session:
         return value
 
     def _fetch(self, names: tuple[str, ...], replicas: Sequence[int]) -> Report:
-        return self._running().run({r: Fetch(names, r == replicas[0]) for r in replicas})
+        lacked = tuple(self._names.lacked)
+        return self._running().run({r: Fetch(names, r == replicas[0], lacked=lacked) for r in replicas})
 
     # ------------------------------------------------------------------ measuring
 

@@ -72,6 +72,8 @@ class Namespace:
         self._results: deque[str] = deque()
         self._search = list(sys.path)
         # As the controller knows it.
+        self._altered: tuple[str, ...] = ()
+        # Names whose objects the latest cell changed in place, and that do not travel for it.
         self._label = ""
         # Of the latest cell, for the classes that it made.
 
@@ -182,22 +184,24 @@ class Namespace:
         self._label = str(tag)
         before = Before(dict(self.names))
         for name in mentioned:
-            held = content(self.names.get(name), self._pickled)
+            held = content(self.names.get(name), self.reference)
             if held is not None:
                 before.contents[name] = held
         return before
 
     def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
         """Return the names that were bound since, or whose content was changed in place; uses `before` up."""
+        altered: set[str] = set()
         names = {n for n, value in self.names.items() if before.objects.get(n, _MISSING) is not value}
         names |= {n for n in bound if n in self.names}
         for name, held in before.contents.items():
-            if name in self.names and not held.same(content(self.names[name], self._pickled)):
-                names.add(name)
+            if name in self.names and name not in names and not held.same(content(self.names[name], self.reference)):
+                (altered if held.own else names).add(name)
         names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
         # What the cell let go of must be gone by the time the controller is told what is here.
         before.objects.clear()
         before.contents.clear()
+        self._altered = tuple(sorted(altered))
         return sorted(n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING))
 
     def export(
@@ -218,9 +222,12 @@ class Namespace:
         number on all replicas and makes their handles agree.
         """
         fresh: dict[str, nn.Module] = {}
-        exported = {name: self._export(self.names[name], f"r{tag}.{name}", fresh, whole) for name in names}
+        # Networks first: what else has them refers to them.
+        ordered = sorted(names, key=lambda name: not isinstance(self.names[name], nn.Module))
+        exported = {name: self._export(self.names[name], f"r{tag}.{name}", fresh, whole) for name in ordered}
         shown = None if result is None else self._result(result, tag, fresh)
-        exports = Exports(exported, self._changed_search(), {}, {}, shown, self.mirrors.gone())
+        exports = Exports(exported, self._changed_search(), {}, {}, shown, self.mirrors.gone(), self._altered)
+        self._altered = ()
         if owner:
             exports.modules.update(fresh)
         else:
@@ -240,10 +247,28 @@ class Namespace:
                 self.mirrors.mark(module)
         return packed
 
+    def _among(self, obj: object, networks: Iterable[nn.Module]) -> Any:
+        """Return a token for a network, or a parameter of one, that is about to be given to the controller."""
+        if isinstance(obj, (nn.Module, nn.Parameter)):
+            for part in (part for network in networks for part in network.modules()):
+                if part is obj:
+                    return ("module", self.mirrors.find_handle(part))
+                for name, parameter in part._parameters.items():
+                    if parameter is obj:
+                        return ("parameter", self.mirrors.find_handle(part), name)
+        return None
+
     def _packed(self, networks: object) -> Packed:
         return pack(
             networks, namespace=self.names, reference=self._object, handle=self.mirrors.handle, label=self._label
         )
+
+    def forget_given(self, handles: Iterable[str]) -> None:
+        """The controller lacks these networks: they travelled from a replica whose networks it does not take."""
+        for handle in handles:
+            network = self.mirrors.find(handle)
+            if network is not None:
+                self.mirrors.unmark(network)
 
     def forget_told(self) -> None:
         """Send the values of all networks the next time, also of those that have not changed since the last."""
@@ -309,11 +334,11 @@ class Namespace:
         if isinstance(value, types.ModuleType):
             return Imported(value.__name__)
         if not isinstance(value, nn.Module) or isinstance(value, _BOUND_TO_REPLICA):
-            return self._plain(value, whole)
+            return self._plain(value, handle, fresh, whole)
         known = self.mirrors.known(value)
         if known is not None:
             return KnownModule(known)
-        if not whole and sum(t.nbytes for _, t in tensors(value)) > MODULE_BYTES:
+        if not whole and _is_large(value):
             return _stayed(value, f"it is larger than {MODULE_BYTES >> 30} GiB")
         handle = self.mirrors.name(value, handle)
         fresh[handle] = value
@@ -323,7 +348,7 @@ class Namespace:
         """Export the value of a cell's last expression."""
         if isinstance(value, nn.Module) and any(value is other for other in self.names.values()):
             return self._export(value, f"r{tag}", fresh, False)
-        export = self._plain(value)
+        export = self._plain(value, f"r{tag}", fresh)
         if not isinstance(export, Stayed):
             return export
         # Kept like `Out[n]`, under a name by which it can be fetched.
@@ -333,24 +358,32 @@ class Namespace:
             self.names.pop(self._results.popleft(), None)
         return dataclasses.replace(export, name=f"_r{tag}")
 
-    def _plain(self, value: object, whole: bool = False) -> Export:
+    def _plain(self, value: object, handle: str, fresh: dict[str, nn.Module], whole: bool = False) -> Export:
         if isinstance(value, _BOUND_TO_REPLICA) and not whole and self._object(value) is None:
             return _stayed(value, "it belongs to the replica")
+        found = dict(fresh)
+
+        def reference(obj: object) -> Any:
+            """For `pack`: what stands for a network that is not the controller's yet travels with all others."""
+            token = self.reference(obj) or self._among(obj, found.values())
+            if token is not None or not isinstance(obj, nn.Module) or isinstance(obj, _BOUND_TO_REPLICA):
+                return token
+            if not whole and _is_large(obj):
+                return None
+            # Its number in this value: what else replicas have may differ.
+            own = self.mirrors.name(obj, f"{handle}.{len(found) - len(fresh)}")
+            found[own] = obj
+            return ("module", own)
+
+        limit = None if whole else PLAIN_BYTES
         try:
-            return Plain(self._in_band(value, None if whole else PLAIN_BYTES))
+            packed = pack(value, namespace=self.names, reference=reference, limit=limit, in_band=True, label=self._label)
+            fresh.update(found)
+            return Plain(packed.payload)
         except TooLarge:
             return _stayed(value, f"it is larger than {PLAIN_BYTES >> 20} MiB")
         except (TransferError, RecursionError) as reason:
             return _stayed(value, str(reason))
-
-    def _pickled(self, value: object, limit: int) -> bytes:
-        return self._in_band(value, limit).pickled
-
-    def _in_band(self, value: object, limit: int | None) -> Payload:
-        packed = pack(
-            value, namespace=self.names, reference=self.reference, limit=limit, in_band=True, label=self._label
-        )
-        return packed.payload
 
     def _keep_unpicklable(self, exports: Exports) -> None:
         """Let the networks that cannot be pickled stay here, and say so under their names."""
@@ -375,6 +408,10 @@ class Namespace:
                 states[handle] = {name: value.detach() for name, value in state.items()}
                 self._sums[handle] = total
         return states
+
+
+def _is_large(network: nn.Module) -> bool:
+    return sum(t.nbytes for _, t in tensors(network)) > MODULE_BYTES
 
 
 def _stayed(value: object, why: str) -> Stayed:
