@@ -1,7 +1,7 @@
 """Batches of any structure: which part is a replica's, cutting it out, counting, moving to a device.
 
-Knows tensors, arrays and the containers that hold them: tuples, lists, mappings, dataclasses. Knows no loader
-and no other replica.
+Knows tensors, arrays, packed sequences and the containers that hold them: tuples, lists, mappings, dataclasses. Knows
+no loader and no other replica.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
@@ -34,15 +35,25 @@ def share_of(total: int, replica_id: int, num_replicas: int) -> slice:
 def cut(batch: Any, share: slice, total: int) -> Any:
     """The part `share` of a collated batch of `total` examples, in the same structure.
 
-    Tensors and arrays are cut along dimension 0, lists of one item an example are cut as lists; what does not
-    have `total` items stays. A tuple, list or dict whose members are all batches is a structure: so a list
+    Tensors and arrays are cut along dimension 0, lists of one item an example are cut as lists, of a packed sequence
+    its sequences; what does not have `total` items stays. A tuple, list or dict whose members are all batches is a structure: so a list
     of images counts as one item an example unless each image has as many rows as there are examples.
     """
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return batch[share] if is_batched(batch, total) else batch
+    if isinstance(batch, PackedSequence):
+        return _cut_packed(batch, share) if is_batched(batch, total) else batch
     if lists_examples(batch, total):
         return _like(batch, list(batch)[share])
     return _map_children(batch, lambda item: cut(item, share, total))
+
+
+def _cut_packed(packed: PackedSequence, share: slice) -> PackedSequence:
+    padded, lengths = pad_packed_sequence(packed, batch_first=True)
+    if not len(lengths[share]):
+        return PackedSequence(packed.data[:0], packed.batch_sizes[:0])
+    sorted_already = packed.sorted_indices is None
+    return pack_padded_sequence(padded[share], lengths[share], batch_first=True, enforce_sorted=sorted_already)
 
 
 def spread(batch: Any, parts: Sequence[slice], total: int, together: Together) -> Any:
@@ -94,6 +105,8 @@ def is_batched(value: Any, total: int) -> bool:
     """Whether a value, or each member of a structure, has `total` items along its first dimension."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.ndim > 0 and value.shape[0] == total
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0]) == total
     if _is_sequence(value) and len(value) == total:
         return True
     children = _children(value) or []
@@ -105,7 +118,9 @@ def count(batch: Any) -> int:
 
     Raises UsageError where they differ or there is none.
     """
-    shapes = [tuple(leaf.shape) for leaf in leaves(batch) if isinstance(leaf, (torch.Tensor, np.ndarray))]
+    found = leaves(batch)
+    shapes = [tuple(leaf.shape) for leaf in found if isinstance(leaf, (torch.Tensor, np.ndarray))]
+    shapes += [(int(leaf.batch_sizes[0]), leaf.data.shape[-1]) for leaf in found if isinstance(leaf, PackedSequence)]
     lengths = {shape[0] for shape in shapes if shape}
     if not shapes or not all(shapes) or len(lengths) > 1:
         raise UsageError(
@@ -147,7 +162,7 @@ def _is_sequence(value: Any) -> bool:
 
 def _children(value: Any) -> list[Any] | None:
     """The members of a structure; None for what is a leaf here."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, PackedSequence)):
         return None
     if isinstance(value, (list, tuple)):
         return list(value)
@@ -161,6 +176,8 @@ def _children(value: Any) -> list[Any] | None:
 
 def _map_children(value: Any, change: Callable[[Any], Any]) -> Any:
     """A structure of the same kind with each member changed; a leaf is returned as it is."""
+    if isinstance(value, PackedSequence):
+        return value
     if isinstance(value, (list, tuple)):
         return _like(value, [change(item) for item in value])
     if isinstance(value, Mapping):

@@ -64,9 +64,8 @@ def content(value: object, token: Token) -> Content | None:
     """Return what `value` holds now; None when it is nothing that is watched."""
     if isinstance(value, np.ndarray) and value.nbytes > WATCHED_BYTES:
         return Content(state=(hash(value.tobytes()),)) if value.nbytes <= ARRAY_BYTES else None
-    if isinstance(value, torch.Tensor):
-        if value.nbytes > WATCHED_BYTES or value.device.type != "cpu":
-            return Content(state=_written(value))
+    if isinstance(value, torch.Tensor) and (value.nbytes > WATCHED_BYTES or value.device.type != "cpu"):
+        return Content(state=_written(value))
     own = _is_own(value)
     if not own and not isinstance(value, (*_CONTAINERS, np.ndarray, torch.Tensor)):
         return None

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -31,7 +32,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from mirror_nb.batches import cut, share_of, to_device
+from mirror_nb.batches import count, cut, share_of, to_device
 from mirror_nb.data import DistributedDataset, GlobalBatches, Loaders
 from mirror_nb.errors import UsageError
 
@@ -225,6 +226,22 @@ def test_a_list_of_examples_of_different_sizes_is_cut_as_a_list():
     batch = (images, [{"boxes": torch.zeros(4, 4)}, {"boxes": torch.zeros(1, 4)}], torch.tensor([7, 8]))
     left = cut(batch, slice(0, 1), 2)
     assert (len(left[0]), left[0][0].shape, len(left[1]), left[2].tolist()) == (1, (3, 5, 4), 1, [7])
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_of_a_packed_sequence_whole_sequences_are_cut(enforce_sorted):
+    sequences = [torch.arange(length * 10, length * 11) for length in (5, 4, 4, 1)]
+    if not enforce_sorted:
+        sequences.reverse()
+    packed = pack_sequence(sequences, enforce_sorted=enforce_sorted)
+    for share in (slice(0, 2), slice(2, 4), slice(3, 4)):
+        part, same = cut((packed, packed), share, 4)
+        assert [s.tolist() for s in unpack_sequence(part)] == [s.tolist() for s in sequences[share]]
+        assert torch.equal(part.data, same.data)
+    assert len(cut(packed, slice(4, 4), 4).data) == 0
+    assert cut(packed, slice(0, 1), 7) is packed
+    assert count({"x": packed}) == 4
+    assert to_device(packed, torch.device("cpu")).batch_sizes.tolist() == packed.batch_sizes.tolist()
 
 
 # ---- the same batches as plain PyTorch ----------------------------------------------------------------

@@ -48,6 +48,20 @@ def controller(source: Any, n: int, **options: Any) -> ControllerDataset:
     return ControllerDataset(source, num_replicas=n, **options)
 
 
+class Opaque:
+    """A batch that nobody can look into."""
+
+    def __init__(self, items: list[int]) -> None:
+        self.items = items
+
+
+def test_batches_that_cannot_be_cut_are_told_of_once():
+    dataset = controller(DataLoader(Range(6), batch_size=2, collate_fn=Opaque), 2)
+    with pytest.warns(UserWarning, match="an? Opaque cannot be cut: every replica gets the whole") as said:
+        assert [batch.items for batch in dataset] == [[0, 1], [2, 3], [4, 5]]
+    assert [one.filename for one in said] == [__file__]
+
+
 class Range(Dataset[int]):
     def __init__(self, length: int) -> None:
         self.length = length

@@ -732,7 +732,9 @@ def test_a_network_that_a_cell_made_inside_a_value_is_one_network_from_then_on(n
 
 
 def test_an_optimizer_that_comes_back_has_the_parameters_of_the_network_that_came_with_it(notebook):
-    notebook.cell("class Holder: pass\nh = Holder(); h.net = nn.Linear(1, 1); h.o = torch.optim.SGD(h.net.parameters())")
+    notebook.cell(
+        "class Holder: pass\nh = Holder(); h.net = nn.Linear(1, 1); h.o = torch.optim.SGD(h.net.parameters())"
+    )
     held = notebook.user_ns["h"]
     assert held.o.param_groups[0]["params"][0] is held.net.weight
 

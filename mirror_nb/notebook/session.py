@@ -437,7 +437,7 @@ class Session:
         return self._names.absorb(payloads, lead if lead in payloads else min(payloads, default=lead))
 
     def _push_changed(self, ledger: _Ledger) -> None:
-        """Give the replicas what was changed in the notebook: values of networks, settings and states of optimizers."""
+        """Give the replicas what was changed here: values of networks, settings and states of optimizers."""
         self._lent.send_changes()
         changed = self._names.changed_modules()
         if changed:

@@ -377,7 +377,9 @@ class Namespace:
 
         limit = None if whole else PLAIN_BYTES
         try:
-            packed = pack(value, namespace=self.names, reference=reference, limit=limit, in_band=True, label=self._label)
+            packed = pack(
+                value, namespace=self.names, reference=reference, limit=limit, in_band=True, label=self._label
+            )
             fresh.update(found)
             return Plain(packed.payload)
         except TooLarge:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -231,6 +232,8 @@ class ControllerDataset:
     ) -> None:
         self._options = _options(options)
         self._num_replicas = num_replicas
+        self._warned = False
+        # Of batches that cannot be cut.
         self._batches = GlobalBatches(
             source,
             num_replicas=num_replicas,
@@ -262,7 +265,15 @@ class ControllerDataset:
             return batch
         parts = [share_of(total, i, self._num_replicas) for i in range(self._num_replicas)]
         sizes = tuple(part.stop - part.start for part in parts)
-        return spread(batch, parts, total, lambda pieces: PerReplica(pieces, shares=sizes))
+        found = spread(batch, parts, total, lambda pieces: PerReplica(pieces, shares=sizes))
+        if found is batch and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a {type(batch).__name__} cannot be cut: every replica gets the whole of each batch. Have collate_fn "
+                "return tensors or arrays, or a tuple, list, dict or dataclass of them",
+                stacklevel=4,
+            )
+        return found
 
     def __reduce__(self) -> Any:
         return (_InController, ())

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
@@ -219,11 +220,16 @@ def regroup(results: Sequence[Any]) -> Any:
     if all(type(result) in _LEAVES for result in results):
         # The usual loss, or nothing: no structure to take apart.
         return _group(results)
-    flat, specs = zip(*(pytree.tree_flatten(result) for result in results), strict=True)
+    flat, specs = zip(*(pytree.tree_flatten(result, is_leaf=_is_packed) for result in results), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
         ordered = [_ordered_like(results[0], result, i, results) for i, result in enumerate(results)]
-        flat = tuple(pytree.tree_leaves(result) for result in ordered)
+        flat = tuple(pytree.tree_leaves(result, is_leaf=_is_packed) for result in ordered)
     return pytree.tree_unflatten([_group(leaves) for leaves in zip(*flat, strict=True)], specs[0])
+
+
+def _is_packed(node: Any) -> bool:
+    """Whether it is a tuple that cannot hold a PerReplica in the place of its tensors."""
+    return isinstance(node, PackedSequence)
 
 
 def select(nest: Any, replica_id: int) -> Any:
