@@ -441,14 +441,16 @@ class Session:
         self._lent.send_changes()
         changed = self._names.changed_modules()
         if changed:
-            self._give(LoadModules, changed, range(self._running().size))
+            ledger.sent_bytes += self._give(LoadModules, changed, range(self._running().size))
             ledger.sent += ["changed values of a network"]
 
-    def _give(self, kind: Any, obj: object, replicas: Sequence[int] | range) -> None:
+    def _give(self, kind: Any, obj: object, replicas: Sequence[int] | range) -> int:
+        """Send each of these replicas an object; return its size in bytes."""
         pool = self._running()
         with closing_slab(pack(obj)) as packed:
             slabs = dict.fromkeys(replicas, packed.slab)
             raise_for(pool.run({r: kind(packed.payload) for r in replicas}, slabs=slabs), pool.devices)
+            return packed.payload.nbytes
 
     # ------------------------------------------------------------------ names by hand
 
