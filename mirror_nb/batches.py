@@ -36,8 +36,9 @@ def cut(batch: Any, share: slice, total: int) -> Any:
     """The part `share` of a collated batch of `total` examples, in the same structure.
 
     Tensors and arrays are cut along dimension 0, lists of one item an example are cut as lists, of a packed sequence
-    its sequences; what does not have `total` items stays. A tuple, list or dict whose members are all batches is a structure: so a list
-    of images counts as one item an example unless each image has as many rows as there are examples.
+    its sequences; what does not have `total` items stays. A tuple, list or dict whose members are all batches is a
+    structure: so a list of images counts as one item an example unless each image has as many rows as there are
+    examples.
     """
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return batch[share] if is_batched(batch, total) else batch

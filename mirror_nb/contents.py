@@ -142,7 +142,9 @@ class _Reader(pickle.Pickler):
             return None if small else self._beside(obj, _written(obj))
         if isinstance(obj, np.ndarray):
             return None if obj.nbytes <= WATCHED_BYTES else self._beside(obj)
-        return self._beside(obj) if isinstance(obj, _BY_IDENTITY) else None
+        if isinstance(obj, _BY_IDENTITY) or type(obj).__module__.partition(".")[0] == __package__:
+            return self._beside(obj)
+        return None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):

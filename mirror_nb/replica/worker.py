@@ -51,7 +51,7 @@ from mirror_nb.messages import (
     Where,
 )
 from mirror_nb.recorder import Recorder
-from mirror_nb.replica import runtime, shell, whereabouts, whole
+from mirror_nb.replica import runtime, saves, shell, whereabouts, whole
 from mirror_nb.replica.alarm import Alarm
 from mirror_nb.replica.streams import Streams
 from mirror_nb.steering import Steering
@@ -194,6 +194,7 @@ class _Process:
         process_group.install()
         # The forkserver hands every replica the controller's key, which no other user can read.
         sealed.seal_objects(bytes(multiprocessing.current_process().authkey))
+        saves.save_whole()
         home = shell.make_shell(self._emit, None)
         builtins.input = shell.refuse_input
         if not select.select([self._channel], [], [], SPARE_AFTER)[0]:
