@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
@@ -234,6 +234,7 @@ def augmented(source: str) -> set[str]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(STATEMENTS, min_size=1, max_size=5).map("\n".join))
+@example("class a:\n    class b: pass\n    class c:\n        x = b")
 def test_every_global_that_the_cell_never_binds_is_read(source):
     looked_up, assigned, of_classes = globals_of(source)
     found = cell_names(source)

@@ -68,9 +68,14 @@ def _globals_of_functions(scope: symtable.SymbolTable, inside: bool = False) -> 
 
 
 class _Reader:
-    """Follows the cell's top level statement by statement; what both branches bind is bound after them."""
+    """Follows the cell's top level statement by statement; what both branches bind is bound after them.
 
-    def __init__(self) -> None:
+    Or the body of a class; `around`: what is bound outside of all classes by then, since one in another does not see
+    the names of that.
+    """
+
+    def __init__(self, around: set[str] | None = None) -> None:
+        self._around = around
         self.read: set[str] = set()
         self.mentioned: set[str] = set()
         self.bound: set[str] = set()
@@ -87,9 +92,10 @@ class _Reader:
                 return self._bind({node.name}, known)
             case ast.ClassDef():
                 self._load([*node.decorator_list, *node.bases, *(k.value for k in node.keywords)], known)
-                inside = _Reader()
-                inside.walk(node.body, set(known))
-                self._note(inside.read, known)
+                around = known if self._around is None else self._around
+                inside = _Reader(around)
+                inside.walk(node.body, set(around))
+                self._note(inside.read, around)
                 return self._bind({node.name}, known)
             case ast.If():
                 self._load([node.test], known)
