@@ -1,13 +1,13 @@
 """What a value holds, kept to notice later that somebody changed it in place. Knows no names.
 
-Watched are containers, NumPy arrays, tensors, and objects of the user's own classes; what is inside them too, as far
-as it is small. Objects of libraries are told apart by identity alone.
+Watched are containers, NumPy arrays, tensors, objects of the user's own classes, dataclasses, mappings and pandas'
+tables; what is inside them too, as far as it is small. Other objects of libraries are told apart by identity alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
+import collections.abc
 import copyreg
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ class Content:
     beside: tuple[tuple[weakref.ref[Any] | None, object], ...] = ()
     # What is told apart by identity, and its state if it is a tensor.
     own: bool = False
-    # It is an object of the user's own class.
+    # It is an object, and no container: of the user's own class, say.
 
     def same(self, other: Content | None) -> bool:
         """Whether nothing was written in between."""
@@ -95,7 +95,13 @@ def _is_own(value: object) -> bool:
     kind = type(value)
     if isinstance(value, (type, types.FunctionType, nn.Module, torch.Tensor, *_CONTAINERS)):
         return False
-    return kind in (types.SimpleNamespace, argparse.Namespace) or _is_users(kind.__module__)
+    library = kind.__module__.partition(".")[0]
+    if library == __package__:
+        return False
+    plain = (
+        kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind) or library == "pandas"
+    )
+    return plain or isinstance(value, collections.abc.MutableMapping) or _is_users(kind.__module__)
 
 
 @functools.cache
@@ -104,7 +110,7 @@ def _is_users(module: str) -> bool:
     if module == "__main__":
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None or module.partition(".")[0] == __package__ or "site-packages" in file or "dist-packages" in file:
+    if file is None or "site-packages" in file or "dist-packages" in file:
         return False
     return not file.startswith(sysconfig.get_path("stdlib"))
 

@@ -180,6 +180,10 @@ class Config:
         (f"{CONFIG}x = Config(); x.large = torch.zeros(100_000)", "x.large[0] = 1", "float(x.large.sum())"),
         (f"{CONFIG}x = Config(); x.run = len", "x.run = sum", "x.run([2, 3])"),
         (f"{CONFIG}x = Config(); x.net = nn.Linear(1, 1)", "x.net = None", "x.net is None"),
+        ("import collections; x = collections.UserDict(lr=1)", "x['lr'] = 2", "x['lr']"),
+        ("import pandas; x = pandas.DataFrame({'a': [1, 2]})", "x['b'] = 3", "list(x)"),
+        ("import pandas; x = pandas.DataFrame({'a': range(100_000)})", "x['b'] = 3", "list(x)"),
+        ("import pandas; x = pandas.Series([1, 2])", "x[0] = 3", "x.tolist()"),
     ],
 )
 def test_what_the_notebook_changed_in_place_is_sent_anew(notebook, make, change, look):
@@ -197,6 +201,7 @@ def test_what_the_notebook_changed_in_place_is_sent_anew(notebook, make, change,
         f"{CONFIG}x = Config(); x.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])",
         "x = (torch.utils.data.DataLoader([1, 2], generator=torch.Generator()), [nn.Linear(1, 1)])",
         "x = torch.utils.data.DataLoader([1, 2], shuffle=True, generator=torch.Generator())",
+        "import pandas; x = pandas.DataFrame({'a': range(100_000)}); means = x.a.mean(), x.describe()",
     ],
 )
 def test_what_was_used_and_not_changed_is_not_sent_anew(notebook, unchanged):
