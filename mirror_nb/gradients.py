@@ -141,6 +141,16 @@ class GradientSynchronizer:
             if tracked is not None:
                 tracked.owner = weakref.ref(owner)
 
+    def synchronizes(self, parameter: nn.Parameter) -> bool:
+        """Whether the replicas have the parameter in common, which DDP may synchronise in our place."""
+        return self._known(parameter) is not None
+
+    @property
+    def weight(self) -> float | None:
+        """This replica's part of what all replicas make together; None where each is by itself now."""
+        alone = self.num_replicas == 1 or not self.enabled or self._accumulating or not dist.is_initialized()
+        return None if alone else self._weight / self.num_replicas
+
     def _known(self, parameter: nn.Parameter) -> _Tracked | None:
         tracked = self._by_id.get(id(parameter))
         return tracked if tracked is not None and tracked.parameter() is parameter else None

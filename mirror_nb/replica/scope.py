@@ -33,9 +33,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.replica.closures import GlobalLosses
 from mirror_nb.replaced import Replaced
 
 _TORCH = frozenset({"torch", "cuda"})  # what torch.manual_seed seeds
@@ -168,6 +170,7 @@ class Scope:
             Replaced(nn.Module, "__setstate__", after=self._restored),
             # Tensors that no module registered are trained all the same when an optimizer holds them.
             Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized),
+            register_optimizer_step_pre_hook(GlobalLosses(self._gradients)),
         ]
         if self._device.type != "cpu":
             # Who asks for the parameters may look where they are, and optimizers make state beside them.

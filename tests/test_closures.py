@@ -1,0 +1,92 @@
+"""LBFGS over replicas: it decides by the loss that one device would have, so that all decide alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from driving import run_cell
+
+X = torch.linspace(-1, 1, 21, dtype=torch.float64).reshape(7, 3)
+STEPS = 3
+
+
+def fitted(search: str | None) -> torch.Tensor:
+    """The weights of plain PyTorch."""
+    torch.manual_seed(0)
+    network = torch.nn.Linear(3, 1).double()
+    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=10, line_search_fn=search)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(network(X.tanh()), X.sin().sum(1, keepdim=True))
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        optimizer.step(closure)
+    return network.weight.detach()
+
+
+CELL = """
+import torch, torch.nn.functional as F
+torch.manual_seed(0)
+network = torch.nn.Linear(3, 1).double()
+optimizer = torch.optim.LBFGS(network.parameters(), max_iter=10, line_search_fn={search!r})
+for _ in range({steps}):
+    for x, y in strategy.distribute_dataset((X.tanh(), X.sin().sum(1, keepdim=True)), batch_size={size}):
+        def closure():
+            optimizer.zero_grad()
+            loss = F.mse_loss(network(x), y)
+            loss.backward()
+            return loss
+        first = optimizer.step({given})
+weights = network.weight.detach()
+"""
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("given", ["closure", "closure=closure"])
+def test_it_finds_what_one_device_finds(replicas, n, search, given):
+    pool = replicas(n)
+    ran = run_cell(pool, CELL.format(search=search, steps=STEPS, size=7, given=given), {"X": X})
+    assert ran.errors == {}, ran.report.failures
+    expected = fitted(search)
+    losses = []
+    for values in ran.values.values():
+        torch.testing.assert_close(values["weights"], expected)
+        losses.append(float(values["first"]))
+    assert len(set(losses)) == 1
+
+
+def test_a_replica_without_examples_decides_as_the_others_do(replicas):
+    # Batches of 4, 2 and 1: of the last, two replicas have none.
+    ran = run_cell(replicas(3), CELL.format(search="strong_wolfe", steps=1, size=2, given="closure"), {"X": X})
+    assert ran.errors == {}, ran.report.failures
+    first, *others = (values["weights"] for values in ran.values.values())
+    assert all(torch.equal(first, other) for other in others)
+    assert first.isfinite().all()
+
+
+ALONE = """
+import torch
+own = torch.nn.Linear(3, 1).double()
+optimizer = torch.optim.LBFGS(own.parameters(), max_iter=30, line_search_fn="strong_wolfe")
+calls = 0
+def closure():
+    global calls
+    calls += 1
+    optimizer.zero_grad()
+    loss = ((own(X) - X.sum(1, keepdim=True) * replica_id) ** 2).mean() * (1 + 5 * replica_id)
+    loss.backward()
+    return loss
+with strategy.no_sync():
+    optimizer.step(closure)
+"""
+
+
+def test_replicas_that_train_by_themselves_decide_by_themselves(replicas):
+    ran = run_cell(replicas(2), ALONE, {"X": X})
+    assert ran.errors == {}, ran.report.failures
+    assert len({values["calls"] for values in ran.values.values()}) == 2
