@@ -1,4 +1,4 @@
-"""LBFGS over replicas: it decides by the loss that one device would have, so that all decide alike."""
+"""LBFGS and ReduceLROnPlateau over replicas: they decide by what one device would see, so that all decide alike."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from driving import run_cell
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.replica.closures import GlobalMetrics
 
 X = torch.linspace(-1, 1, 21, dtype=torch.float64).reshape(7, 3)
 STEPS = 3
@@ -90,3 +94,44 @@ def test_replicas_that_train_by_themselves_decide_by_themselves(replicas):
     ran = run_cell(replicas(2), ALONE, {"X": X})
     assert ran.errors == {}, ran.report.failures
     assert len({values["calls"] for values in ran.values.values()}) == 2
+
+
+PLATEAU = """
+import torch
+network = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+for metric in {metrics}[replica_id]:
+    scheduler.step({given})
+rate, best = optimizer.param_groups[0]["lr"], scheduler.best
+"""
+
+
+@pytest.mark.parametrize(
+    "given", ["metric", "metrics=metric", "torch.tensor(metric)", "torch.tensor(metric).double()"]
+)
+def test_a_scheduler_that_waits_for_a_plateau_looks_at_the_mean(replicas, given):
+    # The means are 3, 4 and 2; by itself replica 0 would see no plateau, and replica 1 one more.
+    source = PLATEAU.format(metrics=[[4, 3, 2], [2, 5, 2]], given=given)
+    ran = run_cell(replicas(2), source)
+    assert ran.errors == {}, ran.report.failures
+    assert [(values["rate"], values["best"]) for values in ran.values.values()] == [(0.5, 2.0), (0.5, 2.0)]
+
+
+def test_a_plateau_of_one_replica_alone_is_its_own(replicas):
+    source = PLATEAU.format(metrics=[[1], [1, 2, 3]], given="OfAll(metric)")
+    ran = run_cell(replicas(2), "from mirror_nb.replica.closures import OfAll\n" + source)
+    assert ran.errors == {}, ran.report.failures
+    assert [values["rate"] for values in ran.values.values()] == [1.0, 0.25]
+    source = PLATEAU.format(metrics=[[1, 2], [1]], given="metric").replace("for", "with strategy.no_sync():\n  for")
+    ran = run_cell(replicas(2), source.replace("    scheduler.step", "      scheduler.step"))
+    assert ran.errors == {}, ran.report.failures
+    assert [values["rate"] for values in ran.values.values()] == [0.5, 1.0]
+
+
+def test_torchs_own_step_is_back_when_no_replica_is_here_any_more():
+    before = ReduceLROnPlateau.step
+    changed = GlobalMetrics(GradientSynchronizer(0, 2))
+    assert ReduceLROnPlateau.step is not before
+    changed.remove()
+    assert ReduceLROnPlateau.step is before

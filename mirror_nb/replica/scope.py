@@ -37,8 +37,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.gradients import GradientSynchronizer
-from mirror_nb.replica.closures import GlobalLosses
 from mirror_nb.replaced import Replaced
+from mirror_nb.replica.closures import GlobalLosses, GlobalMetrics
 
 _TORCH = frozenset({"torch", "cuda"})  # what torch.manual_seed seeds
 
@@ -65,7 +65,7 @@ class Scope:
         self._gradients = gradients
         self._streams = _Streams(replica_id, device, seed) if num_replicas > 1 else None
         self._depth = 0
-        self._changes: list[Replaced | RemovableHandle] = []
+        self._changes: list[Replaced | RemovableHandle | GlobalMetrics] = []
         self._watch: RemovableHandle | None = None
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         # On the CPU still, since their modules were under construction.
@@ -171,6 +171,7 @@ class Scope:
             # Tensors that no module registered are trained all the same when an optimizer holds them.
             Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized),
             register_optimizer_step_pre_hook(GlobalLosses(self._gradients)),
+            GlobalMetrics(self._gradients),
         ]
         if self._device.type != "cpu":
             # Who asks for the parameters may look where they are, and optimizers make state beside them.

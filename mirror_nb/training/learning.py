@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from mirror_nb import mirrors
 from mirror_nb.batches import map_leaves
 from mirror_nb.errors import UsageError
+from mirror_nb.replica.closures import OfAll
 from mirror_nb.replica.whole import whole
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.training.batch_norm import BatchNorms, exact_batch_norm
@@ -456,7 +457,7 @@ class Training(Scoring):
         # On the model: a replica that is filled with another's gets the scheduler and this together.
         self._model._scheduled = mark
         if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self._scheduler.step(float("nan") if monitored is None else monitored)
+            self._scheduler.step(OfAll("nan" if monitored is None else monitored))
         else:
             self._scheduler.step()
 
