@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mirror_nb.payload import Payload, SearchPath
@@ -513,6 +513,8 @@ class Exports:
     # Handles of networks that the replica no longer has.
     altered: tuple[str, ...] = ()
     # Names of objects of the user's own classes that a cell changed in place: they stay as they are on both sides.
+    sums: dict[str, int] = field(default_factory=dict)
+    # Checksums of networks' parameters by handle, where a cell that all replicas ran may have trained them.
 
 
 @dataclass(slots=True)

@@ -108,6 +108,11 @@ class Told:
         if is_told(obj):
             self._known[handle] = told_of(obj), _signs(obj)
 
+    def unsettle(self, handle: str) -> None:
+        """It is not sure any more what the other side has."""
+        if handle in self._known:
+            self._known[handle] = _UNSURE, None
+
     def forget(self, handle: str) -> None:
         """The object is gone."""
         self._known.pop(handle, None)
@@ -124,6 +129,9 @@ class Told:
             if now != told:
                 changed.append((handle, now))
         return tuple(changed)
+
+
+_UNSURE = object()
 
 
 def _signs_of(optimizer: torch.optim.Optimizer) -> list[object]:

@@ -258,6 +258,46 @@ def test_what_the_notebook_lets_go_of_the_replicas_let_go_of(run):
     assert run("%%mirrored\nimport gc; gc.collect()\nthere() is None") is True
 
 
+def closing(shell: InteractiveShell, source: str) -> str:
+    """The line below a mirrored cell."""
+    with capture_output() as shown:
+        result = shell.run_cell(source)
+    result.raise_error()
+    return shown.outputs[-1].data["text/plain"]
+
+
+APART = "%%mirrored\nwith torch.no_grad(): {}.bias += replica_id"
+
+
+def test_replicas_that_part_ways_are_told_of_once_and_brought_together(shell, run):
+    assert "differs" not in closing(shell, THERE)
+    told = closing(shell, APART.format("model"))
+    assert told.endswith("differs between the replicas: model (%mirror push model makes it equal)")
+    assert "differs" not in closing(shell, APART.format("model"))
+    run("%%mirrored\noptimizer.param_groups[0]['lr'] = 0.1 * (replica_id + 1)\nscheduler.last_epoch += replica_id")
+    run("%mirror push model optimizer scheduler")
+    look = "%%mirrored\noptimizer.param_groups[0]['lr'], scheduler.last_epoch, model.bias.tolist()"
+    assert run(look) == run("(optimizer.param_groups[0]['lr'], scheduler.last_epoch, model.bias.tolist())")
+    assert "differs" not in closing(shell, THERE)
+    assert "differs between the replicas: model" in closing(shell, APART.format("model"))
+
+
+def test_a_network_without_a_name_that_differs_is_told_by_its_class(shell, run):
+    run("class Holder: pass\nholder = Holder(); holder.net = nn.Linear(2, 2)")
+    assert closing(shell, APART.format("holder.net")).endswith("differs between the replicas: a Linear")
+
+
+@pytest.mark.parametrize("options", ["--no-sync", "--replicas 0,1"])
+def test_who_trains_apart_on_purpose_is_told_nothing(shell, run, options):
+    told = closing(shell, APART.format("model").replace("%%mirrored", f"%%mirrored {options}"))
+    assert ("differs" in told) == (options != "--no-sync")
+
+
+def test_statistics_that_differ_are_no_difference(shell, run):
+    run("norm = nn.BatchNorm1d(4)")
+    assert "differs" not in closing(shell, "%%mirrored\nnorm(x + replica_id)")
+
+
 def test_attributes_that_a_class_adds_to_its_optimizers_travel(shell, run):
     run("""
 class Averaging(torch.optim.SGD):

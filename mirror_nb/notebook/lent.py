@@ -114,6 +114,15 @@ class Lent:
         if pool is not None and (changed or released):
             raise_for(self._asked(pool, range(pool.size), _nothing, (), changed, released), pool.devices)
 
+    def send_again(self, objects: Iterable[Any]) -> None:
+        """Give the replicas what is here of these objects, though nothing has changed here."""
+        for obj in objects:
+            if is_told(obj) and self.has_sent(obj):
+                self._objects.unsettle(obj)
+                if isinstance(obj, torch.optim.Optimizer):
+                    self._stepped.add(obj)
+        self.send_changes()
+
     def take_changes(self, report: Report, lead: int) -> None:
         """A cell has run: take over what `lead` tells of it."""
         self.calls += 1

@@ -64,6 +64,8 @@ class Returned:
     # Names that hold a stand-in.
     altered: list[str] = field(default_factory=list)
     # Names whose objects were changed in the replicas alone, as this cell was the first to show.
+    diverged: list[str] = field(default_factory=list)
+    # Networks whose parameters are not the same on all replicas any more, as this cell was the first to show.
     result: Any = None
     nbytes: int = 0
     problem: str | None = None
@@ -88,6 +90,8 @@ class Names:
         # By handle of a network that could not be rebuilt here: why.
         self.lacked: set[str] = set()
         # Handles of networks that a replica takes for known here: they were not the owner's.
+        self._apart: set[str] = set()
+        # Handles of networks that differ between the replicas, as the user has been told.
         self.withheld: list[str] = []
         # Names that were not sent to the latest cell, since both sides have changed their objects.
 
@@ -229,6 +233,17 @@ class Names:
                 self.mirrors.mark(module)
         return changed
 
+    def values_of(self, names: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the values of the networks that have these names, to give them to the replicas."""
+        values = {}
+        for name in names:
+            module = self.user_ns[name]
+            handle = self.mirrors.known(module) if isinstance(module, nn.Module) else None
+            if handle is not None:
+                values[handle] = {key: value.detach() for key, value in mirrored_values(module).items()}
+                self.mirrors.mark(module)
+        return values
+
     def _travels(self, name: str) -> bool:
         if name not in self.user_ns or name in RESERVED or not travels(name):
             return False
@@ -304,6 +319,7 @@ class Names:
             exports = {r: e.names[name] for r, e in opened.items() if name in e.names}
             self._absorb_name(name, exports, owner, opened, returned)
         returned.altered = self._note_altered(opened)
+        returned.diverged = self._note_diverged(opened)
         results = {r: e.result for r, e in opened.items() if e.result is not None}
         if results:
             returned.result = self._value("_", results, owner, opened)
@@ -317,6 +333,19 @@ class Names:
                 first.append(name)
             for names in has:
                 names[name] = dataclasses.replace(names[name], altered=True)
+        return first
+
+    def _note_diverged(self, opened: dict[int, Exports]) -> list[str]:
+        first = []
+        for handle in sorted({handle for exports in opened.values() for handle in exports.sums}):
+            sums = {exports.sums[handle] for exports in opened.values() if handle in exports.sums}
+            network = self.mirrors.find(handle)
+            if len(sums) < 2:
+                self._apart.discard(handle)
+            elif network is not None and handle not in self._apart:
+                names = [name for name, value in self.user_ns.items() if value is network and travels(name)]
+                first.append(names[0] if names else f"a {type(network).__name__}")
+                self._apart.add(handle)
         return first
 
     def _absorb_modules(self, opened: dict[int, Exports], owner: int) -> None:

@@ -124,6 +124,10 @@ class _Ledger:
             parts.append(f"stays in the replicas: {_listed(self.returned.stayed)}")
         if self.returned.altered:
             parts.append(f"changed in the replicas alone: {_listed(self.returned.altered)}")
+        if self.returned.diverged:
+            named = [name for name in self.returned.diverged if name.isidentifier()]
+            advice = f" (%mirror push {' '.join(named)} makes it equal)" if named else ""
+            parts.append(f"differs between the replicas: {_listed(self.returned.diverged)}{advice}")
         if self.returned.problem is not None:
             parts.append(f"could not be rebuilt here: {self.returned.problem}")
         return parts
@@ -475,6 +479,11 @@ class Session:
             raise_for(report, pool.devices)
             self._names.sent(parcel, parcel.replicas)
             nbytes += parcel.packed.payload.nbytes
+        # Of what replicas keep the values go out too: theirs may be others.
+        values = self._names.values_of(names)
+        if values:
+            nbytes += self._give(LoadModules, values, range(pool.size))
+        self._lent.send_again([self._shell.user_ns[name] for name in names])
         return f"sent {_listed(list(names))} ({size(nbytes)}) to {_replicas(pool.devices)}"
 
     def pull(self, names: Sequence[str], replica: int | None = None) -> str:

@@ -63,13 +63,16 @@ class GlobalMetrics:
                 metrics = _summed(metrics, 1 / gradients.num_replicas, scheduler.optimizer)
             original(scheduler, metrics, *args, **kwargs)
 
-        self._replacement: Any = step
-        ReduceLROnPlateau.step = self._replacement  # type: ignore[method-assign]
+        self._replacement = step
+        _plateau.step = step
 
     def remove(self) -> None:
         """Put torch's own in its place, unless somebody else has put theirs there."""
-        if ReduceLROnPlateau.step is self._replacement:
-            ReduceLROnPlateau.step = self._original  # type: ignore[method-assign]
+        if _plateau.step is self._replacement:
+            _plateau.step = self._original
+
+
+_plateau: Any = ReduceLROnPlateau
 
 
 def _takes_part(gradients: GradientSynchronizer, optimizer: torch.optim.Optimizer) -> bool:

@@ -15,11 +15,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from mirror_nb.contents import Content, content
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
-from mirror_nb.mirrors import Mirrors, averaged_statistics, bits, load, mirrored_values, tensors
+from mirror_nb.mirrors import (
+    Mirrors,
+    averaged_statistics,
+    bits,
+    checksums,
+    load,
+    mirrored_values,
+    mixed,
+    tensors,
+)
 from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
 from mirror_nb.told import Told, is_told, take_told
 
@@ -213,13 +223,14 @@ class Namespace:
         trained: bool = False,
         result: object = None,
         whole: bool = False,
+        compare: bool = False,
     ) -> Packed:
         """Pack what the names hold, as `Exports`.
 
         Networks travel from the `owner` only, whole when the controller lacks them, else their changed values;
         the other replicas add the statistics that are averaged. `trained` tells that values may have changed in
-        ways that only reading them shows. `whole` lifts the size limits: the user asked for it. `tag` is the same
-        number on all replicas and makes their handles agree.
+        ways that only reading them shows. `compare` adds what tells whether the replicas differ. `whole` lifts the
+        size limits: the user asked for it. `tag` is the same number on all replicas and makes their handles agree.
         """
         fresh: dict[str, nn.Module] = {}
         # Networks first: what else has them refers to them.
@@ -232,8 +243,12 @@ class Namespace:
             exports.modules.update(fresh)
         else:
             exports.states.update({handle: averaged_statistics(module) for handle, module in fresh.items()})
-        changed = self._changed_roots(fresh, owner, trained)
+        changed = self._changed_roots(fresh, owner, trained, exports.sums)
         exports.states.update(changed)
+        if compare:
+            exports.sums.update((handle, bits(_complete(module))) for handle, module in fresh.items())
+        else:
+            exports.sums.clear()
         try:
             packed = self._packed(exports)
         except TransferError:
@@ -398,14 +413,19 @@ class Namespace:
                     exports.names[name] = _stayed(module, str(reason))
 
     def _changed_roots(
-        self, fresh: dict[str, nn.Module], owner: bool, trained: bool
+        self, fresh: dict[str, nn.Module], owner: bool, trained: bool, sums: dict[str, int]
     ) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the values of networks that have changed; put into `sums` what says whether parameters are equal."""
         states = {}
         for handle, module in self.mirrors.roots():
             if handle in fresh or not (trained or self.mirrors.changed(module)):
                 continue
             state = mirrored_values(module) if owner else averaged_statistics(module)
-            total = bits(state.values())
+            found = checksums(state.values())
+            # They come first in what an owner sends.
+            own = _complete(module)
+            sums[handle] = mixed(found[: len(own)]) if owner else bits(own)
+            total = mixed(found)
             if self._sums.get(handle) != total:
                 states[handle] = {name: value.detach() for name, value in state.items()}
                 self._sums[handle] = total
@@ -414,6 +434,11 @@ class Namespace:
 
 def _is_large(network: nn.Module) -> bool:
     return sum(t.nbytes for _, t in tensors(network)) > MODULE_BYTES
+
+
+def _complete(network: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters that have values."""
+    return [parameter for parameter in network.parameters() if not is_lazy(parameter)]
 
 
 def _stayed(value: object, why: str) -> Stayed:

@@ -318,7 +318,11 @@ class Replica:
             end = None
         names = self.namespace.changed(before, cell.bound, cell.mentioned)
         trained = any(name in self.names for name in cell.mentioned)
-        packed = self.namespace.export(names, tag=number, owner=cell.owner, trained=trained, result=value)
+        # Who fails may be a step behind the others, for now.
+        compare = cell.synchronize and not cell.partial and failure is None and self.identity.num_replicas > 1
+        packed = self.namespace.export(
+            names, tag=number, owner=cell.owner, trained=trained, result=value, compare=compare
+        )
         return failure, packed, bundle
 
     def _call(

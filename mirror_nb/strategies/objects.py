@@ -106,6 +106,10 @@ class Objects:
         """Return the settings that were changed here since the replicas had the same, and whose they are."""
         return self._told.changes(self.find)
 
+    def unsettle(self, obj: Any) -> None:
+        """Have the object's settings told anew: those of some replica may be others."""
+        self._told.unsettle(self.handle(obj) or "")
+
     def take_settings(self, handle: str, settings: Any) -> None:
         """A replica's scheduler, for instance, has changed an optimizer's settings, and its own."""
         obj = self.find(handle)
