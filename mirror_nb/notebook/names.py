@@ -414,7 +414,7 @@ class Names:
     def _resolve(self, token: Any) -> object:
         if token[0] == "object":
             return self.lent.resolve(token)
-        if self.mirrors.find(token[1]) is None and token[1] not in self._lacking:
+        if self.mirrors.find(token[1]) is None and token[1].partition("/")[0] not in self._lacking:
             self.lacked.add(token[1])
             raise _Lacked
         return self.mirrors.resolve(token)

@@ -243,12 +243,10 @@ class Namespace:
             exports.modules.update(fresh)
         else:
             exports.states.update({handle: averaged_statistics(module) for handle, module in fresh.items()})
-        changed = self._changed_roots(fresh, owner, trained, exports.sums)
+        sums = {handle: bits(_complete(module)) for handle, module in fresh.items()} if compare else None
+        changed = self._changed_roots(fresh, owner, trained, sums)
         exports.states.update(changed)
-        if compare:
-            exports.sums.update((handle, bits(_complete(module))) for handle, module in fresh.items())
-        else:
-            exports.sums.clear()
+        exports.sums.update(sums or {})
         try:
             packed = self._packed(exports)
         except TransferError:
@@ -413,18 +411,19 @@ class Namespace:
                     exports.names[name] = _stayed(module, str(reason))
 
     def _changed_roots(
-        self, fresh: dict[str, nn.Module], owner: bool, trained: bool, sums: dict[str, int]
+        self, fresh: dict[str, nn.Module], owner: bool, trained: bool, sums: dict[str, int] | None
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the values of networks that have changed; put into `sums` what says whether parameters are equal."""
+        """Return the values of networks that may have changed; checksums of parameters go into `sums`, if given."""
         states = {}
         for handle, module in self.mirrors.roots():
             if handle in fresh or not (trained or self.mirrors.changed(module)):
                 continue
             state = mirrored_values(module) if owner else averaged_statistics(module)
             found = checksums(state.values())
-            # They come first in what an owner sends.
-            own = _complete(module)
-            sums[handle] = mixed(found[: len(own)]) if owner else bits(own)
+            if sums is not None:
+                own = _complete(module)
+                # They come first in what an owner sends.
+                sums[handle] = mixed(found[: len(own)]) if owner else bits(own)
             total = mixed(found)
             if self._sums.get(handle) != total:
                 states[handle] = {name: value.detach() for name, value in state.items()}
