@@ -282,6 +282,20 @@ def test_replicas_that_part_ways_are_told_of_once_and_brought_together(shell, ru
     assert "differs between the replicas: model" in closing(shell, APART.format("model"))
 
 
+def test_what_a_cell_changed_in_an_object_is_told_of_and_can_be_brought(shell, run):
+    run("import types; meter = types.SimpleNamespace(seen=0)")
+    told = closing(shell, "%%mirrored\nmeter.seen += 5")
+    assert told.endswith("changed in the replicas alone: meter (%mirror pull meter brings it)")
+    run("%mirror pull meter")
+    assert run("meter.seen") == 5
+    run("%%mirrored\nmeter.seen += 5")
+    run("meter.seen = 1")
+    both = "not sent, since the replicas have changed it too: meter (%mirror push meter)"
+    assert closing(shell, "%%mirrored\nmeter.seen").endswith(both)
+    run("%mirror push meter")
+    assert run("%%mirrored\nmeter.seen") == 1
+
+
 def test_a_network_without_a_name_that_differs_is_told_by_its_class(shell, run):
     run("class Holder: pass\nholder = Holder(); holder.net = nn.Linear(2, 2)")
     assert closing(shell, APART.format("holder.net")).endswith("differs between the replicas: a Linear")

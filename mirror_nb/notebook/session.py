@@ -123,7 +123,8 @@ class _Ledger:
         if self.returned.stayed:
             parts.append(f"stays in the replicas: {_listed(self.returned.stayed)}")
         if self.returned.altered:
-            parts.append(f"changed in the replicas alone: {_listed(self.returned.altered)}")
+            names = " ".join(self.returned.altered)
+            parts.append(f"changed in the replicas alone: {names} (%mirror pull {names} brings it)")
         if self.returned.diverged:
             named = [name for name in self.returned.diverged if name.isidentifier()]
             advice = f" (%mirror push {' '.join(named)} makes it equal)" if named else ""
