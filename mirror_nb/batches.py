@@ -49,6 +49,10 @@ def cut(batch: Any, share: slice, total: int) -> Any:
     return _map_children(batch, lambda item: cut(item, share, total))
 
 
+def _sequences(packed: PackedSequence) -> int:
+    return int(packed.batch_sizes[0]) if len(packed.batch_sizes) else 0
+
+
 def _cut_packed(packed: PackedSequence, share: slice) -> PackedSequence:
     padded, lengths = pad_packed_sequence(packed, batch_first=True)
     if not len(lengths[share]):
@@ -107,7 +111,7 @@ def is_batched(value: Any, total: int) -> bool:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.ndim > 0 and value.shape[0] == total
     if isinstance(value, PackedSequence):
-        return int(value.batch_sizes[0]) == total
+        return _sequences(value) == total
     if _is_sequence(value) and len(value) == total:
         return True
     children = _children(value) or []
@@ -121,7 +125,7 @@ def count(batch: Any) -> int:
     """
     found = leaves(batch)
     shapes = [tuple(leaf.shape) for leaf in found if isinstance(leaf, (torch.Tensor, np.ndarray))]
-    shapes += [(int(leaf.batch_sizes[0]), leaf.data.shape[-1]) for leaf in found if isinstance(leaf, PackedSequence)]
+    shapes += [(_sequences(leaf),) for leaf in found if isinstance(leaf, PackedSequence)]
     lengths = {shape[0] for shape in shapes if shape}
     if not shapes or not all(shapes) or len(lengths) > 1:
         raise UsageError(

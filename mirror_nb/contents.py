@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from mirror_nb.payload import Limited
+
 WATCHED_BYTES = 1 << 16
 # A value up to this size, pickled, is compared whole; of a larger container only which objects it holds.
 ARRAY_BYTES = 1 << 20
@@ -69,7 +71,7 @@ def content(value: object, token: Token) -> Content | None:
     own = _is_own(value)
     if not own and not isinstance(value, (*_CONTAINERS, np.ndarray, torch.Tensor)):
         return None
-    file = _Bounded()
+    file = Limited(WATCHED_BYTES)
     reader = _Reader(file, token, value)
     try:
         reader.dump(value)
@@ -113,19 +115,6 @@ def _is_users(module: str) -> bool:
     if file is None or "site-packages" in file or "dist-packages" in file:
         return False
     return not file.startswith(sysconfig.get_path("stdlib"))
-
-
-class _TooLarge(Exception):
-    pass
-
-
-class _Bounded(io.BytesIO):
-    """A file that refuses to grow beyond what is watched."""
-
-    def write(self, data: Any) -> int:
-        if self.tell() + memoryview(data).nbytes > WATCHED_BYTES:
-            raise _TooLarge
-        return super().write(data)
 
 
 class _Reader(pickle.Pickler):

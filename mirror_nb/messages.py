@@ -191,7 +191,7 @@ class Fetch:
     # True on the one replica whose networks travel.
     anew: bool = False
     # True: what was sent before may not have arrived.
-    lacked: tuple[str, ...] = ()
+    undelivered: tuple[str, ...] = ()
     # Handles of networks that the controller was told of, and has not got.
 
 

@@ -198,7 +198,7 @@ class Lacking(nn.Module):
         """Nothing of it can be used."""
 
 
-class _Limited(io.BytesIO):
+class Limited(io.BytesIO):
     """A file that refuses to grow beyond a limit, so that a huge object is given up early."""
 
     def __init__(self, limit: int | None) -> None:
@@ -566,9 +566,9 @@ def pack(
     Functions whose globals are `namespace` travel without them and look names up where they arrive.
     `reference(obj)` may give a small token to send in the place of an object that the other side has;
     `handle(module)` numbers a module so that it can be referred to later, `lend(obj)` an optimizer, a scheduler or a
-    scaler. CUDA tensors travel through host
-    memory. `limit`, bytes, bounds the size; `in_band` puts all of it into the pickle, so that there is no slab.
-    `label` is given to classes of the namespace that have not travelled before: see `label_class`.
+    scaler. CUDA tensors travel through host memory. `limit`, bytes, bounds the size; `in_band` puts all of it into the
+    pickle, so that there is no slab. `label` is given to classes of the namespace that have not travelled before: see
+    `label_class`.
 
     Raises TooLarge beyond `limit`, TransferError when something in `obj` cannot be pickled.
     """
@@ -577,7 +577,7 @@ def pack(
         with contextlib.suppress(_NotSimpleError):
             bare = nest.bare(obj), nest.forms
             return _pack_simple(bare, nest.items <= IN_BAND_ITEMS and nest.nbytes <= IN_BAND_BYTES)
-    file = _Limited(limit)
+    file = Limited(limit)
     packer = _Packer(file, namespace, reference, handle, lend, limit, in_band, label)
     try:
         packer.dump(obj)

@@ -238,7 +238,8 @@ def test_of_a_packed_sequence_whole_sequences_are_cut(enforce_sorted):
         part, same = cut((packed, packed), share, 4)
         assert [s.tolist() for s in unpack_sequence(part)] == [s.tolist() for s in sequences[share]]
         assert torch.equal(part.data, same.data)
-    assert len(cut(packed, slice(4, 4), 4).data) == 0
+    nothing = cut(packed, slice(4, 4), 4)
+    assert (len(nothing.data), count(nothing), cut(nothing, slice(0, 1), 1)) == (0, 0, nothing)
     assert cut(packed, slice(0, 1), 7) is packed
     assert count({"x": packed}) == 4
     assert to_device(packed, torch.device("cpu")).batch_sizes.tolist() == packed.batch_sizes.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import warnings
@@ -15,7 +16,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.notebook.lent import Lent
 
 Run = Callable[[str], Any]
@@ -347,9 +348,19 @@ def test_in_this_process_too(shell, run):
 
 
 def test_without_replicas_nobody_is_asked():
-    lent, optimizer = Lent(), torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+    lent, optimizer = Lent(lambda: None), torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
     lent.add(optimizer)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
     optimizer.step()
     lent.send_changes()
     assert optimizer.state_dict()["state"][0]["step"] == 1
+
+
+def test_what_is_gone_here_cannot_be_referred_to():
+    lent, optimizer = Lent(lambda: None), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    token = lent.token(optimizer)
+    assert lent.resolve(token) is optimizer
+    del optimizer
+    gc.collect()
+    with pytest.raises(TransferError, match=r"refers to \('object', 'o0'\), which no longer exists here"):
+        lent.resolve(token)

@@ -17,6 +17,7 @@ from torch import nn
 
 from mirror_nb import PerReplica, Remote
 from mirror_nb.errors import TransferError
+from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.names import Names, Parcel, Returned
 from mirror_nb.notebook.source import CellNames, cell_names
 from mirror_nb.payload import pack
@@ -53,7 +54,7 @@ class Notebook:
     def __init__(self, n: int) -> None:
         self.main = types.ModuleType("__main__")
         self.user_ns = self.main.__dict__
-        self.names = Names(self.user_ns, self.fetch)
+        self.names = Names(self.user_ns, self.fetch, Lent(lambda: None))
         self.replicas = []
         self.scopes = []
         self.classes = [Classes() for _ in range(n)]
@@ -106,7 +107,7 @@ class Notebook:
         return packed.payload, packed.slab
 
     def fetch(self, name: str, replica_id: int) -> Any:
-        self.replicas[replica_id].forget_given(self.names.lacked)
+        self.replicas[replica_id].forget_given(self.names.undelivered)
         packed = self.replicas[replica_id].export([name], tag=99, owner=True, trained=True, whole=True)
         before = self.user_ns.get(name)
         self.names.absorb({replica_id: (packed.payload, packed.slab)}, replica_id)
@@ -752,7 +753,7 @@ def test_a_network_of_another_replica_than_the_first_can_be_fetched(notebook, ma
     network = fetched[0] if isinstance(fetched, list) else fetched
     there = notebook.there("net", 1)
     torch.testing.assert_close(network.weight, (there[0] if isinstance(there, list) else there).weight)
-    assert notebook.names.lacked == set()
+    assert notebook.names.undelivered == set()
 
 
 def test_batch_norm_statistics_are_averaged_here_and_stay_their_own_there(notebook):

@@ -34,7 +34,7 @@ READS = 3
 class Lent:
     """Which of the notebook's objects each replica has; `ready()` gives the replicas, None where there are none."""
 
-    def __init__(self, ready: Callable[[], Pool | None] = lambda: None) -> None:
+    def __init__(self, ready: Callable[[], Pool | None]) -> None:
         self.calls = 0
         # Cells that have run, each of which may have changed states.
         self._ready = ready

@@ -75,11 +75,9 @@ class Returned:
 class Names:
     """The notebook's side of the names. `user_ns` is the dictionary of ordinary cells."""
 
-    def __init__(
-        self, user_ns: MutableMapping[str, Any], fetch: Callable[[str, int], Any], lent: Lent | None = None
-    ) -> None:
+    def __init__(self, user_ns: MutableMapping[str, Any], fetch: Callable[[str, int], Any], lent: Lent) -> None:
         self.user_ns = user_ns
-        self.lent = lent or Lent()
+        self.lent = lent
         self.mirrors = Mirrors("k")
         self._fetch = fetch
         self._sent: dict[int, dict[str, _Shared]] = {}
@@ -88,7 +86,7 @@ class Names:
         # By handle of a network: the replicas that have it.
         self._lacking: dict[str, str] = {}
         # By handle of a network that could not be rebuilt here: why.
-        self.lacked: set[str] = set()
+        self.undelivered: set[str] = set()
         # Handles of networks that a replica takes for known here: they were not the owner's.
         self._apart: set[str] = set()
         # Handles of networks that differ between the replicas, as the user has been told.
@@ -226,12 +224,11 @@ class Names:
 
     def changed_modules(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the values of networks that were written to in the notebook since both sides had the same."""
-        changed = {}
-        for handle, module in self.mirrors.roots():
-            if self.mirrors.known(module) is not None and self.mirrors.changed(module):
-                changed[handle] = {name: value.detach() for name, value in mirrored_values(module).items()}
-                self.mirrors.mark(module)
-        return changed
+        return {
+            handle: self._given(module)
+            for handle, module in self.mirrors.roots()
+            if self.mirrors.known(module) is not None and self.mirrors.changed(module)
+        }
 
     def values_of(self, names: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:
         """Return the values of the networks that have these names, to give them to the replicas."""
@@ -240,9 +237,13 @@ class Names:
             module = self.user_ns[name]
             handle = self.mirrors.known(module) if isinstance(module, nn.Module) else None
             if handle is not None:
-                values[handle] = {key: value.detach() for key, value in mirrored_values(module).items()}
-                self.mirrors.mark(module)
+                values[handle] = self._given(module)
         return values
+
+    def _given(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the values of a network, which both sides have from now on."""
+        self.mirrors.mark(module)
+        return {name: value.detach() for name, value in mirrored_values(module).items()}
 
     def _travels(self, name: str) -> bool:
         if name not in self.user_ns or name in RESERVED or not travels(name):
@@ -308,7 +309,7 @@ class Names:
                 self._lacking.update(dict.fromkeys(opened[replica_id].modules, arrivals.lacking))
                 opened[replica_id].modules.clear()
             self.mirrors.take(arrivals)
-            self.lacked -= arrivals.handles.keys()
+            self.undelivered -= arrivals.handles.keys()
             for handle in opened[replica_id].gone:
                 self._holders.get(handle, set()).discard(replica_id)
         self.mirrors.gone()
@@ -385,7 +386,7 @@ class Names:
                 stayed = Stayed("Module", "network", why)
                 network = self.mirrors.find(handle)
                 if network is None:
-                    self.lacked.add(handle)
+                    self.undelivered.add(handle)
                 return network if network is not None else self._remote(name, stayed, chosen)
             case Stayed() as stayed:
                 return self._remote(name, stayed, chosen)
@@ -402,7 +403,7 @@ class Names:
     def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
         try:
             value, arrivals = unpack(payload, None, namespace=self.user_ns, resolve=self._resolve)
-        except _Lacked:
+        except _Undelivered:
             stayed = Stayed("object", "value", "it has a network that did not travel")
             return self._remote(name, stayed, replica_id)
         except Exception as reason:
@@ -415,8 +416,8 @@ class Names:
         if token[0] == "object":
             return self.lent.resolve(token)
         if self.mirrors.find(token[1]) is None and token[1].partition("/")[0] not in self._lacking:
-            self.lacked.add(token[1])
-            raise _Lacked
+            self.undelivered.add(token[1])
+            raise _Undelivered
         return self.mirrors.resolve(token)
 
     def _remote(self, name: str, stayed: Stayed, replica_id: int) -> Remote:
@@ -425,7 +426,7 @@ class Names:
         return Remote(kept, stayed.type_name, stayed.text, stayed.why, fetch, replica_id)
 
 
-class _Lacked(Exception):
+class _Undelivered(Exception):
     """A network that was to be known here is not."""
 
 

@@ -515,8 +515,8 @@ class Session:
         return value
 
     def _fetch(self, names: tuple[str, ...], replicas: Sequence[int]) -> Report:
-        lacked = tuple(self._names.lacked)
-        return self._running().run({r: Fetch(names, r == replicas[0], lacked=lacked) for r in replicas})
+        undelivered = tuple(self._names.undelivered)
+        return self._running().run({r: Fetch(names, r == replicas[0], undelivered=undelivered) for r in replicas})
 
     # ------------------------------------------------------------------ measuring
 

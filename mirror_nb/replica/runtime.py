@@ -199,8 +199,8 @@ class Replica:
                     self.namespace.bind(names, slab)
                 case LoadModules(states):
                     self.namespace.load(states, slab)
-                case Fetch(names, owner, anew, lacked):
-                    self.namespace.forget_given(lacked)
+                case Fetch(names, owner, anew, undelivered):
+                    self.namespace.forget_given(undelivered)
                     if anew:
                         self.namespace.forget_told()
                     packed = self._fetch(names, owner, request.number)

@@ -38,7 +38,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replaced import Replaced
-from mirror_nb.replica.closures import GlobalLosses, GlobalMetrics
+from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
 
 _TORCH = frozenset({"torch", "cuda"})  # what torch.manual_seed seeds
 

@@ -126,9 +126,8 @@ def _looked_at(name: str) -> Callable[..., Any]:
     return looked_at
 
 
-for _name in ("__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__", "__or__", "copy", "get"):
-    setattr(_State, _name, _looked_at(_name))
-for _name in ("items", "keys", "values", "pop", "popitem", "setdefault"):
+_LOOKS = ("__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__", "__or__")
+for _name in (*_LOOKS, "copy", "get", "items", "keys", "values", "pop", "popitem", "setdefault"):
     setattr(_State, _name, _looked_at(_name))
 
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from mirror_nb import mirrors
 from mirror_nb.batches import map_leaves
 from mirror_nb.errors import UsageError
-from mirror_nb.replica.closures import OfAll
+from mirror_nb.replica.decisions import OfAll
 from mirror_nb.replica.whole import whole
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.training.batch_norm import BatchNorms, exact_batch_norm

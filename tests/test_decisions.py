@@ -9,7 +9,7 @@ from driving import run_cell
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mirror_nb.gradients import GradientSynchronizer
-from mirror_nb.replica.closures import GlobalMetrics
+from mirror_nb.replica.decisions import GlobalMetrics
 
 X = torch.linspace(-1, 1, 21, dtype=torch.float64).reshape(7, 3)
 STEPS = 3
@@ -120,7 +120,7 @@ def test_a_scheduler_that_waits_for_a_plateau_looks_at_the_mean(replicas, given)
 
 def test_a_plateau_of_one_replica_alone_is_its_own(replicas):
     source = PLATEAU.format(metrics=[[1], [1, 2, 3]], given="OfAll(metric)")
-    ran = run_cell(replicas(2), "from mirror_nb.replica.closures import OfAll\n" + source)
+    ran = run_cell(replicas(2), "from mirror_nb.replica.decisions import OfAll\n" + source)
     assert ran.errors == {}, ran.report.failures
     assert [values["rate"] for values in ran.values.values()] == [1.0, 0.25]
     source = PLATEAU.format(metrics=[[1, 2], [1]], given="metric").replace("for", "with strategy.no_sync():\n  for")
