@@ -36,6 +36,12 @@ class Handles(Generic[T]):
         self._by_handle[handle] = reference
         self._by_id[key] = reference, handle
 
+    def unlearn(self, handle: str) -> None:
+        """The handle means nothing any more, and the object has none; `gone` is not called."""
+        reference = self._by_handle.pop(handle, None)
+        for key in [key for key, (other, _) in list(self._by_id.items()) if other is reference]:
+            del self._by_id[key]
+
     def of(self, obj: object) -> str | None:
         """Return the object's handle, if it has one."""
         entry = self._by_id.get(id(obj))

@@ -513,6 +513,8 @@ class Exports:
     # Handles of networks that the replica no longer has.
     altered: tuple[str, ...] = ()
     # Names of objects of the user's own classes that a cell changed in place: they stay as they are on both sides.
+    objects: dict[str, Payload | None] = field(default_factory=dict)
+    # New optimizers, schedulers and scalers by handle, each after those that it refers to; None from the others.
     sums: dict[str, int] = field(default_factory=dict)
     # Checksums of networks' parameters by handle, where a cell that all replicas ran may have trained them.
 

@@ -35,7 +35,7 @@ from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.keras_objects import reduce_keras, repairing
 from mirror_nb.parametrized import reduce_parametrized
 from mirror_nb.surroundings import look_in
-from mirror_nb.told import count_steps, is_told, whole_state
+from mirror_nb.told import count_steps, is_told, whole_state, without_moments
 
 submodules.install()
 
@@ -248,12 +248,14 @@ class _Packer(cloudpickle.Pickler):
         budget: int | None,
         in_band: bool,
         label: str,
+        states: bool,
     ) -> None:
         self.outside = _Outside(budget)
         super().__init__(file, protocol=5, buffer_callback=None if in_band else self.outside)
         self.global_names: set[str] = set()
         self.files: set[str] = set()
         self._label = label
+        self._states = states
         self._namespace = namespace
         self._reference = reference
         self._handle = handle
@@ -329,7 +331,8 @@ class _Packer(cloudpickle.Pickler):
         if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict) or any(reduced[3:]):
             return reduced
         make, args, state = reduced[:3]
-        return make, args, (whole_state(obj, state), self._lend(obj)), None, None, _set_told_state
+        state = whole_state(obj, state if self._states else without_moments(obj, state))
+        return make, args, (state, self._lend(obj)), None, None, _set_told_state
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         data = tensor.detach()
@@ -560,6 +563,7 @@ def pack(
     limit: int | None = None,
     in_band: bool = False,
     label: str = "",
+    states: bool = True,
 ) -> Packed:
     """Turn `obj` into a payload.
 
@@ -568,7 +572,7 @@ def pack(
     `handle(module)` numbers a module so that it can be referred to later, `lend(obj)` an optimizer, a scheduler or a
     scaler. CUDA tensors travel through host memory. `limit`, bytes, bounds the size; `in_band` puts all of it into the
     pickle, so that there is no slab. `label` is given to classes of the namespace that have not travelled before: see
-    `label_class`.
+    `label_class`. Without `states`, optimizers travel without their moments.
 
     Raises TooLarge beyond `limit`, TransferError when something in `obj` cannot be pickled.
     """
@@ -578,7 +582,7 @@ def pack(
             bare = nest.bare(obj), nest.forms
             return _pack_simple(bare, nest.items <= IN_BAND_ITEMS and nest.nbytes <= IN_BAND_BYTES)
     file = Limited(limit)
-    packer = _Packer(file, namespace, reference, handle, lend, limit, in_band, label)
+    packer = _Packer(file, namespace, reference, handle, lend, limit, in_band, label, states)
     try:
         packer.dump(obj)
     except (TooLarge, KeyboardInterrupt, UsageError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any, TypeGuard, final
 
@@ -52,6 +52,11 @@ def whole_state(obj: _Told, state: Any) -> Any:
         own = {name: value for name, value in vars(obj).items() if name != "step" and "_hooks" not in name}
         return {**own, **state}
     return state
+
+
+def without_moments(obj: _Told, state: Any) -> Any:
+    """Return an object's state for pickle without what an optimizer keeps of each parameter."""
+    return {**state, "state": defaultdict(dict)} if isinstance(obj, torch.optim.Optimizer) else state
 
 
 def count_steps(scheduler: LRScheduler) -> None:

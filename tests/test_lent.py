@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and scalers that ordinary cells made, used in mirrored ones: the same on both sides."""
+"""Optimizers, schedulers and scalers in mirrored cells, whoever made them: the same ones in the notebook."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def shell() -> Iterator[InteractiveShell]:
     InteractiveShell.clear_instance()
 
 
-@pytest.fixture
-def run(shell: InteractiveShell) -> Run:
+@pytest.fixture(params=["", "%%mirrored\n"], ids=["made in an ordinary cell", "made in a mirrored cell"])
+def run(shell: InteractiveShell, request: pytest.FixtureRequest) -> Run:
     """Run a cell and return its value; its exception is raised. The notebook has what `MADE` makes."""
 
     def run_cell(source: str) -> Any:
@@ -62,7 +62,7 @@ def run(shell: InteractiveShell) -> Run:
         return result.result
 
     run_cell("%mirror start --devices cpu:0,cpu:1")
-    run_cell(MADE)
+    run_cell(request.param + MADE)
     return run_cell
 
 
@@ -143,6 +143,25 @@ def test_however_a_state_is_looked_at_it_is_that_of_the_replicas(shell, run, loo
     torch.testing.assert_close(run(look), expected)
 
 
+LATER = {
+    "by name": ("", "model"),
+    "in a list": ("nets = [model]; del model", "nets[0]"),
+    "in an object": ("class Keeper: pass\nkeeper = Keeper(); keeper.net = model; del model", "keeper.net"),
+}
+
+
+@pytest.mark.parametrize(("change", "network"), LATER.values(), ids=LATER)
+@pytest.mark.parametrize("first", ["optimizer", "scheduler", "parameters", "several"])
+@pytest.mark.parametrize("run", [""], indirect=True)
+def test_what_goes_to_the_replicas_before_its_network_is_over_that_networks_parameters(run, change, network, first):
+    run("parameters, several = list(model.parameters()), [scheduler]\n" + change)
+    run(f"%%mirrored\n{first}")
+    run(f"%%mirrored\n{network}(x).sum().backward(); scheduler.optimizer.step()")
+    assert run(f"%%mirrored\n{network}.weight is scheduler.optimizer.param_groups[0]['params'][0]")
+    assert run(f"%%mirrored\n{network}.weight is parameters[0]")
+    assert run(f"{network}.weight is parameters[0] is optimizer.param_groups[0]['params'][0]")
+
+
 def test_in_objects_and_lists_they_are_the_same_ones(run):
     run("""
 class Trainer:
@@ -162,6 +181,7 @@ def test_another_name_that_a_cell_gives_it_means_it_here_too(run):
     assert run("mine is optimizer and inside['there'] is scheduler")
 
 
+@pytest.mark.parametrize("run", [""], indirect=True)
 def test_an_optimizer_of_some_replicas_comes_to_the_others_as_it_is(run):
     run("%%mirrored --replicas 1\n" + HERE)
     run("assert optimizer.state_dict()['state'][0]['step'] == 4")
@@ -251,9 +271,111 @@ def test_a_group_that_a_cell_adds_is_told_where_the_state_is_asked_for(run):
         run("optimizer.state_dict()")
 
 
+def test_a_group_that_a_cell_adds_of_a_networks_parameters_is_here_too(run):
+    run("%%mirrored\nmore = nn.Linear(4, 1)\noptimizer.add_param_group({'params': more.parameters(), 'lr': 7.0})")
+    run("%%mirrored\n(model(x) + more(x)).sum().backward(); optimizer.step()")
+    assert run("scheduler.optimizer is optimizer and optimizer.param_groups[1]['lr']") == 7.0
+    assert run("optimizer.param_groups[1]['params'][0] is more.weight and len(optimizer.state_dict()['state'])") == 4
+    run("optimizer.param_groups[1]['lr'] = 3.0")
+    assert run("%%mirrored\noptimizer.param_groups[1]['lr'], len(optimizer.state)") == (3.0, 4)
+
+
+MADE_INSIDE = {
+    "a list": ("both = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)]", "both[0]", "model"),
+    "a dict, before its network": (
+        "net = nn.Linear(4, 1); it = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)\n"
+        "both = {'optimizer': it, 'net': net}; del net, it",
+        "both['optimizer']",
+        "both['net']",
+    ),
+    "an object, with its network": (
+        "class Trainer: pass\nboth = Trainer(); both.net = nn.Linear(4, 1)\n"
+        "both.optimizer = torch.optim.SGD(both.net.parameters(), 0.1, momentum=0.9)",
+        "both.optimizer",
+        "both.net",
+    ),
+    "another optimizer": (
+        "class Two(torch.optim.Optimizer):\n"
+        "    def __init__(self, parameters):\n"
+        "        super().__init__(parameters, {'lr': 1.0})\n"
+        "        self.inner = torch.optim.SGD(self.param_groups, 0.1, 0.9)\n"
+        "    def step(self): self.inner.step()\n"
+        "both = Two(model.parameters())",
+        "both.inner",
+        "model",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "optimizer", "network"), MADE_INSIDE.values(), ids=MADE_INSIDE)
+@pytest.mark.parametrize("run", [""], indirect=True)
+def test_made_in_a_cell_inside_something_else_it_is_the_same_one(run, make, optimizer, network):
+    run(f"%%mirrored\n{make}\n{network}(x).sum().backward(); {optimizer}.step()")
+    assert run(f"{optimizer}.param_groups[0]['params'][0] is {network}.weight")
+    run(f"{optimizer}.param_groups[0]['momentum'] = 0.5")
+    assert run(f"%%mirrored\n{optimizer}.step(); {optimizer}.param_groups[0]['momentum']") == 0.5
+    there = run(f"%%mirrored\n{optimizer}.state[{network}.weight]['momentum_buffer']")
+    torch.testing.assert_close(run(f"{optimizer}.state[{network}.weight]['momentum_buffer']"), there)
+
+
+NOT_THE_SAME = {
+    "over a loose parameter": "w = nn.Parameter(torch.ones(2)); mine = torch.optim.SGD([w])",
+    "over what another one has": "net = [nn.Linear(1, 1)][0].weight; mine = torch.optim.SGD([net])",
+    "a scheduler of such a one": "mine = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], 0.1), 1)",
+    "one whose attributes are large": "mine = torch.optim.SGD(model.parameters()); mine.more = torch.ones(2**20)",
+    "one that cannot be pickled": "mine = torch.optim.SGD(model.parameters()); mine.more = (i for i in ())",
+}
+
+
+@pytest.mark.parametrize("make", NOT_THE_SAME.values(), ids=NOT_THE_SAME)
+@pytest.mark.parametrize("run", [""], indirect=True)
+def test_what_cannot_be_the_same_one_leaves_a_stand_in(run, make):
+    run(f"%%mirrored\n{make}")
+    assert run("type(mine).__name__") == "Remote"
+    assert run("%%mirrored\ntype(mine).__module__").startswith("torch.optim")
+
+
+@pytest.mark.parametrize("run", ["%%mirrored\n"], indirect=True)
+def test_one_that_only_another_replica_made_can_be_fetched(run):
+    run("%%mirrored\nif replica_id == 1: its = torch.optim.SGD(model.parameters(), 0.5)")
+    run("its = its.fetch()")
+    assert run("its.param_groups[0]['lr'], its.param_groups[0]['params'][0] is model.weight") == (0.5, True)
+    run("its.param_groups[0]['lr'] = 0.25")
+    assert run("%%mirrored\nits.param_groups[0]['lr']") == 0.25
+
+
+@pytest.mark.parametrize("run", ["%%mirrored\n"], indirect=True)
+def test_a_state_that_went_with_a_name_in_the_replicas_is_an_error_where_it_is_looked_at(run):
+    run(THERE + "\ndel scheduler")
+    run("before = optimizer; del scheduler")
+    run("%%mirrored\noptimizer = torch.optim.SGD(model.parameters(), 0.5)\nimport gc; gc.collect()")
+    assert run("type(optimizer).__name__, type(before).__name__") == ("SGD", "AdamW")
+    with pytest.raises(
+        UsageError, match=r"the state of this AdamW was in the replicas.*call its state_dict\(\) before"
+    ):
+        run("before.state_dict()")
+    with pytest.raises(UsageError, match="state of this AdamW"):
+        run("%%mirrored\nbefore.step()")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run("%mirror restart")
+    assert not [one for one in caught if "the state of this" in str(one.message)]
+    run("before.load_state_dict({**torch.optim.AdamW(model.parameters()).state_dict(), 'state': {}})")
+    run("%%mirrored\nmodel(x).sum().backward(); before.step()")
+    assert run("before.state_dict()['state'][0]['step']") == 1
+
+
+@pytest.mark.parametrize("run", ["%%mirrored\n"], indirect=True)
+def test_a_state_that_was_read_before_its_name_went_is_kept(run):
+    run(THERE + "\ndel scheduler")
+    run("before = optimizer; kept = copy.deepcopy(optimizer.state_dict()); del scheduler")
+    run("%%mirrored\noptimizer = None\nimport gc; gc.collect()")
+    torch.testing.assert_close(run("before.state_dict()"), run("kept"))
+
+
 def test_what_the_notebook_lets_go_of_the_replicas_let_go_of(run):
     run("import weakref")
-    run("%%mirrored\nthere = weakref.ref(optimizer)")
+    run("%%mirrored\nscheduler; there = weakref.ref(optimizer)")
     run("del scheduler, optimizer\nimport gc; gc.collect()")
     run("%%mirrored\ndel scheduler, optimizer")
     assert run("%%mirrored\nimport gc; gc.collect()\nthere() is None") is True

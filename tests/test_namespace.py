@@ -15,7 +15,7 @@ from mirror_nb.contents import ARRAY_BYTES, WATCHED_BYTES, content
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.payload import Packed, TooLarge, pack, unpack
-from mirror_nb.replica import namespace as namespace_module
+from mirror_nb.replica import outgoing as outgoing_module
 from mirror_nb.replica.namespace import Namespace, describe
 
 
@@ -136,12 +136,14 @@ def test_every_kind_of_value_is_exported_as_what_it_is():
         "opt = torch.optim.SGD(net.parameters())\nbig = torch.zeros(1_000_000)",
         here.names,
     )
-    shown = export(here, "os", "plain", "net", "lock", "opt", "big").names
+    exports = export(here, "os", "plain", "net", "lock", "opt", "big")
+    shown = exports.names
     assert shown["os"] == Imported("os")
     assert isinstance(shown["plain"], Plain)
     assert shown["net"] == NewModule("r7.net")
     assert isinstance(shown["lock"], Stayed)
-    assert shown["opt"].text == "SGD over 2 tensors"
+    assert isinstance(shown["opt"], Plain)
+    assert list(exports.objects) == ["r7.opt.1"]
     assert shown["big"].why == "it is larger than 1 MiB"
 
 
@@ -165,10 +167,12 @@ def test_a_known_network_travels_as_its_changed_values():
     assert shown.states["r7.net"]["bias"].tolist() == [5, 5]
 
 
-def test_a_network_above_the_limit_stays(monkeypatch):
-    monkeypatch.setattr(namespace_module, "MODULE_BYTES", 10)
+def test_a_network_above_the_limit_stays_and_what_trains_it_too(monkeypatch):
+    monkeypatch.setattr(outgoing_module, "MODULE_BYTES", 10)
     here = replica()
     here.names["net"] = nn.Linear(20, 20)
+    here.names["opt"] = torch.optim.SGD(here.names["net"].parameters())
+    assert export(here, "net", "opt").names["opt"].text == "SGD over 2 tensors"
     assert isinstance(export(here, "net").names["net"], Stayed)
     assert isinstance(export(here, "net", whole=True).names["net"], NewModule)
 

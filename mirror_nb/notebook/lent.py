@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 
-from mirror_nb.errors import ReplicaDied, TransferError
+from mirror_nb.errors import ReplicaDied, TransferError, UsageError
 from mirror_nb.messages import Call
 from mirror_nb.payload import closing_slab, pack, unpack
 from mirror_nb.pool.base import Pool, Report
@@ -45,16 +45,37 @@ class Lent:
         # Whose states are read, if it has them.
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # Here, since the replicas had the same state.
+        self._lost: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # Whose states were in replicas that have them no more.
         self._timeout: float | None = None
 
     # ------------------------------------------------------------------ who has what
 
     def add(self, obj: Any) -> str:
         """Return the object's handle, and look after it from now on."""
-        if not self._objects.has(obj) and isinstance(obj, torch.optim.Optimizer):
+        if not self._objects.has(obj):
+            self._watch(obj)
+        return self._objects.add(obj)
+
+    def learn(self, handle: str, obj: Any, replicas: Iterable[int]) -> None:
+        """Look after an object that a cell made in these replicas, where the handle means it.
+
+        One that is here already takes over its parameter groups: the cell has added some.
+        """
+        known = self._objects.find(handle)
+        if known is None:
+            self._watch(obj)
+            self._objects.learn(handle, obj)
+            known = obj
+        else:
+            known.param_groups = obj.param_groups
+        self._objects.mark_sent(known)
+        self._holders.setdefault(handle, set()).update(replicas)
+
+    def _watch(self, obj: Any) -> None:
+        if isinstance(obj, torch.optim.Optimizer):
             self._states.watch(obj)
             obj.register_step_post_hook(lambda optimizer, *_: self._stepped.add(optimizer))
-        return self._objects.add(obj)
 
     def token(self, obj: object) -> Any:
         """Return what stands for the object whoever has it, None if it is none that is lent."""
@@ -72,6 +93,10 @@ class Lent:
     def held(self, obj: Any, replica_id: int) -> bool:
         """Whether the replica has the object, with as many parameter groups."""
         return replica_id in self._holders.get(self._objects.handle(obj) or "", ()) and self._objects.same_groups(obj)
+
+    def find(self, handle: str) -> Any:
+        """Return the object that a handle means, None if it is gone."""
+        return self._objects.find(handle)
 
     def resolve(self, token: Any) -> object:
         """For `unpack`: the object that a replica's token means. Raises TransferError if it is gone."""
@@ -92,6 +117,13 @@ class Lent:
         """The replica starts anew and has nothing."""
         for holders in self._holders.values():
             holders.discard(replica_id)
+
+    def gone(self, handle: str, replica_id: int) -> None:
+        """The replica's cells have let go of what they had made."""
+        self._holders.get(handle, set()).discard(replica_id)
+        obj = self._objects.find(handle)
+        if isinstance(obj, torch.optim.Optimizer) and not self._holders.get(handle) and not self._states.here(obj):
+            self._lost.add(obj)
 
     def restored(self, replica_id: int, source: int) -> None:
         """The replica took over everything that `source` has."""
@@ -144,7 +176,7 @@ class Lent:
         try:
             living()
             for obj in self._objects.all():
-                if isinstance(obj, torch.optim.Optimizer):
+                if isinstance(obj, torch.optim.Optimizer) and obj not in self._lost:
                     self._states.read(obj)
         except Exception as reason:
             warnings.warn(f"the replicas ended without the latest states of optimizers: {reason}", stacklevel=2)
@@ -155,11 +187,16 @@ class Lent:
     # ------------------------------------------------------------------ for States
 
     def has_sent(self, obj: object) -> bool:
-        """Whether a replica has the object."""
-        return bool(self._holders.get(self._objects.handle(obj) or ""))
+        """Whether a replica has the object, or had what is of it."""
+        return bool(self._holders.get(self._objects.handle(obj) or "")) or obj in self._lost
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Return the state that the optimizer has in the replica whose networks came back last."""
+        if optimizer in self._lost:
+            raise UsageError(
+                f"the state of this {type(optimizer).__name__} was in the replicas, where a cell has since given its "
+                "name to something else: call its state_dict() before that, or give it a state with load_state_dict()"
+            )
         for attempt in range(READS):
             pool = self._ready()
             holders = self._holders.get(self.add(optimizer))
@@ -182,6 +219,7 @@ class Lent:
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
         """Give all replicas that have the optimizer this state."""
+        self._lost.discard(optimizer)
         pool = self._ready()
         holders = self._holders.get(self.add(optimizer))
         if pool is not None and holders:

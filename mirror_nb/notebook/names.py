@@ -5,6 +5,7 @@ Knows payloads, networks and the replicas' ids; sends nothing itself and shows n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -158,18 +159,35 @@ class Names:
             values = {name: self.user_ns[name] for name in sorted(lacking)}
             modules: list[nn.Module] = []
             lent: list[Any] = []
+            parameters: list[nn.Parameter] = []
             try:
-                packed = self._pack(values, replicas, modules, lent)
+                packed = self._pack(values, replicas, modules, lent, parameters)
             except TransferError:
                 raise self._culprit(values, replicas) from None
             # Methods of classes deep inside a value may read names that no one has seen yet.
-            more = {name for name in packed.global_names - lacking if self._lacked(name, replicas)}
+            needed = packed.global_names | self._owners(parameters, modules)
+            more = {name for name in needed - lacking if self._lacked(name, replicas)}
             if not more:
                 return Parcel(replicas, values, packed, modules, lent)
             packed.close()
             lacking |= more
 
-    def _pack(self, values: object, replicas: tuple[int, ...], modules: list[nn.Module], lent: list[Any]) -> Packed:
+    def _pack(
+        self,
+        values: object,
+        replicas: tuple[int, ...],
+        modules: list[nn.Module],
+        lent: list[Any],
+        parameters: list[nn.Parameter],
+    ) -> Packed:
+        """Pack, and add to the lists what is found, `parameters` that the replicas have not among them."""
+
+        def reference(obj: object) -> Any:
+            token = self._reference(obj, replicas)
+            if token is None and isinstance(obj, nn.Parameter):
+                parameters.append(obj)
+            return token
+
         def handle(module: nn.Module) -> str:
             modules.append(module)
             return self.mirrors.handle(module)
@@ -181,15 +199,34 @@ class Names:
         return pack(
             values,
             namespace=self.user_ns,
-            reference=lambda obj: self._reference(obj, replicas),
+            reference=reference,
             handle=handle,
             lend=lend,
         )
 
+    def _owners(self, parameters: Iterable[nn.Parameter], sent: Iterable[nn.Module]) -> set[str]:
+        """Return names with networks that have one of these parameters, other than the networks that are sent.
+
+        An optimizer that went alone would be over copies of its network's parameters.
+        """
+        loose = {id(parameter) for parameter in parameters}
+        loose -= {id(parameter) for module in sent for parameter in module._parameters.values()}
+        owners = set()
+        # Networks first: what holds one need not be sent for it if it has a name.
+        for held in (_itself, _directly_held) if loose else ():
+            found = set()
+            for name, value in list(self.user_ns.items()):
+                theirs = {id(parameter) for network in held(value) for parameter in network.parameters()} & loose
+                if theirs and travels(name):
+                    owners.add(name)
+                    found |= theirs
+            loose -= found
+        return owners
+
     def _culprit(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> TransferError:
         for name, value in values.items():
             try:
-                self._pack(value, replicas, [], []).close()
+                self._pack(value, replicas, [], [], []).close()
             except TransferError as reason:
                 return TransferError(
                     f"`{name}` ({type(value).__name__}) cannot be sent to the replicas: {reason.__cause__ or reason}. "
@@ -308,13 +345,17 @@ class Names:
             if arrivals.lacking:
                 self._lacking.update(dict.fromkeys(opened[replica_id].modules, arrivals.lacking))
                 opened[replica_id].modules.clear()
+                opened[replica_id].objects.clear()
             self.mirrors.take(arrivals)
             self.undelivered -= arrivals.handles.keys()
             for handle in opened[replica_id].gone:
                 self._holders.get(handle, set()).discard(replica_id)
+                self.lent.gone(handle, replica_id)
         self.mirrors.gone()
         returned = Returned(nbytes=sum(payload.nbytes for payload, _ in payloads.values()))
         self._absorb_modules(opened, owner)
+        # Held until names have them.
+        objects = self._absorb_objects(opened, owner)
         names = sorted({name for exports in opened.values() for name in exports.names})
         for name in names:
             exports = {r: e.names[name] for r, e in opened.items() if name in e.names}
@@ -324,6 +365,7 @@ class Names:
         results = {r: e.result for r, e in opened.items() if e.result is not None}
         if results:
             returned.result = self._value("_", results, owner, opened)
+        del objects
         return returned
 
     def _note_altered(self, opened: dict[int, Exports]) -> list[str]:
@@ -355,6 +397,18 @@ class Names:
                 self.mirrors.learn(handle, module)
                 self._hold(handle, opened)
         absorb_states(self.mirrors, {r: exports.states for r, exports in opened.items()}, owner)
+
+    def _absorb_objects(self, opened: dict[int, Exports], owner: int) -> list[Any]:
+        objects = []
+        for handle, payload in opened[owner].objects.items() if owner in opened else ():
+            assert payload is not None
+            # What it needs may not have come: then names that mean it have a stand-in.
+            with contextlib.suppress(Exception):
+                obj = self._unpacked(payload)
+                objects.append(obj)
+                self.undelivered.discard(handle)
+                self.lent.learn(handle, obj, [r for r, exports in opened.items() if handle in exports.objects])
+        return objects
 
     def _absorb_name(
         self,
@@ -402,19 +456,25 @@ class Names:
 
     def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
         try:
-            value, arrivals = unpack(payload, None, namespace=self.user_ns, resolve=self._resolve)
+            return self._unpacked(payload)
         except _Undelivered:
-            stayed = Stayed("object", "value", "it has a network that did not travel")
-            return self._remote(name, stayed, replica_id)
+            stayed = Stayed("object", "value", "it has a network or an optimizer that did not travel")
         except Exception as reason:
             stayed = Stayed("object", "value", f"it cannot be rebuilt here: {reason}")
-            return self._remote(name, stayed, replica_id)
+        return self._remote(name, stayed, replica_id)
+
+    def _unpacked(self, payload: Payload) -> Any:
+        value, arrivals = unpack(payload, None, namespace=self.user_ns, resolve=self._resolve)
         self.mirrors.take(arrivals)
         return value
 
     def _resolve(self, token: Any) -> object:
         if token[0] == "object":
-            return self.lent.resolve(token)
+            obj = self.lent.find(token[1])
+            if obj is None:
+                self.undelivered.add(token[1])
+                raise _Undelivered
+            return obj
         if self.mirrors.find(token[1]) is None and token[1].partition("/")[0] not in self._lacking:
             self.undelivered.add(token[1])
             raise _Undelivered
@@ -427,7 +487,7 @@ class Names:
 
 
 class _Undelivered(Exception):
-    """A network that was to be known here is not."""
+    """A network or an optimizer that was to be known here is not."""
 
 
 def _stand_in(export: Export) -> Stayed:
@@ -439,6 +499,17 @@ def _imported(name: str) -> types.ModuleType | None:
         return importlib.import_module(name)
     except ImportError:
         return None
+
+
+def _itself(value: object) -> list[nn.Module]:
+    return [value] if isinstance(value, nn.Module) else []
+
+
+def _directly_held(value: object) -> list[nn.Module]:
+    if isinstance(value, type | types.ModuleType):
+        return []
+    held = value if isinstance(value, list | tuple | dict) else getattr(value, "__dict__", {})
+    return [one for one in (held.values() if isinstance(held, dict) else held) if isinstance(one, nn.Module)]
 
 
 def _reads(value: object, namespace: Mapping[str, Any]) -> set[str]:

@@ -28,23 +28,14 @@ from mirror_nb.mirrors import (
     load,
     mirrored_values,
     mixed,
-    tensors,
 )
 from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
-from mirror_nb.told import Told, is_told, take_told
+from mirror_nb.replica.objects import Objects
+from mirror_nb.replica.outgoing import BOUND_TO_REPLICA, MODULE_BYTES, PLAIN_BYTES, Fresh, Outgoing, is_large
+from mirror_nb.told import is_told
 
-PLAIN_BYTES = 1 << 20
-# A plain value above this stays in the replica and is fetched on request.
-MODULE_BYTES = 2 << 30
-# Likewise a network: copying it after every cell would take longer than most cells.
 KEPT_RESULTS = 8
 # Values of last expressions that did not travel: so many are kept for the user to fetch.
-_BOUND_TO_REPLICA = (
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
-    torch.Generator,
-    nn.parallel.DistributedDataParallel,
-)
 
 
 class Adopts(Protocol):
@@ -75,10 +66,7 @@ class Namespace:
         self._scope = scope
         self._device = device
         self._sums: dict[str, int] = {}
-        self._kept: dict[str, object] = {}
-        # Objects that the controller made in its scope, by handle; they live here as long as there.
-        self._told = Told()
-        # What the controller knows of optimizers and schedulers among these.
+        self.objects = Objects()
         self._results: deque[str] = deque()
         self._search = list(sys.path)
         # As the controller knows it.
@@ -102,7 +90,7 @@ class Namespace:
             self._scope.adopt(module)
         self.mirrors.take(arrivals)
         for handle, obj in arrivals.lent.items():
-            self._keep(handle, obj)
+            self.objects.keep(handle, obj)
         return value
 
     def bind(self, payload: Any, slab: int | None) -> None:
@@ -124,22 +112,12 @@ class Namespace:
     def keep(self, payload: Payload, slab: int | None) -> None:
         """Take objects that the controller mirrors: {handle: object}."""
         for handle, obj in self.open(payload, slab).items():
-            self._keep(handle, obj)
-
-    def _keep(self, handle: str, obj: object) -> None:
-        self._kept[handle] = obj
-        self._told.know(handle, obj)
+            self.objects.keep(handle, obj)
 
     def held(self) -> dict[str, object]:
         """Return what this replica holds, by keys that are equal on all replicas: names, and handles after a colon."""
         # A copy: threads that a cell left running bind names too.
-        return {**dict(self.names), **{f":{handle}": obj for handle, obj in self._kept.items()}}
-
-    def release(self, handles: Iterable[str]) -> None:
-        """Let go of objects that the controller has no more."""
-        for handle in handles:
-            self._kept.pop(handle, None)
-            self._told.forget(handle)
+        return {**dict(self.names), **{f":{handle}": obj for handle, obj in self.objects.kept().items()}}
 
     def open_call(self, payload: Payload, slab: int | None) -> tuple[Any, Arrivals]:
         """Rebuild a call's function or arguments; return too what came as a copy."""
@@ -150,37 +128,17 @@ class Namespace:
 
     def reference(self, obj: object) -> Any:
         """For `pack`: a token for what the controller has too."""
-        return self._object(obj) or self.mirrors.reference(obj)
-
-    def _object(self, obj: object) -> Any:
-        for handle, kept in self._kept.items():
-            if kept is obj and not isinstance(obj, nn.Module):
-                return ("object", handle)
-        return None
+        return self.objects.token(obj) or self.mirrors.reference(obj)
 
     def has(self, obj: object) -> bool:
         """Whether the object lives here, and is no copy that came with a call."""
         return self.reference(obj) is not None or any(obj is given for given in self._given.values())
 
-    def apply_settings(self, settings: Iterable[tuple[str, Any]]) -> None:
-        """Take over what the controller changed in the settings of an optimizer or a scheduler."""
-        for handle, changed in settings:
-            obj = self._kept.get(handle)
-            if is_told(obj):
-                take_told(obj, changed)
-                self._told.know(handle, obj)
-
-    def changed_settings(self) -> tuple[tuple[str, Any], ...]:
-        """Return the settings that have changed since the controller was told, by the handles of what has them."""
-        return self._told.changes(self._kept.get)
-
     def _resolve(self, token: Any) -> object:
         if token == ("strategy",):
             return self._given["strategy"]
         if isinstance(token, tuple) and token[0] == "object":
-            if token[1] not in self._kept:
-                raise TransferError(f"the payload refers to {token!r}, which does not exist in this replica")
-            return self._kept[token[1]]
+            return self.objects.resolve(token)
         if isinstance(token, tuple) and token[0] == "name":
             if token[1] not in self.names:
                 raise TransferError(f"`{token[1]}` no longer exists in this replica; run the cell that makes it again")
@@ -227,24 +185,33 @@ class Namespace:
     ) -> Packed:
         """Pack what the names hold, as `Exports`.
 
-        Networks travel from the `owner` only, whole when the controller lacks them, else their changed values;
-        the other replicas add the statistics that are averaged. `trained` tells that values may have changed in
-        ways that only reading them shows. `compare` adds what tells whether the replicas differ. `whole` lifts the
-        size limits: the user asked for it. `tag` is the same number on all replicas and makes their handles agree.
+        Networks and optimizers travel from the `owner` only, whole when the controller lacks them, else networks'
+        changed values; the other replicas add the statistics that are averaged. `trained` tells that values may have
+        changed in ways that only reading them shows. `compare` adds what tells whether the replicas differ. `whole`
+        lifts the size limits: the user asked for it. `tag` is the same number on all replicas and makes their handles
+        agree.
         """
-        fresh: dict[str, nn.Module] = {}
-        # Networks first: what else has them refers to them.
-        ordered = sorted(names, key=lambda name: not isinstance(self.names[name], nn.Module))
-        exported = {name: self._export(self.names[name], f"r{tag}.{name}", fresh, whole) for name in ordered}
+        fresh = Fresh()
+        # Networks first, since what else has them refers to them, and optimizers last: other values may have theirs.
+        held = ((name, self.names[name]) for name in names)
+        ordered = sorted(((is_told(value), not isinstance(value, nn.Module), name) for name, value in held))
+        exported = {name: self._export(self.names[name], f"r{tag}.{name}", fresh, whole) for *_, name in ordered}
         shown = None if result is None else self._result(result, tag, fresh)
-        exports = Exports(exported, self._changed_search(), {}, {}, shown, self.mirrors.gone(), self._altered)
+        for obj in self.objects.outgrown():
+            self._plain(obj, "", fresh, whole)
+        gone = (*self.mirrors.gone(), *self.objects.take_gone())
+        exports = Exports(exported, self._changed_search(), {}, {}, shown, gone, self._altered)
         self._altered = ()
+        networks = fresh.networks
         if owner:
-            exports.modules.update(fresh)
+            exports.modules.update(networks)
         else:
-            exports.states.update({handle: averaged_statistics(module) for handle, module in fresh.items()})
-        sums = {handle: bits(_complete(module)) for handle, module in fresh.items()} if compare else None
-        changed = self._changed_roots(fresh, owner, trained, sums)
+            exports.states.update({handle: averaged_statistics(module) for handle, module in networks.items()})
+        for handle, (obj, payload) in fresh.objects.items():
+            exports.objects[handle] = payload if owner else None
+            self.objects.give(handle, obj)
+        sums = {handle: bits(_complete(module)) for handle, module in networks.items()} if compare else None
+        changed = self._changed_roots(networks, owner, trained, sums)
         exports.states.update(changed)
         exports.sums.update(sums or {})
         try:
@@ -252,7 +219,7 @@ class Namespace:
         except TransferError:
             self._keep_unpicklable(exports)
             packed = self._packed(exports)
-        self.mirrors.gave(fresh.values())
+        self.mirrors.gave(networks.values())
         for handle in changed:
             module = self.mirrors.find(handle)
             if module is not None:
@@ -260,25 +227,15 @@ class Namespace:
                 self.mirrors.mark(module)
         return packed
 
-    def _among(self, obj: object, networks: Iterable[nn.Module]) -> Any:
-        """Return a token for a network, or a parameter of one, that is about to be given to the controller."""
-        if isinstance(obj, (nn.Module, nn.Parameter)):
-            for part in (part for network in networks for part in network.modules()):
-                if part is obj:
-                    return ("module", self.mirrors.find_handle(part))
-                for name, parameter in part._parameters.items():
-                    if parameter is obj:
-                        return ("parameter", self.mirrors.find_handle(part), name)
-        return None
-
     def _packed(self, networks: object) -> Packed:
         return pack(
-            networks, namespace=self.names, reference=self._object, handle=self.mirrors.handle, label=self._label
+            networks, namespace=self.names, reference=self.objects.token, handle=self.mirrors.handle, label=self._label
         )
 
     def forget_given(self, handles: Iterable[str]) -> None:
-        """The controller lacks these networks: they travelled from a replica whose networks it does not take."""
+        """The controller lacks these networks and optimizers: they were another replica's than the owner."""
         for handle in handles:
+            self.objects.release(handle)
             network = self.mirrors.find(handle)
             if network is not None:
                 self.mirrors.unmark(network)
@@ -308,11 +265,12 @@ class Namespace:
         }
         absent = {id(mine.pop(name, None)) for name in without}
         handles = {handle: module for handle, module in self.mirrors.all().items() if id(module) not in absent}
+        objects = {handle: obj for handle, obj in self.objects.all().items() if id(obj) not in absent}
         left = list(without)
         while True:
             named = [(Begins(name), name, value) for name, value in mine.items()]
             try:
-                whole = (SearchPath(), named, Begins(""), handles, self._kept, beside)
+                whole = (SearchPath(), named, Begins(""), handles, objects, tuple(self.objects.kept()), beside)
                 return pack(whole, namespace=self.names), tuple(left)
             except TransferError:
                 broken = [name for name in mine if not self._packs(mine[name])]
@@ -320,6 +278,7 @@ class Namespace:
                     raise
                 left += broken
                 mine = {name: value for name, value in mine.items() if name not in broken}
+                objects = {handle: obj for handle, obj in objects.items() if self._packs(obj)}
 
     def _packs(self, value: object) -> bool:
         try:
@@ -333,31 +292,31 @@ class Namespace:
 
         Raises NotRebuilt, with the name, where one of its names cannot be had here: nothing is taken over then.
         """
-        _, names, _, handles, self._kept, beside = self.open(payload, slab)
-        self._told = Told()
-        for handle, obj in self._kept.items():
-            self._told.know(handle, obj)
+        _, names, _, handles, objects, kept, beside = self.open(payload, slab)
+        self.objects = Objects()
+        for handle, obj in objects.items():
+            (self.objects.keep if handle in kept else self.objects.give)(handle, obj)
         self.names.update((name, value) for _, name, value in names)
         for handle, module in handles.items():
             self.mirrors.learn(handle, module)
         self.mirrors.gave(handles.values())
         return beside
 
-    def _export(self, value: object, handle: str, fresh: dict[str, nn.Module], whole: bool) -> Export:
+    def _export(self, value: object, handle: str, fresh: Fresh, whole: bool) -> Export:
         if isinstance(value, types.ModuleType):
             return Imported(value.__name__)
-        if not isinstance(value, nn.Module) or isinstance(value, _BOUND_TO_REPLICA):
+        if not isinstance(value, nn.Module) or isinstance(value, BOUND_TO_REPLICA):
             return self._plain(value, handle, fresh, whole)
         known = self.mirrors.known(value)
         if known is not None:
             return KnownModule(known)
-        if not whole and _is_large(value):
+        if not whole and is_large(value):
             return _stayed(value, f"it is larger than {MODULE_BYTES >> 30} GiB")
         handle = self.mirrors.name(value, handle)
-        fresh[handle] = value
+        fresh.networks[handle] = value
         return NewModule(handle)
 
-    def _result(self, value: object, tag: int, fresh: dict[str, nn.Module]) -> Export:
+    def _result(self, value: object, tag: int, fresh: Fresh) -> Export:
         """Export the value of a cell's last expression."""
         if isinstance(value, nn.Module) and any(value is other for other in self.names.values()):
             return self._export(value, f"r{tag}", fresh, False)
@@ -371,30 +330,17 @@ class Namespace:
             self.names.pop(self._results.popleft(), None)
         return dataclasses.replace(export, name=f"_r{tag}")
 
-    def _plain(self, value: object, handle: str, fresh: dict[str, nn.Module], whole: bool = False) -> Export:
-        if isinstance(value, _BOUND_TO_REPLICA) and not whole and self._object(value) is None:
-            return _stayed(value, "it belongs to the replica")
-        found = dict(fresh)
-
-        def reference(obj: object) -> Any:
-            """For `pack`: what stands for a network that is not the controller's yet travels with all others."""
-            token = self.reference(obj) or self._among(obj, found.values())
-            if token is not None or not isinstance(obj, nn.Module) or isinstance(obj, _BOUND_TO_REPLICA):
-                return token
-            if not whole and _is_large(obj):
-                return None
-            # Its number in this value: what else replicas have may differ.
-            own = self.mirrors.name(obj, f"{handle}.{len(found) - len(fresh)}")
-            found[own] = obj
-            return ("module", own)
-
-        limit = None if whole else PLAIN_BYTES
+    def _plain(self, value: object, handle: str, fresh: Fresh, whole: bool = False) -> Export:
+        belongs = _stayed(value, "it belongs to the replica")
+        if isinstance(value, BOUND_TO_REPLICA) and not whole and self.objects.token(value) is None:
+            return belongs
+        outgoing = Outgoing(self, self._label, fresh, handle, whole)
         try:
-            packed = pack(
-                value, namespace=self.names, reference=reference, limit=limit, in_band=True, label=self._label
-            )
-            fresh.update(found)
-            return Plain(packed.payload)
+            payload = outgoing.pack(value)
+            if not whole and outgoing.refused(value):
+                return belongs
+            fresh.add(outgoing.found)
+            return Plain(payload)
         except TooLarge:
             return _stayed(value, f"it is larger than {PLAIN_BYTES >> 20} MiB")
         except (TransferError, RecursionError) as reason:
@@ -411,7 +357,7 @@ class Namespace:
                     exports.names[name] = _stayed(module, str(reason))
 
     def _changed_roots(
-        self, fresh: dict[str, nn.Module], owner: bool, trained: bool, sums: dict[str, int] | None
+        self, fresh: Iterable[str], owner: bool, trained: bool, sums: dict[str, int] | None
     ) -> dict[str, dict[str, torch.Tensor]]:
         """Return the values of networks that may have changed; checksums of parameters go into `sums`, if given."""
         states = {}
@@ -429,10 +375,6 @@ class Namespace:
                 states[handle] = {name: value.detach() for name, value in state.items()}
                 self._sums[handle] = total
         return states
-
-
-def _is_large(network: nn.Module) -> bool:
-    return sum(t.nbytes for _, t in tensors(network)) > MODULE_BYTES
 
 
 def _complete(network: nn.Module) -> list[torch.Tensor]:

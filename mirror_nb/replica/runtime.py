@@ -185,10 +185,10 @@ class Replica:
                     self.form(rendezvous)
                 case RunCell() as cell:
                     failure, packed, bundle = self._run_cell(cell, slab, request.number)
-                    settings = self.namespace.changed_settings()
+                    settings = self.namespace.objects.changed_settings()
                 case Call() as call:
                     failure, packed, lost = self._call(call, slab, request.number)
-                    settings = self.namespace.changed_settings()
+                    settings = self.namespace.objects.changed_settings()
                 case Communicate(pickled):
                     self.communicate(_communication(pickled, self.identity))
                 case Follow(changes):
@@ -330,9 +330,9 @@ class Replica:
     ) -> tuple[Failure | None, Packed | None, tuple[str, ...]]:
         self._progress.begin()
         if call.released:
-            self.namespace.release(call.released)
+            self.namespace.objects.release(*call.released)
             self._functions.clear()
-        self.namespace.apply_settings(call.settings)
+        self.namespace.objects.apply_settings(call.settings)
         function, visitors = self._function(call)
         (args, kwargs), more = self.namespace.open_call(call.arguments, slab)
         if self.identity.device.type != "cpu":

@@ -37,6 +37,10 @@ class Objects:
             self._handles.learn(handle, obj)
         return handle
 
+    def learn(self, handle: str, obj: Any) -> None:
+        """From now on this handle, which the replicas have given it, means the object."""
+        self._handles.learn(handle, obj)
+
     def _forget(self, handle: str) -> None:
         self._told.forget(handle)
         self._groups.pop(handle, None)

@@ -64,6 +64,11 @@ class States:
         if place is not None:
             self._read_at[optimizer] = place.calls
 
+    def here(self, optimizer: Any) -> bool:
+        """Whether the state here is that which the replicas had when the latest call began."""
+        place = self._place()
+        return place is None or self._read_at.get(optimizer, -1) >= place.calls - 1
+
     def read(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the replicas' state here, unless it is here.
 

@@ -1,0 +1,112 @@
+"""Optimizers, schedulers and scalers that the controller has too: those it sent, and those that cells made here.
+
+The former live as long as the controller has them, the latter as long as the cells do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from mirror_nb.errors import TransferError
+from mirror_nb.handles import Handles
+from mirror_nb.told import Told, is_told, take_told
+
+
+@final
+class Objects:
+    """What the controller mirrors besides networks, by handle, and what it knows of their settings."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+        self._made: Handles[Any] = Handles(self._forget)
+        self._told = Told()
+        self._groups: dict[str, int] = {}
+        # How many parameter groups the controller's optimizers have.
+        self._gone: list[str] = []
+
+    def keep(self, handle: str, obj: Any) -> None:
+        """The controller has sent the object; another one that had the handle has none any more."""
+        self._made.unlearn(handle)
+        self._kept[handle] = obj
+        self._know(handle, obj)
+
+    def give(self, handle: str, obj: Any) -> None:
+        """The controller gets the object as it is now."""
+        if handle not in self._kept:
+            self._made.learn(handle, obj)
+        self._know(handle, obj)
+
+    def _know(self, handle: str, obj: Any) -> None:
+        if isinstance(obj, torch.optim.Optimizer):
+            self._groups[handle] = len(obj.param_groups)
+        self._told.know(handle, obj)
+
+    def release(self, *handles: str) -> None:
+        """The controller has them no more."""
+        for handle in handles:
+            self._kept.pop(handle, None)
+            self._made.unlearn(handle)
+            self._told.forget(handle)
+            self._groups.pop(handle, None)
+
+    def _forget(self, handle: str) -> None:
+        self.release(handle)
+        self._gone.append(handle)
+
+    def take_gone(self) -> tuple[str, ...]:
+        """Return, once, the handles of those that cells had made and that no longer live."""
+        gone, self._gone = self._gone, []
+        return tuple(gone)
+
+    def handle(self, obj: object) -> str | None:
+        """Return the handle of an object that the controller has, if it has."""
+        for handle, kept in self._kept.items():
+            if kept is obj and not isinstance(obj, nn.Module):
+                return handle
+        return self._made.of(obj)
+
+    def token(self, obj: object) -> Any:
+        """For `pack`: what stands for an object that the controller has as it is, else None."""
+        handle = self.handle(obj)
+        return None if handle is None or self._outgrown(handle, obj) else ("object", handle)
+
+    def _outgrown(self, handle: str, obj: Any) -> bool:
+        return handle in self._groups and self._groups[handle] != len(obj.param_groups)
+
+    def outgrown(self) -> list[Any]:
+        """Return the optimizers that have got other parameter groups than the controller's."""
+        return [obj for handle, obj in self.all().items() if self._outgrown(handle, obj)]
+
+    def resolve(self, token: Any) -> Any:
+        """For `unpack`: the object that a token means. Raises TransferError if it is gone."""
+        found = self._find(token[1])
+        if found is None:
+            raise TransferError(f"the payload refers to {token!r}, which does not exist in this replica")
+        return found
+
+    def _find(self, handle: str) -> Any:
+        return self._kept[handle] if handle in self._kept else self._made.find(handle)
+
+    def all(self) -> dict[str, Any]:
+        """Return all of them, by handle."""
+        return {**self._kept, **self._made.all()}
+
+    def kept(self) -> dict[str, Any]:
+        """Return those that the controller has sent, by handle."""
+        return self._kept
+
+    def apply_settings(self, settings: Iterable[tuple[str, Any]]) -> None:
+        """Take over what the controller changed."""
+        for handle, changed in settings:
+            obj = self._find(handle)
+            if is_told(obj):
+                take_told(obj, changed)
+                self._told.know(handle, obj)
+
+    def changed_settings(self) -> tuple[tuple[str, Any], ...]:
+        """Return what has changed since the controller was told, by the handles of what has it."""
+        return self._told.changes(self._find)

@@ -1,0 +1,156 @@
+"""What a replica gives its controller for the first time: networks, optimizers and the like, also inside values.
+
+    a value ─▶ its pickle, with a token in the place of each of them
+    each network, optimizer, scheduler, scaler ─▶ goes by itself, once, under a handle that all replicas derive alike
+
+Knows payloads and networks; knows no names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
+
+import torch
+from torch import nn
+
+from mirror_nb.errors import TransferError
+from mirror_nb.mirrors import Mirrors, tensors
+from mirror_nb.payload import Payload, TooLarge, pack
+from mirror_nb.replica.objects import Objects
+from mirror_nb.told import is_told
+
+PLAIN_BYTES = 1 << 20
+# A plain value above this stays in the replica and is fetched on request.
+MODULE_BYTES = 2 << 30
+# Likewise a network: copying it after every cell would take longer than most cells.
+BOUND_TO_REPLICA = (torch.Generator, nn.parallel.DistributedDataParallel)
+
+
+@dataclass(slots=True)
+class Fresh:
+    """What the controller has not got and is about to be given, by handle."""
+
+    networks: dict[str, nn.Module] = field(default_factory=dict)
+    objects: dict[str, tuple[Any, Payload]] = field(default_factory=dict)
+    # Optimizers, schedulers and scalers, and what travels of them; each after those that it refers to.
+
+    def add(self, more: Fresh) -> None:
+        """Take over what was found elsewhere."""
+        self.networks.update(more.networks)
+        self.objects.update(more.objects)
+
+    def token(self, obj: object, handle: Callable[[nn.Module], str | None]) -> Any:
+        """Return what stands for one of these or for a parameter of one, else None; `handle` tells a network's."""
+        if is_told(obj):
+            return next((("object", own) for own, (other, _) in self.objects.items() if other is obj), None)
+        if isinstance(obj, (nn.Module, nn.Parameter)):
+            for part in (part for network in self.networks.values() for part in network.modules()):
+                if part is obj:
+                    return ("module", handle(part))
+                for name, parameter in part._parameters.items():
+                    if parameter is obj:
+                        return ("parameter", handle(part), name)
+        return None
+
+
+class Known(Protocol):
+    """What the controller has."""
+
+    names: MutableMapping[str, Any]
+    # Which functions of cells look up, there as here.
+    mirrors: Mirrors
+    objects: Objects
+
+    def reference(self, obj: object) -> Any:
+        """For `pack`: what stands for an object that the controller has as it is, else None."""
+
+
+@final
+class Outgoing:
+    """One value that travels under `handle`, and what it brings into `found`; `whole` lifts the size limits."""
+
+    def __init__(self, known: Known, label: str, fresh: Fresh, handle: str, whole: bool) -> None:
+        self.found = Fresh(dict(fresh.networks), dict(fresh.objects))
+        self._known, self._label, self._handle, self._whole = known, label, handle, whole
+        self._count = 0
+        self._refused: list[object] = []
+        # Optimizers and the like that cannot be the same on both sides; in values they travel as copies.
+        self._underway: list[object] = []
+
+    def pack(self, value: object) -> Payload:
+        """Return the value's payload. Raises TooLarge, TransferError, RecursionError."""
+        networks = len(self.found.networks)
+        payload = self._packed(value, self._reference)
+        while self._refused and len(self.found.networks) > networks:
+            # Networks came to light after what trains them.
+            networks = len(self.found.networks)
+            self._refused.clear()
+            payload = self._packed(value, self._reference)
+        return payload
+
+    def refused(self, value: object) -> bool:
+        """Whether the value is an optimizer or the like that cannot be the same on both sides."""
+        return any(value is obj for obj in self._refused)
+
+    def _packed(self, value: object, reference: Callable[[object], Any], states: bool = True) -> Payload:
+        return pack(
+            value,
+            namespace=self._known.names,
+            reference=reference,
+            limit=None if self._whole else PLAIN_BYTES,
+            in_band=True,
+            label=self._label,
+            states=states,
+        ).payload
+
+    def _reference(self, obj: object) -> Any:
+        token = self._known.reference(obj) or self.found.token(obj, self._known.mirrors.find_handle)
+        if token is not None:
+            return token
+        if is_told(obj):
+            return self._lend(obj)
+        if not isinstance(obj, nn.Module) or isinstance(obj, BOUND_TO_REPLICA):
+            return None
+        if not self._whole and is_large(obj):
+            return None
+        own = self._known.mirrors.name(obj, self._number())
+        self.found.networks[own] = obj
+        return ("module", own)
+
+    def _number(self) -> str:
+        # By its place in this value: what else replicas have may differ.
+        self._count += 1
+        return f"{self._handle}.{self._count}"
+
+    def _lend(self, obj: Any) -> Any:
+        """Return a token for an optimizer, a scheduler or a scaler of networks that the controller has or gets."""
+        handle = self._known.objects.handle(obj) or self._number()
+        groups = obj.param_groups if isinstance(obj, torch.optim.Optimizer) else []
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+
+        def inner(part: object) -> Any:
+            if part is obj:
+                return None
+            token = None if any(part is other for other in self._underway) else self._reference(part)
+            if token is None and (id(part) in trained or is_told(part)):
+                # Here and there it would be two.
+                raise TransferError(f"the notebook has not got the {type(part).__name__} that it is over")
+            return token
+
+        self._underway.append(obj)
+        try:
+            payload = self._packed(obj, inner, states=False)
+        except (TransferError, TooLarge, RecursionError):
+            self._refused.append(obj)
+            return None
+        finally:
+            self._underway.pop()
+        self.found.objects[handle] = obj, payload
+        return ("object", handle)
+
+
+def is_large(network: nn.Module) -> bool:
+    """Whether a network stays in the replica for its size."""
+    return sum(t.nbytes for _, t in tensors(network)) > MODULE_BYTES
