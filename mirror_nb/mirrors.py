@@ -297,6 +297,7 @@ def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.Tensor]]], owner: int) -> None:
     """Copy what the replicas sent into the networks here: the owner's values, averaged statistics of all."""
+    loaded = []
     for handle in {handle for sent in states.values() for handle in sent}:
         module = mirrors.find(handle)
         if module is None:
@@ -309,10 +310,13 @@ def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.
             state[name] = torch.stack([mine, *(share[name] for share in shares if name in share)]).mean(0)
         if mirrors.known(module) is not None:
             load(module, state)
-            mirrors.mark(module)
+            loaded.append(module)
         else:
             # Parts were replaced here since: what is left of the old ones takes its values, and it goes out anew.
             load(module, {name: value for name, value in state.items() if mirrors.marked(module, own.get(name))})
+    for module in loaded:
+        # When all have their values: networks may share tensors.
+        mirrors.mark(module)
 
 
 def averaged_statistics(module: nn.Module) -> dict[str, torch.Tensor]:

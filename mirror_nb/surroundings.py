@@ -1,6 +1,7 @@
 """What a process has set for all of its code: the controller's holds in its replicas too.
 
-    sys.path, the environment, the working folder, and of torch dtype, precision, determinism, cuDNN
+    sys.path, the environment, the working folder, how it warns, logs and prints, and of torch dtype, precision,
+    determinism, cuDNN
 
 Plain values; knows no replicas and no channel.
 """
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from mirror_nb import reporting
 
 _OF_REPLICAS = re.compile(
     r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|CUDA_VISIBLE_DEVICES"
@@ -41,6 +44,13 @@ _ATTRIBUTES: dict[str, Any] = {
     "cudnn.rnn.fp32_precision": "tf32",
 }
 # Of torch.backends, and their values in a new process.
+_REPORTS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
+    "warnings": (reporting.filters, reporting.set_filters, ()),
+    "logging": (reporting.loggers, reporting.set_loggers, ()),
+    "tensors": (reporting.tensor_options, reporting.set_tensor_options, (4, 1000, 3, 80, None)),
+    "arrays": (reporting.array_options, reporting.set_array_options, reporting.array_options()),
+}
+# Likewise of what the process tells; NumPy's is that of the import.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,7 @@ class Surroundings:
     environment: dict[str, str]
     settings: dict[str, Any]
     # Of torch, by name; what torch refuses to tell is left out.
+    reports: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +78,19 @@ class Changes:
     # None: the variable is gone.
     settings: dict[str, Any]
     # All of torch's, if one has changed: some change others.
+    reports: dict[str, Any]
 
 
 def current() -> Surroundings:
     """Return what this process has set."""
-    return Surroundings(_folder(), tuple(sys.path), dict(os.environ), _settings())
+    return Surroundings(_folder(), tuple(sys.path), dict(os.environ), _settings(), _reports())
 
 
 def at_start() -> Surroundings:
     """Return what a process that this one starts now has set."""
     fresh = {name: value for name, (_, _, value) in _FUNCTIONS.items()} | _ATTRIBUTES
-    return Surroundings(_folder(), tuple(sys.path), dict(os.environ), fresh)
+    reports = {name: value for name, (_, _, value) in _REPORTS.items()}
+    return Surroundings(_folder(), tuple(sys.path), dict(os.environ), fresh, reports)
 
 
 def changes(before: Surroundings, now: Surroundings) -> Changes | None:
@@ -92,6 +105,7 @@ def changes(before: Surroundings, now: Surroundings) -> Changes | None:
         now.path if now.path != before.path else (),
         {name: value for name, value in changed.items() if not _OF_REPLICAS.fullmatch(name)},
         now.settings if now.settings != before.settings else {},
+        {name: value for name, value in now.reports.items() if before.reports.get(name) != value},
     )
 
 
@@ -110,6 +124,8 @@ def follow(changes: Changes) -> None:
     for name, value in changes.settings.items():
         if _read(name) != value:
             _set(name, value)
+    for name, value in changes.reports.items():
+        _REPORTS[name][1](value)
 
 
 def look_in(paths: Iterable[str]) -> None:
@@ -125,6 +141,15 @@ def _folder() -> str:
         return os.getcwd()
     except FileNotFoundError:
         return ""
+
+
+def _reports() -> dict[str, Any]:
+    found = {}
+    for name, (read, _, _) in _REPORTS.items():
+        # How torch prints, it does not tell in every version.
+        with contextlib.suppress(AttributeError):
+            found[name] = read()
+    return found
 
 
 def _settings() -> dict[str, Any]:

@@ -23,6 +23,7 @@ FLOORS = (
         "keras_objects",
         "parametrized",
         "modes",
+        "reporting",
         "surroundings",
         "submodules",
         "contents",

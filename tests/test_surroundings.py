@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
+import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import mirror_nb as mnb
 from mirror_nb import surroundings
-from mirror_nb.surroundings import at_start, changes, current, follow
+from mirror_nb.reporting import Filter, set_filters, settle
+from mirror_nb.surroundings import changes, current, follow
 
 
 @pytest.fixture
@@ -23,6 +29,8 @@ def own() -> Iterator[None]:
     yield
     sys.path[:] = path
     now = current()
+    # pytest has other filters in each phase of a test.
+    before.reports["warnings"] = now.reports["warnings"]
     after = changes(now, before)
     if after is not None:
         follow(after)
@@ -39,7 +47,9 @@ def two() -> Iterator[mnb.MirroredStrategy]:
 def test_a_process_that_has_set_nothing_tells_nothing(own):
     torch.set_default_dtype(torch.float32)
     assert changes(current(), current()) is None
-    assert changes(at_start(), current()) is None
+    fresh = "from mirror_nb import Model, surroundings as it; print(it.changes(it.at_start(), it.current()))"
+    done = subprocess.run([sys.executable, "-c", fresh], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "None\n", done.stderr
 
 
 def test_what_has_changed_is_told_and_followed(own, tmp_path, monkeypatch):
@@ -65,6 +75,122 @@ def test_what_has_changed_is_told_and_followed(own, tmp_path, monkeypatch):
     follow(told)
     # Paths are only added: what a cell of the replica put there stays.
     assert current() == now
+
+
+class Own(UserWarning):
+    pass
+
+
+REPORTS = {
+    "nothing is warned of": ("warnings", lambda: warnings.simplefilter("ignore")),
+    "some warnings": ("warnings", lambda: warnings.filterwarnings("error", "odd .*", Own, "mine", 3)),
+    "a level": ("logging", lambda: logging.getLogger("mirror_nb_test").setLevel(logging.INFO)),
+    "an import's level": ("logging", lambda: logging.getLogger("torch_of_mine").setLevel(logging.INFO)),
+    "nothing is logged": ("logging", lambda: logging.disable(logging.ERROR)),
+    "a logger is off": ("logging", lambda: setattr(logging.getLogger("mirror_nb_test"), "disabled", True)),
+    "a logger by itself": ("logging", lambda: setattr(logging.getLogger("mirror_nb_test"), "propagate", False)),
+    "tensors": ("tensors", lambda: torch.set_printoptions(precision=2, sci_mode=False)),
+    "arrays": ("arrays", lambda: np.set_printoptions(precision=2, suppress=True)),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), REPORTS.values(), ids=REPORTS)
+def test_how_a_process_reports_is_told_alone_and_followed(own, name, change):
+    with warnings.catch_warnings():
+        before = current()
+        change()
+        now = current()
+        told, back = changes(before, now), changes(now, before)
+        assert told is not None
+        assert back is not None
+        assert list(told.reports) == [name]
+        assert (told.settings, told.environment, told.path) == ({}, {}, ())
+        told, back = pickle.loads(pickle.dumps((told, back)))
+        # Followed alone it takes nothing away that was here.
+        follow(told)
+        assert current() == now
+        if name != "warnings":
+            follow(back)
+            assert current() == before
+
+
+def test_a_filter_for_warnings_of_a_module_comes_when_that_is_imported(own, tmp_path, monkeypatch):
+    (tmp_path / "mirror_nb_warns.py").write_text(
+        "class Odd(UserWarning): pass\nclass Home:\n    class Odd(Odd): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    wanted = (
+        Filter("error", "", "mirror_nb_warns:Home.Odd", "", 0),
+        Filter("ignore", "", "mirror_nb_warns:Odd", "", 0),
+        Filter("error", "", "mirror_nb_warns:Missing", "", 0),
+    )
+    with warnings.catch_warnings():
+        set_filters(wanted)
+        assert "mirror_nb_warns" not in sys.modules
+        settle()
+        module = importlib.import_module("mirror_nb_warns")
+        settle()
+        warnings.warn("not seen", module.Odd, stacklevel=1)
+        with pytest.raises(module.Home.Odd):
+            warnings.warn("seen", module.Home.Odd, stacklevel=1)
+        set_filters(())
+        with pytest.warns(module.Home.Odd):
+            warnings.warn("seen", module.Home.Odd, stacklevel=1)
+
+
+def test_lines_for_the_screen_and_for_a_file_are_written_as_there(own, tmp_path, capsys, monkeypatch):
+    class Loud(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return super().format(record).upper()
+
+    before, logger, path = current(), logging.getLogger("mirror_nb_test"), str(tmp_path / "lines.log")
+    handlers = [
+        logging.StreamHandler(sys.__stdout__),
+        logging.StreamHandler(sys.__stderr__),
+        logging.FileHandler(path),
+    ]
+    for handler, formatter in zip(
+        handlers, (logging.Formatter("%(levelname)s %(message)s"), Loud(), None), strict=True
+    ):
+        handler.setFormatter(formatter)
+        logger.addHandler(handler)
+    handlers[1].setLevel(logging.ERROR)
+    told = changes(before, current())
+    for handler in handlers:
+        logger.removeHandler(handler)
+        handler.close()
+    assert told is not None
+    follow(told)
+    logger.warning("one")
+    logger.error("two")
+    assert capsys.readouterr() == ("WARNING one\nERROR two\n", "TWO\n")
+    assert Path(path).read_text() == "one\ntwo\n"
+    monkeypatch.setenv("RANK", "1")
+    follow(told)
+    # The first replica writes it.
+    logger.error("three")
+    assert capsys.readouterr() == ("ERROR three\n", "THREE\n")
+    assert Path(path).read_text() == "one\ntwo\n"
+
+
+def test_a_logger_that_a_replica_has_set_up_for_itself_stays(own):
+    mine = logging.getLogger("mirror_nb_test_mine")
+    mine.setLevel(logging.DEBUG)
+    before = current()
+    logging.getLogger("mirror_nb_test").setLevel(logging.INFO)
+    told = changes(before, current())
+    assert told is not None
+    mine.addHandler(handler := logging.NullHandler())
+    follow(told)
+    assert mine.level == logging.DEBUG
+    assert mine.handlers == [handler]
+
+
+def test_what_libraries_log_to_they_set_up_by_themselves(own):
+    theirs, before = logging.getLogger("numpy.ours"), current()
+    theirs.addHandler(handler := logging.StreamHandler(sys.__stderr__))
+    assert changes(before, current()) is None
+    theirs.removeHandler(handler)
 
 
 def test_variables_that_each_replica_has_its_own_of_are_not_told(own, monkeypatch):

@@ -99,13 +99,17 @@ class Namespace:
 
     def load(self, payload: Any, slab: int | None) -> None:
         """Copy the controller's values into networks that are here: {handle: {tensor name: value}}."""
+        loaded = []
         for handle, state in self.open(payload, slab).items():
             module = self.mirrors.find(handle)
             if module is not None:
                 load(module, state)
-                self.mirrors.mark(module)
+                loaded.append(module)
                 # What was told last is not what the controller has any more.
                 self._sums.pop(handle, None)
+        for module in loaded:
+            # When all have their values: networks may share tensors.
+            self.mirrors.mark(module)
 
     # ------------------------------------------------------------------ mirrored objects of the controller
 

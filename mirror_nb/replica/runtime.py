@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import _utils as torch_loaders
 
-from mirror_nb import modes, surroundings
+from mirror_nb import modes, reporting, surroundings
 from mirror_nb.batches import to_device
 from mirror_nb.collectives import process_group
 from mirror_nb.collectives.base import Member
@@ -301,6 +301,7 @@ class Replica:
         before = self.namespace.before(cell.mentioned, number)
         shell = self.shell
         shell.learn(cell.sources)
+        reporting.settle()
         failure = None
         self.partial = cell.partial
         with self._synchronizing(cell.synchronize and not cell.partial), self.cell_context():
@@ -341,6 +342,7 @@ class Replica:
         # What is kept captures nothing that could change.
         copies = None if call.plain or call.kept else Copies(function, self.namespace.has)
         try:
+            reporting.settle()
             if call.shares is not None:
                 self.gradients.set_shares(*call.shares)
             around = _usual if call.modes is None else modes.entered(call.modes)

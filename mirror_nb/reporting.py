@@ -1,0 +1,248 @@
+"""How a process tells of things: what it warns of, what it logs and where to, how it prints arrays and tensors.
+
+Each is read as plain values, and set from them in another process. Knows no replicas and no channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import os
+import sys
+import warnings
+import weakref
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import torch
+
+# --------------------------------------------------------------------------- warnings
+
+
+class Filter(NamedTuple):
+    """An entry of `warnings.filters`."""
+
+    action: Any
+    message: str
+    category: str
+    # `module:name`
+    module: str
+    line: int
+
+
+_EVERYWHERE = frozenset(
+    {
+        ("default", "", "builtins:DeprecationWarning"),
+        ("ignore", "", "builtins:DeprecationWarning"),
+        ("ignore", "", "builtins:PendingDeprecationWarning"),
+        ("ignore", "", "builtins:ImportWarning"),
+        ("ignore", "", "builtins:ResourceWarning"),
+        ("ignore", "torch::jit::fuser::cuda", "builtins:Warning"),
+        ("ignore", "", "torch.jit._trace:TracerWarning"),
+        ("ignore", "numpy.ndarray size changed", "builtins:Warning"),
+        ("ignore", "numpy.ufunc size changed", "builtins:Warning"),
+        ("ignore", "numpy.dtype size changed", "builtins:Warning"),
+        ("always", "", "numpy.exceptions:RankWarning"),
+        ("ignore", ".*Trio's signal handling code might have collided.*", "builtins:RuntimeWarning"),
+        ("error", "", "IPython.core.completer:ProvisionalCompleterWarning"),
+    }
+)
+# What Python, NumPy, torch and IPython set in each process by themselves; where one is not listed, it is told.
+
+_followed: list[Any] = []
+# Entries of `warnings.filters` that another process has.
+_waiting: dict[str, tuple[Filter, ...]] = {}
+# By module that is not imported here and has the category of one of them: all of them.
+
+
+def filters() -> tuple[Filter, ...]:
+    """Return what was set besides what each process sets by itself, the first to be asked first."""
+    found = [
+        Filter(action, _pattern(message), _path(category), _pattern(module), line)
+        for action, message, category, module, line in warnings.filters
+    ]
+    return tuple(one for one in found if one[:3] not in _EVERYWHERE or one.line)
+
+
+def set_filters(wanted: tuple[Filter, ...]) -> None:
+    """Have these come first, in the place of those that were set so before."""
+    for one in _followed:
+        with contextlib.suppress(ValueError):
+            warnings.filters.remove(one)  # type: ignore[attr-defined]
+    _followed.clear()
+    _waiting.clear()
+    for one in reversed(wanted):
+        module, _, name = one.category.partition(":")
+        if module not in sys.modules:
+            # Nobody warns so before that is imported, which may take long.
+            _waiting[module] = wanted
+            continue
+        # A class of a notebook is not there.
+        with contextlib.suppress(AttributeError):
+            category = operator.attrgetter(name)(sys.modules[module])
+            warnings.filterwarnings(one.action, one.message, category, one.module, one.line)
+            _followed.append(warnings.filters[0])
+
+
+def settle() -> None:
+    """User code is about to run: set the filters whose modules have been imported since."""
+    for module in _waiting:
+        if module in sys.modules:
+            set_filters(_waiting[module])
+            return
+
+
+def _path(category: Any) -> str:
+    return f"{category.__module__}:{category.__qualname__}"
+
+
+def _pattern(compiled: Any) -> str:
+    return str(getattr(compiled, "pattern", compiled or ""))
+
+
+# --------------------------------------------------------------------------- logging
+
+
+class Handler(NamedTuple):
+    """Where a logger writes to."""
+
+    to: str
+    # "stdout", "stderr" or a file's path.
+    level: int
+    formatter: bytes | None
+    # A pickle.
+
+
+class Logger(NamedTuple):
+    """How a logger is set up."""
+
+    name: str
+    level: int
+    propagates: bool
+    disabled: bool
+    handlers: tuple[Handler, ...]
+
+
+_OTHERS = frozenset(
+    {"torch", "tornado", "traitlets", "IPKernelApp", "asyncio", "parso", "c10d-NullHandler-default"}
+) | {
+    "strobelight_function_profiler",
+    "strobelight_compile_time_profiler",
+}
+# Loggers that libraries and the kernel set up by themselves in each process, by the first part of their names.
+_STREAMS = {"stdout": "stdout", "stderr": "stderr", "<stdout>": "stdout", "<stderr>": "stderr"}
+
+
+def loggers() -> tuple[Logger, ...]:
+    """Return those that were set up; of handlers those that write to the screen or into a file."""
+    manager = logging.Logger.manager
+    known = [("root", logging.root), *list(manager.loggerDict.items())]
+    found = [Logger("", manager.disable, True, False, ())] if manager.disable else []
+    for name, logger in known:
+        if not isinstance(logger, logging.Logger):
+            continue
+        if logger.propagate and logger.level == logging.NOTSET and not logger.handlers and not logger.disabled:
+            # Most of them, and there are hundreds.
+            continue
+        package = name.partition(".")[0]
+        if package in _OTHERS:
+            continue
+        one = Logger(name, logger.level, True, logger.disabled, ())
+        if package not in sys.modules:
+            # Else its package makes its handlers wherever it is imported.
+            handlers = (told for handler in logger.handlers if (told := _told(handler)) is not None)
+            one = one._replace(propagates=logger.propagate, handlers=tuple(handlers))
+        if one != _fresh(name):
+            found.append(one)
+    return tuple(found)
+
+
+def set_loggers(wanted: tuple[Logger, ...]) -> None:
+    """Set these up, and those that were set up so before as in a new process; handlers of others stay."""
+    set_up = {one.name: one for one in wanted}
+    logging.disable(set_up.pop("").level if "" in set_up else logging.NOTSET)
+    # Another replica writes the same lines into the same file.
+    first = os.environ.get("RANK", "0") == "0"
+    for name in sorted(_handlers.keys() | set_up.keys()):
+        one, logger = set_up.get(name, _fresh(name)), logging.getLogger(None if name == "root" else name)
+        logger.setLevel(one.level)
+        logger.propagate, logger.disabled = one.propagates, one.disabled
+        for handler in _handlers.pop(name, []):
+            logger.removeHandler(handler)
+            handler.close()
+        if name in set_up:
+            _handlers[name] = [_made(told) for told in one.handlers if told.to in _STREAMS or first]
+        for handler in _handlers.get(name, []):
+            logger.addHandler(handler)
+
+
+_handlers: dict[str, list[logging.Handler]] = {}
+# Of loggers that were set up as in another process: those that were made for it.
+
+
+def _fresh(name: str) -> Logger:
+    return Logger(name, logging.WARNING if name == "root" else logging.NOTSET, True, False, ())
+
+
+def _told(handler: logging.Handler) -> Handler | None:
+    if isinstance(handler, logging.FileHandler):
+        to = handler.baseFilename
+    elif isinstance(handler, logging.StreamHandler):
+        to = _STREAMS.get(getattr(handler.stream, "name", ""), "")
+    else:
+        to = ""
+    return Handler(to, handler.level, _pickled(handler.formatter)) if to not in ("", os.devnull) else None
+
+
+def _pickled(formatter: logging.Formatter | None) -> bytes | None:
+    if formatter is None:
+        return None
+    known, pickled = _formatters.get(id(formatter), (None, None))
+    if known is None or known() is not formatter:
+        # It may hold anything.
+        with contextlib.suppress(Exception):
+            pickled = cloudpickle.dumps(formatter)
+        _formatters[id(formatter)] = weakref.ref(formatter), pickled
+    return pickled
+
+
+_formatters: dict[int, tuple[Any, bytes | None]] = {}
+# Their pickles: to make one takes longer than all else.
+
+
+def _made(told: Handler) -> logging.Handler:
+    handler = logging.StreamHandler(getattr(sys, told.to)) if told.to in _STREAMS else logging.FileHandler(told.to)
+    handler.setLevel(told.level)
+    if told.formatter is not None:
+        with contextlib.suppress(Exception):
+            handler.setFormatter(cloudpickle.loads(told.formatter))
+    return handler
+
+
+# --------------------------------------------------------------------------- print options
+
+_TENSORS = ("precision", "threshold", "edgeitems", "linewidth", "sci_mode")
+
+
+def tensor_options() -> tuple[Any, ...]:
+    """Return how torch prints tensors."""
+    # Torch tells by this alone.
+    options = torch._tensor_str.PRINT_OPTS
+    return tuple(getattr(options, name) for name in _TENSORS)
+
+
+def set_tensor_options(wanted: tuple[Any, ...]) -> None:
+    """Have torch print tensors so."""
+    torch.set_printoptions(**dict(zip(_TENSORS, wanted, strict=True)))
+
+
+def array_options() -> dict[str, Any]:
+    """Return how NumPy prints arrays; functions of the user's own are left out."""
+    return {name: value for name, value in np.get_printoptions().items() if name != "formatter"}
+
+
+def set_array_options(wanted: dict[str, Any]) -> None:
+    """Have NumPy print arrays so."""
+    np.set_printoptions(**wanted)
