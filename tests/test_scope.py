@@ -145,6 +145,60 @@ def test_manual_seed_makes_a_run_reproducible() -> None:
     assert all(distinct(list(column)) for column in zip(*once, strict=True))
 
 
+def leaving_no_trace(what: str, running: bool) -> Callable[[Scope], Any]:
+    """A cell that draws numbers and makes a module in the middle of something else, and puts the states back."""
+
+    def inside() -> None:
+        net()(torch.rand(2, 3))
+        random.random(), np.random.rand()
+
+    def cell(_: Scope) -> Any:
+        net()
+        if running:
+            net()(torch.rand(2, 3))
+        if what == "fork_rng":
+            with torch.random.fork_rng():
+                torch.manual_seed(7)
+                inside()
+        elif what == "torch":
+            state = torch.get_rng_state()
+            inside()
+            torch.set_rng_state(new_state=state)
+        elif what == "others":
+            states = random.getstate(), np.random.get_state(), np.random.get_state(legacy=False)
+            inside()
+            random.setstate(states[0]), np.random.set_state(states[1]), np.random.set_state(states[2])
+        if what == "others":
+            return [random.random(), np.random.rand()], None
+        own = float(torch.rand(1)) if running else None
+        return own, (weights(net()), weights(net()))
+
+    return cell
+
+
+@pytest.mark.parametrize("running", [True, False])
+@pytest.mark.parametrize("what", ["fork_rng", "torch", "others"])
+def test_states_that_are_put_back_leave_both_streams_as_they_were(what: str, running: bool) -> None:
+    own, shared = zip(*on_each(leaving_no_trace(what, running)), strict=True)
+    own_before, shared_before = zip(*on_each(leaving_no_trace("", running)), strict=True)
+    if what == "others":
+        assert running == distinct(list(own))
+        return
+    torch.testing.assert_close(own, own_before, rtol=0, atol=0)
+    torch.testing.assert_close(shared, shared_before, rtol=0, atol=0)
+    assert equal([first for first, _ in shared])
+
+
+def test_a_state_that_is_none_is_the_functions_own_error() -> None:
+    def cell(_: Scope) -> None:
+        with pytest.raises(TypeError):
+            torch.set_rng_state()
+        with pytest.raises((TypeError, AttributeError, RuntimeError)):
+            torch.set_rng_state("state")
+
+    on_each(cell)
+
+
 def test_replica_i_goes_on_from_the_seed_plus_i() -> None:
     def cell(_: Scope) -> list[float]:
         torch.manual_seed(seed=5)

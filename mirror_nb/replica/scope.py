@@ -9,11 +9,15 @@ initial values and orders of examples. The *own* one differs by replica (seed + 
     building   shared stream   at first, and from the construction of any module
     running    own stream      from the first batch, forward pass or gradient after that
 
+A state that was taken from a generator and is given back, as by `torch.random.fork_rng`, goes to the stream that it
+was taken from, and the other one goes back with it.
+
 With one replica there is one stream, and nothing differs from plain PyTorch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
@@ -40,6 +44,8 @@ from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replaced import Replaced
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
 
+TAKEN_STATES = 64
+# So many states of generators that were taken are known when they are given back.
 _TORCH = frozenset({"torch", "cuda"})  # what torch.manual_seed seeds
 
 
@@ -191,6 +197,11 @@ class Scope:
         for owner, name, generators in _seeding_functions(self._device):
             seeded = functools.partial(streams.seeded, generators)
             self._changes.append(Replaced(owner, name, before=self._build, after=seeded))
+        for owner, get, set_, number, key in _state_functions(self._device):
+            taken, giving, given = (
+                functools.partial(one, number, key) for one in (streams.taken, streams.giving, streams.given)
+            )
+            self._changes += [Replaced(owner, get, after=taken), Replaced(owner, set_, before=giving, after=given)]
 
     def _build(self, *_: object, **__: object) -> None:
         if self._streams is not None and self._streams.running:
@@ -291,6 +302,35 @@ class _Streams:
             generator.plant(seed)
             self._other.append(functools.partial(generator.plant, seed, replica_id))
         self._torch_seed = torch.initial_seed()
+        self._taken: dict[tuple[int, int], tuple[bool, Callable[[], object]]] = {}
+        # States that somebody took, by generator and key: whether the own stream was live, and the other one of then.
+
+    def taken(self, number: int, key: Callable[[Any], int], *_: object, **__: object) -> None:
+        """Somebody has just taken the state of a generator."""
+        while len(self._taken) >= TAKEN_STATES:
+            del self._taken[next(iter(self._taken))]
+        self._taken[number, key(self._generators[number].state())] = self.running, self._other[number]
+
+    def giving(self, number: int, key: Callable[[Any], int], *args: object, **kwargs: object) -> None:
+        """Somebody gives a generator a state: make the stream live that it was taken from, if it was."""
+        taken = self._find_taken(number, key, args, kwargs)
+        if taken is not None and taken[0] != self.running:
+            self._swap()
+
+    def given(self, number: int, key: Callable[[Any], int], *args: object, **kwargs: object) -> None:
+        """A generator has got a state."""
+        taken = self._find_taken(number, key, args, kwargs)
+        if taken is not None:
+            self._other[number] = taken[1]
+            self.took_state()
+
+    def _find_taken(
+        self, number: int, key: Callable[[Any], int], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[bool, Callable[[], object]] | None:
+        # What is no state is an error of the function itself.
+        with contextlib.suppress(Exception):
+            return self._taken.get((number, key(next(iter((*args, *kwargs.values()))))))
+        return None
 
     def build(self) -> None:
         """Go on with the shared stream."""
@@ -376,19 +416,28 @@ class _Generator:
     # Takes a seed, and what to add to it for one replica's own stream.
     again: Callable[[int], object]
     # Takes a seed of 64 bits or more, for the state that is there: far cheaper than another one.
+    state: Callable[[], Any]
+    # As users take it.
 
 
 def _generators(device: torch.device) -> list[_Generator]:
     found = [
-        _Generator("torch", torch.get_rng_state, torch.set_rng_state, _plant_torch, _again_torch),
-        _Generator("random", random.getstate, random.setstate, _plant_random, _seed_random),
+        _Generator("torch", torch.get_rng_state, torch.set_rng_state, _plant_torch, _again_torch, torch.get_rng_state),
+        _Generator("random", random.getstate, random.setstate, _plant_random, _seed_random, random.getstate),
         # Exchanging the bit generators takes 0.2 µs, copying their states 50.
-        _Generator("numpy", _numpy.get_bit_generator, _numpy.set_bit_generator, _plant_numpy, _again_numpy),
+        _Generator(
+            "numpy",
+            _numpy.get_bit_generator,
+            _numpy.set_bit_generator,
+            _plant_numpy,
+            _again_numpy,
+            np.random.get_state,
+        ),
     ]
     if device.type == "cuda":
         take = functools.partial(torch.cuda.get_rng_state, device)
         put = functools.partial(torch.cuda.set_rng_state, device=device)
-        found.append(_Generator("cuda", take, put, plant := functools.partial(_plant_cuda, device), plant))
+        found.append(_Generator("cuda", take, put, plant := functools.partial(_plant_cuda, device), plant, take))
     return found
 
 
@@ -440,6 +489,26 @@ def _seeding_functions(device: torch.device) -> Iterator[tuple[Any, str, frozens
     if device.type == "cuda":
         yield torch.cuda, "manual_seed", frozenset({"cuda"})
         yield torch.cuda, "manual_seed_all", frozenset({"cuda"})
+
+
+def _state_functions(device: torch.device) -> Iterator[tuple[Any, str, str, int, Callable[[Any], int]]]:
+    """Where users take states and give them back, of which generator, and what is a state's key."""
+    yield torch, "get_rng_state", "set_rng_state", 0, _key_of_tensor
+    yield torch.random, "get_rng_state", "set_rng_state", 0, _key_of_tensor
+    yield random, "getstate", "setstate", 1, hash
+    yield np.random, "get_state", "set_state", 2, _key_of_numpy
+    if device.type == "cuda":
+        yield torch.cuda, "get_rng_state", "set_rng_state", 3, _key_of_tensor
+
+
+def _key_of_tensor(state: Tensor) -> int:
+    return hash(state.numpy().tobytes())
+
+
+def _key_of_numpy(state: Any) -> int:
+    if isinstance(state, dict):
+        return hash((state["state"]["key"].tobytes(), state["state"]["pos"]))
+    return hash((np.asarray(state[1]).tobytes(), state[2]))
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:
