@@ -176,6 +176,23 @@ def test_a_call_that_one_replica_leaves_out_ends_with_an_error_and_not_in_a_hang
     assert cell(replicas(2), "strategy.reduce('sum', mine, axis=None).item()") == [3, 3]
 
 
+def test_an_epoch_that_one_replica_leaves_out_is_an_error_that_says_how_to_decide_together(replicas):
+    pool = replicas(2)
+    source = """
+for epoch in range(3):
+    for (a,) in strategy.distribute_dataset((torch.ones(4, 1),), batch_size=2):
+        pass
+    if replica_id + epoch == 2:
+        break
+"""
+    ran = run_cell(pool, source)
+    assert ran.errors == {0: "ReplicaError"}
+    failure = ran.report.failures[0]
+    assert "replica 0 waited in the agreement on an epoch, but another one has returned" in failure.message
+    assert 'let it go by `strategy.reduce("mean", value)`' in failure.message
+    assert "distribute_dataset" in "".join(failure.traceback)
+
+
 # --------------------------------------------------------------------------- all_reduce and all_gather
 
 

@@ -14,6 +14,10 @@ from mirror_nb.pool.cells import told
 
 HANG_SECONDS = 0.5
 # A wait in a collective that is longer may be one for a replica that does not come.
+DECIDED_ALONE = (
+    "where a `break` or an `if` goes by a value that each replica has of its own, a loss for instance, let it go by "
+    '`strategy.reduce("mean", value)`'
+)
 UNUSED = (
     "a backward pass that uses no parameter of a mirrored module takes no part in the all-reduce of gradients "
     "that the others wait in"
@@ -86,7 +90,8 @@ def _uneven(
     at = f" at {told(one.line)}" if one.line else ""
     counts = _counts({p: found[p] for p in (r, *gone)})
     gone_without = f"{_replicas(gone)} {'have' if gone[1:] else 'has'} come to the end without it"
-    why = "see that every replica runs the same number of steps" + (f": {UNUSED}" if one.gradients else "")
+    why = f"see that every replica runs the same number of steps: {DECIDED_ALONE}"
+    why += f"; and {UNUSED}" if one.gradients else ""
     return f"replica {r} waits in {wait.collective}{at}, but {gone_without}{f' ({counts})' if counts else ''}; {why}"
 
 

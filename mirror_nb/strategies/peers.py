@@ -27,6 +27,7 @@ from mirror_nb.collectives.nccl import NcclAllReduce
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
 from mirror_nb.pool.base import UNEVEN_MERGE_CALLS
+from mirror_nb.pool.hangs import DECIDED_ALONE
 from mirror_nb.strategies.reductions import common_dtype, mean
 from mirror_nb.values import ReduceOp
 
@@ -273,9 +274,10 @@ class Peers:
         return sent
 
     def first_bytes(self, mine: bytes) -> bytes:
-        """Return replica 0's bytes on every replica, whatever the lengths."""
+        """Return replica 0's bytes on every replica, whatever the lengths, as an epoch of a dataset begins."""
         self._announce()
-        length = self.sizes([len(mine)])[0][0]
+        with self._explained("the agreement on an epoch"):
+            length = self.sizes([len(mine)])[0][0]
         if self.num_replicas == 1:
             return mine
         data = torch.zeros(length, dtype=torch.uint8, device=self._word_device())
@@ -308,7 +310,7 @@ def form_of_nest(structure: str, tensors: Sequence[Tensor], weak: Sequence[bool]
 def _left_out(call: str, replica_id: int) -> str:
     return (
         f"replica {replica_id} waited in {call}, but another one has returned without that call; every replica has to "
-        "make it (not under `if replica_id == ...`)"
+        f"make it (not under `if replica_id == ...`); {DECIDED_ALONE}"
     )
 
 
