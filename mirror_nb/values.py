@@ -90,6 +90,25 @@ class PerReplica(DistributedValues):
         super().__init__(values)
         self.shares = shares
 
+    def __getitem__(self, replica_id: Any) -> Any:
+        if isinstance(replica_id, int | slice) or hasattr(replica_id, "__index__"):
+            return super().__getitem__(replica_id)
+        raise UsageError(f"{self._what()}: index it by the replica first, as in value[0][{replica_id!r}]")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "_values" not in vars(self):
+            raise AttributeError(f"'PerReplica' object has no attribute '{name}'")
+        raise AttributeError(f"{self._what()}: take one of them, as in value[0].{name}, or {_ONE}")
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self)
+        raise UsageError(f"{self._what()}: format one of them, as in value[0], or {_ONE}")
+
+    def _what(self) -> str:
+        kinds = " or ".join(sorted({type(value).__name__ for value in self._values}))
+        return f"this is a PerReplica, which has a value (here {kinds}) from each of {len(self)} replicas"
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _in_arithmetic()
@@ -102,6 +121,9 @@ class PerReplica(DistributedValues):
         raise _in_arithmetic()
 
     __dlpack_device__ = __dlpack__
+
+
+_ONE = 'make one value of all with strategy.reduce("mean", value)'
 
 
 def _in_arithmetic() -> UsageError:

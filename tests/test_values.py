@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from mirror_nb import DistributedValues, PerReplica, Remote, ReplicaError
+from mirror_nb import DistributedValues, PerReplica, Remote, ReplicaError, UsageError
 from mirror_nb.values import merged, same
 
 
@@ -82,6 +84,28 @@ def test_values_whose_equality_gives_no_truth_value_are_not_taken_for_equal():
 
 def test_one_replica_alone_gives_its_value():
     assert merged([5]) == 5
+
+
+MISTAKES: dict[str, tuple[list[Any], Callable[[Any], object], type[Exception], str]] = {
+    "a dict": ([{"a": 1}, {"a": 2}], lambda value: value["a"], UsageError, r"\(here dict\).*value\[0\]\['a'\]"),
+    "tensors": ([torch.ones(1), 2.0], lambda value: value.item(), AttributeError, r"here Tensor or float.*\[0\].item"),
+    "a text": ([1.0, 2.0], lambda value: f"{value:.2f}", UsageError, r'each of 2 replicas.*reduce\("mean", value\)'),
+}
+
+
+@pytest.mark.parametrize(("values", "use", "kind", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_value_of_each_replica_that_is_taken_for_one_value_says_what_it_is(values, use, kind, message):
+    with pytest.raises(kind, match=message):
+        use(PerReplica(values))
+
+
+def test_what_asks_a_value_of_each_replica_for_protocols_finds_none():
+    value = PerReplica([1, 2])
+    assert not hasattr(value, "shape")
+    assert not hasattr(value, "_repr_html_")
+    assert f"{value}" == str(value)
+    assert (value[np.int64(1)], value[-1], value[:1]) == (2, 2, (1,))
+    assert copy.copy(value).values == pickle.loads(pickle.dumps(value)).values == (1, 2)
 
 
 def remote(fetched: list[str]) -> Remote:
