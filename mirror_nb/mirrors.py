@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
+from mirror_nb.attributes import Attributes, set_attributes
 from mirror_nb.errors import TransferError
 from mirror_nb.handles import Handles
 from mirror_nb.payload import Arrivals
@@ -34,6 +35,7 @@ class _Mark:
     versions: list[int]
     parts: list[weakref.ref[nn.Module]]
     training: list[bool | None]
+    attributes: Attributes
 
 
 class _Registrations:
@@ -154,7 +156,8 @@ class Mirrors:
             watched = tuple(tensor for _, tensor in tensors(module))
             parts = [weakref.ref(part) for part in module.modules()]
             count, versions, training = _registrations.count, _versions(watched), _training(parts)
-            self._marks[handle] = _Mark(structure(module), count, watched, versions, parts, training)
+            attributes = Attributes(module.modules())
+            self._marks[handle] = _Mark(structure(module), count, watched, versions, parts, training, attributes)
 
     def unmark(self, module: nn.Module) -> None:
         """The other side has not got the network, and none of its parts."""
@@ -166,7 +169,14 @@ class Mirrors:
     def changed(self, module: nn.Module) -> bool:
         """Whether the network's values have changed since `mark`; of tensors what autograd counts as a write."""
         mark = self._marks.get(self.find_handle(module) or "")
-        return mark is None or mark.versions != _versions(mark.tensors) or mark.training != _training(mark.parts)
+        if mark is None or mark.versions != _versions(mark.tensors) or mark.training != _training(mark.parts):
+            return True
+        return mark.attributes.changed()
+
+    def attributes(self, module: nn.Module, everything: bool = False) -> torch.Tensor | None:
+        """Return the plain attributes that have changed since `mark`, or all, for `load`; None if there are none."""
+        mark = self._marks.get(self.find_handle(module) or "")
+        return None if mark is None else mark.attributes.since(everything)
 
     def marked(self, module: nn.Module, tensor: torch.Tensor | None) -> bool:
         """Whether the network had this very tensor at its `mark`."""
@@ -183,9 +193,10 @@ class Mirrors:
             return set()
         mark = self._marks[handle]
         was, now, same_mode = mark.versions, _versions(mark.tensors), mark.training == _training(mark.parts)
+        names = {ATTRIBUTES} if mark.attributes.changed() else set()
         if now == was and same_mode:
-            return set()
-        names = set() if same_mode and now[2::3] == was[2::3] else {FLAGS}
+            return names
+        names |= set() if same_mode and now[2::3] == was[2::3] else {FLAGS}
         before = dict(zip(map(id, mark.tensors), zip(was[::3], was[1::3], strict=True), strict=True))
         return names | {name for name, t in tensors(module) if before.get(id(t)) != (t._version, t.data_ptr())}
 
@@ -234,6 +245,8 @@ def structure(module: nn.Module) -> tuple[int, ...]:
 
 FLAGS = "flags()"
 # A name that no tensor of a network has: under it is which of its parts are in training mode, and what is trained.
+ATTRIBUTES = "attributes()"
+# Likewise, for plain attributes that have changed.
 
 
 def mirrored_values(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -288,6 +301,8 @@ def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
         for name, value in state.items():
             if name == FLAGS:
                 _set_flags(module, value.tolist())
+            elif name == ATTRIBUTES:
+                set_attributes(module, value)
             elif own[name].dtype == value.dtype:
                 own[name].copy_(value)
             else:

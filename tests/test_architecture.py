@@ -28,6 +28,7 @@ FLOORS = (
         "submodules",
         "contents",
         "matching",
+        "attributes",
         "mirrors",
         "told",
         "batches",

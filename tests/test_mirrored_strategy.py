@@ -517,6 +517,44 @@ def test_a_scheduler_whose_state_is_no_plain_value_any_more_costs_no_call_its_re
     assert two.run(step) == pytest.approx(0.001)
 
 
+def test_plain_attributes_of_a_network_are_the_same_on_both_sides(two):
+    with two.scope():
+        net = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5))
+        net.losses, net.temperature = [], 1.0
+
+    def step() -> Any:
+        net(torch.ones(2, 4)).sum().backward()
+        net.losses.append(mnb.get_replica_context().replica_id_in_sync_group)
+        net.temperature *= 0.5
+        return net[1].p, net.temperature
+
+    assert two.run(step) == (0.5, 0.5)
+    net[1].p = 0.25
+    assert two.run(step) == (0.25, 0.25)
+    net(torch.ones(2, 4))
+    assert (net.losses, net.temperature) == ([0, 0], 0.25)
+
+
+def test_a_forward_pass_here_begins_with_the_attributes_of_the_replicas(two):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.inner = 1.0, nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = self.factor
+            return self.inner(x) * 0 + factor
+
+    with two.scope():
+        net = Scaled()
+
+    def change() -> None:
+        net.factor = 7.0
+
+    two.run(change)
+    assert net(torch.ones(1, 1)).item() == 7.0
+
+
 def test_generators_and_scalers_of_the_scope_are_kept_by_the_replicas(two):
     with two.scope():
         generator = torch.Generator()

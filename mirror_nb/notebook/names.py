@@ -20,7 +20,7 @@ from torch import nn
 from mirror_nb.contents import Content, content
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
-from mirror_nb.mirrors import Mirrors, absorb_states, mirrored_values
+from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, mirrored_values
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Packed, Payload, global_names, pack, unpack
 from mirror_nb.told import is_told
@@ -279,8 +279,13 @@ class Names:
 
     def _given(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Return the values of a network, which both sides have from now on."""
+        values = {name: value.detach() for name, value in mirrored_values(module).items()}
+        # Only what has changed here: replicas may have attributes of their own.
+        attributes = self.mirrors.attributes(module)
+        if attributes is not None:
+            values[ATTRIBUTES] = attributes
         self.mirrors.mark(module)
-        return {name: value.detach() for name, value in mirrored_values(module).items()}
+        return values
 
     def _travels(self, name: str) -> bool:
         if name not in self.user_ns or name in RESERVED or not travels(name):

@@ -21,6 +21,7 @@ from mirror_nb.contents import Content, content
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import (
+    ATTRIBUTES,
     Mirrors,
     averaged_statistics,
     bits,
@@ -66,6 +67,8 @@ class Namespace:
         self._scope = scope
         self._device = device
         self._sums: dict[str, int] = {}
+        self._anew = False
+        # Whether attributes travel that have not changed since the last time.
         self.objects = Objects()
         self._results: deque[str] = deque()
         self._search = list(sys.path)
@@ -247,6 +250,7 @@ class Namespace:
     def forget_told(self) -> None:
         """Send the values of all networks the next time, also of those that have not changed since the last."""
         self._sums.clear()
+        self._anew = True
 
     def _changed_search(self) -> SearchPath | None:
         changed, self._search = sys.path != self._search, list(sys.path)
@@ -378,6 +382,10 @@ class Namespace:
             if self._sums.get(handle) != total:
                 states[handle] = {name: value.detach() for name, value in state.items()}
                 self._sums[handle] = total
+            attributes = self.mirrors.attributes(module, self._anew) if owner else None
+            if attributes is not None:
+                states.setdefault(handle, {})[ATTRIBUTES] = attributes
+        self._anew = False
         return states
 
 

@@ -24,7 +24,7 @@ from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaDied, UsageError
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirrors import Mirrors, absorb_states, called, mirrored_values
+from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, called, mirrored_values
 from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
@@ -429,6 +429,9 @@ class ControllerPlace(Place):
                 changed[handle] = {
                     name: value.detach() for name, value in mirrored_values(module).items() if name in written
                 }
+                attributes = self._mirrors.attributes(module)
+                if attributes is not None:
+                    changed[handle][ATTRIBUTES] = attributes
                 self._mirrors.mark(module)
         if changed:
             packed = pack(changed)

@@ -18,9 +18,19 @@ from torch import nn
 
 from mirror_nb.replaced import Replaced
 
-_READS = ("__getattr__", "state_dict", "named_parameters", "named_buffers", "_apply", "__reduce_ex__", "train")
+_READS = (
+    "__getattr__",
+    "__call__",
+    "state_dict",
+    "named_parameters",
+    "named_buffers",
+    "_apply",
+    "__reduce_ex__",
+    "train",
+)
 # All that leads to a network's tensors: attributes, what state_dict and parameters() are made of, moves, copies. And
-# what sets its mode, which is a change or none by the mode that it has in the replicas.
+# what sets its mode, which is a change or none by the mode that it has in the replicas. A forward pass may begin with
+# plain attributes, which come along.
 
 
 class Source(Protocol):

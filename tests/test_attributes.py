@@ -1,0 +1,118 @@
+"""Plain attributes of networks: what has changed in them, and how it comes to another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mirror_nb.attributes import ITEMS, Attributes, set_attributes
+
+
+def network() -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU()))
+    made.losses, made.settings, made.kind = [1.0], {"a": (1, {2})}, torch.float32  # type: ignore[assignment]
+    return made
+
+
+def attributes(module: nn.Module) -> Attributes:
+    return Attributes(module.modules())
+
+
+def plain(module: nn.Module) -> list[dict[str, Any]]:
+    internal = vars(nn.Module())
+    return [{name: value for name, value in vars(part).items() if name not in internal} for part in module.modules()]
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a number of a part": lambda net: setattr(net[1], "p", 0.1),
+    "a tuple": lambda net: setattr(net[2][0], "padding", (1, 1)),
+    "a new one": lambda net: setattr(net, "temperature", 2.0),
+    "a new one of a part that has none": lambda net: setattr(net[2], "name", "inner"),
+    "a list in place": lambda net: net.losses.append(2.0),
+    "deep inside": lambda net: net.settings["a"][1].add(3),
+    "a list that becomes a number": lambda net: setattr(net, "losses", 3),
+    "an object that becomes plain": lambda net: setattr(net, "kind", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_has_changed_is_noticed_and_comes_to_a_copy(change: Callable[[Any], object]) -> None:
+    here, there = network(), network()
+    before = attributes(here)
+    assert not before.changed()
+    assert before.since() is None
+    change(here)
+    assert before.changed()
+    told = before.since()
+    assert told is not None
+    set_attributes(there, told)
+    assert plain(there) == plain(here)
+    assert not attributes(here).changed()
+
+
+def test_only_what_has_changed_comes_or_everything() -> None:
+    here, there = network(), network()
+    before = attributes(here)
+    here[1].p, there.losses = 0.25, [7.0]
+    told = before.since()
+    assert told is not None
+    set_attributes(there, told)
+    assert (there[1].p, there.losses) == (0.25, [7.0])
+    everything = before.since(everything=True)
+    assert everything is not None
+    set_attributes(there, everything)
+    assert there.losses == [1.0]
+
+
+class Odd:
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not to be compared")
+
+
+LEFT_ALONE: dict[str, Callable[[Any], object]] = {
+    "an object": lambda net: setattr(net, "odd", Odd()),
+    "a tensor": lambda net: setattr(net, "cache", torch.ones(2)),
+    "a function": lambda net: setattr(net, "act", torch.relu),
+    "a device, which is each process's own": lambda net: setattr(net, "device", torch.device("cpu")),
+    "a list with an object": lambda net: setattr(net, "losses", [Odd()]),
+    "an object put into a list": lambda net: net.losses.append(Odd()),
+    "a large list": lambda net: setattr(net, "losses", [0] * (ITEMS + 1)),
+    "one that has itself": lambda net: net.losses.append(net.losses),
+    "a hook": lambda net: net.register_forward_hook(lambda *_: None),
+    "the mode": lambda net: net.eval(),
+}
+
+
+@pytest.mark.parametrize("change", LEFT_ALONE.values(), ids=LEFT_ALONE)
+def test_what_is_not_plain_is_left_alone(change: Callable[[Any], object]) -> None:
+    here = network()
+    before = attributes(here)
+    change(here)
+    before.changed()
+    assert before.since() is None
+    assert not attributes(here).changed()
+
+
+def test_networks_that_keep_their_own_state_there_and_gone_ones_are_left_alone() -> None:
+    kind = type("Layer", (nn.Module,), {"__module__": "keras.src.layers"})
+    here = nn.Sequential(type("Mine", (kind,), {})(), nn.Linear(1, 1))
+    before = attributes(here)
+    here[0].built = True
+    assert not before.changed()
+    del here[1]
+    assert not before.changed()
+    assert before.since() is None
+
+
+def test_parts_that_another_process_has_not_are_skipped() -> None:
+    here = network()
+    before = attributes(here)
+    here[2][1].own = 1
+    told = before.since()
+    assert told is not None
+    set_attributes(other := nn.Sequential(nn.ReLU()), told)
+    assert not hasattr(other, "own")
