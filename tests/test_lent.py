@@ -307,6 +307,20 @@ MADE_INSIDE = {
 }
 
 
+LIT = """
+class Lit(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        self.kept, self.more = [optimizer], {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 100)}
+"""
+MADE_INSIDE |= {
+    "a network": (LIT + "both = Lit()", "both.kept[0]", "both.net"),
+    "a network, and by name": (LIT + "both = Lit(); also = both.kept[0]", "also", "both.net"),
+    "a network in a list": (LIT + "both = [Lit()]", "both[0].kept[0]", "both[0].net"),
+}
+
+
 @pytest.mark.parametrize(("make", "optimizer", "network"), MADE_INSIDE.values(), ids=MADE_INSIDE)
 @pytest.mark.parametrize("run", [""], indirect=True)
 def test_made_in_a_cell_inside_something_else_it_is_the_same_one(run, make, optimizer, network):
@@ -316,6 +330,9 @@ def test_made_in_a_cell_inside_something_else_it_is_the_same_one(run, make, opti
     assert run(f"%%mirrored\n{optimizer}.step(); {optimizer}.param_groups[0]['momentum']") == 0.5
     there = run(f"%%mirrored\n{optimizer}.state[{network}.weight]['momentum_buffer']")
     torch.testing.assert_close(run(f"{optimizer}.state[{network}.weight]['momentum_buffer']"), there)
+    if "Lit" in make:
+        assert run(f"(both[0] if isinstance(both, list) else both).more['scheduler'].optimizer is {optimizer}")
+        assert run("'also' not in vars() or also is both.kept[0]") if "also" in make else True
 
 
 NOT_THE_SAME = {

@@ -57,10 +57,11 @@ class Lent:
             self._watch(obj)
         return self._objects.add(obj)
 
-    def learn(self, handle: str, obj: Any, replicas: Iterable[int]) -> None:
+    def learn(self, handle: str, obj: Any, replicas: Iterable[int], with_state: bool = False) -> None:
         """Look after an object that a cell made in these replicas, where the handle means it.
 
-        One that is here already takes over its parameter groups: the cell has added some.
+        `with_state`: an optimizer has the state here that it has there. One that is here already takes over its
+        parameter groups: the cell has added some.
         """
         known = self._objects.find(handle)
         if known is None:
@@ -70,6 +71,8 @@ class Lent:
         else:
             known.param_groups = obj.param_groups
         self._objects.mark_sent(known)
+        if with_state:
+            self._states.have(known)
         self._holders.setdefault(handle, set()).update(replicas)
 
     def _watch(self, obj: Any) -> None:

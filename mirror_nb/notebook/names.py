@@ -343,6 +343,8 @@ class Names:
     def absorb(self, payloads: Mapping[int, tuple[Payload, int | None]], owner: int) -> Returned:
         """Bind in the notebook what the replicas' names hold now; `owner` sent its networks."""
         opened: dict[int, Exports] = {}
+        inside: dict[str, Any] = {}
+        # Optimizers and the like that networks have.
         for replica_id, (payload, slab) in payloads.items():
             opened[replica_id], arrivals = unpack(
                 payload, slab, namespace=self.user_ns, resolve=self._resolve, lenient=True
@@ -351,6 +353,8 @@ class Names:
                 self._lacking.update(dict.fromkeys(opened[replica_id].modules, arrivals.lacking))
                 opened[replica_id].modules.clear()
                 opened[replica_id].objects.clear()
+            else:
+                inside.update(arrivals.lent)
             self.mirrors.take(arrivals)
             self.undelivered -= arrivals.handles.keys()
             for handle in opened[replica_id].gone:
@@ -360,7 +364,7 @@ class Names:
         returned = Returned(nbytes=sum(payload.nbytes for payload, _ in payloads.values()))
         self._absorb_modules(opened, owner)
         # Held until names have them.
-        objects = self._absorb_objects(opened, owner)
+        objects = self._absorb_objects(opened, owner, inside)
         names = sorted({name for exports in opened.values() for name in exports.names})
         for name in names:
             exports = {r: e.names[name] for r, e in opened.items() if name in e.names}
@@ -403,16 +407,17 @@ class Names:
                 self._hold(handle, opened)
         absorb_states(self.mirrors, {r: exports.states for r, exports in opened.items()}, owner)
 
-    def _absorb_objects(self, opened: dict[int, Exports], owner: int) -> list[Any]:
+    def _absorb_objects(self, opened: dict[int, Exports], owner: int, inside: dict[str, Any]) -> list[Any]:
         objects = []
-        for handle, payload in opened[owner].objects.items() if owner in opened else ():
-            assert payload is not None
+        payloads = opened[owner].objects if owner in opened else {}
+        for handle, payload in sorted(payloads.items(), key=lambda given: given[1] is not None):
             # What it needs may not have come: then names that mean it have a stand-in.
             with contextlib.suppress(Exception):
-                obj = self._unpacked(payload)
+                obj = inside[handle] if payload is None else self._unpacked(payload)
                 objects.append(obj)
                 self.undelivered.discard(handle)
-                self.lent.learn(handle, obj, [r for r, exports in opened.items() if handle in exports.objects])
+                holders = [r for r, exports in opened.items() if handle in exports.objects]
+                self.lent.learn(handle, obj, holders, with_state=payload is None)
         return objects
 
     def _absorb_name(

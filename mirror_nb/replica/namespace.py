@@ -214,18 +214,20 @@ class Namespace:
             exports.modules.update(networks)
         else:
             exports.states.update({handle: averaged_statistics(module) for handle, module in networks.items()})
-        for handle, (obj, payload) in fresh.objects.items():
+        for handle, (_, payload) in fresh.objects.items():
             exports.objects[handle] = payload if owner else None
-            self.objects.give(handle, obj)
+        exports.objects.update(dict.fromkeys(fresh.inside))
         sums = {handle: bits(_complete(module)) for handle, module in networks.items()} if compare else None
         changed = self._changed_roots(networks, owner, trained, sums)
         exports.states.update(changed)
         exports.sums.update(sums or {})
         try:
-            packed = self._packed(exports)
+            packed = self._packed(exports, fresh)
         except TransferError:
             self._keep_unpicklable(exports)
-            packed = self._packed(exports)
+            packed = self._packed(exports, fresh)
+        for handle, obj in (*((handle, obj) for handle, (obj, _) in fresh.objects.items()), *fresh.inside.items()):
+            self.objects.give(handle, obj)
         self.mirrors.gave(networks.values())
         for handle in changed:
             module = self.mirrors.find(handle)
@@ -234,9 +236,14 @@ class Namespace:
                 self.mirrors.mark(module)
         return packed
 
-    def _packed(self, networks: object) -> Packed:
+    def _packed(self, networks: object, fresh: Fresh) -> Packed:
         return pack(
-            networks, namespace=self.names, reference=self.objects.token, handle=self.mirrors.handle, label=self._label
+            networks,
+            namespace=self.names,
+            reference=self.objects.token,
+            handle=self.mirrors.handle,
+            lend=lambda obj: next((handle for handle, other in fresh.inside.items() if other is obj), None),
+            label=self._label,
         )
 
     def forget_given(self, handles: Iterable[str]) -> None:
@@ -321,7 +328,7 @@ class Namespace:
         if not whole and is_large(value):
             return _stayed(value, f"it is larger than {MODULE_BYTES >> 30} GiB")
         handle = self.mirrors.name(value, handle)
-        fresh.networks[handle] = value
+        fresh.add_network(handle, value, self)
         return NewModule(handle)
 
     def _result(self, value: object, tag: int, fresh: Fresh) -> Export:
@@ -358,7 +365,7 @@ class Namespace:
         """Let the networks that cannot be pickled stay here, and say so under their names."""
         for handle, module in list(exports.modules.items()):
             try:
-                self._packed(module).close()
+                self._packed(module, Fresh()).close()
             except TransferError as reason:
                 del exports.modules[handle]
                 for name in [n for n, export in exports.names.items() if export == NewModule(handle)]:

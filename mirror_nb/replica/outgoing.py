@@ -8,7 +8,7 @@ Knows payloads and networks; knows no names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
@@ -35,16 +35,35 @@ class Fresh:
     networks: dict[str, nn.Module] = field(default_factory=dict)
     objects: dict[str, tuple[Any, Payload]] = field(default_factory=dict)
     # Optimizers, schedulers and scalers, and what travels of them; each after those that it refers to.
+    inside: dict[str, Any] = field(default_factory=dict)
+    # Those that networks among these have as attributes, and that travel with them.
 
     def add(self, more: Fresh) -> None:
         """Take over what was found elsewhere."""
         self.networks.update(more.networks)
         self.objects.update(more.objects)
+        self.inside.update(more.inside)
+
+    def add_network(self, handle: str, network: nn.Module, known: Known) -> None:
+        """Add a network with the optimizers over its parameters, their schedulers and the scalers that it has."""
+        self.networks[handle] = network
+        own = {id(parameter) for parameter in network.parameters()}
+        same: set[int] = set()
+        for path, obj in sorted(
+            told_inside(network), key=lambda found: not isinstance(found[1], torch.optim.Optimizer)
+        ):
+            groups = obj.param_groups if isinstance(obj, torch.optim.Optimizer) else []
+            needs = [parameter for group in groups for parameter in group["params"] if id(parameter) not in own]
+            needs += [one for one in vars(obj).values() if is_told(one) and id(one) not in same]
+            if known.reference(obj) is None and all(known.reference(one) is not None for one in needs):
+                same.add(id(obj))
+                self.inside[f"{handle}:{path}"] = obj
 
     def token(self, obj: object, handle: Callable[[nn.Module], str | None]) -> Any:
         """Return what stands for one of these or for a parameter of one, else None; `handle` tells a network's."""
         if is_told(obj):
-            return next((("object", own) for own, (other, _) in self.objects.items() if other is obj), None)
+            given = [*((own, other) for own, (other, _) in self.objects.items()), *self.inside.items()]
+            return next((("object", own) for own, other in given if other is obj), None)
         if isinstance(obj, (nn.Module, nn.Parameter)):
             for part in (part for network in self.networks.values() for part in network.modules()):
                 if part is obj:
@@ -72,7 +91,8 @@ class Outgoing:
     """One value that travels under `handle`, and what it brings into `found`; `whole` lifts the size limits."""
 
     def __init__(self, known: Known, label: str, fresh: Fresh, handle: str, whole: bool) -> None:
-        self.found = Fresh(dict(fresh.networks), dict(fresh.objects))
+        self.found = Fresh()
+        self.found.add(fresh)
         self._known, self._label, self._handle, self._whole = known, label, handle, whole
         self._count = 0
         self._refused: list[object] = []
@@ -116,7 +136,7 @@ class Outgoing:
         if not self._whole and is_large(obj):
             return None
         own = self._known.mirrors.name(obj, self._number())
-        self.found.networks[own] = obj
+        self.found.add_network(own, obj, self._known)
         return ("module", own)
 
     def _number(self) -> str:
@@ -149,6 +169,18 @@ class Outgoing:
             self._underway.pop()
         self.found.objects[handle] = obj, payload
         return ("object", handle)
+
+
+def told_inside(network: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the optimizers, schedulers and scalers that a network's parts have as attributes, or in lists or dicts."""
+    for path, part in network.named_modules():
+        for name, value in list(vars(part).items()):
+            items = (
+                value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
+            )
+            for key, one in [("", value), *items]:
+                if is_told(one):
+                    yield f"{path}.{name}.{key}", one
 
 
 def is_large(network: nn.Module) -> bool:

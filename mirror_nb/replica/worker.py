@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -195,6 +196,8 @@ class _Process:
         # The forkserver hands every replica the controller's key, which no other user can read.
         sealed.seal_objects(bytes(multiprocessing.current_process().authkey))
         saves.save_whole()
+        # They are ours, there until a first forward pass has begun, and may fire more often.
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks", UserWarning)
         home = shell.make_shell(self._emit, None)
         builtins.input = shell.refuse_input
         if not select.select([self._channel], [], [], SPARE_AFTER)[0]:
