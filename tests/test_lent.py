@@ -399,7 +399,7 @@ def test_what_the_notebook_lets_go_of_the_replicas_let_go_of(run):
 
 
 @pytest.mark.parametrize("run", [""], indirect=True)
-def test_plain_attributes_of_networks_are_the_same_ones_too(run):
+def test_plain_attributes_of_networks_are_the_same_ones_too(shell, run):
     run("net = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5)); net.losses, net.temperature = [], 1.0")
     run("%%mirrored\nnet(x).sum().backward()\nnet.losses.append(2.0); net.temperature *= 0.5; net.whose = replica_id")
     assert run("net.losses, net.temperature, net.whose") == ([2.0], 0.5, 0)
@@ -407,6 +407,8 @@ def test_plain_attributes_of_networks_are_the_same_ones_too(run):
     assert run("%%mirrored\nnet[1].p, net.losses, net.temperature") == (0.25, [], 0.5)
     # What the notebook has not changed the replicas keep.
     assert run("%%mirrored\nnet.whose").values == (0, 1)
+    run("net.act = torch.relu")
+    assert "sent" not in closing(shell, "%%mirrored\nlen(net.losses)")
     run("%%mirrored\nmade = nn.Dropout(0.5)")
     run("made.p = 0.75")
     assert run("%%mirrored\nmade.p") == 0.75

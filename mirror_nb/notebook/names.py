@@ -261,11 +261,13 @@ class Names:
 
     def changed_modules(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the values of networks that were written to in the notebook since both sides had the same."""
-        return {
-            handle: self._given(module)
+        values = {
+            handle: self._given(module, self.mirrors.written(module))
             for handle, module in self.mirrors.roots()
             if self.mirrors.known(module) is not None and self.mirrors.changed(module)
         }
+        # Nothing is to be said of an attribute that is not plain.
+        return {handle: given for handle, given in values.items() if given}
 
     def values_of(self, names: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:
         """Return the values of the networks that have these names, to give them to the replicas."""
@@ -277,9 +279,13 @@ class Names:
                 values[handle] = self._given(module)
         return values
 
-    def _given(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the values of a network, which both sides have from now on."""
-        values = {name: value.detach() for name, value in mirrored_values(module).items()}
+    def _given(self, module: nn.Module, written: set[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return the values of a network, those of these names alone, which both sides have from now on."""
+        values = {
+            name: value.detach()
+            for name, value in mirrored_values(module).items()
+            if written is None or name in written
+        }
         # Only what has changed here: replicas may have attributes of their own.
         attributes = self.mirrors.attributes(module)
         if attributes is not None:

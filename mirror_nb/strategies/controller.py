@@ -426,12 +426,12 @@ class ControllerPlace(Place):
             # These alone: of the others the replicas may have newer values.
             written = self._mirrors.written(module)
             if written:
-                changed[handle] = {
-                    name: value.detach() for name, value in mirrored_values(module).items() if name in written
-                }
+                values = {name: value.detach() for name, value in mirrored_values(module).items() if name in written}
                 attributes = self._mirrors.attributes(module)
                 if attributes is not None:
-                    changed[handle][ATTRIBUTES] = attributes
+                    values[ATTRIBUTES] = attributes
+                if values:
+                    changed[handle] = values
                 self._mirrors.mark(module)
         if changed:
             packed = pack(changed)
