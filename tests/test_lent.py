@@ -264,6 +264,19 @@ with warnings.catch_warnings(record=True) as caught:
     assert said == []
 
 
+@pytest.mark.parametrize("run", [""], indirect=True)
+@pytest.mark.parametrize("where", ["", "%%mirrored\n"])
+def test_a_scheduler_of_an_ordinary_cell_does_not_warn_of_steps_that_mirrored_ones_made(run, where):
+    run(where + "net = nn.Linear(4, 1); mine = torch.optim.SGD(net.parameters(), 0.5)")
+    run("%%mirrored\nnet(x).sum().backward(); mine.step()")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run("later = torch.optim.lr_scheduler.StepLR(mine, 1, 0.5); mine.zero_grad()")
+        run("%%mirrored\nnet(x).sum().backward(); mine.step()")
+        run("later.step()")
+    assert run("%%mirrored\nmine.param_groups[0]['lr']") == 0.25
+
+
 def test_a_group_that_a_cell_adds_is_told_where_the_state_is_asked_for(run):
     run("%%mirrored\nmore = nn.Parameter(torch.ones(1))\noptimizer.add_param_group({'params': [more]})")
     run("%%mirrored\n(model(x).sum() + more.sum()).backward(); optimizer.step()")

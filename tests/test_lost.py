@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,16 @@ def changes(change: Callable[[], object], stays: Callable[[object], bool] = lamb
     assert copies.changed() == ()
     change()
     return set(copies.changed())
+
+
+def test_nothing_is_told_of_loggers_which_travel_by_name():
+    log = logging.getLogger("mirror_nb_test_lost")
+
+    def says() -> None:
+        log.warning("once")
+        logging.getLogger("mirror_nb_test_lost.another")
+
+    assert changes(says) == set()
 
 
 def test_nothing_is_told_of_what_is_only_read():

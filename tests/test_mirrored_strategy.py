@@ -517,6 +517,24 @@ def test_a_scheduler_whose_state_is_no_plain_value_any_more_costs_no_call_its_re
     assert two.run(step) == pytest.approx(0.001)
 
 
+def test_a_scheduler_here_sees_the_steps_that_the_replicas_made(two):
+    with two.scope():
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def step() -> float:
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return optimizer.param_groups[0]["lr"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        two.run(step)
+        scheduler.step()
+    assert two.run(step) == 0.25
+
+
 def test_plain_attributes_of_a_network_are_the_same_on_both_sides(two):
     with two.scope():
         net = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import sys
 import types
@@ -21,6 +22,8 @@ import torch
 _SKIPPED = (
     *(str, bytes, int, float, complex, bool, type(None), type, tuple, types.ModuleType, types.BuiltinFunctionType),
     *(torch.Tensor, np.ndarray, torch.device, torch.dtype),
+    # They travel by name.
+    logging.Logger,
 )
 _DEPTH, _NUMBER, _LENGTH = 3, 200, 1000
 # How deep is looked, at how many objects, and up to which length what a container holds is compared.

@@ -37,12 +37,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replaced import Replaced
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
+from mirror_nb.told import count_step
 
 TAKEN_STATES = 64
 # So many states of generators that were taken are known when they are given back.
@@ -80,6 +81,8 @@ class Scope:
 
     def __enter__(self) -> Scope:
         self._depth += 1
+        if self._depth == 1:
+            self._changes.append(register_optimizer_step_post_hook(count_step))
         if self._depth == 1 and (self._streams is not None or self._device.type != "cpu"):
             self._install()
             self._watch_forward()
