@@ -20,8 +20,8 @@ ITEMS = 10_000
 _INTERNAL = frozenset(vars(nn.Module()))
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype})
 _COLLECTIONS = frozenset({tuple, list, dict, set, frozenset})
-_OTHERS = ("keras.", "mirror_nb.", "torch._dynamo.", "torch.jit.")
-# Packages whose networks keep states of their own in attributes.
+_OTHERS = ("keras.", "torchmetrics.", "mirror_nb.", "torch._dynamo.", "torch.jit.")
+# Packages whose networks keep in attributes what only goes with other states of theirs.
 
 
 @final

@@ -10,12 +10,9 @@ import argparse
 import collections.abc
 import copyreg
 import dataclasses
-import functools
 import io
 import operator
 import pickle
-import sys
-import sysconfig
 import types
 import weakref
 from collections.abc import Callable
@@ -26,6 +23,7 @@ import torch
 from torch import nn
 
 from mirror_nb.payload import Limited
+from mirror_nb.sources import is_users
 
 WATCHED_BYTES = 1 << 16
 # A value up to this size, pickled, is compared whole; of a larger container only which objects it holds.
@@ -103,18 +101,7 @@ def _is_own(value: object) -> bool:
     plain = (
         kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind) or library == "pandas"
     )
-    return plain or isinstance(value, collections.abc.MutableMapping) or _is_users(kind.__module__)
-
-
-@functools.cache
-def _is_users(module: str) -> bool:
-    """Whether a module is the notebook or a file of the user's: not one of Python, nor of what is installed."""
-    if module == "__main__":
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None or "site-packages" in file or "dist-packages" in file:
-        return False
-    return not file.startswith(sysconfig.get_path("stdlib"))
+    return plain or isinstance(value, collections.abc.MutableMapping) or is_users(kind.__module__)
 
 
 class _Reader(pickle.Pickler):

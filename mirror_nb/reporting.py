@@ -120,7 +120,8 @@ class Logger(NamedTuple):
 
     name: str
     level: int
-    propagates: bool
+    propagates: bool | None
+    # None: as its package has set it.
     disabled: bool
     handlers: tuple[Handler, ...]
 
@@ -149,11 +150,13 @@ def loggers() -> tuple[Logger, ...]:
         package = name.partition(".")[0]
         if package in _OTHERS:
             continue
-        one = Logger(name, logger.level, True, logger.disabled, ())
-        if package not in sys.modules:
-            # Else its package makes its handlers wherever it is imported.
-            handlers = (told for handler in logger.handlers if (told := _told(handler)) is not None)
-            one = one._replace(propagates=logger.propagate, handlers=tuple(handlers))
+        if package in sys.modules:
+            # It makes its handlers wherever it is imported.
+            if logger.level != logging.NOTSET or logger.disabled:
+                found.append(Logger(name, logger.level, None, logger.disabled, ()))
+            continue
+        handlers = (told for handler in logger.handlers if (told := _told(handler)) is not None)
+        one = Logger(name, logger.level, logger.propagate, logger.disabled, tuple(handlers))
         if one != _fresh(name):
             found.append(one)
     return tuple(found)
@@ -168,12 +171,15 @@ def set_loggers(wanted: tuple[Logger, ...]) -> None:
     for name in sorted(_handlers.keys() | set_up.keys()):
         one, logger = set_up.get(name, _fresh(name)), logging.getLogger(None if name == "root" else name)
         logger.setLevel(one.level)
-        logger.propagate, logger.disabled = one.propagates, one.disabled
+        logger.disabled = one.disabled
+        if one.propagates is not None:
+            logger.propagate = one.propagates
         for handler in _handlers.pop(name, []):
             logger.removeHandler(handler)
             handler.close()
         if name in set_up:
-            _handlers[name] = [_made(told) for told in one.handlers if told.to in _STREAMS or first]
+            made = (_made(told) for told in one.handlers if told.to in _STREAMS or first)
+            _handlers[name] = [handler for handler in made if handler is not None]
         for handler in _handlers.get(name, []):
             logger.addHandler(handler)
 
@@ -201,6 +207,7 @@ def _pickled(formatter: logging.Formatter | None) -> bytes | None:
         return None
     known, pickled = _formatters.get(id(formatter), (None, None))
     if known is None or known() is not formatter:
+        pickled = None
         # It may hold anything.
         with contextlib.suppress(Exception):
             pickled = cloudpickle.dumps(formatter)
@@ -212,8 +219,12 @@ _formatters: dict[int, tuple[Any, bytes | None]] = {}
 # Their pickles: to make one takes longer than all else.
 
 
-def _made(told: Handler) -> logging.Handler:
-    handler = logging.StreamHandler(getattr(sys, told.to)) if told.to in _STREAMS else logging.FileHandler(told.to)
+def _made(told: Handler) -> logging.Handler | None:
+    try:
+        handler = logging.StreamHandler(getattr(sys, told.to)) if told.to in _STREAMS else logging.FileHandler(told.to)
+    except OSError as reason:
+        warnings.warn(f"what replicas log does not go to {told.to}: {reason}", stacklevel=2)
+        return None
     handler.setLevel(told.level)
     if told.formatter is not None:
         with contextlib.suppress(Exception):

@@ -23,6 +23,7 @@ FLOORS = (
         "keras_objects",
         "parametrized",
         "modes",
+        "sources",
         "reporting",
         "surroundings",
         "submodules",

@@ -173,6 +173,19 @@ def test_lines_for_the_screen_and_for_a_file_are_written_as_there(own, tmp_path,
     assert Path(path).read_text() == "one\ntwo\n"
 
 
+def test_a_file_that_cannot_be_written_is_told_and_costs_nothing_else(own, tmp_path):
+    before, logger = current(), logging.getLogger("mirror_nb_test")
+    logger.addHandler(handler := logging.FileHandler(tmp_path / "lines.log"))
+    told = changes(before, current())
+    logger.removeHandler(handler)
+    handler.close()
+    (tmp_path / "lines.log").unlink()
+    tmp_path.rmdir()
+    assert told is not None
+    with pytest.warns(UserWarning, match=r"what replicas log does not go to .*lines\.log"):
+        follow(told)
+
+
 def test_a_logger_that_a_replica_has_set_up_for_itself_stays(own):
     mine = logging.getLogger("mirror_nb_test_mine")
     mine.setLevel(logging.DEBUG)
@@ -189,7 +202,16 @@ def test_a_logger_that_a_replica_has_set_up_for_itself_stays(own):
 def test_what_libraries_log_to_they_set_up_by_themselves(own):
     theirs, before = logging.getLogger("numpy.ours"), current()
     theirs.addHandler(handler := logging.StreamHandler(sys.__stderr__))
+    theirs.propagate = False
     assert changes(before, current()) is None
+    theirs.setLevel(logging.ERROR)
+    told = changes(before, current())
+    assert told is not None
+    theirs.setLevel(logging.NOTSET)
+    follow(told)
+    assert (theirs.level, theirs.propagate, theirs.handlers) == (logging.ERROR, False, [handler])
+    theirs.setLevel(logging.NOTSET)
+    theirs.propagate = True
     theirs.removeHandler(handler)
 
 

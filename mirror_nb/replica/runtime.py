@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import _utils as torch_loaders
 
-from mirror_nb import modes, reporting, surroundings
+from mirror_nb import modes, reporting, sources, surroundings
 from mirror_nb.batches import to_device
 from mirror_nb.collectives import process_group
 from mirror_nb.collectives.base import Member
@@ -220,6 +220,7 @@ class Replica:
                     self.scope.follow(streams)
         except BaseException as error:
             failure = self.failure(error)
+        sources.note()
         seconds = time.perf_counter() - began
         payload = packed.payload if packed is not None else None
         grouped = self.identity.num_replicas == 1 or dist.is_initialized()

@@ -5,6 +5,7 @@ The only module below the notebook floor that imports IPython.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import linecache
 import os
@@ -22,6 +23,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
+from mirror_nb import sources
 from mirror_nb.errors import MirrorError, PeerFailed, users_frames
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, HeldBack, Source
 from mirror_nb.replica.whole import whole
@@ -171,12 +173,24 @@ def _tokenizes(source: str) -> bool:
     return True
 
 
+_old_objects: dict[Any, Any] = {}
+# What autoreload keeps of modules that it has loaded anew.
+
+
+def _load_in_place(module: types.ModuleType) -> None:
+    # Rarely needed: not imported before.
+    from IPython.extensions.autoreload import superreload
+
+    superreload(module, importlib.reload, _old_objects)
+
+
 def make_shell(emit: Callable[[object], None], module: types.ModuleType | None) -> ReplicaShell:
     """Return a new shell whose displays go to `emit`.
 
     `module` is where its names live; None: a new `__main__` of this process, for which there must be no
     other shell.
     """
+    sources.in_place = _load_in_place
     if module is None:
         # Of `sys.exit()`: the notebook's own shell says it too.
         warnings.filterwarnings("ignore", "To exit: use", UserWarning, r"IPython\.core\.interactiveshell")

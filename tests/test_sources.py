@@ -1,0 +1,142 @@
+"""The user's own modules: what one process loads anew, the others do."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mirror_nb import sources
+from mirror_nb.replica.shell import _load_in_place
+
+TEXT = "VALUE = {0}\ndef told(): return {0}\nclass Kind:\n    def told(self): return {0}\n" + "#" * 10
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[int], None]:
+    def written(value: int) -> None:
+        # Of another length: Python looks at that and at whole seconds.
+        (tmp_path / "mirror_nb_edited.py").write_text(TEXT.format(value) + "#" * value)
+
+    return written
+
+
+@pytest.fixture
+def module(write: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    write(1)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("mirror_nb_edited")
+    del sys.modules["mirror_nb_edited"]
+    sources.changed()
+
+
+def test_a_module_that_is_loaded_anew_is_told_each_time(module, write):
+    assert module.__name__ not in sources.changed()
+    for number in (1, 2):
+        importlib.reload(module)
+        assert sources.changed()[module.__name__] == ("reloaded", number)
+    assert sources.changed()[module.__name__] == ("reloaded", 2)
+
+
+@pytest.fixture
+def autoreload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "in_place", _load_in_place)
+
+
+@pytest.mark.usefixtures("autoreload")
+@pytest.mark.parametrize(("how", "in_place"), [("reloaded", False), ("edited", True)])
+def test_it_is_loaded_anew_here_once_for_each_number(module, write, how, in_place):
+    sources.note()
+    told, kind, made = module.told, module.Kind, module.Kind()
+    write(2)
+    sources.load_anew({module.__name__: (how, 7), "mirror_nb_not_here": (how, 7)})
+    assert (module.VALUE, module.told(), module.Kind().told()) == (2, 2, 2)
+    assert (told(), made.told(), kind().told()) == ((2, 2, 2) if in_place else (1, 1, 1))
+    write(33)
+    sources.load_anew({module.__name__: (how, 7)})
+    assert module.VALUE == 2
+    sources.load_anew({module.__name__: (how, 8)})
+    assert module.VALUE == 33
+
+
+def test_what_was_imported_after_the_edit_is_not_loaded_twice(module, write, tmp_path):
+    sources.note()
+    module.VALUE = "kept"
+    written = (tmp_path / "mirror_nb_edited.py").stat().st_mtime_ns
+    sources.load_anew({module.__name__: ("edited", written)})
+    assert module.VALUE == "kept"
+
+
+@pytest.mark.usefixtures("autoreload")
+@pytest.mark.parametrize("how", ["reloaded", "edited"])
+def test_a_text_that_cannot_be_loaded_leaves_the_old_one_and_is_told(module, tmp_path, how):
+    sources.note()
+    (tmp_path / "mirror_nb_edited.py").write_text("VALUE = = 3")
+    with pytest.warns(UserWarning, match="could not load `mirror_nb_edited` anew: SyntaxError"):
+        sources.load_anew({module.__name__: (how, 9)})
+    assert module.told() == 1
+
+
+def test_only_the_users_own_modules_are_looked_at(module):
+    assert sources.is_users(module.__name__)
+    assert sources.is_users("__main__")
+    assert not any(map(sources.is_users, ("torch", "json", "sys", "mirror_nb_not_here")))
+
+
+CELLS = """
+import mirror_nb_edited as edited, mirror_nb as mnb
+from mirror_nb_edited import told, Kind
+made, strategy = Kind(), mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+def all_of_it(): return edited.VALUE, told(), edited.told()
+#--
+%%mirrored
+print(edited.VALUE, told(), edited.told(), made.told(), flush=True)
+#--
+print(*strategy.run(all_of_it))
+"""
+NOTEBOOK = """
+import sys
+from pathlib import Path
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+TEXT, CELLS = {text!r}, {cells!r}.split("#--\\n")
+def write(value): Path("mirror_nb_edited.py").write_text(TEXT.format(value) + "#" * value)
+write(1)
+sys.path.insert(0, "")
+shell = InteractiveShell.instance(config=Config({{"HistoryManager": {{"enabled": False}}}}))
+def run(cell): shell.run_cell(cell).raise_error()
+run("%load_ext mirror_nb\\n%mirror start --devices cpu:0,cpu:1")
+run({first!r})
+for cell in CELLS:
+    run(cell)
+write(2)
+run({then!r})
+for cell in CELLS[1:]:
+    run(cell)
+run("strategy.close()\\n%mirror stop")
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "after"),
+    [
+        ("%load_ext autoreload\n%autoreload 2", "", ["2 2 2 2", "2 2 2"]),
+        ("", "import importlib; importlib.reload(edited)", ["2 1 2 1"]),
+        ("", "", ["1 1 1 1", "1 1 1"]),
+    ],
+    ids=["autoreload", "reload", "edited alone"],
+)
+def test_an_edited_module_is_the_same_in_cells_and_with_run(tmp_path, first, then, after):
+    script = tmp_path / "notebook.py"
+    script.write_text(NOTEBOOK.format(text=TEXT, cells=CELLS, first=first, then=then))
+    done = subprocess.run([sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    shown = [line for line in done.stdout.splitlines() if line.replace(" ", "").isdigit()]
+    assert shown[:2] == ["1 1 1 1", "1 1 1"]
+    assert shown[2 : 2 + len(after)] == after
