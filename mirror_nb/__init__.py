@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mirror_nb.imported import when_imported
+
 if TYPE_CHECKING:
     from mirror_nb import bench, callbacks
     from mirror_nb.collectives.auto import AutoAllReduce
@@ -194,6 +196,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+# Scripts seed before they use the first name.
+when_imported("torch", "mirror_nb.seeds:watch")
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
 """What a process has set for all of its code: the controller's holds in its replicas too.
 
-    sys.path, the environment, the working folder, how it warns, logs and prints, which modules of the user's it has
-    loaded anew, and of torch dtype, precision, determinism, cuDNN
+    sys.path, the environment, the working folder, how it warns, logs and prints, seeds, which modules of the user's
+    it has loaded anew, and of torch dtype, precision, determinism, cuDNN
 
 Plain values; knows no replicas and no channel.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mirror_nb import reporting, sources
+from mirror_nb import reporting, seeds, sources
 
 _OF_REPLICAS = re.compile(
     r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|CUDA_VISIBLE_DEVICES"
@@ -48,10 +48,11 @@ _REPORTS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
     "warnings": (reporting.filters, reporting.set_filters, ()),
     "logging": (reporting.loggers, reporting.set_loggers, ()),
     "tensors": (reporting.tensor_options, reporting.set_tensor_options, (4, 1000, 3, 80, None)),
+    "seeds": (seeds.seeded, seeds.seed_alike, {}),
     "sources": (sources.changed, sources.load_anew, {}),
     "arrays": (reporting.array_options, reporting.set_array_options, reporting.array_options()),
 }
-# Likewise of what the process tells, and of modules; NumPy's is that of the import.
+# Likewise of what the process tells, of seeds and modules; NumPy's is that of the import.
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,12 @@ def current() -> Surroundings:
     return Surroundings(_folder(), tuple(sys.path), dict(os.environ), _settings(), _reports())
 
 
-def at_start() -> Surroundings:
-    """Return what a process that this one starts now has set."""
+def at_start(seed: int = 0) -> Surroundings:
+    """Return what a process that this one starts now has set; `seed` is its own, if it is not 0."""
     fresh = {name: value for name, (_, _, value) in _FUNCTIONS.items()} | _ATTRIBUTES
     reports = {name: value for name, (_, _, value) in _REPORTS.items()}
+    if seed:
+        reports["seeds"] = seeds.seeded()
     return Surroundings(_folder(), tuple(sys.path), dict(os.environ), fresh, reports)
 
 

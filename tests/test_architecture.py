@@ -24,6 +24,7 @@ FLOORS = (
         "parametrized",
         "modes",
         "sources",
+        "seeds",
         "reporting",
         "surroundings",
         "submodules",

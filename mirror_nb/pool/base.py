@@ -172,8 +172,9 @@ Incoming = tuple[int, Any, int | None]
 class Pool(ABC):
     """Replicas that live until `close()`; use it as a context manager or close it yourself."""
 
-    def __init__(self, devices: tuple[Device, ...]) -> None:
+    def __init__(self, devices: tuple[Device, ...], seed: int = 0) -> None:
         self.devices = devices
+        self._seed = seed
         self.generation = 0
         self.blank: set[int] = set()
         # Replicas that were started anew and have nobody's names yet.
@@ -278,7 +279,7 @@ class Pool(ABC):
     def _start_whole(self, ids: list[int]) -> None:
         """Start replicas, and raise an interrupt only then: it must find them all there."""
         # What has changed since is told again, to all: those that are started now have it in part.
-        self._told = self._fresh = self._fresh or surroundings.at_start()
+        self._told = self._fresh = self._fresh or surroundings.at_start(self._seed)
         with self._interrupts as interrupts:
             self._start(ids)
         if interrupts.count:

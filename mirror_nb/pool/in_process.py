@@ -42,9 +42,8 @@ class InProcessPool(Pool):
     ) -> None:
         if len(devices) != 1:
             raise DeviceError(f"replicas in this process: one is possible, {len(devices)} devices were named")
-        super().__init__(devices)
+        super().__init__(devices, seed)
         self._setup = setup
-        self._seed = seed
         self._reduction = reduction
         self._incoming: deque[Incoming] = deque()
         self._replica: Replica | None = None

@@ -98,9 +98,8 @@ class LocalPool(Pool):
     ) -> None:
         if sys.platform == "win32":
             raise DeviceError("mirror_nb's replicas need Linux or macOS; on Windows run the notebook in WSL 2")
-        super().__init__(devices)
+        super().__init__(devices, seed)
         self._setup = setup
-        self._seed = seed
         self._reduction = reduction
         self.communication = communication
         # What replicas that are started from now on reduce gradients by; see ReplicaSpec.

@@ -40,6 +40,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from mirror_nb import seeds
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replaced import Replaced
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
@@ -289,6 +290,8 @@ class RandomStreams:
     # Whether the own stream is live.
     shared: dict[str, Any]
     # States of the generators, by name.
+    seeded: dict[str, tuple[int, int]]
+    # How the controller had seeded its own by then.
 
 
 @final
@@ -370,11 +373,12 @@ class _Streams:
         states = {generator.name: copy.deepcopy(generator.take()) for generator in self._generators}
         if running:
             self.run()
-        return RandomStreams(running, states)
+        return RandomStreams(running, states, dict(seeds.followed))
 
     def follow(self, streams: RandomStreams) -> None:
         """Go on from another replica's shared stream, building or running as it is."""
         self.build()
+        seeds.followed.update(streams.seeded)
         for generator in self._generators:
             generator.put(streams.shared[generator.name])
         seed = torch.initial_seed()
