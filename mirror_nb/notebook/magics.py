@@ -87,7 +87,9 @@ class MirrorMagics(Magics):
         choices=["none", "bf16"],
         help="start, restart: gradients travel in half the bytes",
     )
-    @argument("--seed", type=int, default=0, help="start: seed of the replicas' random numbers")
+    @argument(
+        "--seed", type=int, default=0, help="start: seed of the replicas' random numbers, until the notebook seeds"
+    )
     @argument("--in-process", action="store_true", help="start: one replica in this very process, for debugging")
     @argument("--dashboard", action="store_true", help="start: show a dashboard above every mirrored cell that trains")
     @argument("--replica", type=int, default=None, help="pull: from this replica only")

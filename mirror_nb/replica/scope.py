@@ -313,19 +313,21 @@ class _Streams:
 
     def taken(self, number: int, key: Callable[[Any], int], *_: object, **__: object) -> None:
         """Somebody has just taken the state of a generator."""
+        if _is_ours(sys._getframe(2)):
+            return
         while len(self._taken) >= TAKEN_STATES:
             del self._taken[next(iter(self._taken))]
         self._taken[number, key(self._generators[number].state())] = self.running, self._other[number]
 
     def giving(self, number: int, key: Callable[[Any], int], *args: object, **kwargs: object) -> None:
         """Somebody gives a generator a state: make the stream live that it was taken from, if it was."""
-        taken = self._find_taken(number, key, args, kwargs)
+        taken = None if _is_ours(sys._getframe(2)) else self._find_taken(number, key, args, kwargs)
         if taken is not None and taken[0] != self.running:
             self._swap()
 
     def given(self, number: int, key: Callable[[Any], int], *args: object, **kwargs: object) -> None:
         """A generator has got a state."""
-        taken = self._find_taken(number, key, args, kwargs)
+        taken = None if _is_ours(sys._getframe(2)) else self._find_taken(number, key, args, kwargs)
         if taken is not None:
             self._other[number] = taken[1]
             self.took_state()
@@ -506,6 +508,11 @@ def _state_functions(device: torch.device) -> Iterator[tuple[Any, str, str, int,
     yield np.random, "get_state", "set_state", 2, _key_of_numpy
     if device.type == "cuda":
         yield torch.cuda, "get_rng_state", "set_rng_state", 3, _key_of_tensor
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether code of mirror_nb asks, which means the stream that is live and no other."""
+    return str(frame.f_globals.get("__name__", "")).startswith("mirror_nb.")
 
 
 def _key_of_tensor(state: Tensor) -> int:
