@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, final
+
+
+def called_by_us(depth: int) -> bool:
+    """Whether code of mirror_nb has called the function whose `before` or `after` asks, so many frames below it."""
+    # Above that: the function in its place.
+    return str(sys._getframe(depth + 2).f_globals.get("__name__", "")).startswith("mirror_nb.")
 
 
 @final

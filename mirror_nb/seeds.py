@@ -17,7 +17,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import torch
 
-from mirror_nb.replaced import Replaced
+from mirror_nb.replaced import Replaced, called_by_us
 
 _FUNCTIONS: dict[str, tuple[Any, str]] = {
     "torch": (torch, "manual_seed"),
@@ -60,6 +60,6 @@ _watched: list[Replaced] = []
 
 def _note(name: str, *args: Any, **kwargs: Any) -> None:
     seed = next(iter((*args, *kwargs.values())), None)
-    # Others (None: by the clock) nobody can repeat.
-    if isinstance(seed, SupportsIndex):
+    # Others (None: by the clock) nobody can repeat; our own code puts back what it changes.
+    if isinstance(seed, SupportsIndex) and not called_by_us(1):
         _seeded[name] = next(_count), operator.index(seed)

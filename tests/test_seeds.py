@@ -52,6 +52,16 @@ def test_each_seeding_is_told_with_its_seed_and_a_number_of_its_own():
     assert seeds.seeded() == again
 
 
+def test_what_fit_seeds_in_this_process_is_not_told():
+    torch.manual_seed(3)
+    before = seeds.seeded()
+    with mnb.OneDeviceStrategy("cpu:0").scope():
+        model = mnb.Model(nn.Linear(2, 1))
+        model.compile(optimizer="sgd", loss="mse")
+    model.fit(torch.ones(4, 2), torch.ones(4, 1), verbose=0)
+    assert seeds.seeded() == before
+
+
 def test_what_was_told_is_done_once():
     wanted = {"torch": (1, 7), "random": (2, 7), "numpy": (3, 7)}
     seeds.seed_alike(wanted)

@@ -42,7 +42,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mirror_nb import seeds
 from mirror_nb.gradients import GradientSynchronizer
-from mirror_nb.replaced import Replaced
+from mirror_nb.replaced import Replaced, called_by_us
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
 from mirror_nb.told import count_step
 
@@ -311,9 +311,11 @@ class _Streams:
         self._taken: dict[tuple[int, int], tuple[bool, Callable[[], object]]] = {}
         # States that somebody took, by generator and key: whether the own stream was live, and the other one of then.
 
+    # What our own code takes and gives is that of the stream that is live, and of no other.
+
     def taken(self, number: int, key: Callable[[Any], int], *_: object, **__: object) -> None:
         """Somebody has just taken the state of a generator."""
-        if _is_ours(sys._getframe(2)):
+        if called_by_us(1):
             return
         while len(self._taken) >= TAKEN_STATES:
             del self._taken[next(iter(self._taken))]
@@ -321,13 +323,13 @@ class _Streams:
 
     def giving(self, number: int, key: Callable[[Any], int], *args: object, **kwargs: object) -> None:
         """Somebody gives a generator a state: make the stream live that it was taken from, if it was."""
-        taken = None if _is_ours(sys._getframe(2)) else self._find_taken(number, key, args, kwargs)
+        taken = None if called_by_us(1) else self._find_taken(number, key, args, kwargs)
         if taken is not None and taken[0] != self.running:
             self._swap()
 
     def given(self, number: int, key: Callable[[Any], int], *args: object, **kwargs: object) -> None:
         """A generator has got a state."""
-        taken = None if _is_ours(sys._getframe(2)) else self._find_taken(number, key, args, kwargs)
+        taken = None if called_by_us(1) else self._find_taken(number, key, args, kwargs)
         if taken is not None:
             self._other[number] = taken[1]
             self.took_state()
@@ -508,11 +510,6 @@ def _state_functions(device: torch.device) -> Iterator[tuple[Any, str, str, int,
     yield np.random, "get_state", "set_state", 2, _key_of_numpy
     if device.type == "cuda":
         yield torch.cuda, "get_rng_state", "set_rng_state", 3, _key_of_tensor
-
-
-def _is_ours(frame: FrameType) -> bool:
-    """Whether code of mirror_nb asks, which means the stream that is live and no other."""
-    return str(frame.f_globals.get("__name__", "")).startswith("mirror_nb.")
 
 
 def _key_of_tensor(state: Tensor) -> int:
