@@ -514,7 +514,8 @@ class Exports:
     altered: tuple[str, ...] = ()
     # Names of objects of the user's own classes that a cell changed in place: they stay as they are on both sides.
     objects: dict[str, Payload | None] = field(default_factory=dict)
-    # New optimizers, schedulers and scalers by handle, each after those that it refers to; None from the others.
+    # New optimizers, schedulers and scalers by handle, each after those that it refers to; None from the others, and
+    # where one is inside a network.
     sums: dict[str, int] = field(default_factory=dict)
     # Checksums of networks' parameters by handle, where a cell that all replicas ran may have trained them.
 

@@ -25,7 +25,7 @@ _FUNCTIONS: dict[str, tuple[Any, str]] = {
     "numpy": (np.random, "seed"),
 }
 _seeded: dict[str, tuple[int, int]] = {}
-# By generator: the how-manieth seeding of this process, and the seed.
+# By generator: the number of its latest seeding among all of this process, and the seed.
 _count = itertools.count(1)
 followed: dict[str, tuple[int, int]] = {}
 # Of another process: what has been done here too.
@@ -41,8 +41,9 @@ def seed_alike(wanted: dict[str, tuple[int, int]]) -> None:
     for name, (number, seed) in wanted.items():
         if followed.get(name) != (number, seed):
             followed[name] = number, seed
+            owner, function = _FUNCTIONS[name]
             # By its name: a replica sees to its streams there.
-            operator.attrgetter(_FUNCTIONS[name][1])(_FUNCTIONS[name][0])(seed)
+            getattr(owner, function)(seed)
 
 
 def watch() -> None:

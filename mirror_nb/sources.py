@@ -36,8 +36,7 @@ def is_users(name: str) -> bool:
     """Whether a module is the user's own: `__main__`, or a file that is neither Python's nor of what is installed."""
     if name == "__main__":
         return True
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
+    file = _attribute(sys.modules.get(name), "__file__")
     return isinstance(file, str) and _is_users_file(file)
 
 
@@ -53,7 +52,7 @@ def changed() -> dict[str, tuple[str, int]]:
     found: dict[str, tuple[str, int]] = {}
     edited = _follows_edits()
     for name, module in _found().items():
-        spec = getattr(module, "__spec__", None)
+        spec = _attribute(module, "__spec__")
         if _specs.setdefault(name, spec) is not spec:
             _specs[name] = spec
             _reloads[name] = _reloads.get(name, 0) + (not edited)
@@ -93,7 +92,7 @@ def note() -> None:
 def _found() -> dict[str, ModuleType]:
     global _users, _known
     known = _signs()
-    if known != _known:
+    if known != _known or not known:
         modules = dict(sys.modules)
         others = {"__main__", "__mp_main__", "mirror_nb"}
         _users = {
@@ -105,13 +104,25 @@ def _found() -> dict[str, ModuleType]:
 
 def _signs() -> tuple[Any, ...]:
     # To look at all of them takes a millisecond.
-    last = next(reversed(sys.modules))
+    try:
+        last = next(reversed(sys.modules))
+    except RuntimeError:
+        # A thread imports.
+        return ()
     return len(sys.modules), last, id(sys.modules.get(last))
+
+
+def _attribute(module: object, name: str) -> Any:
+    # Past the module's own say: one that is loaded when it is used would be, and one that is missing raises.
+    try:
+        return object.__getattribute__(module, "__dict__").get(name)
+    except AttributeError:
+        return None
 
 
 def _written(module: ModuleType) -> int | None:
     try:
-        return os.stat(module.__file__ or "").st_mtime_ns
+        return os.stat(_attribute(module, "__file__") or "").st_mtime_ns
     except OSError:
         return None
 

@@ -44,7 +44,7 @@ _ATTRIBUTES: dict[str, Any] = {
     "cudnn.rnn.fp32_precision": "tf32",
 }
 # Of torch.backends, and their values in a new process.
-_REPORTS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
+_OTHERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
     "warnings": (reporting.filters, reporting.set_filters, ()),
     "logging": (reporting.loggers, reporting.set_loggers, ()),
     "tensors": (reporting.tensor_options, reporting.set_tensor_options, (4, 1000, 3, 80, None)),
@@ -52,7 +52,7 @@ _REPORTS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
     "sources": (sources.changed, sources.load_anew, {}),
     "arrays": (reporting.array_options, reporting.set_array_options, reporting.array_options()),
 }
-# Likewise of what the process tells, of seeds and modules; NumPy's is that of the import.
+# Likewise of how the process warns, logs and prints, of seeds and modules; NumPy's is that of the import.
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ class Surroundings:
     environment: dict[str, str]
     settings: dict[str, Any]
     # Of torch, by name; what torch refuses to tell is left out.
-    reports: dict[str, Any]
+    others: dict[str, Any]
+    # By name; each is told by itself.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +81,22 @@ class Changes:
     # None: the variable is gone.
     settings: dict[str, Any]
     # All of torch's, if one has changed: some change others.
-    reports: dict[str, Any]
+    others: dict[str, Any]
+    # Those that have changed.
 
 
 def current() -> Surroundings:
     """Return what this process has set."""
-    return Surroundings(_folder(), tuple(sys.path), dict(os.environ), _settings(), _reports())
+    return Surroundings(_folder(), tuple(sys.path), dict(os.environ), _settings(), _others())
 
 
 def at_start(seed: int = 0) -> Surroundings:
     """Return what a process that this one starts now has set; `seed` is its own, if it is not 0."""
     fresh = {name: value for name, (_, _, value) in _FUNCTIONS.items()} | _ATTRIBUTES
-    reports = {name: value for name, (_, _, value) in _REPORTS.items()}
+    others = {name: value for name, (_, _, value) in _OTHERS.items()}
     if seed:
-        reports["seeds"] = seeds.seeded()
-    return Surroundings(_folder(), tuple(sys.path), dict(os.environ), fresh, reports)
+        others["seeds"] = seeds.seeded()
+    return Surroundings(_folder(), tuple(sys.path), dict(os.environ), fresh, others)
 
 
 def changes(before: Surroundings, now: Surroundings) -> Changes | None:
@@ -109,7 +111,7 @@ def changes(before: Surroundings, now: Surroundings) -> Changes | None:
         now.path if now.path != before.path else (),
         {name: value for name, value in changed.items() if not _OF_REPLICAS.fullmatch(name)},
         now.settings if now.settings != before.settings else {},
-        {name: value for name, value in now.reports.items() if before.reports.get(name) != value},
+        {name: value for name, value in now.others.items() if before.others.get(name) != value},
     )
 
 
@@ -128,8 +130,8 @@ def follow(changes: Changes) -> None:
     for name, value in changes.settings.items():
         if _read(name) != value:
             _set(name, value)
-    for name, value in changes.reports.items():
-        _REPORTS[name][1](value)
+    for name, value in changes.others.items():
+        _OTHERS[name][1](value)
 
 
 def look_in(paths: Iterable[str]) -> None:
@@ -147,9 +149,9 @@ def _folder() -> str:
         return ""
 
 
-def _reports() -> dict[str, Any]:
+def _others() -> dict[str, Any]:
     found = {}
-    for name, (read, _, _) in _REPORTS.items():
+    for name, (read, _, _) in _OTHERS.items():
         # How torch prints, it does not tell in every version.
         with contextlib.suppress(AttributeError):
             found[name] = read()

@@ -75,7 +75,7 @@ def count_steps(scheduler: LRScheduler) -> None:
     optimizer.step = counted  # type: ignore[method-assign]
 
 
-def count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Note a step that an optimizer has made: its scheduler, which warns of none, may be in another process."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 

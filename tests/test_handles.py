@@ -27,6 +27,20 @@ def test_equal_objects_have_handles_of_their_own_and_are_found_in_order():
     assert handles.all()["a"] is two
 
 
+def test_a_handle_that_is_taken_back_means_nothing_and_its_object_goes_untold():
+    gone: list[str] = []
+    handles: Handles[Thing] = Handles(gone.append)
+    thing, other = Thing(), Thing()
+    handles.learn("a", thing)
+    handles.learn("b", other)
+    handles.unlearn("a")
+    handles.unlearn("never")
+    assert (handles.find("a"), handles.of(thing), handles.all()) == (None, None, {"b": other})
+    del thing
+    gc.collect()
+    assert gone == []
+
+
 def test_an_object_that_goes_is_told_of_once_and_its_handle_means_nothing():
     told: list[str] = []
     handles: Handles[Thing] = Handles(told.append)

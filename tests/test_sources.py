@@ -88,6 +88,20 @@ def test_only_the_users_own_modules_are_looked_at(module):
     assert not any(map(sources.is_users, ("torch", "json", "sys", "mirror_nb_not_here")))
 
 
+class Refusing(ModuleType):
+    def __getattribute__(self, name: str) -> object:
+        raise ImportError(f"{name} asked for")
+
+
+def test_modules_that_have_a_say_of_their_own_are_not_asked(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mirror_nb_refusing", Refusing("mirror_nb_refusing"))
+    monkeypatch.setitem(sys.modules, "mirror_nb_slotted", object())
+    sources.note()
+    assert "mirror_nb_refusing" not in sources.changed()
+    assert not sources.is_users("mirror_nb_refusing")
+    assert sources.is_users(module.__name__)
+
+
 CELLS = """
 import mirror_nb_edited as edited, mirror_nb as mnb
 from mirror_nb_edited import told, Kind

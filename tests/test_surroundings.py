@@ -30,7 +30,7 @@ def own() -> Iterator[None]:
     sys.path[:] = path
     now = current()
     # pytest has other filters in each phase of a test.
-    before.reports["warnings"] = now.reports["warnings"]
+    before.others["warnings"] = now.others["warnings"]
     after = changes(now, before)
     if after is not None:
         follow(after)
@@ -103,7 +103,7 @@ def test_how_a_process_reports_is_told_alone_and_followed(own, name, change):
         told, back = changes(before, now), changes(now, before)
         assert told is not None
         assert back is not None
-        assert list(told.reports) == [name]
+        assert list(told.others) == [name]
         assert (told.settings, told.environment, told.path) == ({}, {}, ())
         told, back = pickle.loads(pickle.dumps((told, back)))
         # Followed alone it takes nothing away that was here.

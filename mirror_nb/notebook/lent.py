@@ -97,10 +97,6 @@ class Lent:
         """Whether the replica has the object, with as many parameter groups."""
         return replica_id in self._holders.get(self._objects.handle(obj) or "", ()) and self._objects.same_groups(obj)
 
-    def find(self, handle: str) -> Any:
-        """Return the object that a handle means, None if it is gone."""
-        return self._objects.find(handle)
-
     def resolve(self, token: Any) -> object:
         """For `unpack`: the object that a replica's token means. Raises TransferError if it is gone."""
         obj = self._objects.find(token[1])

@@ -486,11 +486,10 @@ class Names:
 
     def _resolve(self, token: Any) -> object:
         if token[0] == "object":
-            obj = self.lent.find(token[1])
-            if obj is None:
-                self.undelivered.add(token[1])
-                raise _Undelivered
-            return obj
+            with contextlib.suppress(TransferError):
+                return self.lent.resolve(token)
+            self.undelivered.add(token[1])
+            raise _Undelivered
         if self.mirrors.find(token[1]) is None and token[1].partition("/")[0] not in self._lacking:
             self.undelivered.add(token[1])
             raise _Undelivered

@@ -44,7 +44,7 @@ from mirror_nb import seeds
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replaced import Replaced, called_by_us
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
-from mirror_nb.told import count_step
+from mirror_nb.told import note_step
 
 TAKEN_STATES = 64
 # So many states of generators that were taken are known when they are given back.
@@ -83,7 +83,7 @@ class Scope:
     def __enter__(self) -> Scope:
         self._depth += 1
         if self._depth == 1:
-            self._changes.append(register_optimizer_step_post_hook(count_step))
+            self._changes.append(register_optimizer_step_post_hook(note_step))
         if self._depth == 1 and (self._streams is not None or self._device.type != "cpu"):
             self._install()
             self._watch_forward()
