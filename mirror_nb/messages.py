@@ -130,6 +130,8 @@ class RunCell(_Compact):
     # Of the functions among `names`.
     partial: bool = False
     # True: some replicas do not run this cell, so that nothing in it may wait for all.
+    widgets: bool = True
+    # False: nobody draws widgets, as in a terminal.
 
 
 @dataclass(slots=True)

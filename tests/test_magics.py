@@ -247,3 +247,25 @@ def test_the_kernels_shell_is_itself_after_cells_in_this_process(run, shell):
     assert run("get_ipython()")[0] is shell
     assert shell is InteractiveShell.instance()
     assert isinstance(shell.magics_manager.registry["MirrorMagics"].session.pool, InProcessPool)
+
+
+# ---------------------------------------------------------------------- in a terminal
+
+
+@pytest.fixture
+def run_on_two(run: Run) -> Run:
+    """Cells run in processes of their own."""
+    run("%mirror stop")
+    run("%mirror start --devices cpu:0,cpu:1")
+    return run
+
+
+def test_the_closing_line_has_a_line_of_its_own(run_on_two):
+    assert run_on_two("%%mirrored\nprint('4', end='')")[1].startswith("4\n2 replicas")
+    assert run_on_two("%%mirrored\nprint('4')")[1].startswith("4\n2 replicas")
+
+
+def test_progress_bars_are_text_where_nobody_draws_widgets(run_on_two):
+    shown = run_on_two("%%mirrored\nfrom tqdm.auto import tqdm\n[kind.__module__ for kind in tqdm.__mro__]")
+    assert "tqdm.std" in shown[0]
+    assert "tqdm.notebook" not in shown[0]

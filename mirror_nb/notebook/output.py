@@ -124,6 +124,8 @@ class CellView:
         self._began = time.monotonic()
         self._updated = 0.0
         self._status: Any = None
+        self._in_line = False
+        # What was written last has not ended its line.
         self._place = ""
         # Id of the display where the status lines go; empty: there is none.
         if len(self._replicas) > 1 and not quiet and getattr(shell, "kernel", None) is not None:
@@ -144,6 +146,7 @@ class CellView:
                 stream = sys.stdout if name == "stdout" else sys.stderr
                 stream.write(text)
                 stream.flush()
+                self._in_line = not text.endswith("\n")
             case Display(data, metadata, transient, update):
                 publisher.publish(data, metadata, transient=transient, update=update)
             case ClearOutput(wait):
@@ -206,6 +209,9 @@ class CellView:
         style = f"font-size:12px;line-height:1.6;color:{_PALE};padding-left:{_INDENT_HTML}"
         body = f"<div style='{style}'><div>{html.escape(text)}</div>{''.join(rich for _, rich in folds)}</div>"
         plain = "\n".join([text, *(fold for fold, _ in folds)])
+        if self._in_line and getattr(self._shell, "kernel", None) is None:
+            # In a terminal all comes one after the other.
+            sys.stdout.write("\n")
         self._shell.display_pub.publish({"text/plain": plain, "text/html": body})
 
     def _fold(self, who: str, folded: Folded, equal: bool) -> tuple[str, str]:

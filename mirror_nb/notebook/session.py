@@ -404,6 +404,7 @@ class Session:
                 partial=len(replicas) < self._running().size,
                 owner=replica_id == replicas[0],
                 sources=self._sources(parcel) if parcel is not None else (),
+                widgets=getattr(self._shell, "kernel", None) is not None,
             )
             slabs[replica_id] = parcel.packed.slab if parcel is not None else None
         return requests, slabs

@@ -29,15 +29,15 @@ def save_whole() -> None:
 
     @functools.wraps(original)
     def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        with _beside(f) as file:
+        with beside(f) as file:
             original(obj, file, *args, **kwargs)
 
     torch.save = torch.serialization.save = save
 
 
 @contextlib.contextmanager
-def _beside(file: Any) -> Iterator[Any]:
-    """Yield where to write: `file` itself where nothing can be put in its place."""
+def beside(file: Any) -> Iterator[Any]:
+    """Yield where to write: at the end that takes the file's place. Where nothing can, it is `file` itself."""
     path = os.path.realpath(file) if isinstance(file, (str, os.PathLike)) else None
     folder = _folder_in(os.path.dirname(path)) if path is not None and _is_ordinary(path) else None
     if path is None or folder is None:

@@ -220,6 +220,17 @@ def use_notebook_figures() -> None:
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
 
 
+def be_no_kernel() -> None:
+    """Let tqdm.auto and others that look for a kernel find none: nobody draws widgets, unless a cell says so."""
+    global _kernel
+    _kernel = sys.modules.pop(_KERNEL, None)
+
+
+_KERNEL = "ipykernel.zmqshell"
+_kernel: types.ModuleType | None = None
+# What the forkserver has loaded of it.
+
+
 class Comms:
     """Widgets made in a replica: their messages go to the front end through the controller, and back."""
 
@@ -242,8 +253,10 @@ class Comms:
         self._manager = CommManager()
         comm.create_comm = ReplicaComm
         comm.get_comm_manager = lambda: self._manager
+        if _kernel is not None:
+            sys.modules[_KERNEL] = _kernel
         # tqdm.auto draws notebook bars only where this module is loaded.
-        import ipykernel.zmqshell  # noqa: F401
+        importlib.import_module(_KERNEL)
 
     def receive(self, message: CommMessage) -> None:
         """Hand a front end's message to its widget."""

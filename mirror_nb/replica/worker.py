@@ -52,7 +52,7 @@ from mirror_nb.messages import (
     Where,
 )
 from mirror_nb.recorder import Recorder
-from mirror_nb.replica import runtime, saves, shell, whereabouts, whole
+from mirror_nb.replica import downloads, runtime, saves, shell, whereabouts, whole
 from mirror_nb.replica.alarm import Alarm
 from mirror_nb.replica.streams import Streams
 from mirror_nb.steering import Steering
@@ -200,6 +200,7 @@ class _Process:
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks", UserWarning)
         home = shell.make_shell(self._emit, None)
         builtins.input = shell.refuse_input
+        shell.be_no_kernel()
         if not select.select([self._channel], [], [], SPARE_AFTER)[0]:
             _warm_up()
         spec, _ = self._receive()
@@ -215,6 +216,7 @@ class _Process:
     def _become(self, spec: ReplicaSpec, home: shell.ReplicaShell) -> runtime.Replica:
         os.environ.update(spec.environment)
         torch.set_num_threads(spec.threads)
+        downloads.take_turns(spec.replica_id)
         # Not where replicas share cores: who looks would keep others from their work.
         self._awake = AWAKE_SECONDS if spec.num_replicas <= cores() else 0.0
         device = torch.device(spec.device)
@@ -266,7 +268,7 @@ class _Process:
         try:
             self._streams.open()
             if isinstance(request.what, RunCell):
-                self._use_comms()
+                self._prepare_to_show(request.what.widgets)
             replica.handle(request, slab)
         finally:
             self._busy = False
@@ -304,9 +306,9 @@ class _Process:
         with contextlib.suppress(ChannelClosed):
             self._channel.send(message, slab)
 
-    def _use_comms(self) -> None:
-        if self._comms is None:
-            shell.use_notebook_figures()
+    def _prepare_to_show(self, widgets: bool) -> None:
+        shell.use_notebook_figures()
+        if widgets and self._comms is None:
             self._comms = shell.Comms(self._emit)
 
     # ------------------------------------------------------------------ the control thread
