@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mirror_nb import submodules
 from mirror_nb.errors import TransferError, UsageError
+from mirror_nb.event_files import reduce_writer
 from mirror_nb.keras_objects import reduce_keras, repairing
 from mirror_nb.parametrized import reduce_parametrized
 from mirror_nb.surroundings import look_in
@@ -290,6 +291,9 @@ class _Packer(cloudpickle.Pickler):
         if type(obj) is nn.Parameter:
             make, args, *rest = obj.__reduce_ex__(5)
             return _open_parameter, (make, *args), *rest
+        writer = reduce_writer(obj)
+        if writer is not None:
+            return writer
         keras = reduce_keras(obj)
         if keras is not None and not isinstance(obj, nn.Module):
             return keras

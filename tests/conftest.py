@@ -16,6 +16,8 @@ import psutil
 import pytest
 import torch
 from driving import eventually
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from mirror_nb.devices import Device
 from mirror_nb.pool.local import LocalPool, stop_forkserver
@@ -95,6 +97,18 @@ def own_search_path() -> Iterator[None]:
     saved = list(sys.path)
     yield
     sys.path[:] = saved
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    """A shell without a kernel whose mirrored cells run on two replicas."""
+    config = Config({"HistoryManager": {"enabled": False}, "HistoryAccessor": {"enabled": False}})
+    made = InteractiveShell.instance(config=config)
+    made.extension_manager.load_extension("mirror_nb")
+    made.run_line_magic("mirror", "start --devices cpu:0,cpu:1")
+    yield made
+    made.extension_manager.unload_extension("mirror_nb")
+    InteractiveShell.clear_instance()
 
 
 @pytest.fixture(scope="session")

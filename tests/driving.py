@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 
 from mirror_nb.messages import KnownModule, NewModule, Plain, RunCell, Stream
 from mirror_nb.mirrors import Mirrors
@@ -194,3 +196,16 @@ def launch(command: list[str], n: int, environment: Mapping[str, str], seconds: 
             process.wait()
     assert [process.returncode for process in processes] == [0] * n, "\n".join(said)[-4000:]
     del store
+
+
+def running(shell: InteractiveShell) -> Callable[[str], Any]:
+    """Return what runs a cell in a shell, shows nothing, and returns its value; its exception is raised."""
+
+    def run_cell(source: str) -> Any:
+        with capture_output():
+            result = shell.run_cell(source)
+        if result.error_before_exec or result.error_in_exec:
+            raise result.error_before_exec or result.error_in_exec
+        return result.result
+
+    return run_cell

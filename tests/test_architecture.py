@@ -20,6 +20,7 @@ FLOORS = (
         "variables",
         "cluster",
         "payload",
+        "event_files",
         "keras_objects",
         "parametrized",
         "modes",

@@ -6,15 +6,14 @@ import gc
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from driving import eventually, gone
+from driving import eventually, gone, running
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
-from traitlets.config import Config
 
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.notebook.lent import Lent
@@ -39,28 +38,10 @@ HERE = "batches = list(zip(x.split(10), y.split(10)))" + STEPS
 THERE = "%%mirrored\nbatches = strategy.distribute_dataset((x, y), batch_size=10)" + STEPS
 
 
-@pytest.fixture(scope="module")
-def shell() -> Iterator[InteractiveShell]:
-    config = Config({"HistoryManager": {"enabled": False}, "HistoryAccessor": {"enabled": False}})
-    made = InteractiveShell.instance(config=config)
-    made.extension_manager.load_extension("mirror_nb")
-    made.run_line_magic("mirror", "start --devices cpu:0,cpu:1")
-    yield made
-    made.extension_manager.unload_extension("mirror_nb")
-    InteractiveShell.clear_instance()
-
-
 @pytest.fixture(params=["", "%%mirrored\n"], ids=["made in an ordinary cell", "made in a mirrored cell"])
 def run(shell: InteractiveShell, request: pytest.FixtureRequest) -> Run:
-    """Run a cell and return its value; its exception is raised. The notebook has what `MADE` makes."""
-
-    def run_cell(source: str) -> Any:
-        with capture_output():
-            result = shell.run_cell(source)
-        if result.error_before_exec or result.error_in_exec:
-            raise result.error_before_exec or result.error_in_exec
-        return result.result
-
+    """Run a cell; the notebook has what `MADE` makes."""
+    run_cell = running(shell)
     run_cell("%mirror start --devices cpu:0,cpu:1")
     run_cell(request.param + MADE)
     return run_cell

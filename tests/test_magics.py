@@ -249,15 +249,31 @@ def test_the_kernels_shell_is_itself_after_cells_in_this_process(run, shell):
     assert isinstance(shell.magics_manager.registry["MirrorMagics"].session.pool, InProcessPool)
 
 
-# ---------------------------------------------------------------------- in a terminal
-
-
 @pytest.fixture
 def run_on_two(run: Run) -> Run:
     """Cells run in processes of their own."""
     run("%mirror stop")
     run("%mirror start --devices cpu:0,cpu:1")
     return run
+
+
+def test_what_cannot_be_rebuilt_here_is_not_pulled(run_on_two):
+    run_on_two(
+        """%%mirrored
+from torch import nn
+class Picky(nn.Linear):
+    def __setstate__(self, state): raise ValueError('not here')
+y = 2
+picky = Picky(1, 1)
+"""
+    )
+    with pytest.raises(TransferError, match="picky cannot be rebuilt in the notebook: ValueError: not here"):
+        run_on_two("%mirror pull picky")
+    assert run_on_two("%%mirrored\ny = 3")[0] is None
+    assert run_on_two("y")[0] == 3
+
+
+# ---------------------------------------------------------------------- in a terminal
 
 
 def test_the_closing_line_has_a_line_of_its_own(run_on_two):

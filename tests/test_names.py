@@ -756,6 +756,43 @@ def test_a_network_of_another_replica_than_the_first_can_be_fetched(notebook, ma
     assert notebook.names.undelivered == set()
 
 
+EXPORTED = "net = nn.Sequential(nn.Linear(2, 1), nn.ReLU()); made = torch.export.export(net, (torch.ones(4, 2),))"
+
+
+def test_what_cannot_be_made_again_costs_the_rest_nothing(notebook):
+    """Of the network that `torch.export` makes pickle can make nothing again."""
+    notebook.cell(f"import torch; from torch import nn; {EXPORTED}; inside = made.graph_module; y = 2")
+    assert notebook.user_ns["y"] == 2
+    assert isinstance(notebook.user_ns["net"], torch.nn.Sequential)
+    assert "cannot be made again" in repr(notebook.user_ns["inside"])
+    assert "cannot be rebuilt here" in repr(notebook.user_ns["made"])
+    notebook.cell("z = made.module()(torch.ones(4, 2)).shape[0]")
+    assert notebook.user_ns["z"] == 4
+
+
+def test_networks_with_a_say_of_their_own_travel_where_they_can(notebook):
+    notebook.cell("import torch, torch.fx; from torch import nn; graph = torch.fx.symbolic_trace(nn.Linear(2, 1))")
+    assert isinstance(notebook.user_ns["graph"], torch.fx.GraphModule)
+    assert notebook.user_ns["graph"](torch.ones(3, 2)).shape == (3, 1)
+
+
+def test_a_network_that_cannot_be_rebuilt_here_is_told_of_and_the_next_cell_goes_on(notebook):
+    notebook.cell(
+        """
+from torch import nn
+class Picky(nn.Linear):
+    def __setstate__(self, state):
+        raise ValueError("not here")
+picky = Picky(2, 1)
+"""
+    )
+    returned = notebook.cell("picky.bias.requires_grad_(False); other = picky")
+    assert returned.problem is None
+    returned = notebook.cell("fresh = Picky(1, 1)")
+    assert returned.problem == "ValueError: not here"
+    assert notebook.cell("y = 2").bound == ["y"]
+
+
 def test_batch_norm_statistics_are_averaged_here_and_stay_their_own_there(notebook):
     notebook.here("norm = nn.BatchNorm1d(1)")
     notebook.cell("norm(torch.tensor([[0.0], [10.0 * (replica_id + 1)]]))")

@@ -103,6 +103,25 @@ def test_random_numbers_differ_by_replica_once_a_model_has_run() -> None:
     assert distinct(on_each(cell))
 
 
+def test_a_first_forward_pass_may_be_one_that_is_traced() -> None:
+    def cell(_: Scope) -> Tensor:
+        model = net().eval()
+        traced = torch.jit.trace(model, torch.ones(2, 3))
+        assert not torch.jit.is_tracing()
+        inputs = torch.arange(6.0).reshape(2, 3)
+        torch.testing.assert_close(traced(inputs), model(inputs))
+        # Nothing of the scope's own doing is in the graph.
+        assert "randint" not in str(traced.inlined_graph)
+        return torch.randn(3)
+
+    assert distinct(on_each(cell))
+
+
+def test_a_torch_that_tells_of_no_tracing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_set_tracing_state")
+    assert distinct(on_each(lambda _: (net()(torch.ones(2, 3)), torch.randn(3))[1]))
+
+
 def test_a_second_model_is_equal_too_after_training_that_differed() -> None:
     def train(_: Scope) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))

@@ -348,13 +348,19 @@ class Names:
 
     def absorb(self, payloads: Mapping[int, tuple[Payload, int | None]], owner: int) -> Returned:
         """Bind in the notebook what the replicas' names hold now; `owner` sent its networks."""
+        returned = Returned(nbytes=sum(payload.nbytes for payload, _ in payloads.values()))
         opened: dict[int, Exports] = {}
         inside: dict[str, Any] = {}
         # Optimizers and the like that networks have.
         for replica_id, (payload, slab) in payloads.items():
-            opened[replica_id], arrivals = unpack(
-                payload, slab, namespace=self.user_ns, resolve=self._resolve, lenient=True
-            )
+            try:
+                opened[replica_id], arrivals = unpack(
+                    payload, slab, namespace=self.user_ns, resolve=self._resolve, lenient=True
+                )
+            except Exception as reason:
+                # A network's class has a say in how it is rebuilt.
+                returned.problem = f"{type(reason).__name__}: {reason}"
+                continue
             if arrivals.lacking:
                 self._lacking.update(dict.fromkeys(opened[replica_id].modules, arrivals.lacking))
                 opened[replica_id].modules.clear()
@@ -367,7 +373,6 @@ class Names:
                 self._holders.get(handle, set()).discard(replica_id)
                 self.lent.gone(handle, replica_id)
         self.mirrors.gone()
-        returned = Returned(nbytes=sum(payload.nbytes for payload, _ in payloads.values()))
         self._absorb_modules(opened, owner)
         # Held until names have them.
         objects = self._absorb_objects(opened, owner, inside)

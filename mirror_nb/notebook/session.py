@@ -25,7 +25,8 @@ from mirror_nb.bench.steps import StepTable
 from mirror_nb.collectives.options import CommunicationOptions
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
-from mirror_nb.errors import PoolClosed, UsageError
+from mirror_nb.errors import PoolClosed, TransferError, UsageError
+from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Bind, CommSent, Fetch, LoadModules, RunCell, Source
 from mirror_nb.mirrors import called
 from mirror_nb.notebook.lent import Lent
@@ -365,8 +366,12 @@ class Session:
             for dashboard in dashboards:
                 dashboard.tick(pending)
 
-        take = self._shown_by(view)
-        report = self._running().run(requests, slabs=slabs, on_message=take, on_tick=tick, timeout=timeout)
+        files = EventFiles(requests)
+        take = self._shown_by(view, files)
+        try:
+            report = self._running().run(requests, slabs=slabs, on_message=take, on_tick=tick, timeout=timeout)
+        finally:
+            files.close()
         for dashboard in dashboards:
             dashboard.ended(report)
         return report
@@ -414,13 +419,16 @@ class Session:
         texts = {file: "".join(linecache.getlines(file)) for file in sorted(parcel.packed.files)}
         return tuple(Source(file, text, numbers.get(file)) for file, text in texts.items() if text)
 
-    def _shown_by(self, view: CellView) -> Any:
+    def _shown_by(self, view: CellView, files: EventFiles) -> Any:
         kernel = getattr(self._shell, "kernel", None)
 
         def take(replica_id: int, message: Any) -> None:
             if isinstance(message, CommSent) and message.kind == "comm_open" and kernel is not None:
                 self._proxy(replica_id, message.content["comm_id"])
-            view.take(replica_id, message)
+            if isinstance(message, Written):
+                files.take(replica_id, message)
+            else:
+                view.take(replica_id, message)
 
         return take
 
@@ -497,6 +505,7 @@ class Session:
         report = self._fetch(tuple(names), replicas)
         returned = self._absorb(report, replicas[0])
         raise_for(report, self._running().devices)
+        _check_rebuilt(names, returned)
         whence = f"replica {spans(replicas)}"
         return f"pulled {_listed(returned.bound + returned.stayed)} ({size(returned.nbytes)}) from {whence}"
 
@@ -506,7 +515,7 @@ class Session:
         report = self._fetch((name,), [replica_id])
         raise_for(report, self._running().devices)
         before = self._shell.user_ns.get(name, _MISSING)
-        self._absorb(report, replica_id)
+        _check_rebuilt((name,), self._absorb(report, replica_id))
         value = self._shell.user_ns.pop(name)
         if before is _MISSING:
             self._names.forget(replica_id, (name,))
@@ -620,6 +629,11 @@ def _mended(death: Death, source: int | None, left: Sequence[str]) -> str:
 
 def _replicas(devices: Sequence[Device]) -> str:
     return f"{len(devices)} replica{'s' if len(devices) > 1 else ''} ({', '.join(map(str, devices))})"
+
+
+def _check_rebuilt(names: Sequence[str], returned: Returned) -> None:
+    if returned.problem is not None:
+        raise TransferError(f"{_listed(list(names))} cannot be rebuilt in the notebook: {returned.problem}")
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

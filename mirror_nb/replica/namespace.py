@@ -32,7 +32,15 @@ from mirror_nb.mirrors import (
 )
 from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
 from mirror_nb.replica.objects import Objects
-from mirror_nb.replica.outgoing import BOUND_TO_REPLICA, MODULE_BYTES, PLAIN_BYTES, Fresh, Outgoing, is_large
+from mirror_nb.replica.outgoing import (
+    BOUND_TO_REPLICA,
+    MODULE_BYTES,
+    PLAIN_BYTES,
+    Fresh,
+    Outgoing,
+    is_large,
+    rebuilds,
+)
 from mirror_nb.told import is_told
 
 KEPT_RESULTS = 8
@@ -327,6 +335,8 @@ class Namespace:
             return KnownModule(known)
         if not whole and is_large(value):
             return _stayed(value, f"it is larger than {MODULE_BYTES >> 30} GiB")
+        if not rebuilds(value):
+            return _stayed(value, "it cannot be made again from what pickle makes of it")
         handle = self.mirrors.name(value, handle)
         fresh.add_network(handle, value, self)
         return NewModule(handle)

@@ -8,6 +8,7 @@ Knows payloads and networks; knows no names.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
@@ -16,8 +17,10 @@ import torch
 from torch import nn
 
 from mirror_nb.errors import TransferError
+from mirror_nb.keras_objects import reduce_keras
 from mirror_nb.mirrors import Mirrors, tensors
-from mirror_nb.payload import Payload, TooLarge, pack
+from mirror_nb.parametrized import reduce_parametrized
+from mirror_nb.payload import Payload, TooLarge, pack, unpack
 from mirror_nb.replica.objects import Objects
 from mirror_nb.told import is_told
 
@@ -133,7 +136,7 @@ class Outgoing:
             return self._lend(obj)
         if not isinstance(obj, nn.Module) or isinstance(obj, BOUND_TO_REPLICA):
             return None
-        if not self._whole and is_large(obj):
+        if (not self._whole and is_large(obj)) or not rebuilds(obj):
             return None
         own = self._known.mirrors.name(obj, self._number())
         self.found.add_network(own, obj, self._known)
@@ -181,6 +184,33 @@ def told_inside(network: nn.Module) -> Iterator[tuple[str, Any]]:
             for key, one in [("", value), *items]:
                 if is_told(one):
                     yield f"{path}.{name}.{key}", one
+
+
+def rebuilds(network: nn.Module) -> bool:
+    """Whether what pickle makes of a network can be opened again, where one of its parts has a say in that.
+
+    The network that `torch.export` makes has, and cannot. All that a replica sends is opened at once.
+    """
+    if all(_pickles_plainly(part) for part in network.modules()):
+        return True
+    try:
+        packed = pack(network)
+    except TransferError:
+        # Who packs it for good says so.
+        return True
+    try:
+        unpack(packed.payload, None if packed.slab is None else os.dup(packed.slab))
+    except Exception:
+        return False
+    finally:
+        packed.close()
+    return True
+
+
+def _pickles_plainly(part: nn.Module) -> bool:
+    kind = type(part)
+    own = kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__
+    return not own or reduce_keras(part) is not None or reduce_parametrized(part) is not None
 
 
 def is_large(network: nn.Module) -> bool:

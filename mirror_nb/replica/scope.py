@@ -128,10 +128,11 @@ class Scope:
 
     def start_running(self) -> None:
         """End building: from here random numbers differ by replica. Cheap when it has ended before."""
-        if self._waiting:
-            self._move_waiting()
-        if self._streams is not None:
-            self._streams.run()
+        with _untraced():
+            if self._waiting:
+                self._move_waiting()
+            if self._streams is not None:
+                self._streams.run()
         self._unwatch_forward()
 
     def took_random_state(self) -> None:
@@ -533,6 +534,21 @@ def _follow_hooks(wrapper: DistributedDataParallel) -> None:
     for hook, state in hooks:
         wrapper._comm_hooks.remove((hook, state))
         wrapper.register_comm_hook(state, hook)
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """Keep what is done inside out of `torch.jit.trace`, where the first forward pass is one that is traced."""
+    take, give = (getattr(torch._C, f"_{verb}_tracing_state", None) for verb in ("get", "set"))
+    tracing = take() if take is not None and give is not None else None
+    if tracing is None or give is None:
+        yield
+        return
+    give(None)
+    try:
+        yield
+    finally:
+        give(tracing)
 
 
 def _under_construction(frame: FrameType | None) -> bool:

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mirror_nb import event_files
 from mirror_nb.collectives import process_group, sealed
 from mirror_nb.devices import cores
 from mirror_nb.errors import PeerFailed
@@ -217,6 +218,7 @@ class _Process:
         os.environ.update(spec.environment)
         torch.set_num_threads(spec.threads)
         downloads.take_turns(spec.replica_id)
+        event_files.hand_on(self._emit)
         # Not where replicas share cores: who looks would keep others from their work.
         self._awake = AWAKE_SECONDS if spec.num_replicas <= cores() else 0.0
         device = torch.device(spec.device)

@@ -11,7 +11,7 @@ import importlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, final
 
@@ -23,6 +23,7 @@ from mirror_nb import modes, surroundings
 from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaDied, UsageError
+from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
 from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, called, mirrored_values
 from mirror_nb.payload import Packed, pack, unpack
@@ -260,12 +261,14 @@ class ControllerPlace(Place):
                 calls[replica_id] = call
                 slabs[replica_id] = mine.slab
             any_sent = self._objects.any_sent
+            listener = _Listener(on_note, calls)
             try:
-                report = pool.run(calls, slabs=slabs, on_message=_listening(on_note), on_tick=self._tick)
+                report = pool.run(calls, slabs=slabs, on_message=listener.take, on_tick=self._tick)
             finally:
                 # Here, with no call between: an interrupt may come as soon as `run` collects it no more.
                 self.stale = self.stale or any_sent
                 self.calls += 1
+            listener.close()
             if self._dashboard is not None:
                 self._dashboard.ended(report)
         finally:
@@ -661,16 +664,29 @@ def _shares_of(parts: Sequence[DistributedValues], replica_id: int) -> tuple[int
     return None
 
 
-def _listening(on_note: Callable[[Any], None]) -> Callable[[int, Any], None]:
-    """Show what replicas print, and hand on what they note."""
+class _Listener:
+    """Shows what replicas print during a call, hands on what they note, and writes what they log for TensorBoard."""
 
-    def take(replica_id: int, message: Any) -> None:
+    __slots__ = ("_files", "_on_note", "_replicas")
+
+    def __init__(self, on_note: Callable[[Any], None], replicas: Iterable[int]) -> None:
+        self._on_note = on_note
+        self._replicas = replicas
+        self._files: EventFiles | None = None
+
+    def take(self, replica_id: int, message: Any) -> None:
         if isinstance(message, Note):
-            on_note(message.value)
+            self._on_note(message.value)
+        elif isinstance(message, Written):
+            if self._files is None:
+                self._files = EventFiles(self._replicas)
+            self._files.take(replica_id, message)
         else:
             _show(replica_id, message)
 
-    return take
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()
 
 
 def _show(replica_id: int, message: Any) -> None:
