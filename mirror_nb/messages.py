@@ -541,6 +541,8 @@ class Done:
     # By handle: what a call changed in the settings of mirrored optimizers.
     lost: tuple[str, ...] = ()
     # What a call changed in the copies of what its function captured, as the function names it.
+    files: tuple[str, ...] = ()
+    # That the user's code has opened to write, whole paths.
 
 
 # --------------------------------------------------------------------------- the channel

@@ -48,6 +48,21 @@ def test_nothing_is_told_of_loggers_which_travel_by_name():
     assert changes(says) == set()
 
 
+_calls: list[int] = []
+
+
+def test_nothing_is_told_of_the_module_of_a_decorator():
+    """`functools.wraps` gives its function the decorated one's module, and what it writes to are globals of another."""
+
+    @functools.wraps(torch.relu)
+    def counted() -> None:
+        _calls.append(1)
+
+    counted.__module__ = "torch"
+    assert changes(lambda: counted()) == set()
+    assert _calls == [1]
+
+
 def test_nothing_is_told_of_what_is_only_read():
     thing, numbers = Thing(), [1, 2, 3]
     assert changes(lambda: (sum(numbers), thing.count, list(thing.inner.items()), thing.tensor.sum())) == set()

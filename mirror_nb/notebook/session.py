@@ -110,6 +110,8 @@ class _Ledger:
     sent_bytes: int = 0
     withheld: list[str] = field(default_factory=list)
     returned: Returned = field(default_factory=Returned)
+    mixed: list[str] = field(default_factory=list)
+    # Files that several replicas have opened to write, as this cell was the first to show.
 
     def parts(self, replicas: Sequence[int], seconds: float) -> list[str]:
         n = len(replicas)
@@ -130,6 +132,9 @@ class _Ledger:
             named = [name for name in self.returned.diverged if name.isidentifier()]
             advice = f" (%mirror push {' '.join(named)} makes it equal)" if named else ""
             parts.append(f"differs between the replicas: {_listed(self.returned.diverged)}{advice}")
+        if self.mixed:
+            advice = "(under `if replica_id == 0:` it is written once)"
+            parts.append(f"written by several replicas at once: {_listed(self.mixed)} {advice}")
         if self.returned.problem is not None:
             parts.append(f"could not be rebuilt here: {self.returned.problem}")
         return parts
@@ -142,6 +147,7 @@ class Session:
         self._shell = shell
         self._pool: Pool | None = None
         self._told: set[int] = set()
+        self._told_files: set[str] = set()
         # Pids of dead replicas that the user has been told of.
         self._seed = 0
         self._exchange = Exchange()
@@ -343,6 +349,7 @@ class Session:
             self._enter(ledger, parcels, report)
             self._lent.take_changes(report, replicas[0])
             ledger.returned = self._absorb(report, replicas[0])
+            ledger.mixed = self._note_mixed(report)
             pool.tell(self._title(), self._operation)
         view.close(ledger.parts(replicas, time.perf_counter() - began))
         raise_for(report, pool.devices, options.timeout)
@@ -441,6 +448,11 @@ class Session:
         """Return the value for Out[n]; nothing where the cell ended in a semicolon or had no value."""
         done = report.answers[lead].done
         return value if done is not None and done.result is not None else None
+
+    def _note_mixed(self, report: Report) -> list[str]:
+        first = [path for path in report.mixed_files() if path not in self._told_files]
+        self._told_files.update(first)
+        return [os.path.relpath(path) if path.startswith(os.getcwd()) else path for path in first]
 
     def _absorb(self, report: Report, lead: int) -> Returned:
         payloads = {

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
@@ -145,6 +146,11 @@ class Report:
     def deaths(self) -> list[Death]:
         """Replicas that ended meanwhile."""
         return [a.death for a in self.answers.values() if a.death is not None]
+
+    def mixed_files(self) -> list[str]:
+        """Return the files that more than one replica has opened to write."""
+        opened = [path for answer in self.answers.values() if answer.done is not None for path in answer.done.files]
+        return [path for path, count in Counter(opened).items() if count > 1] if opened else []
 
     @property
     def clean(self) -> bool:

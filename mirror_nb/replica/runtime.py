@@ -56,7 +56,7 @@ from mirror_nb.messages import (
 )
 from mirror_nb.payload import Arrivals, NotRebuilt, Packed, Payload, closing_slab, pack
 from mirror_nb.recorder import Recorder
-from mirror_nb.replica import full, whereabouts
+from mirror_nb.replica import files, full, whereabouts
 from mirror_nb.replica.lost import Copies
 from mirror_nb.replica.namespace import Namespace
 from mirror_nb.replica.progress import Progress
@@ -224,7 +224,8 @@ class Replica:
         seconds = time.perf_counter() - began
         payload = packed.payload if packed is not None else None
         grouped = self.identity.num_replicas == 1 or dist.is_initialized()
-        done = Done(request.number, failure, payload, seconds, bundle, left, grouped, settings, lost)
+        written = files.taken()
+        done = Done(request.number, failure, payload, seconds, bundle, left, grouped, settings, lost, written)
         if packed is None or packed.slab is None:
             self.emit(done)
         else:

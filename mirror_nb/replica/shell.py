@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from IPython.core import interactiveshell
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.error import StdinNotImplementedError
@@ -213,6 +214,11 @@ def refuse_input(prompt: object = "") -> str:
     raise StdinNotImplementedError(
         f"input({prompt!r}) cannot be asked in a replica: ask in an ordinary cell and use the answer here"
     )
+
+
+def note_files(stands_for_open: Callable[..., Any]) -> None:
+    """Have the `open` of cells, which IPython makes, be that of the process."""
+    interactiveshell.io_open = stands_for_open
 
 
 def use_notebook_figures() -> None:

@@ -53,7 +53,7 @@ from mirror_nb.messages import (
     Where,
 )
 from mirror_nb.recorder import Recorder
-from mirror_nb.replica import downloads, runtime, saves, shell, whereabouts, whole
+from mirror_nb.replica import downloads, files, runtime, saves, shell, whereabouts, whole
 from mirror_nb.replica.alarm import Alarm
 from mirror_nb.replica.streams import Streams
 from mirror_nb.steering import Steering
@@ -197,6 +197,7 @@ class _Process:
         # The forkserver hands every replica the controller's key, which no other user can read.
         sealed.seal_objects(bytes(multiprocessing.current_process().authkey))
         saves.save_whole()
+        shell.note_files(files.watch())
         # They are ours, there until a first forward pass has begun, and may fire more often.
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks", UserWarning)
         home = shell.make_shell(self._emit, None)

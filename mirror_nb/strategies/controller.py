@@ -35,7 +35,7 @@ from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome, update_component
 from mirror_nb.strategies.functions import Functions
-from mirror_nb.strategies.misuse import not_mirrored, not_owned, refuse_steps, warn_of_lost
+from mirror_nb.strategies.misuse import not_mirrored, not_owned, refuse_steps, warn_of_lost, warn_of_mixed
 from mirror_nb.strategies.objects import Objects
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reading import reading
@@ -277,9 +277,12 @@ class ControllerPlace(Place):
         settle(report, self._names)
         results = self._results(report)
         lost = [path for answer in report.answers.values() if answer.done is not None for path in answer.done.lost]
+        # Last: who makes errors of warnings has what was trained all the same.
         if lost:
-            # Last: who makes errors of warnings has what was trained all the same.
             warn_of_lost(fn, list(dict.fromkeys(lost)))
+        mixed = report.mixed_files()
+        if mixed:
+            warn_of_mixed(fn, mixed)
         return results
 
     def _follow(self, pool: LocalPool) -> None:

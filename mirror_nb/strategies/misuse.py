@@ -43,6 +43,17 @@ def warn_of_lost(fn: Any, paths: list[str]) -> None:
     )
 
 
+def warn_of_mixed(fn: Any, paths: list[str]) -> None:
+    """Warn, at the line of strategy.run, that replicas wrote to one file; called where `run` has its results."""
+    named = ", ".join(paths[:LOST_SHOWN]) + (", …" if len(paths) > LOST_SHOWN else "")
+    warnings.warn(
+        f"{getattr(fn, '__qualname__', fn)} wrote {named} on several replicas at once: the file has a mixture of what "
+        "they wrote, or all of it twice. Let one of them do it, `if "
+        "mnb.get_replica_context().replica_id_in_sync_group == 0:`, or return it and write it here",
+        stacklevel=5,
+    )
+
+
 def refuse_steps(optimizer: torch.optim.Optimizer) -> None:
     """Have an optimizer that lives in the replicas refuse to step here."""
 
