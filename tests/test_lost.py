@@ -52,7 +52,7 @@ _calls: list[int] = []
 
 
 def test_nothing_is_told_of_the_module_of_a_decorator():
-    """`functools.wraps` gives its function the decorated one's module, and what it writes to are globals of another."""
+    """`functools.wraps` gives its function the decorated one's module, and it writes to globals of its own."""
 
     @functools.wraps(torch.relu)
     def counted() -> None:
