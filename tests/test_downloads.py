@@ -27,10 +27,10 @@ CONTENT = bytes(range(256)) * 100
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     """What a replica changes of torch and Python is as before at the end."""
-    retrieve, fetch = urllib.request.urlretrieve, torch.hub.download_url_to_file
+    retrieve, fetch, patience = urllib.request.urlretrieve, torch.hub.download_url_to_file, downloads._patience
     clone = torch.hub._get_cache_or_reload  # type: ignore[attr-defined]
     yield
-    urllib.request.urlretrieve, torch.hub.download_url_to_file = retrieve, fetch
+    urllib.request.urlretrieve, torch.hub.download_url_to_file, downloads._patience = retrieve, fetch, patience
     torch.hub._get_cache_or_reload = clone  # type: ignore[attr-defined]
 
 
@@ -71,6 +71,12 @@ def while_another(folder: Path, does: Callable[[], None], call: Callable[[], Any
     if "error" in ended:
         raise ended["error"]
     return ended["value"]
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is no replica that comes first."""
+    monkeypatch.setattr(downloads, "_patience", downloads.PATIENCE_SECONDS)
 
 
 def retrieving(calls: list[str]) -> Callable[..., Any]:
@@ -231,7 +237,7 @@ def vision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_a_dataset_that_is_there_is_read_by_all_who_waited(vision, tmp_path):
+def test_a_dataset_that_is_there_is_read_by_all_who_waited(vision, second, tmp_path):
     root = tmp_path / "data"
 
     def bring() -> None:
@@ -243,16 +249,37 @@ def test_a_dataset_that_is_there_is_read_by_all_who_waited(vision, tmp_path):
     assert (made.data, made.kind, vision.Digits.asked) == ("brought", "k", [False, False])
 
 
-def test_what_another_did_not_bring_is_downloaded(vision, tmp_path):
+def test_what_another_did_not_bring_is_downloaded(vision, second, tmp_path):
     made = while_another(tmp_path / "data", lambda: None, lambda: vision.Digits(str(tmp_path / "data"), True, True))
-    assert (made.data, vision.Digits.asked) == ("0123456789", [False, True])
+    assert (made.data, vision.Digits.asked) == ("0123456789", [False, False, True])
 
 
-def test_why_a_dataset_does_not_come_each_says_itself(vision, tmp_path):
+def test_why_a_dataset_does_not_come_each_says_itself(vision, second, tmp_path):
     os.environ["DIGITS"] = str(tmp_path / "nothing")
     with pytest.raises(urllib.error.URLError):
         while_another(tmp_path / "data", lambda: None, lambda: vision.Digits(tmp_path / "data", download=True))
     assert not downloads._held
+
+
+def test_who_comes_second_waits_for_the_first_to_come(vision, second, tmp_path, monkeypatch):
+    monkeypatch.setattr(downloads, "_patience", 20.0)
+    looked = threading.Event()
+    fetched: list[Any] = []
+    monkeypatch.setattr(downloads.time, "sleep", lambda seconds: looked.set() or threading.Event().wait(seconds))
+    thread = threading.Thread(target=lambda: fetched.append(vision.Digits(tmp_path / "data", download=True)))
+    thread.start()
+    assert looked.wait(20)
+    with held(tmp_path / "data"):
+        eventually(lambda: waiting(tmp_path / "data"), "a wait for the lock")
+        (tmp_path / "data" / "digits").write_text("brought")
+    thread.join(20)
+    assert (fetched[0].data, vision.Digits.asked) == ("brought", [False, False])
+
+
+def test_the_first_downloads_at_once(vision, tmp_path, monkeypatch):
+    monkeypatch.delattr(downloads.time, "sleep")
+    made = vision.Digits(tmp_path / "data", download=True)
+    assert (made.data, vision.Digits.asked) == ("0123456789", [True])
 
 
 def test_without_download_nobody_waits(vision, tmp_path):

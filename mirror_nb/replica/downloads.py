@@ -26,18 +26,19 @@ import torch.hub
 from mirror_nb.imported import when_imported
 from mirror_nb.replica.saves import beside
 
-BEHIND_SECONDS = 0.02
-# So long the others let replica 0 go first.
+PATIENCE_SECONDS = 0.5
+# So long the others let replica 0 come first.
+LOOK_SECONDS = 0.01
 
-_behind = 0.0
+_patience = 0.0
 _held: set[str] = set()
 # Folders whose lock this process has: what it calls meanwhile may download to the same one.
 
 
 def take_turns(replica_id: int) -> None:
     """Have the ways to download take turns from now on."""
-    global _behind
-    _behind = BEHIND_SECONDS if replica_id else 0.0
+    global _patience
+    _patience = PATIENCE_SECONDS if replica_id else 0.0
     urllib.request.urlretrieve = _retrieving_once(urllib.request.urlretrieve)
     torch.hub.download_url_to_file = _fetching_once(torch.hub.download_url_to_file)
     repository = getattr(torch.hub, "_get_cache_or_reload", None)
@@ -85,7 +86,7 @@ def _cloning_once(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_cache_or_reload(*args: Any, **kwargs: Any) -> Any:
         folder = torch.hub.get_dir()
         os.makedirs(folder, exist_ok=True)
-        with _turn(folder):
+        with _locked(folder):
             return original(*args, **kwargs)
 
     return get_cache_or_reload
@@ -108,16 +109,16 @@ def _made_once(original: Callable[..., None]) -> Callable[..., None]:
         with contextlib.suppress(OSError):
             # As the dataset itself would; its errors are its own to raise.
             os.makedirs(root, exist_ok=True)
-        with _turn(root, together=True) as waited:
-            if not waited:
-                original(self, *args, **kwargs)
-                return
+        if _patience:
             bound.arguments["download"] = False
-            with contextlib.suppress(Exception):
-                original(*bound.args, **bound.kwargs)
-                return
-        # It did not arrive: why not, the dataset says to each that asks.
-        with _turn(root):
+            for wait in (False, True):
+                if wait:
+                    _await_the_first(root)
+                with _locked(root, fcntl.LOCK_SH), contextlib.suppress(Exception):
+                    original(*bound.args, **bound.kwargs)
+                    return
+        # It is not there, and nobody brings it; or why not, the dataset says to each that asks.
+        with _locked(root):
             original(self, *args, **kwargs)
 
     return init
@@ -126,8 +127,9 @@ def _made_once(original: Callable[..., None]) -> Callable[..., None]:
 @contextlib.contextmanager
 def _once(target: Any) -> Iterator[bool]:
     """Hold the lock of a file's folder; yield whether another one has put the file there meanwhile."""
-    before = _sign_of(target)
-    with _turn(os.path.dirname(os.path.realpath(target))):
+    before, folder = _sign_of(target), os.path.dirname(os.path.realpath(target))
+    _await_the_first(folder)
+    with _locked(folder):
         now = _sign_of(target)
         yield now is not None and now != before
 
@@ -140,35 +142,42 @@ def _sign_of(target: Any) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
+def _await_the_first(folder: str) -> None:
+    """Give replica 0 some time to come, until somebody has the folder's lock for itself."""
+    end = time.monotonic() + _patience
+    with contextlib.suppress(OSError), _descriptor(folder) as descriptor:
+        while time.monotonic() < end:
+            # An error where somebody has it.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            time.sleep(LOOK_SECONDS)
+
+
 @contextlib.contextmanager
-def _turn(folder: str, together: bool = False) -> Iterator[bool]:
-    """Hold the folder's lock; yield whether another process had it. With `together` all who waited have it at once.
+def _locked(folder: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold the folder's lock: by oneself, or together with others that only read.
 
     Where a folder has no locks, and for what is called by who has it already, there is none.
     """
     folder = os.path.realpath(folder)
     if folder in _held or not os.path.isdir(folder):
-        yield False
+        yield
         return
-    time.sleep(_behind)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        waited = _locked(descriptor, together)
+    with _descriptor(folder) as descriptor:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, kind)
         _held.add(folder)
         try:
-            yield waited
+            yield
         finally:
             _held.discard(folder)
+
+
+@contextlib.contextmanager
+def _descriptor(folder: str) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield descriptor
     finally:
-        # Which gives the lock back.
+        # Which gives a lock back.
         os.close(descriptor)
-
-
-def _locked(descriptor: int, together: bool) -> bool:
-    with contextlib.suppress(OSError):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(descriptor, fcntl.LOCK_SH if together else fcntl.LOCK_EX)
-            return True
-    return False
