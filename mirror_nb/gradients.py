@@ -10,7 +10,8 @@ A *round* is the synchronisation of one backward pass:
     a bucket has its gradients   reduced while the pass goes on, in order
     end of the backward pass     the buckets that still lack some follow, zeros in the gaps; then the tail
     tail received                who used what: gradients that the plan lacks go in a second set of buckets
-    all received                 ``parameter.grad`` shows the bucket's memory; history learns what was used
+    all received                 ``parameter.grad`` shows the bucket's memory; history learns what was used; hooks
+                                 that others have for accumulated gradients are called
 
 Replicas need not use the same parameters: the plan comes from what all of them know, the tail tells the rest.
 A parameter that is met for the first time is *agreed* on: matched over the replicas by name, values compared.
@@ -93,6 +94,8 @@ class GradientSynchronizer:
         self._by_id: dict[int, _Tracked] = {}
         self._registered: dict[str, int] = {}
         self._unreduced: dict[_Tracked, None] = {}
+        self._has_deferred = False
+        # Hooks of others, which are called once the pass has ended.
         self._round: _Round | None = None
         self._group: Callable[[], object | None] = lambda: None
         self._forget_agreements()
@@ -121,6 +124,18 @@ class GradientSynchronizer:
             parameter.requires_grad_(wanted)
         self._tracked[tracked.key] = tracked
         self._by_id[id(parameter)] = tracked
+        self.hooked(parameter)
+
+    def hooked(self, parameter: Tensor) -> None:
+        """Have hooks that others registered for an accumulated gradient wait until it is that of all replicas."""
+        tracked = self._by_id.get(id(parameter))
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if tracked is None or tracked.parameter() is not parameter or not hooks:
+            return
+        for key, hook in hooks.items():
+            if not isinstance(hook, _Deferred) and not isinstance(getattr(hook, "__self__", None), _Tracked):
+                hooks[key] = _Deferred(tracked, hook)
+                self._has_deferred = True
 
     def synchronized(self) -> dict[str, nn.Parameter]:
         """Return the parameters that all replicas have synchronised by now, in an order that is the same on all.
@@ -370,9 +385,20 @@ class GradientSynchronizer:
             late |= new
         if late:
             self._reduce_late(late)
-        self._history.learn(tail.used | late)
+        used = tail.used | late
+        self._history.learn(used)
+        reduced = [self._agreed[number] for number in sorted(used)] if self._has_deferred else []
         if dead:
-            self._renumber(dead, tail.used | late)
+            self._renumber(dead, used)
+        for agreed in reduced:
+            self._call_deferred(agreed.parameter())
+
+    def _call_deferred(self, parameter: nn.Parameter | None) -> None:
+        """Call what waits for a gradient: where another replica alone had one, too."""
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for hook in list(hooks.values()):
+            if isinstance(hook, _Deferred):
+                hook.hook(parameter)
 
     def _mark_unreduced(self, round_: _Round) -> None:
         for tracked in list(self._unreduced):
@@ -591,6 +617,20 @@ class _Tracked:
         if self.aside is not None and parameter is not None and parameter.grad is None:
             parameter.grad = self.aside
         self.aside = None
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Deferred:
+    """Somebody's hook for an accumulated gradient, an optimizer's step of a single parameter for instance."""
+
+    tracked: _Tracked
+    hook: Callable[[Any], object]
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        synchronizer = self.tracked.synchronizer
+        if not synchronizer.enabled or synchronizer._accumulating or self.tracked._is_left():
+            self.hook(parameter)
 
 
 @dataclass(slots=True, eq=False)

@@ -261,6 +261,27 @@ def clipping(r: Replica) -> list[Tensor]:
     return values(model)
 
 
+def steps_within_the_backward_pass(r: Replica) -> list[Tensor]:
+    """As in torch's tutorial on fusing the optimizer's step into the backward pass."""
+    torch.manual_seed(0)
+    model = Routed()
+    optimizers = {parameter: torch.optim.Adam([parameter], lr=0.05) for parameter in model.parameters()}
+    handles = []
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        handles.append(parameter.register_post_accumulate_grad_hook(step))
+    for i, (x, y) in enumerate([*batches(), *batches()]):
+        if i == 7:
+            handles[0].remove()
+        x, y = r.share(x, y)
+        F.mse_loss(model(x), y).backward()
+    return values(model)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -488,6 +509,7 @@ RECIPES = [
     accumulation,
     accumulation_of_what_the_last_pass_leaves_out,
     clipping,
+    steps_within_the_backward_pass,
     shared_weights,
     frozen_and_unfrozen,
     experts_that_some_replicas_do_not_use,

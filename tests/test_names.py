@@ -793,6 +793,13 @@ picky = Picky(2, 1)
     assert notebook.cell("y = 2").bound == ["y"]
 
 
+def test_tensors_that_each_replica_trains_by_itself_are_told_of_once(notebook):
+    made = "w = torch.full((2,), float(replica_id), requires_grad=True); "
+    returned = notebook.cell(f"import torch; {made} held = {{'a': [w]}}; same = torch.ones(2, requires_grad=True)")
+    assert returned.loose == ["held", "w"]
+    assert notebook.cell(made + "plain = torch.full((2,), float(replica_id))").loose == []
+
+
 def test_batch_norm_statistics_are_averaged_here_and_stay_their_own_there(notebook):
     notebook.here("norm = nn.BatchNorm1d(1)")
     notebook.cell("norm(torch.tensor([[0.0], [10.0 * (replica_id + 1)]]))")

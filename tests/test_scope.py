@@ -37,6 +37,9 @@ class Tracker:
             self.tracked.append(parameter)
             self.names.append(name)
 
+    def hooked(self, parameter: Tensor) -> None:
+        """Hooks that others have are the gradients' business."""
+
     def leave_to(self, owner: object, parameters: Any) -> None:
         self.left.append((owner, list(parameters)))
 

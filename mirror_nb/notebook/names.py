@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from mirror_nb.contents import Content, content
 from mirror_nb.errors import TransferError
@@ -24,7 +25,7 @@ from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, mirrored_value
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Packed, Payload, global_names, pack, unpack
 from mirror_nb.told import is_told
-from mirror_nb.values import Remote, merged
+from mirror_nb.values import PerReplica, Remote, merged
 
 RESERVED = frozenset({"strategy", "replica_id", "num_replicas", "device"})
 # Bound in every replica by mirror_nb; the notebook's own names of that kind stay in the notebook.
@@ -67,6 +68,8 @@ class Returned:
     # Names whose objects were changed in the replicas alone, as this cell was the first to show.
     diverged: list[str] = field(default_factory=list)
     # Networks whose parameters are not the same on all replicas any more, as this cell was the first to show.
+    loose: list[str] = field(default_factory=list)
+    # Names of tensors that can be trained, in no network, and not the same on all replicas, likewise.
     result: Any = None
     nbytes: int = 0
     problem: str | None = None
@@ -91,6 +94,8 @@ class Names:
         # Handles of networks that a replica takes for known here: they were not the owner's.
         self._apart: set[str] = set()
         # Handles of networks that differ between the replicas, as the user has been told.
+        self._loose: set[str] = set()
+        # Names of tensors that do, likewise.
         self.withheld: list[str] = []
         # Names that were not sent to the latest cell, since both sides have changed their objects.
 
@@ -444,6 +449,9 @@ class Names:
         value = self._value(name, exports, owner, opened)
         self.user_ns[name] = value
         self._share(exports, {name: value})
+        if name not in self._loose and _trains_apart(value):
+            self._loose.add(name)
+            returned.loose.append(name)
         if isinstance(value, Remote):
             returned.stayed.append(name)
         elif not known or before is not value or any(exports[owner].handle in e.states for e in opened.values()):  # type: ignore[union-attr]
@@ -508,6 +516,12 @@ class Names:
 
 class _Undelivered(Exception):
     """A network or an optimizer that was to be known here is not."""
+
+
+def _trains_apart(value: object) -> bool:
+    """Whether there is a tensor in it that each replica trains by itself."""
+    held = pytree.tree_leaves(value[0]) if isinstance(value, PerReplica) else []
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf for leaf in held)
 
 
 def _stand_in(export: Export) -> Stayed:

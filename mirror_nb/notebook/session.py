@@ -132,6 +132,9 @@ class _Ledger:
             named = [name for name in self.returned.diverged if name.isidentifier()]
             advice = f" (%mirror push {' '.join(named)} makes it equal)" if named else ""
             parts.append(f"differs between the replicas: {_listed(self.returned.diverged)}{advice}")
+        if self.returned.loose:
+            advice = "(gradients are synchronised of what a module or an optimizer has)"
+            parts.append(f"each replica's own: {_listed(self.returned.loose)} {advice}")
         if self.mixed:
             advice = "(under `if replica_id == 0:` it is written once)"
             parts.append(f"written by several replicas at once: {_listed(self.mixed)} {advice}")

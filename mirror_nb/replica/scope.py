@@ -181,6 +181,8 @@ class Scope:
             Replaced(nn.Module, "__setstate__", after=self._restored),
             # Tensors that no module registered are trained all the same when an optimizer holds them.
             Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized),
+            # Optimizers that step within the backward pass would step by this replica's gradients alone.
+            Replaced(Tensor, "register_post_accumulate_grad_hook", after=self._hooked),
             register_optimizer_step_pre_hook(GlobalLosses(self._gradients)),
             GlobalMetrics(self._gradients),
         ]
@@ -260,6 +262,9 @@ class Scope:
         for tensor in optimizer.param_groups[-1]["params"]:
             if tensor.is_leaf and not _is_sharded(tensor):
                 self._gradients.track(tensor, f"{type(optimizer).__name__}'s parameter")
+
+    def _hooked(self, tensor: Tensor, *_: object, **__: object) -> None:
+        self._gradients.hooked(tensor)
 
     def _track(self, module: nn.Module) -> None:
         for name, parameter in module._parameters.items():
