@@ -79,8 +79,8 @@ def _captured(function: Any) -> Iterator[tuple[str, Any]]:
             # One that is not bound yet has none.
             with contextlib.suppress(ValueError):
                 yield name, cell.cell_contents
-        # Of a function that came by value they are what it uses; of others all of their module's, which a decorator
-        # may have told wrong of the function itself.
+        # Of a function that came by value they are what it uses; of others all of their module's. Which that is the
+        # function itself may not know: a decorator has given it the name of another.
         module = sys.modules.get(function.__globals__.get("__name__", ""))
         if module is None or vars(module) is not function.__globals__:
             yield from ((name, obj) for name, obj in function.__globals__.items() if not name.startswith("__"))

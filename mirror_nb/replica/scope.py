@@ -128,11 +128,11 @@ class Scope:
 
     def start_running(self) -> None:
         """End building: from here random numbers differ by replica. Cheap when it has ended before."""
-        with _untraced():
-            if self._waiting:
+        if self._waiting or (self._streams is not None and not self._streams.running):
+            with _untraced():
                 self._move_waiting()
-            if self._streams is not None:
-                self._streams.run()
+                if self._streams is not None:
+                    self._streams.run()
         self._unwatch_forward()
 
     def took_random_state(self) -> None:

@@ -268,7 +268,7 @@ class ControllerPlace(Place):
                 # Here, with no call between: an interrupt may come as soon as `run` collects it no more.
                 self.stale = self.stale or any_sent
                 self.calls += 1
-            listener.close()
+                listener.close()
             if self._dashboard is not None:
                 self._dashboard.ended(report)
         finally:
