@@ -73,6 +73,20 @@ def test_what_libraries_keep_for_themselves_is_not(folder, noted):
     assert files.taken() == (str(folder.resolve() / "work" / "d"),)
 
 
+def test_a_folder_that_is_gone_hides_nothing(folder, noted, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "for-a-while"))
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "log.csv"
+    os.mkdir("gone")
+    os.chdir("gone")
+    os.rmdir(folder / "gone")
+    try:
+        with open(elsewhere, "w"):
+            pass
+        assert files.taken() == (str(elsewhere.resolve()),)
+    finally:
+        os.chdir(folder)
+
+
 def closing(shell: InteractiveShell, source: str) -> str:
     with capture_output() as shown:
         result = shell.run_cell(source)

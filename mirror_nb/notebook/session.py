@@ -455,8 +455,8 @@ class Session:
     def _note_mixed(self, report: Report) -> list[str]:
         first = [path for path in report.mixed_files() if path not in self._told_files]
         self._told_files.update(first)
-        here = os.path.realpath(_folder()) + os.sep
-        return [path.removeprefix(here) for path in first]
+        here = _folder()
+        return [path.removeprefix(os.path.realpath(here) + os.sep) if here else path for path in first]
 
     def _absorb(self, report: Report, lead: int) -> Returned:
         payloads = {

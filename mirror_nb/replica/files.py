@@ -48,7 +48,11 @@ _WRITES = frozenset("wax+")
 
 def _is_users(path: str) -> bool:
     """Whether a file is not one that libraries keep for themselves: hidden ones, and those for a while."""
-    here = os.path.realpath(".")
+    try:
+        here = os.path.realpath(os.getcwd())
+    except FileNotFoundError:
+        # It was removed meanwhile.
+        here = os.sep
     hidden = any(part.startswith(".") for part in os.path.relpath(path, here).split(os.sep) if part != os.pardir)
     return os.path.isfile(path) and not hidden and not any(_is_in(path, folder, here) for folder in _libraries())
 
