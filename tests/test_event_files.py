@@ -57,6 +57,15 @@ def test_a_writer_of_the_notebook_is_the_same_one_in_mirrored_cells(run, tmp_pat
     assert len(files(tmp_path / "a")) == 1
 
 
+def test_a_writer_that_the_notebook_has_closed_goes_on_in_its_folder(run, tmp_path):
+    run("writer = SummaryWriter(runs + '/h')\nwriter.add_scalar('loss', 0.0, 0)")
+    run("%%mirrored\nwriter.add_scalar('loss', 1.0, 1)")
+    run("writer.close()")
+    run("%%mirrored\nwriter.add_scalar('loss', 2.0, 2)\nwriter.add_scalar('loss', 3.0, 3)")
+    run("writer.add_scalar('loss', 4.0, 4)\nwriter.close()")
+    assert scalars(tmp_path / "h") == {"loss": [(step, step) for step in range(5)]}
+
+
 def test_a_writer_of_a_mirrored_cell_is_there_in_the_next_ones(run, tmp_path):
     run("%%mirrored\nwriter = SummaryWriter(runs + '/b')\nwriter.add_scalar('loss', 1.0 + replica_id, 0)")
     assert run("type(writer).__name__") == "SummaryWriter"

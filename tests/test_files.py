@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,6 +54,11 @@ def test_what_is_opened_to_write_is_noted(folder, noted):
     names = ("a", "b", "c", "read.txt", "made.txt")
     assert files.taken() == tuple(str(folder.resolve() / name) for name in names)
     assert files.taken() == ()
+
+
+def test_open_still_travels_by_its_name(noted):
+    assert pickle.loads(pickle.dumps(open)) is open
+    assert open.__module__ == "io"
 
 
 def test_what_libraries_keep_for_themselves_is_not(folder, noted):

@@ -269,6 +269,9 @@ picky = Picky(1, 1)
     )
     with pytest.raises(TransferError, match="picky cannot be rebuilt in the notebook: ValueError: not here"):
         run_on_two("%mirror pull picky")
+    run_on_two("%%mirrored\nother = picky")
+    with pytest.raises(TransferError, match="other cannot be rebuilt in the notebook: ValueError: not here; it stays"):
+        run_on_two("other.fetch()")
     assert run_on_two("%%mirrored\ny = 3")[0] is None
     assert run_on_two("y")[0] == 3
 

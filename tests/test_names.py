@@ -776,6 +776,21 @@ def test_networks_with_a_say_of_their_own_travel_where_they_can(notebook):
     assert notebook.user_ns["graph"](torch.ones(3, 2)).shape == (3, 1)
 
 
+def test_the_class_of_a_network_with_a_say_of_its_own_is_one_class_here(notebook):
+    notebook.cell(
+        """
+from torch import nn
+class Own(nn.Module):
+    def __reduce__(self):
+        return Own, ()
+made = Own()
+kind = Own
+"""
+    )
+    assert isinstance(notebook.user_ns["kind"], type)
+    assert type(notebook.user_ns["made"]) is notebook.user_ns["kind"] is notebook.user_ns["Own"]
+
+
 def test_a_network_that_cannot_be_rebuilt_here_is_told_of_and_the_next_cell_goes_on(notebook):
     notebook.cell(
         """

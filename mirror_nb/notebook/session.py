@@ -649,7 +649,9 @@ def _replicas(devices: Sequence[Device]) -> str:
 
 def _check_rebuilt(names: Sequence[str], returned: Returned) -> None:
     if returned.problem is not None:
-        raise TransferError(f"{_listed(list(names))} cannot be rebuilt in the notebook: {returned.problem}")
+        raise TransferError(
+            f"{_listed(list(names))} cannot be rebuilt in the notebook: {returned.problem}; it stays in the replicas"
+        )
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

@@ -50,11 +50,12 @@ def take_turns(replica_id: int) -> None:
 def take_turns_in_torchvision() -> None:
     """Have torchvision's datasets that can download themselves take turns, once they are imported."""
     datasets: Any = sys.modules["torchvision.datasets"]
-    for kind in vars(datasets).values():
-        if isinstance(kind, type) and issubclass(kind, datasets.VisionDataset):
-            init = vars(kind).get("__init__")
-            if init is not None and {"root", "download"} <= inspect.signature(init).parameters.keys():
-                type.__setattr__(kind, "__init__", _made_once(init))
+    found = list(vars(datasets).values())
+    kinds: list[Any] = [kind for kind in found if isinstance(kind, type) and issubclass(kind, datasets.VisionDataset)]
+    for kind in kinds:
+        init = vars(kind).get("__init__")
+        if init is not None and {"root", "download"} <= inspect.signature(init).parameters.keys():
+            kind.__init__ = _made_once(init)
 
 
 def _retrieving_once(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,6 +30,8 @@ def watch() -> Callable[..., Any]:
             _opened[os.path.realpath(os.fsdecode(file))] = None
         return opened
 
+    # From Python 3.12 on it says that it is `_io`'s, where this is not: it would not be pickled by its name.
+    noting.__module__ = "io"
     builtins.open = io.open = noting
     return noting
 

@@ -335,7 +335,7 @@ class Namespace:
             return KnownModule(known)
         if not whole and is_large(value):
             return _stayed(value, f"it is larger than {MODULE_BYTES >> 30} GiB")
-        if not rebuilds(value):
+        if not rebuilds(value, self.names, self._label):
             return _stayed(value, "it cannot be made again from what pickle makes of it")
         handle = self.mirrors.name(value, handle)
         fresh.add_network(handle, value, self)

@@ -136,7 +136,7 @@ class Outgoing:
             return self._lend(obj)
         if not isinstance(obj, nn.Module) or isinstance(obj, BOUND_TO_REPLICA):
             return None
-        if (not self._whole and is_large(obj)) or not rebuilds(obj):
+        if (not self._whole and is_large(obj)) or not rebuilds(obj, self._known.names, self._label):
             return None
         own = self._known.mirrors.name(obj, self._number())
         self.found.add_network(own, obj, self._known)
@@ -186,20 +186,20 @@ def told_inside(network: nn.Module) -> Iterator[tuple[str, Any]]:
                     yield f"{path}.{name}.{key}", one
 
 
-def rebuilds(network: nn.Module) -> bool:
+def rebuilds(network: nn.Module, namespace: MutableMapping[str, Any], label: str) -> bool:
     """Whether what pickle makes of a network can be opened again, where one of its parts has a say in that.
 
-    The network that `torch.export` makes has, and cannot. All that a replica sends is opened at once.
+    The network that `torch.export` makes has, and cannot; the controller opens all that a replica sends at once.
     """
     if all(_pickles_plainly(part) for part in network.modules()):
         return True
     try:
-        packed = pack(network)
+        packed = pack(network, namespace=namespace, label=label)
     except TransferError:
         # Who packs it for good says so.
         return True
     try:
-        unpack(packed.payload, None if packed.slab is None else os.dup(packed.slab))
+        unpack(packed.payload, None if packed.slab is None else os.dup(packed.slab), namespace=namespace)
     except Exception:
         return False
     finally:
