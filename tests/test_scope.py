@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.replica import random_streams
 from mirror_nb.replica import scope as scope_module
 from mirror_nb.replica.scope import Scope
 
@@ -616,7 +617,7 @@ def test_every_replica_reports_the_users_seed_while_its_own_stream_differs():
     # accelerate's SeedableRandomSampler derives its order from torch.initial_seed().
     drawn = set()
     for replica_id in range(3):
-        scope_module._plant_torch(42, replica_id)
+        random_streams._plant_torch(42, replica_id)
         assert torch.initial_seed() == 42
         drawn.add(float(torch.rand(())))
     assert len(drawn) == 3
