@@ -20,6 +20,7 @@ import pickle
 import sys
 import tempfile
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirror_nb import submodules
+from mirror_nb.ddp import begun, reduce_ddp
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.event_files import reduce_writer
 from mirror_nb.keras_objects import reduce_keras, repairing
@@ -138,6 +140,11 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     if _opening is not None and tensor.requires_grad:
         _opening.arrivals.leaves.append(tensor)
     return tensor
+
+
+def _begun_ddp(kind: Any) -> nn.Module:
+    # The controller names no device.
+    return begun(kind, alone=_opening is not None and _opening.device is None)
 
 
 def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
@@ -270,7 +277,7 @@ class _Packer(cloudpickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if obj is self._namespace and obj is not None:
             return (_NAMESPACE,)
-        # pickle asks for everything, mostly for these.
+        # pickle asks for everything, mostly for these. A weak proxy passes for a network that it is a proxy of.
         return None if type(obj) in _NEVER_REFERRED else self._reference(obj)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -280,6 +287,8 @@ class _Packer(cloudpickle.Pickler):
             return super().reducer_override(self._unbound(obj))
         if type(obj) is types.FunctionType and obj.__dict__.get("hooked") and _wrapped_by_torch(obj):
             return _hooked, (obj.__wrapped__,)  # type: ignore[attr-defined]
+        if type(obj) in weakref.ProxyTypes:
+            return weakref.proxy, (obj.__reduce_ex__.__self__,)
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             found = module_by_name(obj)
             if found is not None:
@@ -322,7 +331,8 @@ class _Packer(cloudpickle.Pickler):
         return twin
 
     def _reduce_module(self, module: nn.Module) -> Any:
-        reduced = (reduce_keras(module) or reduce_parametrized(module) or ())[:3] or module.__reduce_ex__(5)
+        own = reduce_keras(module) or reduce_parametrized(module) or reduce_ddp(module, _begun_ddp)
+        reduced = (own or ())[:3] or module.__reduce_ex__(5)
         if not isinstance(reduced, tuple) or any(part is not None for part in reduced[3:]):
             return reduced
         make, args, *rest = reduced
@@ -390,6 +400,7 @@ _NEVER_REFERRED = frozenset(
         types.FunctionType,
         types.BuiltinFunctionType,
         types.ModuleType,
+        *weakref.ProxyTypes,
     }
 )
 

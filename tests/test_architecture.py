@@ -23,6 +23,7 @@ FLOORS = (
         "event_files",
         "keras_objects",
         "parametrized",
+        "ddp",
         "modes",
         "sources",
         "seeds",

@@ -415,6 +415,21 @@ def test_one_value_comes_back_where_all_replicas_agree(notebook):
     assert torch.equal(notebook.user_ns["a"][1]["b"], torch.ones(2))
 
 
+def test_weak_proxies_come_back_as_proxies_of_what_the_notebook_has(notebook):
+    # Lightning's trainers have one of the network that they train.
+    notebook.here("import weakref\nfrom torch import nn\nclass Holder: pass")
+    notebook.cell(
+        "model, holder = nn.Linear(1, 1), Holder()\nholder.of_model = proxy = weakref.proxy(model)\n"
+        "holder.of_itself = weakref.proxy(holder)"
+    )
+    model, holder, proxy = (notebook.user_ns[name] for name in ("model", "holder", "proxy"))
+    assert {type(proxy), type(holder.of_model)} == {weakref.CallableProxyType}
+    assert proxy.weight is model.weight is holder.of_model.weight
+    assert holder.of_itself.of_model is holder.of_model
+    notebook.cell("same = proxy.weight is model.weight is holder.of_model.weight")
+    assert notebook.user_ns["same"] is True
+
+
 def test_a_per_replica_comes_back_where_they_differ(notebook):
     notebook.cell("a = torch.tensor(float(replica_id))")
     assert isinstance(notebook.user_ns["a"], PerReplica)

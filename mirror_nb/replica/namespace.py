@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
@@ -33,7 +34,6 @@ from mirror_nb.mirrors import (
 from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
 from mirror_nb.replica.objects import Objects
 from mirror_nb.replica.outgoing import (
-    BOUND_TO_REPLICA,
     MODULE_BYTES,
     PLAIN_BYTES,
     Fresh,
@@ -328,7 +328,7 @@ class Namespace:
     def _export(self, value: object, handle: str, fresh: Fresh, whole: bool) -> Export:
         if isinstance(value, types.ModuleType):
             return Imported(value.__name__)
-        if not isinstance(value, nn.Module) or isinstance(value, BOUND_TO_REPLICA):
+        if not isinstance(value, nn.Module) or type(value) in weakref.ProxyTypes:
             return self._plain(value, handle, fresh, whole)
         known = self.mirrors.known(value)
         if known is not None:
@@ -357,7 +357,7 @@ class Namespace:
 
     def _plain(self, value: object, handle: str, fresh: Fresh, whole: bool = False) -> Export:
         belongs = _stayed(value, "it belongs to the replica")
-        if isinstance(value, BOUND_TO_REPLICA) and not whole and self.objects.token(value) is None:
+        if isinstance(value, torch.Generator) and not whole and self.objects.token(value) is None:
             return belongs
         outgoing = Outgoing(self, self._label, fresh, handle, whole)
         try:

@@ -9,6 +9,7 @@ Knows payloads and networks; knows no names.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
@@ -28,7 +29,6 @@ PLAIN_BYTES = 1 << 20
 # A plain value above this stays in the replica and is fetched on request.
 MODULE_BYTES = 2 << 30
 # Likewise a network: copying it after every cell would take longer than most cells.
-BOUND_TO_REPLICA = (torch.Generator, nn.parallel.DistributedDataParallel)
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class Outgoing:
             return token
         if is_told(obj):
             return self._lend(obj)
-        if not isinstance(obj, nn.Module) or isinstance(obj, BOUND_TO_REPLICA):
+        if not isinstance(obj, nn.Module) or type(obj) in weakref.ProxyTypes:
             return None
         if (not self._whole and is_large(obj)) or not rebuilds(obj, self._known.names, self._label):
             return None

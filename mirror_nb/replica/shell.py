@@ -86,6 +86,9 @@ class ReplicaShell(InteractiveShell):
         self._traceback: tuple[str, ...] = ()
         self._shown: BaseException | None = None
 
+    def init_prompts(self) -> None:
+        """Leave `sys.ps1` unset, as in torchrun's workers: Lightning starts no processes of its own without it."""
+
     def enable_gui(self, gui: Any = None) -> None:
         """No event loop runs in a replica; matplotlib's inline backend asks for none."""
 
