@@ -465,6 +465,8 @@ class Stayed:
     why: str
     name: str = ""
     # Under which the replica keeps it, where that is not the name it was asked for by.
+    for_good: bool = False
+    # As it is, nothing can bring it.
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,6 +289,9 @@ class _Packer(cloudpickle.Pickler):
             return _hooked, (obj.__wrapped__,)  # type: ignore[attr-defined]
         if type(obj) in weakref.ProxyTypes:
             return weakref.proxy, (obj.__reduce_ex__.__self__,)
+        if type(obj) is weakref.ref and obj.__callback__ is None:
+            # Whose referent is gone refers to what goes at once.
+            return weakref.ref, (set() if (referent := obj()) is None else referent,)
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             found = module_by_name(obj)
             if found is not None:
@@ -308,7 +311,7 @@ class _Packer(cloudpickle.Pickler):
             return keras
         if isinstance(obj, nn.Module) and not isinstance(obj, torch.jit.ScriptModule):
             return self._reduce_module(obj)
-        if is_told(obj):
+        if isinstance(obj, torch.optim.Optimizer) or is_told(obj):
             return self._reduce_told(obj)
         return super().reducer_override(obj)
 
@@ -345,6 +348,8 @@ class _Packer(cloudpickle.Pickler):
         if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict) or any(reduced[3:]):
             return reduced
         make, args, state = reduced[:3]
+        if not is_told(obj):
+            return make, args, whole_state(obj, state)
         state = whole_state(obj, state if self._states else without_moments(obj, state))
         return make, args, (state, self._lend(obj)), None, None, _set_told_state
 

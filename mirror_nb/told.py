@@ -39,18 +39,22 @@ def change_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, A
 
 
 def is_told(obj: object) -> TypeGuard[_Told]:
-    """Whether each side tells the other what it changes in an object besides its tensors."""
-    return isinstance(obj, _Told)
+    """Whether each side tells the other what it changes in an object besides its tensors.
+
+    Not an optimizer around another one, as accelerate makes them: it has nothing of its own, the other one is told of.
+    """
+    return isinstance(obj, _Told) and (not isinstance(obj, torch.optim.Optimizer) or "param_groups" in vars(obj))
 
 
-def whole_state(obj: _Told, state: Any) -> Any:
+def whole_state(obj: object, state: Any) -> Any:
     """Return an object's state for pickle with what a class of optimizers adds to torch's own, which leaves it out.
 
-    Without its hooks, and without its `step` where a scheduler has replaced that: they are this process's.
+    Without its hooks, and without its `step` where a scheduler has replaced that: they are this process's. Without
+    torch's own where that is another optimizer's, which it is around.
     """
     if isinstance(obj, torch.optim.Optimizer) and type(obj).__getstate__ is torch.optim.Optimizer.__getstate__:
         own = {name: value for name, value in vars(obj).items() if name != "step" and "_hooks" not in name}
-        return {**own, **state}
+        return {**own, **state} if is_told(obj) else own
     return state
 
 

@@ -162,26 +162,35 @@ class Remote:
     """
 
     def __init__(
-        self, name: str, type_name: str, text: str, why: str, fetch: Callable[[], Any], replica_id: int = 0
+        self,
+        name: str,
+        type_name: str,
+        text: str,
+        why: str,
+        fetch: Callable[[], Any],
+        replica_id: int = 0,
+        for_good: bool = False,
     ) -> None:
         self.name = name
         self.replica_id = replica_id
         self.type_name = type_name
+        self.why = why
         self._text = text
-        self._why = why
         self._fetch = fetch
+        self._for_good = for_good
+        # As far as is known, `fetch` cannot bring it either.
 
     def fetch(self) -> Any:
         """Return the value of replica `replica_id`, whatever its size.
 
-        Raises TransferError if it cannot be pickled, ReplicaError if the replica no longer has it.
+        Raises TransferError if it cannot be pickled, or not be made again here, ReplicaError if the replica no longer
+        has it.
         """
         return self._fetch()
 
     def __repr__(self) -> str:
-        return (
-            f"<{self.name}: {self._text}, in the replicas ({self._why}); .fetch() brings replica {self.replica_id}'s>"
-        )
+        how = "use it in %%mirrored cells" if self._for_good else f".fetch() brings replica {self.replica_id}'s"
+        return f"<{self.name}: {self._text}, in the replicas ({self.why}); {how}>"
 
     def _repr_html_(self) -> str:
         return f"<code>{html.escape(repr(self))}</code>"
@@ -189,10 +198,9 @@ class Remote:
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__") or attribute.startswith("_repr_"):
             raise AttributeError(attribute)
-        raise AttributeError(
-            f"`{self.name}` ({self.type_name}) is in the replicas, not in the notebook: use it in a %%mirrored cell, "
-            f"or bring it with {self.name}.fetch()"
-        )
+        where = f"`{self.name}` ({self.type_name}) is in the replicas, not in the notebook"
+        how = f": {self.why}" if self._for_good else f", or bring it with {self.name}.fetch()"
+        raise AttributeError(f"{where}: use it in a %%mirrored cell{how}")
 
     def __reduce__(self) -> Any:
         raise ReplicaError(f"`{self.name}` stays in the replicas and cannot be pickled; .fetch() brings the value")

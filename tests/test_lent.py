@@ -180,6 +180,33 @@ def test_stopped_replicas_leave_their_states_here(shell, run):
     torch.testing.assert_close(state(run), on_one_device(shell, THERE, THERE))
 
 
+AROUND = """
+class Around(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner = inner
+    state = property(lambda self: self.inner.state)
+    param_groups = property(lambda self: self.inner.param_groups)
+    defaults = property(lambda self: self.inner.defaults)
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+    def step(self, closure=None):
+        self.inner.step(closure)
+bare, optimizer = optimizer, Around(optimizer)
+"""
+
+
+def test_an_optimizer_around_another_one_is_an_object_that_has_it(shell, run, request):
+    # As accelerate's `prepare` and Lightning make them.
+    run(("%%mirrored\n" if "mirrored" in request.node.name else "") + AROUND)
+    run(THERE)
+    assert run("optimizer.inner is bare and type(optimizer) is Around")
+    bare = "{'model': model.state_dict(), 'optimizer': bare.state_dict(), 'at': scheduler.state_dict()}"
+    torch.testing.assert_close(run(bare), on_one_device(shell, THERE))
+    run("bare.param_groups[0]['lr'] = 0.5")
+    run(THERE)
+    torch.testing.assert_close(run(bare), on_one_device(shell, THERE, "optimizer.param_groups[0]['lr'] = 0.5", THERE))
+
+
 def pids(shell: InteractiveShell) -> list[int]:
     session = shell.magics_manager.registry["MirrorMagics"].session
     return [status.pid for status in session.pool.status()]

@@ -58,6 +58,7 @@ for a, b in fabric.setup_dataloaders(loader):
     optimizer.zero_grad(); fabric.backward(loss); optimizer.step()
     losses.append(fabric.all_reduce(loss.detach()))
 found = fabric.world_size, fabric.global_rank, len(losses), float(sum(losses)) / len(losses)
+del fabric, model, optimizer
 """
 
 

@@ -11,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
-from mirror_nb import DeviceError, PerReplica, PoolClosed, TransferError, UsageError
+from mirror_nb import DeviceError, PerReplica, PoolClosed, Remote, TransferError, UsageError
 from mirror_nb.notebook.magics import _ids
 from mirror_nb.pool.in_process import InProcessPool
 
@@ -199,6 +199,21 @@ def test_push_and_pull_by_hand(run, shell):
     assert "in the replicas" in repr(shell.user_ns["big"])
     assert "pulled big" in run("%mirror pull big")[1]
     assert len(shell.user_ns["big"]) == 3_000_000
+
+
+def test_what_cannot_be_sent_says_so_when_it_is_asked_for(run, shell):
+    run("%%mirrored --quiet\nimport threading\nlock = threading.Lock()\nlarge = 'x' * 3_000_000")
+    lock = shell.user_ns["lock"]
+    assert repr(lock).endswith("cannot pickle '_thread.lock' object); use it in %%mirrored cells>")
+    with pytest.raises(AttributeError, match="use it in a %%mirrored cell: lock cannot be sent"):
+        _ = lock.acquire
+    why = "`lock` cannot be brought to the notebook: lock cannot be sent: TypeError: .*; it stays in the replicas"
+    with pytest.raises(TransferError, match=why):
+        lock.fetch()
+    with pytest.raises(TransferError, match=why):
+        run("%mirror pull large lock")
+    assert len(shell.user_ns["large"]) == 3_000_000
+    assert isinstance(shell.user_ns["lock"], Remote)
 
 
 def test_what_a_later_search_path_finds_can_be_pushed_and_imported(run, shell, tmp_path, monkeypatch):

@@ -415,17 +415,19 @@ def test_one_value_comes_back_where_all_replicas_agree(notebook):
     assert torch.equal(notebook.user_ns["a"][1]["b"], torch.ones(2))
 
 
-def test_weak_proxies_come_back_as_proxies_of_what_the_notebook_has(notebook):
-    # Lightning's trainers have one of the network that they train.
+def test_weak_references_come_back_as_such_to_what_the_notebook_has(notebook):
+    # Lightning's trainers have a proxy of the network that they train, torch's schedulers references.
     notebook.here("import weakref\nfrom torch import nn\nclass Holder: pass")
     notebook.cell(
         "model, holder = nn.Linear(1, 1), Holder()\nholder.of_model = proxy = weakref.proxy(model)\n"
-        "holder.of_itself = weakref.proxy(holder)"
+        "holder.of_itself = weakref.proxy(holder)\nholder.reference = weakref.ref(model)\n"
+        "holder.to_none = weakref.ref(Holder())"
     )
     model, holder, proxy = (notebook.user_ns[name] for name in ("model", "holder", "proxy"))
     assert {type(proxy), type(holder.of_model)} == {weakref.CallableProxyType}
     assert proxy.weight is model.weight is holder.of_model.weight
     assert holder.of_itself.of_model is holder.of_model
+    assert (holder.reference(), holder.to_none()) == (model, None)
     notebook.cell("same = proxy.weight is model.weight is holder.of_model.weight")
     assert notebook.user_ns["same"] is True
 

@@ -466,7 +466,7 @@ class Names:
             case KnownModule(handle) | NewModule(handle):
                 lacking = self._lacking.get(handle)
                 why = "it did not travel" if lacking is None else f"it cannot be rebuilt here: {lacking}"
-                stayed = Stayed("Module", "network", why)
+                stayed = Stayed("Module", "network", why, for_good=lacking is not None)
                 network = self.mirrors.find(handle)
                 if network is None:
                     self.undelivered.add(handle)
@@ -476,12 +476,11 @@ class Names:
             case Plain(payload):
                 if all(isinstance(e, Plain) and e.payload.pickled == payload.pickled for e in exports.values()):
                     return self._open(payload, name, chosen)
-        return merged(
-            [
-                self._open(e.payload, name, r) if isinstance(e, Plain) else self._remote(name, _stand_in(e), r)
-                for r, e in sorted(exports.items())
-            ]
-        )
+        values = [
+            self._open(e.payload, name, r) if isinstance(e, Plain) else self._remote(name, _stand_in(e), r)
+            for r, e in sorted(exports.items())
+        ]
+        return values[0] if all(isinstance(value, Remote) for value in values) else merged(values)
 
     def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
         try:
@@ -489,7 +488,7 @@ class Names:
         except _Undelivered:
             stayed = Stayed("object", "value", "it has a network or an optimizer that did not travel")
         except Exception as reason:
-            stayed = Stayed("object", "value", f"it cannot be rebuilt here: {reason}")
+            stayed = Stayed("object", "value", f"it cannot be rebuilt here: {reason}", for_good=True)
         return self._remote(name, stayed, replica_id)
 
     def _unpacked(self, payload: Payload) -> Any:
@@ -511,7 +510,7 @@ class Names:
     def _remote(self, name: str, stayed: Stayed, replica_id: int) -> Remote:
         kept = stayed.name or name
         fetch = functools.partial(self._fetch, kept, replica_id)
-        return Remote(kept, stayed.type_name, stayed.text, stayed.why, fetch, replica_id)
+        return Remote(kept, stayed.type_name, stayed.text, stayed.why, fetch, replica_id, stayed.for_good)
 
 
 class _Undelivered(Exception):

@@ -41,6 +41,7 @@ from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 from mirror_nb.pool.recovery import compare, recover
 from mirror_nb.strategies.mirrored import SETUP
+from mirror_nb.values import Remote
 
 QUICK_SIZES = (64 * 2**10, 2**20, 25 * 2**20)
 # Bytes, of all-reduces that are measured for the picker.
@@ -522,8 +523,10 @@ class Session:
         returned = self._absorb(report, replicas[0])
         raise_for(report, self._running().devices)
         _check_rebuilt(names, returned)
+        for name in returned.stayed:
+            _check_brought(name, self._shell.user_ns[name])
         whence = f"replica {spans(replicas)}"
-        return f"pulled {_listed(returned.bound + returned.stayed)} ({size(returned.nbytes)}) from {whence}"
+        return f"pulled {_listed(returned.bound)} ({size(returned.nbytes)}) from {whence}"
 
     def fetch(self, name: str, replica_id: int) -> Any:
         """Return a replica's value of a name, whatever its size; the notebook's name is left alone."""
@@ -531,13 +534,15 @@ class Session:
         report = self._fetch((name,), [replica_id])
         raise_for(report, self._running().devices)
         before = self._shell.user_ns.get(name, _MISSING)
-        _check_rebuilt((name,), self._absorb(report, replica_id))
+        returned = self._absorb(report, replica_id)
+        _check_rebuilt((name,), returned)
         value = self._shell.user_ns.pop(name)
         if before is _MISSING:
             self._names.forget(replica_id, (name,))
         else:
             self._shell.user_ns[name] = before
             self._names.note(replica_id, name, before)
+        _check_brought(name, value)
         return value
 
     def _fetch(self, names: tuple[str, ...], replicas: Sequence[int]) -> Report:
@@ -652,6 +657,11 @@ def _check_rebuilt(names: Sequence[str], returned: Returned) -> None:
         raise TransferError(
             f"{_listed(list(names))} cannot be rebuilt in the notebook: {returned.problem}; it stays in the replicas"
         )
+
+
+def _check_brought(name: str, value: object) -> None:
+    if isinstance(value, Remote):
+        raise TransferError(f"`{name}` cannot be brought to the notebook: {value.why}; it stays in the replicas")
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

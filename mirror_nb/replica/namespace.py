@@ -336,7 +336,7 @@ class Namespace:
         if not whole and is_large(value):
             return _stayed(value, f"it is larger than {MODULE_BYTES >> 30} GiB")
         if not rebuilds(value, self.names, self._label):
-            return _stayed(value, "it cannot be made again from what pickle makes of it")
+            return _stayed(value, "it cannot be made again from what pickle makes of it", for_good=True)
         handle = self.mirrors.name(value, handle)
         fresh.add_network(handle, value, self)
         return NewModule(handle)
@@ -369,7 +369,7 @@ class Namespace:
         except TooLarge:
             return _stayed(value, f"it is larger than {PLAIN_BYTES >> 20} MiB")
         except (TransferError, RecursionError) as reason:
-            return _stayed(value, str(reason))
+            return _stayed(value, str(reason), for_good=True)
 
     def _keep_unpicklable(self, exports: Exports) -> None:
         """Let the networks that cannot be pickled stay here, and say so under their names."""
@@ -379,7 +379,7 @@ class Namespace:
             except TransferError as reason:
                 del exports.modules[handle]
                 for name in [n for n, export in exports.names.items() if export == NewModule(handle)]:
-                    exports.names[name] = _stayed(module, str(reason))
+                    exports.names[name] = _stayed(module, str(reason), for_good=True)
 
     def _changed_roots(
         self, fresh: Iterable[str], owner: bool, trained: bool, sums: dict[str, int] | None
@@ -411,8 +411,8 @@ def _complete(network: nn.Module) -> list[torch.Tensor]:
     return [parameter for parameter in network.parameters() if not is_lazy(parameter)]
 
 
-def _stayed(value: object, why: str) -> Stayed:
-    return Stayed(type(value).__name__, describe(value), why)
+def _stayed(value: object, why: str, for_good: bool = False) -> Stayed:
+    return Stayed(type(value).__name__, describe(value), why, for_good=for_good)
 
 
 def describe(value: object) -> str:
