@@ -97,6 +97,8 @@ class GradientSynchronizer:
         self._has_deferred = False
         # Hooks of others, which are called once the pass has ended.
         self._round: _Round | None = None
+        self.undivided_passes = 0
+        # Backward passes on batches of which this replica was given no share.
         self._group: Callable[[], object | None] = lambda: None
         self._forget_agreements()
         self.clear_shares()
@@ -186,11 +188,13 @@ class GradientSynchronizer:
         """Weigh the coming gradients by this replica's part of the global batch; a sum has no weights."""
         if not 0 <= local_examples <= global_examples or global_examples < 1:
             raise UsageError(f"a share of {local_examples} examples in a global batch of {global_examples} cannot be")
+        self._divided = True
         if self.reduction == "mean":
             self._weight = self.num_replicas * local_examples / global_examples
 
     def clear_shares(self) -> None:
         """Let every replica weigh in alike."""
+        self._divided = False
         # A sum is the mean of n times the gradients, which leaves what was summed before as it is.
         self._weight = 1.0 if self.reduction == "mean" else float(self.num_replicas)
 
@@ -257,6 +261,7 @@ class GradientSynchronizer:
         if self._round is not None:
             self._give_up(self._round)
         self.before_backward()
+        self.undivided_passes += not self._divided
         if self.recorder is not None:
             self.recorder.backward_begun()
 

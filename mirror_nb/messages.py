@@ -545,6 +545,8 @@ class Done:
     # What a call changed in the copies of what its function captured, as the function names it.
     files: tuple[str, ...] = ()
     # That the user's code has opened to write, whole paths.
+    undivided: tuple[tuple[str, int], ...] = ()
+    # Loaders that a cell has trained on as a whole: their names, and prints of their data.
 
 
 # --------------------------------------------------------------------------- the channel

@@ -25,17 +25,21 @@ class Replaced:
         *,
         before: Callable[..., object] | None = None,
         after: Callable[..., object] | None = None,
+        result: Callable[..., object] | None = None,
     ) -> None:
+        # `result` is called with what it returned before its arguments.
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             if before is not None and not self._removed:
                 before(*args, **kwargs)
-            result = original(*args, **kwargs)
+            returned = original(*args, **kwargs)
             if after is not None and not self._removed:
                 after(*args, **kwargs)
-            return result
+            if result is not None and not self._removed:
+                result(returned, *args, **kwargs)
+            return returned
 
         self._owner, self._name, self._removed = owner, name, False
         self._original, self._replacement = original, replacement

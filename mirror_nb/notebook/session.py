@@ -113,6 +113,8 @@ class _Ledger:
     returned: Returned = field(default_factory=Returned)
     mixed: list[str] = field(default_factory=list)
     # Files that several replicas have opened to write, as this cell was the first to show.
+    undivided: list[str] = field(default_factory=list)
+    # Loaders that every replica has gone through, likewise.
 
     def parts(self, replicas: Sequence[int], seconds: float) -> list[str]:
         n = len(replicas)
@@ -139,6 +141,10 @@ class _Ledger:
         if self.mixed:
             advice = "(under `if replica_id == 0:` it is written once)"
             parts.append(f"written by several replicas at once: {_listed(self.mixed)} {advice}")
+        for name in self.undivided:
+            whose = name or "a DataLoader"
+            advice = f"(strategy.distribute_dataset({name or '...'}) gives each its share)"
+            parts.append(f"every replica trained on all of {whose} {advice}")
         if self.returned.problem is not None:
             parts.append(f"could not be rebuilt here: {self.returned.problem}")
         return parts
@@ -151,8 +157,9 @@ class Session:
         self._shell = shell
         self._pool: Pool | None = None
         self._told: set[int] = set()
-        self._told_files: set[str] = set()
         # Pids of dead replicas that the user has been told of.
+        self._told_files: set[str] = set()
+        self._told_loaders: set[str] = set()
         self._seed = 0
         self._exchange = Exchange()
         self.measured: dict[tuple[str, ...], AllReduceTable] = {}
@@ -354,6 +361,8 @@ class Session:
             self._lent.take_changes(report, replicas[0])
             ledger.returned = self._absorb(report, replicas[0])
             ledger.mixed = self._note_mixed(report)
+            ledger.undivided = [name for name in report.undivided_loaders() if name not in self._told_loaders]
+            self._told_loaders.update(ledger.undivided)
             pool.tell(self._title(), self._operation)
         view.close(ledger.parts(replicas, time.perf_counter() - began))
         raise_for(report, pool.devices, options.timeout)

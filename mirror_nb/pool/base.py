@@ -152,6 +152,11 @@ class Report:
         opened = [path for answer in self.answers.values() if answer.done is not None for path in answer.done.files]
         return [path for path, count in Counter(opened).items() if count > 1] if opened else []
 
+    def undivided_loaders(self) -> list[str]:
+        """Return the names of loaders that every replica has trained on as a whole; of one without, an empty one."""
+        told = [set(answer.done.undivided) for answer in self.answers.values() if answer.done is not None]
+        return sorted({name for name, _ in set.intersection(*told)}) if len(told) > 1 else []
+
     @property
     def clean(self) -> bool:
         """Whether every replica did what it was asked."""

@@ -62,6 +62,7 @@ from mirror_nb.replica.namespace import Namespace
 from mirror_nb.replica.progress import Progress
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.shell import ReplicaShell, make_shell
+from mirror_nb.replica.undivided import Undivided
 from mirror_nb.steering import Steering
 
 _NOTHING = Arrivals()
@@ -124,6 +125,8 @@ class Replica:
         if self.own_process:
             # Entered for good: to put the hooks in place and away again would take half the time of a small call.
             self.scope.__enter__()
+        divides = self.own_process and identity.num_replicas > 1
+        self.undivided = Undivided(self.gradients) if divides else None
         self._failed: list[types.TracebackType] = []
         # Of what the present request raised: their frames hold what the failed code held.
         self._was_full = False
@@ -225,7 +228,10 @@ class Replica:
         payload = packed.payload if packed is not None else None
         grouped = self.identity.num_replicas == 1 or dist.is_initialized()
         written = files.taken()
-        done = Done(request.number, failure, payload, seconds, bundle, left, grouped, settings, lost, written)
+        undivided = self.undivided.taken(self.namespace.names) if self.undivided is not None else ()
+        done = Done(
+            request.number, failure, payload, seconds, bundle, left, grouped, settings, lost, written, undivided
+        )
         if packed is None or packed.slab is None:
             self.emit(done)
         else:

@@ -1,0 +1,106 @@
+"""Loaders that this replica trains on as a whole: who wrote the loop may have forgotten `distribute_dataset`.
+
+    for x, y in loader:          iterated ─▶ backward passes with no share of a batch ─▶ noted
+        loss.backward()
+
+The controller compares what the replicas note: a loader over each replica's own part of the data has another print.
+Knows torch's loaders; knows no replicas and no channel.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+import zlib
+from collections.abc import Mapping
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import sampler as samplers
+
+from mirror_nb.replaced import Replaced, called_by_us
+
+_DEPTH = 4
+_GONE: Any = (None, None, None, math.inf)
+
+
+class Passes(Protocol):
+    """What counts the backward passes on batches of which this replica was given no share."""
+
+    undivided_passes: int
+
+
+@final
+class Undivided:
+    """Notes loaders of one replica, for as long as its process lives."""
+
+    def __init__(self, gradients: Passes) -> None:
+        self._gradients = gradients
+        self._live: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], Any, int]] = {}
+        # By the id of its iterator: that, the loader, what is in it, and the passes before it.
+        self._found: list[tuple[weakref.ref[Any], Any]] = []
+        Replaced(DataLoader, "__iter__", result=self._iterated)
+
+    def taken(self, names: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+        """Return the loaders that were trained on since this was asked last: their name, and a print of their data."""
+        if not self._live and not self._found:
+            return ()
+        for key in list(self._live):
+            self._ended(key)
+        found, self._found = self._found, []
+        named = {_name_of(loader(), names): dataset for loader, dataset in found}
+        return tuple((name, zlib.crc32(repr(_print_of(data, _DEPTH)).encode())) for name, data in named.items())
+
+    def _iterated(self, iterator: Any, loader: DataLoader[Any]) -> None:
+        if called_by_us(1) or not _is_undivided(loader):
+            return
+        key = id(iterator)
+        passes = self._gradients.undivided_passes
+        ends = weakref.ref(iterator, lambda _: self._ended(key))
+        self._live[key] = ends, weakref.ref(loader), loader.dataset, passes
+
+    def _ended(self, key: int) -> None:
+        """The iterator is gone, or its cell has ended, which is long enough to know."""
+        _, loader, dataset, passes = self._live.pop(key, _GONE)
+        if self._gradients.undivided_passes > passes:
+            self._found.append((loader, dataset))
+
+
+def _is_undivided(loader: DataLoader[Any]) -> bool:
+    """Whether it gives all of its data, on each replica: not one of a library's, nor with samplers that divide."""
+    plain = all(
+        one is None or type(one).__module__ == samplers.__name__ for one in (loader.sampler, loader.batch_sampler)
+    )
+    # Workers that stay keep their iterator.
+    kept = loader.persistent_workers
+    return type(loader) is DataLoader and plain and not kept and not isinstance(loader.dataset, IterableDataset)
+
+
+def _name_of(value: Any, names: Mapping[str, Any]) -> str:
+    return next((name for name, other in list(names.items()) if other is value and value is not None), "")
+
+
+def _print_of(value: Any, depth: int) -> Any:
+    """Return something short and printable that tells apart what parts of data differ in; it need not tell all."""
+    if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and value.layout is torch.strided):
+        rows = [value[i] for i in _some(len(value))] if value.ndim else [value]
+        return tuple(value.shape), [zlib.crc32(_in_numpy(row).tobytes()) for row in rows]
+    if isinstance(value, (str, int, float, bool, bytes)):
+        return value
+    if depth and isinstance(value, (list, tuple, range)):
+        return len(value), [_print_of(value[i], depth - 1) for i in _some(len(value))]
+    if depth and isinstance(value, dict):
+        return [(str(key), _print_of(one, depth - 1)) for key, one in list(value.items())[:100]]
+    if depth and hasattr(value, "__dict__") and not isinstance(value, type):
+        return type(value).__name__, _print_of(vars(value), depth - 1)
+    return type(value).__name__
+
+
+def _some(length: int) -> list[int]:
+    return sorted({0, length // 2, length - 1}) if length else []
+
+
+def _in_numpy(row: Any) -> Any:
+    return row.detach().cpu().double().numpy() if isinstance(row, torch.Tensor) else np.asarray(row)
