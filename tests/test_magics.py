@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from driving import doing, plain, press_ctrl_c
+from driving import doing, eventually, plain, press_ctrl_c
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
@@ -289,6 +292,24 @@ picky = Picky(1, 1)
         run_on_two("other.fetch()")
     assert run_on_two("%%mirrored\ny = 3")[0] is None
     assert run_on_two("y")[0] == 3
+
+
+def test_tracebacks_show_the_lines_of_functions_that_mirrored_cells_made(run_on_two, shell):
+    run_on_two("%%mirrored\ndef fails(x):\n    raise ValueError(x)")
+    with pytest.raises(ValueError, match="here") as here:
+        run_on_two("fails('here')")
+    assert "    raise ValueError(x)\n" in "".join(traceback.format_exception(here.value))
+    pool = shell.magics_manager.registry["MirrorMagics"].session.pool
+    os.kill(pool.status()[0].pid, signal.SIGKILL)
+    eventually(pool.dead, "the death is noticed")
+    for prepare in ("", "%mirror restart"):
+        run_on_two(prepare)
+        with pytest.raises(ValueError, match="there") as there:
+            run_on_two("%%mirrored\nfails('there')")
+        lines = plain("\n".join(there.value._render_traceback_()))
+        assert "in fails(x)" in lines
+        assert "raise ValueError(x)" in lines
+        assert "raised by all 2 replicas" in lines
 
 
 # ---------------------------------------------------------------------- in a terminal

@@ -10,6 +10,7 @@ import sys
 import time
 import types
 import uuid
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 from mirror_nb.pool.recovery import compare, recover
+from mirror_nb.replica.shell import cell_numbers, learn, source_of
 from mirror_nb.strategies.mirrored import SETUP
 from mirror_nb.values import Remote
 
@@ -49,6 +51,7 @@ QUICK_SECONDS = 0.3
 # For each size.
 IDLE_SECONDS = 0.2
 # Between two looks at the replicas while no cell runs; one takes 10 µs.
+KEPT_CELLS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,10 @@ class Session:
         # Pids of dead replicas that the user has been told of.
         self._told_files: set[str] = set()
         self._told_loaders: set[str] = set()
+        self._cells: deque[Source] = deque(maxlen=KEPT_CELLS)
+        # What replicas have run, in whose functions tracebacks may end.
+        self._untaught: set[int] = set()
+        # Replicas that have functions of these cells from another one, without their lines.
         self._seed = 0
         self._exchange = Exchange()
         self.measured: dict[tuple[str, ...], AllReduceTable] = {}
@@ -415,6 +422,8 @@ class Session:
         requests, slabs = {}, {}
         # The magic's own line counts, so that tracebacks give the notebook's line numbers.
         body = source if source.lstrip().startswith("%%") else f"# %%mirrored\n{source}"
+        # Not execution_count: since IPython 9 that is the next cell's already.
+        number = self._shell.displayhook.prompt_count
         for replica_id in replicas:
             parcel = next((p for p in parcels if replica_id in p.replicas), None)
             requests[replica_id] = RunCell(
@@ -422,22 +431,27 @@ class Session:
                 names=parcel.packed.payload if parcel is not None else None,
                 bound=names.bound,
                 mentioned=names.mentioned,
-                # Not execution_count: since IPython 9 that is the next cell's already.
-                count=self._shell.displayhook.prompt_count,
+                count=number,
                 working_directory=_folder(),
                 synchronize=options.synchronize,
                 partial=len(replicas) < self._running().size,
                 owner=replica_id == replicas[0],
-                sources=self._sources(parcel) if parcel is not None else (),
+                sources=self._sources(parcel, replica_id),
                 widgets=getattr(self._shell, "kernel", None) is not None,
             )
             slabs[replica_id] = parcel.packed.slab if parcel is not None else None
+        self._untaught.difference_update(replicas)
+        cell = source_of(self._shell, body, number)
+        self._cells.append(cell)
+        learn(self._shell, [cell])
         return requests, slabs
 
-    def _sources(self, parcel: Parcel) -> tuple[Source, ...]:
-        numbers = getattr(self._shell.compile, "_filename_map", {})
-        texts = {file: "".join(linecache.getlines(file)) for file in sorted(parcel.packed.files)}
-        return tuple(Source(file, text, numbers.get(file)) for file, text in texts.items() if text)
+    def _sources(self, parcel: Parcel | None, replica_id: int) -> tuple[Source, ...]:
+        files = parcel.packed.files if parcel is not None else frozenset()
+        texts = {file: "".join(linecache.getlines(file)) for file in sorted(files)}
+        numbers = cell_numbers(self._shell)
+        found = (Source(file, text, numbers.get(file)) for file, text in texts.items() if text)
+        return (*found, *(self._cells if replica_id in self._untaught else ()))
 
     def _shown_by(self, view: CellView, files: EventFiles) -> Any:
         kernel = getattr(self._shell, "kernel", None)
@@ -609,6 +623,7 @@ class Session:
         if recovery.source is not None:
             for replica_id in recovery.filled:
                 self._names.restored(replica_id, recovery.source)
+                self._untaught.add(replica_id)
                 self._names.forget(replica_id, recovery.left)
         return [_mended(death, recovery.source, recovery.left) for death in gone]
 

@@ -61,7 +61,7 @@ from mirror_nb.replica.lost import Copies
 from mirror_nb.replica.namespace import Namespace
 from mirror_nb.replica.progress import Progress
 from mirror_nb.replica.scope import Scope
-from mirror_nb.replica.shell import ReplicaShell, make_shell
+from mirror_nb.replica.shell import ReplicaShell, learn, make_shell
 from mirror_nb.replica.undivided import Undivided
 from mirror_nb.steering import Steering
 
@@ -308,7 +308,7 @@ class Replica:
             self.namespace.bind(cell.names, slab)
         before = self.namespace.before(cell.mentioned, number)
         shell = self.shell
-        shell.learn(cell.sources)
+        learn(shell, cell.sources)
         reporting.settle()
         failure = None
         self.partial = cell.partial

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from IPython.core import interactiveshell
+from IPython.core.compilerop import code_name
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.error import StdinNotImplementedError
@@ -134,17 +135,7 @@ class ReplicaShell(InteractiveShell):
     @property
     def cell_numbers(self) -> dict[str, int]:
         """The notebook's numbers of its cells, by the file that their code names."""
-        return getattr(self.compile, "_filename_map", {})
-
-    def learn(self, sources: Iterable[Source]) -> None:
-        """Know the lines of the notebook's own cells, for tracebacks through their functions."""
-        numbers = self.cell_numbers
-        for source in sources:
-            # Without a time of change, since there is no file to look at.
-            lines = source.text.splitlines(keepends=True)
-            linecache.cache[source.file] = (len(source.text), None, lines, source.file)
-            if source.number is not None:
-                numbers[source.file] = source.number
+        return cell_numbers(self)
 
     def run(self, source: str, count: int) -> CellEnd:
         """Run one cell and return how it ended; `count` is its number in tracebacks."""
@@ -167,6 +158,27 @@ class ReplicaShell(InteractiveShell):
         if DisplayHook.semicolon_at_end_of_expression(source) if _tokenizes(source) else False:
             end.bundle = None
         return end
+
+
+def source_of(shell: InteractiveShell, cell: str, number: int) -> Source:
+    """Return what a replica makes of a cell that `shell` is given: its lines, and the file that its code names."""
+    text = shell.transform_cell(cell)
+    return Source(code_name(text, number), text, number)
+
+
+def learn(shell: InteractiveShell, sources: Iterable[Source]) -> None:
+    """Have `shell` know the lines of cells that another one has run, for tracebacks through their functions."""
+    for source in sources:
+        # Without a time of change, since there is no file to look at.
+        lines = source.text.splitlines(keepends=True)
+        linecache.cache[source.file] = (len(source.text), None, lines, source.file)
+        if source.number is not None:
+            cell_numbers(shell)[source.file] = source.number
+
+
+def cell_numbers(shell: InteractiveShell) -> dict[str, int]:
+    """Return the notebook's numbers of its cells, by the file that their code names."""
+    return getattr(shell.compile, "_filename_map", {})
 
 
 def _tokenizes(source: str) -> bool:
