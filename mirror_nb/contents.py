@@ -104,6 +104,27 @@ def _is_own(value: object) -> bool:
     return plain or isinstance(value, collections.abc.MutableMapping) or is_users(kind.__module__)
 
 
+def is_refillable(value: object) -> bool:
+    """Whether all that an object holds are its attributes: another one with the same attributes is the same."""
+    kind = type(value)
+    plain = kind is types.SimpleNamespace or all(
+        getattr(kind, name, None) is getattr(object, name, None)
+        for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+    )
+    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    return plain and not slots and hasattr(value, "__dict__") and _is_own(value)
+
+
+def refill(value: object, kind: type, attributes: dict[str, Any]) -> None:
+    """Make an object one of this class with these attributes, and no others."""
+    if type(value) is not kind:
+        # As it was there: autoreload gives objects another class.
+        value.__class__ = kind
+    held = vars(value)
+    held.clear()
+    held.update(attributes)
+
+
 class _Reader(pickle.Pickler):
     """Writes what a value holds; nobody reads it but to compare."""
 

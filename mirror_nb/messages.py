@@ -238,6 +238,15 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Changed:
+    """In the place of a dict of names, where objects among them are there already, and were changed."""
+
+    names: dict[str, Any]
+    held: dict[str, tuple[type, dict[str, Any]]]
+    # By name: the class of such an object, and all that it has now. Who else holds it there sees it, too.
+
+
+@dataclass(frozen=True, slots=True)
 class Restore:
     """Take over another replica's snapshot."""
 

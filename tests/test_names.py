@@ -223,6 +223,49 @@ def test_what_is_put_in_the_place_of_a_large_tensor_is_another_wherever_it_lies(
         assert notebook.user_ns["y"] == value
 
 
+CONFIGS = {
+    "of a class": "class Config: pass\nconfig = Config()",
+    "of a class on another one": "class Base: pass\nclass Config(Base): pass\nconfig = Config()",
+    "a dataclass": "import dataclasses\n@dataclasses.dataclass\nclass Config:\n    x: int = 0\nconfig = Config()",
+    "a simple namespace": "import types\nconfig = types.SimpleNamespace()",
+    "argparse's": "import argparse\nconfig = argparse.Namespace()",
+}
+
+
+@pytest.mark.parametrize("make", CONFIGS.values(), ids=CONFIGS)
+def test_who_holds_an_object_that_the_notebook_changes_sees_the_change(notebook, make):
+    notebook.here(
+        f"{make}\nconfig.rate, config.old = 1, 1\nclass Trainer: pass\nours = Trainer()\nours.config = config"
+    )
+    notebook.cell("theirs = Trainer()\ntheirs.config = config\nheld = [config]\nours")
+    notebook.here("config.rate = 2\ndel config.old\nconfig.itself = config")
+    notebook.cell(
+        "one = config is theirs.config is held[0] is ours.config is config.itself\n"
+        "rate, old = theirs.config.rate, hasattr(config, 'old')"
+    )
+    assert [notebook.user_ns[name] for name in ("one", "rate", "old")] == [True, 2, False]
+
+
+def test_an_object_whose_class_has_a_say_in_what_it_holds_is_another_one_after_a_change(notebook):
+    notebook.here(
+        "class Config:\n    __slots__ = ('rate',)\n"
+        "class Picky:\n    def __getstate__(self): return {'rate': 1 + self.rate}\n"
+        "config, picky = Config(), Picky()\nconfig.rate = picky.rate = 1"
+    )
+    notebook.cell("held = config, picky")
+    notebook.here("config.rate = picky.rate = 2")
+    notebook.cell("rates = [config.rate, picky.rate, held[0].rate, held[1].rate]")
+    assert notebook.user_ns["rates"] == [2, 3, 1, 2]
+
+
+def test_an_object_that_was_given_another_class_has_it_in_the_replicas_too(notebook):
+    notebook.here("class First: pass\nclass Second: pass\nconfig = First()\nconfig.rate = 1")
+    notebook.cell("held = config")
+    notebook.here("config.__class__ = Second\nconfig.rate = 2")
+    notebook.cell("found = held is config, type(held).__name__, held.rate")
+    assert notebook.user_ns["found"] == (True, "Second", 2)
+
+
 def test_an_object_that_a_cell_changes_stays_as_it_is_on_both_sides_and_is_told_of(notebook):
     notebook.here(f"{CONFIG}x = Config(); same = x")
     assert notebook.cell("x.lr = 5").altered == ["x"]

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from mirror_nb.contents import Content, content
+from mirror_nb.contents import Content, content, is_refillable
 from mirror_nb.errors import TransferError
-from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
+from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, mirrored_values
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Packed, Payload, global_names, pack, unpack
@@ -165,8 +165,11 @@ class Names:
             modules: list[nn.Module] = []
             lent: list[Any] = []
             parameters: list[nn.Parameter] = []
+            again = self._again(values, replicas)
+            held = {name: (type(value), dict(vars(value))) for name, value in again.items()}
+            sent = Changed(values, held) if again else values
             try:
-                packed = self._pack(values, replicas, modules, lent, parameters)
+                packed = self._pack(sent, replicas, modules, lent, parameters, again)
             except TransferError:
                 raise self._culprit(values, replicas) from None
             # Methods of classes deep inside a value may read names that no one has seen yet.
@@ -184,11 +187,16 @@ class Names:
         modules: list[nn.Module],
         lent: list[Any],
         parameters: list[nn.Parameter],
+        again: Mapping[str, object] = types.MappingProxyType({}),
     ) -> Packed:
-        """Pack, and add to the lists what is found, `parameters` that the replicas have not among them."""
+        """Pack, and add to the lists what is found, `parameters` that the replicas have not among them.
+
+        Of `again`, objects by name, the replicas have what they had earlier.
+        """
+        there = {id(obj): ("name", name) for name, obj in again.items()}
 
         def reference(obj: object) -> Any:
-            token = self._reference(obj, replicas)
+            token = there.get(id(obj)) or self._reference(obj, replicas)
             if token is None and isinstance(obj, nn.Parameter):
                 parameters.append(obj)
             return token
@@ -208,6 +216,16 @@ class Names:
             handle=handle,
             lend=lend,
         )
+
+    def _again(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> dict[str, object]:
+        """Return those that these replicas have as they were earlier: what holds them there is to see the change."""
+        had = [self._sent.get(replica_id, {}) for replica_id in replicas]
+        return {
+            name: value
+            for name, value in values.items()
+            if all(name in names and names[name].value is value and not names[name].altered for names in had)
+            and is_refillable(value)
+        }
 
     def _owners(self, parameters: Iterable[nn.Parameter], sent: Iterable[nn.Module]) -> set[str]:
         """Return names with networks that have one of these parameters, other than the networks that are sent.

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mirror_nb.contents import Content, content
+from mirror_nb.contents import Content, content, refill
 from mirror_nb.errors import TransferError
-from mirror_nb.messages import Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
+from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import (
     ATTRIBUTES,
     Mirrors,
@@ -105,8 +105,13 @@ class Namespace:
         return value
 
     def bind(self, payload: Any, slab: int | None) -> None:
-        """Bind the names of a payload, which is a dict."""
-        self.names.update(self.open(payload, slab))
+        """Bind the names of a payload, which is a dict, or `Changed`."""
+        opened = self.open(payload, slab)
+        if isinstance(opened, Changed):
+            for name, (kind, attributes) in opened.held.items():
+                refill(opened.names[name], kind, attributes)
+            opened = opened.names
+        self.names.update(opened)
 
     def load(self, payload: Any, slab: int | None) -> None:
         """Copy the controller's values into networks that are here: {handle: {tensor name: value}}."""
