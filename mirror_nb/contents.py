@@ -115,11 +115,8 @@ def is_refillable(value: object) -> bool:
     return plain and not slots and hasattr(value, "__dict__") and _is_own(value)
 
 
-def refill(value: object, kind: type, attributes: dict[str, Any]) -> None:
-    """Make an object one of this class with these attributes, and no others."""
-    if type(value) is not kind:
-        # As it was there: autoreload gives objects another class.
-        value.__class__ = kind
+def refill(value: object, attributes: dict[str, Any]) -> None:
+    """Give an object these attributes, and no others."""
     held = vars(value)
     held.clear()
     held.update(attributes)

@@ -242,8 +242,8 @@ class Changed:
     """In the place of a dict of names, where objects among them are there already, and were changed."""
 
     names: dict[str, Any]
-    held: dict[str, tuple[type, dict[str, Any]]]
-    # By name: the class of such an object, and all that it has now. Who else holds it there sees it, too.
+    attributes: dict[str, dict[str, Any]]
+    # By name: all that such an object has now. Who else holds it there sees it, too.
 
 
 @dataclass(frozen=True, slots=True)

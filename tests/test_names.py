@@ -258,6 +258,15 @@ def test_an_object_whose_class_has_a_say_in_what_it_holds_is_another_one_after_a
     assert notebook.user_ns["rates"] == [2, 3, 1, 2]
 
 
+def test_an_object_that_a_cell_has_deleted_is_there_again_after_a_change(notebook):
+    notebook.here("import types\nclass Config: pass\nconfig, simple = Config(), types.SimpleNamespace()")
+    notebook.here("config.rate = simple.rate = 1")
+    notebook.cell("config, simple\ndel config, simple")
+    notebook.here("config.rate = simple.rate = 2")
+    notebook.cell("rates = [config.rate, simple.rate]")
+    assert notebook.user_ns["rates"] == [2, 2]
+
+
 def test_an_object_that_was_given_another_class_has_it_in_the_replicas_too(notebook):
     notebook.here("class First: pass\nclass Second: pass\nconfig = First()\nconfig.rate = 1")
     notebook.cell("held = config")

@@ -166,8 +166,8 @@ class Names:
             lent: list[Any] = []
             parameters: list[nn.Parameter] = []
             again = self._again(values, replicas)
-            held = {name: (type(value), dict(vars(value))) for name, value in again.items()}
-            sent = Changed(values, held) if again else values
+            attributes = {name: dict(vars(value)) for name, value in again.items()}
+            sent = Changed(values, attributes) if again else values
             try:
                 packed = self._pack(sent, replicas, modules, lent, parameters, again)
             except TransferError:
@@ -193,7 +193,7 @@ class Names:
 
         Of `again`, objects by name, the replicas have what they had earlier.
         """
-        there = {id(obj): ("name", name) for name, obj in again.items()}
+        there = {id(obj): ("changed", name, type(obj)) for name, obj in again.items()}
 
         def reference(obj: object) -> Any:
             token = there.get(id(obj)) or self._reference(obj, replicas)

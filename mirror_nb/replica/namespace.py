@@ -108,8 +108,8 @@ class Namespace:
         """Bind the names of a payload, which is a dict, or `Changed`."""
         opened = self.open(payload, slab)
         if isinstance(opened, Changed):
-            for name, (kind, attributes) in opened.held.items():
-                refill(opened.names[name], kind, attributes)
+            for name, attributes in opened.attributes.items():
+                refill(opened.names[name], attributes)
             opened = opened.names
         self.names.update(opened)
 
@@ -163,7 +163,19 @@ class Namespace:
             if token[1] not in self.names:
                 raise TransferError(f"`{token[1]}` no longer exists in this replica; run the cell that makes it again")
             return self.names[token[1]]
+        if isinstance(token, tuple) and token[0] == "changed":
+            return self._changed_object(*token[1:])
         return self.mirrors.resolve(token)
+
+    def _changed_object(self, name: str, kind: Any) -> object:
+        """Return what bears the name, to be given other attributes; a new one if a cell has deleted it here."""
+        obj = self.names.get(name, _MISSING)
+        if obj is _MISSING:
+            return kind.__new__(kind)
+        if type(obj) is not kind:
+            # As it was in the notebook: autoreload gives objects another class.
+            obj.__class__ = kind
+        return obj
 
     # ------------------------------------------------------------------ out
 
