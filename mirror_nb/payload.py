@@ -243,7 +243,27 @@ class _Outside:
         return False
 
 
-class _Packer(cloudpickle.Pickler):
+class Pickler(cloudpickle.Pickler):
+    """cloudpickle's, but code keeps the file where it was written, for tracebacks; from 3.1.3 on it loses it."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.CodeType:
+            return _code_at, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
+        return super().reducer_override(obj)
+
+
+def _code_at(file: str, make: Callable[..., types.CodeType], parts: tuple[Any, ...]) -> types.CodeType:
+    return make(*parts).replace(co_filename=file)
+
+
+def dumps(obj: object) -> bytes:
+    """Pickle an object as cloudpickle's function of that name does."""
+    file = io.BytesIO()
+    Pickler(file, protocol=5).dump(obj)
+    return file.getvalue()
+
+
+class _Packer(Pickler):
     """cloudpickle, but functions of the notebook keep reading the namespace they land in."""
 
     def __init__(

@@ -29,6 +29,7 @@ from mirror_nb.payload import (
     SearchPath,
     TooLarge,
     anonymous_file,
+    dumps,
     global_names,
     pack,
     unpack,
@@ -529,3 +530,18 @@ def test_packing_leaves_the_object_as_it_was():
     before = copy.deepcopy(net.state_dict())
     pack(net)
     assert same(dict(before), dict(net.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "pickled", [lambda f: travel(f), lambda f: cloudpickle.loads(dumps(f))], ids=["pack", "dumps"]
+)
+def test_code_keeps_the_file_where_it_was_written(pickled):
+    # cloudpickle 3.1.3 leaves it out: tracebacks would have no lines.
+    names: dict[str, Any] = {}
+    source = (
+        "def outer(x):\n    return [(lambda: x)() for _ in range(1)], (lambda: x)\nclass C:\n    def f(self): pass"
+    )
+    exec(compile(source, "<a cell>", "exec"), names)
+    outer, kind = pickled((names["outer"], names["C"]))
+    assert {code.co_filename for code in (outer.__code__, outer(1)[1].__code__, kind.f.__code__)} == {"<a cell>"}
+    assert outer(2)[0] == [2]

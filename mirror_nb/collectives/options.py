@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-import cloudpickle
-
 from mirror_nb.collectives.auto import AutoAllReduce
 from mirror_nb.collectives.base import CrossDeviceOps, Member
 from mirror_nb.collectives.compressed import Compressed
@@ -19,6 +17,7 @@ from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
 from mirror_nb.collectives.symmetric_memory import SymmetricMemoryAllReduce
 from mirror_nb.devices import Device
 from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.payload import dumps
 
 IMPLEMENTATIONS: dict[str, type[CrossDeviceOps]] = {
     "nccl": NcclAllReduce,
@@ -93,7 +92,7 @@ class Communication:
 
     def pickled(self) -> bytes:
         """Return it as it travels: a user's op may be a class of the notebook."""
-        return cloudpickle.dumps(self)
+        return dumps(self)
 
 
 def chosen(ops: Any, options: Any, devices: Sequence[Device]) -> Communication:

@@ -15,13 +15,12 @@ import types
 from dataclasses import dataclass
 from typing import Any, final
 
-import cloudpickle
 import torch
 from torch import nn
 
 from mirror_nb.errors import TransferError
 from mirror_nb.keras_objects import reduce_keras, repairing
-from mirror_nb.payload import module_by_name
+from mirror_nb.payload import Pickler, module_by_name
 
 
 @final
@@ -128,7 +127,7 @@ class Arrived:
 
 
 @final
-class _Packer(cloudpickle.Pickler):
+class _Packer(Pickler):
     def __init__(self, file: io.BytesIO, number: Any) -> None:
         super().__init__(file, protocol=5)
         self.tensors: dict[int, torch.Tensor] = {}
