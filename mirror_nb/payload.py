@@ -37,6 +37,7 @@ from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.event_files import reduce_writer
 from mirror_nb.keras_objects import reduce_keras, repairing
 from mirror_nb.parametrized import reduce_parametrized
+from mirror_nb.sharded import refuse
 from mirror_nb.surroundings import look_in
 from mirror_nb.told import count_steps, is_told, whole_state, without_moments
 
@@ -320,6 +321,7 @@ class _Packer(Pickler):
             label_class(obj, self._label, self._namespace)
         if type(obj) is torch.Tensor and _plain(obj):
             return self._reduce_tensor(obj)
+        refuse(obj)
         if type(obj) is nn.Parameter:
             make, args, *rest = obj.__reduce_ex__(5)
             return _open_parameter, (make, *args), *rest

@@ -24,6 +24,7 @@ FLOORS = (
         "keras_objects",
         "parametrized",
         "ddp",
+        "sharded",
         "modes",
         "sources",
         "seeds",

@@ -41,6 +41,7 @@ from mirror_nb.replica.outgoing import (
     is_large,
     rebuilds,
 )
+from mirror_nb.sharded import WHY, has_sharded
 from mirror_nb.told import is_told
 
 KEPT_RESULTS = 8
@@ -313,12 +314,15 @@ class Namespace:
                 whole = (SearchPath(), named, Begins(""), handles, objects, tuple(self.objects.kept()), beside)
                 return pack(whole, namespace=self.names), tuple(left)
             except TransferError:
+                tried = len(mine) + len(handles) + len(objects)
                 broken = [name for name in mine if not self._packs(mine[name])]
-                if not broken:
-                    raise
                 left += broken
                 mine = {name: value for name, value in mine.items() if name not in broken}
+                # Of networks, those that were sent before they became what cannot be.
+                handles = {handle: module for handle, module in handles.items() if self._packs(module)}
                 objects = {handle: obj for handle, obj in objects.items() if self._packs(obj)}
+                if len(mine) + len(handles) + len(objects) == tried:
+                    raise
 
     def _packs(self, value: object) -> bool:
         try:
@@ -347,6 +351,10 @@ class Namespace:
             return Imported(value.__name__)
         if not isinstance(value, nn.Module) or type(value) in weakref.ProxyTypes:
             return self._plain(value, handle, fresh, whole)
+        if has_sharded(value):
+            # What the controller has of it, from before, is not what it is now.
+            self.mirrors.unmark(value)
+            return _stayed(value, WHY, for_good=True)
         known = self.mirrors.known(value)
         if known is not None:
             return KnownModule(known)
@@ -404,7 +412,7 @@ class Namespace:
         """Return the values of networks that may have changed; checksums of parameters go into `sums`, if given."""
         states = {}
         for handle, module in self.mirrors.roots():
-            if handle in fresh or not (trained or self.mirrors.changed(module)):
+            if handle in fresh or not (trained or self.mirrors.changed(module)) or has_sharded(module):
                 continue
             state = mirrored_values(module) if owner else averaged_statistics(module)
             found = checksums(state.values())

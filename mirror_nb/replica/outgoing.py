@@ -23,6 +23,7 @@ from mirror_nb.mirrors import Mirrors, tensors
 from mirror_nb.parametrized import reduce_parametrized
 from mirror_nb.payload import Payload, TooLarge, pack, unpack
 from mirror_nb.replica.objects import Objects
+from mirror_nb.sharded import has_sharded
 from mirror_nb.told import is_told
 
 PLAIN_BYTES = 1 << 20
@@ -136,7 +137,9 @@ class Outgoing:
             return self._lend(obj)
         if not isinstance(obj, nn.Module) or type(obj) in weakref.ProxyTypes:
             return None
-        if (not self._whole and is_large(obj)) or not rebuilds(obj, self._known.names, self._label):
+        if has_sharded(obj) or (not self._whole and is_large(obj)):
+            return None
+        if not rebuilds(obj, self._known.names, self._label):
             return None
         own = self._known.mirrors.name(obj, self._number())
         self.found.add_network(own, obj, self._known)

@@ -34,6 +34,7 @@ from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replaced import Replaced
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
 from mirror_nb.replica.random_streams import RandomStreams, Streams, seeding_functions, state_functions
+from mirror_nb.sharded import is_sharded
 from mirror_nb.told import note_step
 
 
@@ -220,7 +221,7 @@ class Scope:
     # Modules
 
     def _parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not _is_sharded(parameter):
+        if parameter is not None and not is_sharded(parameter):
             self._gradients.track(parameter, f"{type(module).__name__}.{name}")
             self._move_later(parameter)
 
@@ -246,7 +247,7 @@ class Scope:
 
     def _optimized(self, optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
         for tensor in optimizer.param_groups[-1]["params"]:
-            if tensor.is_leaf and not _is_sharded(tensor):
+            if tensor.is_leaf and not is_sharded(tensor):
                 self._gradients.track(tensor, f"{type(optimizer).__name__}'s parameter")
 
     def _hooked(self, tensor: Tensor, *_: object, **__: object) -> None:
@@ -254,7 +255,7 @@ class Scope:
 
     def _track(self, module: nn.Module) -> None:
         for name, parameter in module._parameters.items():
-            if parameter is not None and not _is_sharded(parameter):
+            if parameter is not None and not is_sharded(parameter):
                 self._gradients.track(parameter, f"{type(module).__name__}.{name}")
 
     def _move_later(self, tensor: Tensor) -> None:
@@ -312,11 +313,3 @@ def _under_construction(frame: FrameType | None) -> bool:
                 return True
         frame = frame.f_back
     return False
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether FSDP holds this parameter, which then synchronises it too."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return getattr(parameter, "_is_flat_param", False) or (
-        tensors is not None and isinstance(parameter, tensors.DTensor)
-    )
