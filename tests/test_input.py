@@ -308,6 +308,22 @@ def test_the_spec_has_the_structure_of_a_batch(drop_last):
     assert spec == {"x": PerReplicaSpec(x, x, x), "y": (PerReplicaSpec(y, y, y),)}
 
 
+@pytest.mark.parametrize("in_a_replica", [False, True])
+def test_an_iterator_gives_the_next_batch_or_none_and_knows_the_spec(in_a_replica):
+    source = DataLoader(Range(5), batch_size=3)
+    dataset = ReplicaDataset(source, Replicas(2).input(0)) if in_a_replica else controller(source, 2)
+    iterator = iter(dataset)
+    assert iterator.element_spec == dataset.element_spec
+    given = []
+    while (batch := iterator.get_next_as_optional()).has_value():
+        given.append(parts(batch.get_value()))
+    assert given == ([[[0, 1]], [[3]]] if in_a_replica else [[[0, 1], [2]], [[3], [4]]])
+    with pytest.raises(UsageError, match="no next batch"):
+        batch.get_value()
+    with pytest.raises(StopIteration):
+        iterator.get_next()
+
+
 def test_the_spec_of_one_replica_has_no_per_replica():
     assert controller(torch.zeros(4, 3), 1, batch_size=2).element_spec == TensorSpec((None, 3), torch.float32)
 

@@ -610,6 +610,68 @@ def test_a_module_made_outside_the_scope_may_be_used_but_not_trained(two):
         two.run(lambda: teacher(torch.ones(1, 2)).sum().backward())
 
 
+def test_what_is_created_while_a_strategy_is_set_is_mirrored_as_in_its_scope(two):
+    before = nn.Module.__init__, torch.Generator
+    mnb.experimental_set_strategy(two)
+    try:
+        assert mnb.get_strategy() is two
+        model, step = Net(), mnb.Variable(0.0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with two.scope():
+            later = nn.Linear(1, 1)
+    finally:
+        mnb.experimental_set_strategy(None)
+    assert (nn.Module.__init__, torch.Generator) == before
+    assert not mnb.has_strategy()
+    initial = model.second.bias.item()
+
+    def train() -> None:
+        F.mse_loss(model(X), Y).backward()
+        later(X[:, :1]).sum().backward()
+        optimizer.step()
+        step.assign_add(1.0)
+
+    two.run(train)
+    assert model.second.bias.item() != initial
+    assert float(step) == 1
+    outside = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(mnb.UsageError, match="made outside this strategy's scope"):
+        two.run(lambda: outside.step())
+
+
+def test_another_strategy_that_is_set_takes_the_place_of_the_first(two):
+    with mnb.MirroredStrategy(["cpu:0"]) as other:
+        mnb.set_strategy(two)
+        mnb.set_strategy(other)
+        try:
+            model = nn.Linear(2, 1)
+            assert other.extended.variable_created_in_scope(model)
+            assert not two.extended.variable_created_in_scope(model)
+            with pytest.raises(RuntimeError, match="Mixing different"), two.scope():
+                pass
+        finally:
+            mnb.set_strategy(None)
+    with pytest.raises(mnb.PoolClosed):
+        mnb.set_strategy(other)
+    assert not mnb.has_strategy()
+    with pytest.raises(mnb.UsageError, match=r"must be a strategy, .* not 'cpu:0'"):
+        mnb.set_strategy("cpu:0")
+
+
+def test_values_of_another_number_of_replicas_are_refused(two):
+    three = mnb.PerReplica([torch.ones(1)] * 3)
+    for call in (
+        lambda: two.run(lambda x: x, args=(three,)),
+        lambda: two.reduce("sum", three),
+        lambda: two.gather(three, axis=0),
+        lambda: two.local_results([three]),
+    ):
+        with pytest.raises(mnb.UsageError, match="has 3 values, but the strategy has 2 replicas"):
+            call()
+    with pytest.raises(mnb.UsageError, match="`value_fn` must be a function"):
+        two.distribute_values_from_function(3)
+
+
 def test_an_optimizer_is_not_stepped_in_the_controller(two):
     with two.scope():
         optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)

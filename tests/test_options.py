@@ -82,8 +82,9 @@ def test_gpus_that_do_not_reach_each_other_have_no_symmetric_memory(monkeypatch)
 
 @pytest.mark.parametrize("make", [NcclAllReduce, HierarchicalCopyAllReduce])
 def test_there_is_at_least_one_pack(make):
-    with pytest.raises(UsageError, match="`num_packs` is 0"):
-        make(num_packs=0)
+    for wrong in (0, -1, "2", 1.5):
+        with pytest.raises(UsageError, match=f"`num_packs` is {wrong!r}"):
+            make(num_packs=wrong)
     assert make(num_packs=3).num_packs == 3
 
 

@@ -200,5 +200,14 @@ def test_local_parts_of_a_nest():
     assert local_parts([PerReplica([1, 2]), 3], 2) == ([1, 3], [2, 3])
 
 
+@pytest.mark.parametrize(
+    "call", [local_parts, lambda value, n: reduce_local(ReduceOp.SUM, value, None, n)], ids=["local_parts", "reduce"]
+)
+@pytest.mark.parametrize("values", [[1], [1, 2, 3]])
+def test_a_value_of_another_number_of_replicas_is_refused(call, values):
+    with pytest.raises(UsageError, match=rf"has {len(values)} values, but the strategy has 2 replicas"):
+        call(PerReplica(values), 2)
+
+
 def test_a_structure_in_words():
     assert structure({"a": [t(1), 2], "b": ()}) == "{'a': [*, *], 'b': ()}"

@@ -13,6 +13,7 @@ import torch
 from driving import run_cell
 from torch import nn
 
+import mirror_nb as mnb
 from mirror_nb import variables
 from mirror_nb.errors import UsageError
 from mirror_nb.values import VariableAggregation, VariableSynchronization
@@ -406,6 +407,37 @@ values([v.values, v.read_value(), raised(lambda: v.assign_add(6.0)), raised(lamb
         assert added[0] == "UsageError"
         assert "does not support `assign_add` in cross-replica context when aggregation is set to" in added[1]
         assert "`assign_sub`" in subtracted[1]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("synchronization", ["AUTO", "ON_READ"])
+def test_a_reduction_of_a_variable_is_one_of_its_components_in_every_place(replicas, n, synchronization):
+    source = f"""
+v = Variable(0.0, aggregation="MEAN", synchronization={synchronization!r})
+strategy.run(lambda: v.assign(mine))
+values([strategy.local_results(v), strategy.local_results({{"v": v}})[0]["v"], strategy.reduce("sum", v),
+        strategy.reduce("mean", v)])
+"""
+    parts = [float(i + 1) for i in range(n)] if synchronization == "ON_READ" else [(n + 1) / 2] * n
+    for replica_id, (own, in_a_nest, total, mean) in enumerate(cell(replicas(n), source)):
+        assert (own, in_a_nest) == ((parts[replica_id],), parts[replica_id])
+        assert (total, mean) == (sum(parts), sum(parts) / n)
+    with mnb.MirroredStrategy([f"cpu:{i}" for i in range(n)]) as strategy:
+        with strategy.scope():
+            v = Variable(0.0, aggregation="MEAN", synchronization=synchronization)
+            rows = Variable([0.0], aggregation="MEAN", synchronization=synchronization)
+
+        def assign() -> None:
+            mine = torch.tensor(mnb.get_replica_context().replica_id_in_sync_group + 1.0)
+            v.assign(mine)
+            rows.assign(mine.reshape(1))
+
+        strategy.run(assign)
+        assert [part.item() for part in strategy.local_results(v)] == parts
+        assert [nest["v"].item() for nest in strategy.local_results({"v": v})] == parts
+        assert (strategy.reduce("sum", v), strategy.reduce("mean", v)) == (sum(parts), sum(parts) / n)
+        assert strategy.gather(rows, axis=0).tolist() == parts
+        assert type(strategy.local_results(v)[0]) is torch.Tensor
 
 
 def test_only_the_first_component_is_read_and_none_has_no_common_value(replicas):

@@ -30,8 +30,8 @@ class NcclAllReduce(CrossDeviceOps):
     _clock: _Clock | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
-        if num_packs < 1:
-            raise UsageError(f"`num_packs` is {num_packs}; it must be at least 1")
+        if not isinstance(num_packs, int) or num_packs < 1:
+            raise UsageError(f"`num_packs` is {num_packs!r}; it must be a whole number, at least 1")
         self.num_packs = num_packs
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:

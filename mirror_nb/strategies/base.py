@@ -95,7 +95,8 @@ class Strategy(ABC):
 
         `op`: ReduceOp.SUM or MEAN, or their names. With `axis` each replica's tensor is reduced over that axis (or
         those) too, and the mean divides by the true number of elements, empty replicas included; None: the tensors,
-        of equal shapes, are added element by element, and the mean divides by the replicas.
+        of equal shapes, are added element by element, and the mean divides by the replicas. Of a Variable each
+        replica's component counts.
 
         Raises UsageError for shapes that differ or an axis that is not there, RuntimeError inside a replica.
         """
@@ -116,7 +117,10 @@ class Strategy(ABC):
         return _map(lambda leaf: self._place.gather(leaf, axis), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of this place's replicas: a tuple, one entry a replica; a plain value alone in it."""
+        """Return the values of this place's replicas: a tuple, one entry a replica; a plain value alone in it.
+
+        Of a Variable its components, copies of them. Raises UsageError for a PerReplica of another number of replicas.
+        """
         return self._place.local_results(value)
 
     # ------------------------------------------------------------------ input
@@ -151,7 +155,12 @@ class Strategy(ABC):
         return self._place.distribute_datasets_from_function(dataset_fn, options)
 
     def distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
-        """Return a PerReplica of `value_fn(ValueContext)` for each replica."""
+        """Return a PerReplica of `value_fn(ValueContext)` for each replica.
+
+        Raises UsageError for what is no function, and where the values differ in structure.
+        """
+        if not callable(value_fn):
+            raise UsageError(f"`value_fn` must be a function of a ValueContext, not {type(value_fn).__name__}")
         return self._place.values_from_function(value_fn)
 
     experimental_distribute_dataset = distribute_dataset

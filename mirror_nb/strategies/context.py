@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from mirror_nb.errors import ContextError
+from mirror_nb.errors import ContextError, UsageError
 from mirror_nb.variables import provide_scope
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         self.chosen: Strategy | None = None
+        self.chosen_scope: AbstractContextManager[Any] | None = None
+        # In which what is created is mirrored, as in the chosen strategy's `scope()`.
         self.ground: _Frame | None = None
         # Of a script that a launcher started once per device: below every scope.
 
@@ -154,13 +157,22 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Make a strategy current until further notice, for notebooks; None takes it back.
+    """Make a strategy current until further notice, for notebooks: all that is created is mirrored, as in its scope.
 
-    Raises RuntimeError inside a scope.
+    None takes it back.
+    Raises RuntimeError inside a scope, UsageError for what is no strategy.
     """
     if _stack.frames:
         raise ContextError("Must not be called inside a `Strategy` scope.")
-    _stack.chosen = strategy
+    if strategy is not None and not hasattr(strategy, "_place"):
+        raise UsageError(f"`strategy` must be a strategy, as MirroredStrategy(...) is, or None, not {strategy!r}")
+    scope, _stack.chosen_scope, _stack.chosen = _stack.chosen_scope, None, None
+    if scope is not None:
+        scope.__exit__(None, None, None)
+    if strategy is not None:
+        scope = strategy._place.scope(strategy)
+        scope.__enter__()
+        _stack.chosen_scope, _stack.chosen = scope, strategy
 
 
 set_strategy = experimental_set_strategy

@@ -39,7 +39,15 @@ from mirror_nb.strategies.misuse import not_mirrored, not_owned, refuse_steps, w
 from mirror_nb.strategies.objects import Objects
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reading import reading
-from mirror_nb.strategies.reductions import gather_values, local_parts, reduce_local, regroup, select
+from mirror_nb.strategies.reductions import (
+    check_size,
+    components,
+    gather_values,
+    local_parts,
+    reduce_local,
+    regroup,
+    select,
+)
 from mirror_nb.strategies.states import States, load_state, state_of
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
@@ -232,6 +240,8 @@ class ControllerPlace(Place):
     ) -> list[Any]:
         pool = self._ready()
         parts = _parts_of((args, kwargs))
+        for part in parts:
+            check_size(part, self.num_replicas)
         wanted: list[Any] = []
         function, packed = None, []
         try:
@@ -500,8 +510,11 @@ class ControllerPlace(Place):
         return reduce_local(op, value, axis, self.num_replicas)
 
     def gather(self, value: Any, axis: int) -> Any:
-        values = value.values if isinstance(value, DistributedValues) else [value] * self.num_replicas
-        return gather_values(values, axis)
+        value = components(value)
+        if not isinstance(value, DistributedValues):
+            return gather_values([value] * self.num_replicas, axis)
+        check_size(value, self.num_replicas)
+        return gather_values(value.values, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         return local_parts(value, self.num_replicas)

@@ -162,8 +162,14 @@ def values_from_function(value_fn: Callable[[ValueContext], Any], num_replicas: 
 class DistributedIterator:
     """The batches of one epoch, in order. Not to be used inside a function that `strategy.run` calls."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    def __init__(self, batches: Iterator[Any], spec: Callable[[], Any]) -> None:
         self._batches = batches
+        self._spec = spec
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of a batch, as the dataset's `element_spec`."""
+        return self._spec()
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -183,8 +189,30 @@ class DistributedIterator:
         """Return the next batch, as `next(iterator)` does; StopIteration after the last one."""
         return next(self)
 
+    def get_next_as_optional(self) -> OptionalBatch:
+        """Return the next batch in an OptionalBatch, which is empty after the last one."""
+        return OptionalBatch(tuple(itertools.islice(self, 1)))
+
     def __reduce__(self) -> Any:
         return (_InController, ())
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OptionalBatch:
+    """A batch, or nothing where there are no more. Source: tf.experimental.Optional."""
+
+    _batch: tuple[Any, ...]
+
+    def has_value(self) -> bool:
+        """Whether there was a batch."""
+        return bool(self._batch)
+
+    def get_value(self) -> Any:
+        """Return the batch. Raises UsageError where there was none."""
+        if not self._batch:
+            raise UsageError("there was no next batch: ask has_value() first")
+        return self._batch[0]
 
 
 @final
@@ -253,7 +281,7 @@ class ControllerDataset:
         return len(self._batches)
 
     def __iter__(self) -> DistributedIterator:
-        return _iterator(self._parts(iter(self._batches)), self._options)
+        return _iterator(self._parts(iter(self._batches)), self)
 
     def _parts(self, shares: Generator[Share, None, None]) -> Iterator[Any]:
         with closing(shares):
@@ -313,7 +341,7 @@ class ControllerFunctionDataset:
         return -(-len(self._batches) // self._num_replicas)
 
     def __iter__(self) -> DistributedIterator:
-        return _iterator(self._steps(iter(self._batches)), self._options)
+        return _iterator(self._steps(iter(self._batches)), self)
 
     def _steps(self, batches: Generator[Share, None, None]) -> Iterator[Any]:
         with closing(batches):
@@ -334,8 +362,9 @@ class ControllerFunctionDataset:
         return (_InController, ())
 
 
-def _iterator(batches: Iterator[Any], options: InputOptions) -> DistributedIterator:
-    return DistributedIterator(ahead(batches, options.prefetch) if options.prefetch else batches)
+def _iterator(batches: Iterator[Any], dataset: ControllerDataset | ControllerFunctionDataset) -> DistributedIterator:
+    prefetch = dataset._options.prefetch
+    return DistributedIterator(ahead(batches, prefetch) if prefetch else batches, lambda: dataset.element_spec)
 
 
 # ---- a replica ----------------------------------------------------------------------------------------
@@ -424,7 +453,7 @@ class ReplicaDataset:
         return len(self._dataset)
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(iter(self._dataset))
+        return DistributedIterator(iter(self._dataset), lambda: self.element_spec)
 
 
 # ---- what a dataset_fn returns ------------------------------------------------------------------------

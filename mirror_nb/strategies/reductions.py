@@ -1,7 +1,7 @@
 """From the values of all replicas one, and from their results a nest of PerReplica: pure functions on lists.
 
-Knows tensors, nests (torch's pytrees) and PerReplica. Knows no place: whoever has the values of all replicas
-together calls these, the controller and a `merge_call` alike.
+Knows tensors, nests (torch's pytrees), PerReplica and what a Variable shows. Knows no place: whoever has the values of
+all replicas together calls these, the controller and a `merge_call` alike.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
+from mirror_nb.variables import Variable
 
 # --------------------------------------------------------------------------- one value from many
 
@@ -65,10 +66,13 @@ def gather_values(values: Sequence[Any], axis: int) -> Tensor:
 def reduce_local(op: ReduceOp, value: Any, axis: tuple[int, ...] | None, num_replicas: int) -> Tensor:
     """Reduce a leaf whose parts are all here; what is not distributed stands for one equal value on each replica.
 
-    `run` returns a number that is equal on all replicas as that number, so a sum counts it once a replica.
-    Raises UsageError for the sum of one tensor, which belongs to no replica (as tf.distribute does).
+    `run` returns a number that is equal on all replicas as that number, so a sum counts it once a replica; of a
+    Variable each replica's component counts. Raises UsageError for the sum of one tensor, which belongs to no replica
+    (as tf.distribute does), and for values of more or fewer replicas.
     """
+    value = components(value)
     if isinstance(value, DistributedValues):
+        check_size(value, num_replicas)
         return reduce_values(op, value.values, axis)
     if op is ReduceOp.SUM and num_replicas > 1 and not is_number(value):
         raise not_distributed(value, op)
@@ -78,6 +82,23 @@ def reduce_local(op: ReduceOp, value: Any, axis: tuple[int, ...] | None, num_rep
 def gather_local(value: Any, axis: int) -> Tensor:
     """Gather a leaf whose parts are all here; a tensor that is not distributed is returned alone."""
     return gather_values(value.values if isinstance(value, DistributedValues) else [value], axis)
+
+
+def components(leaf: Any) -> Any:
+    """Return the components of a Variable that can be seen here, one a replica as a PerReplica; else the leaf."""
+    if not isinstance(leaf, Variable):
+        return leaf
+    values = leaf.values
+    return values[0] if len(values) == 1 else PerReplica(values)
+
+
+def check_size(value: DistributedValues, num_replicas: int) -> None:
+    """Raise UsageError for a value that has not one part a replica."""
+    if len(value) != num_replicas:
+        raise UsageError(
+            f"this {type(value).__name__} has {len(value)} values, but the strategy has {num_replicas} replicas: it "
+            "belongs to another strategy"
+        )
 
 
 def not_distributed(value: Any, op: ReduceOp) -> UsageError:
@@ -261,10 +282,13 @@ _LEAVES = frozenset({Tensor, str, bytes, int, float, bool, type(None)})
 
 
 def local_parts(nest: Any, num_replicas: int) -> tuple[Any, ...]:
-    """Return what each replica has of a nest; a nest with no PerReplica in it stands alone."""
-    leaves = pytree.tree_leaves(nest)
-    if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+    """Return what each replica has of a nest, of a Variable its component; a nest that is one for all stands alone."""
+    nest = pytree.tree_map(components, nest)
+    parts = [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, DistributedValues)]
+    if not parts:
         return (nest,)
+    for part in parts:
+        check_size(part, num_replicas)
     return tuple(select(nest, replica_id) for replica_id in range(num_replicas))
 
 
