@@ -518,9 +518,18 @@ class Round:
     def _look(self) -> list[tuple[Any, ...]] | None:
         seen = self._front.look()
         alive = {line.pid for line in self._front.pool.status()} & set(self._pids)
-        if self._may_all_be_lost() and not alive and min(row[1] for row in seen) < self._least:
+        # Of step 0, too: an optimizer without a state may be one that was never looked at here before all were lost.
+        if self._may_all_be_lost() and not alive and min(row[1] for row in seen) < max(self._least, 1):
+            self._check_remains([row[2] for row in seen])
             return None
         return seen
+
+    def _check_remains(self, weights: list[list[torch.Tensor]]) -> None:
+        """No replica survived: the network has the values that were last read here, on all replicas."""
+        known = trajectory(self._front.n)[: self._before + STEPS + 1]
+        for r, own in enumerate(weights):
+            read = any(all(map(_near, own, at)) for at in known)
+            _promise(read, f"all were lost, and the weights of replica {r} are those after no step that was read")
 
     def _strike_the_recovery(self, over: threading.Event) -> None:
         if over.wait(self._draw.recovery_delay):
@@ -553,8 +562,8 @@ class Round:
             _promise(same, f"the weights of replicas 0 and {r} differ")
         step = steps[0]
         _promise(self._least <= step <= self._before + STEPS, f"step {step} after {self._before} + at most {STEPS}")
-        near = [torch.allclose(a, b, atol=1e-5) for a, b in zip(weights[0], trajectory(n)[step], strict=True)]
-        _promise(all(near), f"the weights are not those after {step} undisturbed steps")
+        near = all(map(_near, weights[0], trajectory(n)[step]))
+        _promise(near, f"the weights are not those after {step} undisturbed steps")
         self._front.compare(step, weights[0])
 
     def _check_resources(self) -> None:
@@ -570,6 +579,10 @@ class Round:
         while strangers := _strangers(pids):
             _promise(time.monotonic() < deadline, f"processes are left: {strangers}")
             time.sleep(0.02)
+
+
+def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.allclose(found, wanted, atol=1e-5)
 
 
 def _promise(kept: bool, otherwise: str) -> None:
