@@ -200,6 +200,8 @@ def __getattr__(name: str) -> Any:
 
 # Scripts seed before they use the first name.
 when_imported("torch", "mirror_nb.seeds:watch")
+# Before anything is compiled.
+when_imported("torch._dynamo", "mirror_nb.compiled:leave_us_out")
 
 
 def __dir__() -> list[str]:

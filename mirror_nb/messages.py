@@ -45,12 +45,15 @@ def _fields_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
     return fields if len(names) > 1 else lambda message: (fields(message),)
 
 
-_IPYTHONS = re.compile(r"In|Out|get_ipython|exit|quit|open|_{1,3}|_i{1,3}|_i?\d+|_[a-z]h|_exit_code|__\w+__")
+_IPYTHONS = r"In|Out|get_ipython|exit|quit|open|_{1,3}|_i{1,3}|_i?\d+|_[a-z]h|_exit_code|__\w+__"
+_COMPILERS = r"__\w+_\d+(_c.*)?|__compiled_fn_\w+|__import_\w+"
+# What torch.compile binds beside a function that it compiles.
+_NOT_THE_USERS = re.compile(f"{_IPYTHONS}|{_COMPILERS}")
 
 
 def travels(name: str) -> bool:
-    """Whether a name is the user's to send, not one that IPython or Python keeps for itself on each side."""
-    return _IPYTHONS.fullmatch(name) is None
+    """Whether a name is the user's to send, not one that IPython, Python or torch.compile keeps for itself here."""
+    return _NOT_THE_USERS.fullmatch(name) is None
 
 
 # --------------------------------------------------------------------------- controller to replica

@@ -32,6 +32,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirror_nb import submodules
+from mirror_nb.compiled import reduce_compiled
 from mirror_nb.ddp import begun, reduce_ddp
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.event_files import reduce_writer
@@ -308,6 +309,9 @@ class _Packer(Pickler):
             return super().reducer_override(self._unbound(obj))
         if type(obj) is types.FunctionType and obj.__dict__.get("hooked") and _wrapped_by_torch(obj):
             return _hooked, (obj.__wrapped__,)  # type: ignore[attr-defined]
+        compiled = reduce_compiled(obj)
+        if compiled is not None:
+            return compiled
         if type(obj) in weakref.ProxyTypes:
             return weakref.proxy, (obj.__reduce_ex__.__self__,)
         if type(obj) is weakref.ref and obj.__callback__ is None:

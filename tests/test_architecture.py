@@ -23,6 +23,7 @@ FLOORS = (
         "event_files",
         "keras_objects",
         "parametrized",
+        "compiled",
         "ddp",
         "sharded",
         "modes",

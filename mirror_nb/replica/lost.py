@@ -19,6 +19,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from mirror_nb.compiled import compiled_from
+
 _SKIPPED = (
     *(str, bytes, int, float, complex, bool, type(None), type, tuple, types.ModuleType, types.BuiltinFunctionType),
     *(torch.Tensor, np.ndarray, torch.device, torch.dtype),
@@ -66,6 +68,7 @@ class Copies:
 
 
 def _captured(function: Any) -> Iterator[tuple[str, Any]]:
+    function = compiled_from(function) or function
     if isinstance(function, functools.partial):
         yield from _captured(function.func)
         yield from ((f"args[{i}]", value) for i, value in enumerate(function.args))

@@ -30,6 +30,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from mirror_nb.compiled import OutsideOfCompiled
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replaced import Replaced
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
@@ -203,19 +204,22 @@ class Scope:
             self._watch_forward()
 
     def _watch_forward(self) -> None:
-        """Look for the first forward pass, as long as there is something to end with it."""
+        """Look for the first forward pass, as long as there is something to end with it.
+
+        One that is compiled does not end it, the backward pass after it does.
+        """
         building = self._streams is not None and not self._streams.running
         if self._watch is None and self._depth and (building or self._waiting):
-            self._watch = hooks.register_module_forward_pre_hook(self._forward_begins)
+            self._watch = hooks.register_module_forward_pre_hook(OutsideOfCompiled(self._forward_begins))
 
     def _unwatch_forward(self) -> None:
         if self._watch is not None:
             self._watch.remove()
             self._watch = None
 
-    def _forward_begins(self, module: nn.Module, inputs: object) -> None:
+    def _forward_begins(self) -> None:
         # A constructor may run its own layers, to learn the shape of what they give.
-        if not _under_construction(sys._getframe(1)):
+        if not _under_construction(sys._getframe(2)):
             self.start_running()
 
     # Modules

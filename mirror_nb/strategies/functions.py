@@ -16,6 +16,7 @@ from typing import Any, cast, final
 import torch
 from torch import nn
 
+from mirror_nb.compiled import compiled_from
 from mirror_nb.payload import Payload, global_names
 
 _UNCHANGING = (
@@ -94,6 +95,11 @@ def _captured(function: types.FunctionType, plain: Collection[int] = ()) -> list
     found: list[object] = []
     queue = [function]
     for current in queue:
+        compiled = compiled_from(current)
+        if compiled is not None:
+            found.append(compiled)
+            queue += [compiled] if type(compiled) is types.FunctionType else []
+            continue
         found.append(current.__code__)
         for obj in _parts(current):
             found.append(obj)
