@@ -27,12 +27,18 @@ class ReduceOp(enum.Enum):
 
         Raises UsageError for anything else.
         """
-        if isinstance(op, ReduceOp):
-            return op
+        known = _BY_NAME.get(op) if isinstance(op, (ReduceOp, str)) else None
+        if known is not None:
+            return known
         name = str(getattr(op, "name", op)).upper().rpartition(".")[2]
         if name not in ReduceOp.__members__:
             raise UsageError(f"`op` is {op!r}; it must be ReduceOp.SUM or ReduceOp.MEAN")
         return ReduceOp[name]
+
+
+_BY_NAME: dict[object, ReduceOp] = {
+    name: op for op in ReduceOp for name in (op, op.value, op.value.lower(), op.value.capitalize())
+}
 
 
 class VariableAggregation(enum.Enum):

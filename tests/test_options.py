@@ -88,6 +88,11 @@ def test_there_is_at_least_one_pack(make):
     assert make(num_packs=3).num_packs == 3
 
 
+def test_what_accumulates_is_a_function():
+    with pytest.raises(UsageError, match="`accumulation_fn` must be a function of a list of tensors, not 'max'"):
+        ReductionToOneDevice(accumulation_fn="max")
+
+
 def test_a_crossover_is_not_below_zero():
     with pytest.raises(UsageError, match="`crossover_bytes` is -1"):
         SymmetricMemoryAllReduce(crossover_bytes=-1)

@@ -67,11 +67,13 @@ class Member:
     @property
     def limit(self) -> float | None:
         """How long this thread may wait for a collective, seconds; None where it does not wait: on a GPU."""
-        return self.timeout_seconds if self.device.type == "cpu" else None
+        return None if self.timeout_seconds is None or self.device.type != "cpu" else self.timeout_seconds
 
 
 class Handle(abc.ABC):
     """A collective under way."""
+
+    __slots__ = ()
 
     @abc.abstractmethod
     def wait(self, seconds: float | None = None) -> None:
@@ -128,6 +130,8 @@ class WorkHandle(Handle):
 @final
 class Reduction(Handle):
     """What `all_reduce` gives: a handle that records, once, how long it took."""
+
+    __slots__ = ("_bucket", "_handle", "_limit", "_nbytes", "_queued", "_record", "_unrecorded")
 
     def __init__(
         self,
@@ -254,12 +258,12 @@ class CrossDeviceOps(abc.ABC):
         op = ReduceOp.of(op)
         _check_tensor(op, flat)
         member = self.member
-        self.record_ended()
+        if self._unrecorded:
+            self.record_ended()
         queued = time.perf_counter_ns()
-        real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        real = torch.view_as_real(flat).view(-1) if flat.dtype.is_complex else flat
         handle = Finished() if member.num_replicas == 1 else self.start(op, real)
-        nbytes = flat.numel() * flat.element_size()
-        return Reduction(handle, member.record, nbytes, bucket, queued, self._unrecorded, member.limit)
+        return Reduction(handle, member.record, flat.nbytes, bucket, queued, self._unrecorded, member.limit)
 
     @final
     def record_ended(self) -> None:
@@ -373,9 +377,10 @@ def _wait(work: dist.Work, seconds: float | None) -> None:
 
 
 def _check_tensor(op: ReduceOp, flat: Tensor) -> None:
-    if flat.dtype is torch.bool:
+    dtype = flat.dtype
+    if dtype is torch.bool:
         raise UsageError(f"booleans have no {op.name.lower()}; convert them first: tensor.int()")
-    if op is ReduceOp.MEAN and not (flat.is_floating_point() or flat.is_complex()):
+    if op is ReduceOp.MEAN and not (dtype.is_floating_point or dtype.is_complex):
         raise UsageError(f"the mean of {flat.dtype} is no {flat.dtype}; convert it first: tensor.float()")
     if flat.dim() != 1 or not flat.is_contiguous():
         raise UsageError(

@@ -88,13 +88,17 @@ class _Kind(enum.IntEnum):
     # By somebody else, who knows what it is: here its name alone is compared.
 
 
-_COMBINE: dict[Fold, Callable[..., Tensor]] = {
-    Fold.SUM: torch.add,
-    Fold.MEAN: torch.add,
-    Fold.MAX: torch.maximum,
-    Fold.MIN: torch.minimum,
-    Fold.PRODUCT: torch.mul,
-}
+_COMBINE: tuple[Callable[..., Tensor], ...] = (torch.add, torch.add, torch.maximum, torch.minimum, torch.mul)
+# By Fold.
+
+
+def _head(kind: _Kind, fold: Fold, dtype: torch.dtype) -> int:
+    """Return the part of a header that names neither root nor length."""
+    return ((kind << 3 | fold) << 4 | _CODES[dtype]) << 48
+
+
+_SUM_HEADS = {dtype: tuple(_head(_Kind.ALL_REDUCE, fold, dtype) for fold in Fold) for dtype in DTYPES}
+# Of all-reduces, by Fold: to put them together takes longer than to look them up.
 
 Gather = Callable[[Any], list[Any]]
 # Gives every replica what each of them gave, in the order of their ids.
@@ -107,40 +111,26 @@ _Steps = Generator[_Need, None, None]
 class Exchange:
     """One collective under way."""
 
-    __slots__ = (
-        "called",
-        "carried_somewhere",
-        "ended",
-        "ended_ns",
-        "error",
-        "kind",
-        "needs",
-        "number",
-        "posted",
-        "purpose",
-        "started_ns",
-        "steps",
-        "what",
-    )
+    # What most of them never set belongs to the class: to set it takes a tenth of a small collective's time.
+    needs: _Need = (Counter.DONE, 0)
+    posted = False
+    carried_somewhere = False
+    # The replicas differ, and one of them has handed the collective to another carrier.
+    ended = False
+    error: BaseException | None = None
+    called: tuple[Callable[[], None], ...] = ()
+    # Run once it has ended, in the thread that saw it end.
+    started_ns = 0
+    # When all replicas had come to it; time.perf_counter_ns.
+    ended_ns = 0
 
-    def __init__(self, number: int, kind: _Kind, what: Tensor | str, steps: _Steps | None) -> None:
+    def __init__(self, number: int, kind: _Kind, what: Tensor | str, steps: _Steps | None, purpose: str) -> None:
         self.number = number
         self.kind = kind
         self.what: Tensor | str | None = what
         # For messages: the tensor as its owner knows it; of what is announced, what it is.
         self.steps = steps
-        self.needs: _Need = (Counter.DONE, 0)
-        self.purpose = ""
-        self.posted = False
-        self.carried_somewhere = False
-        # The replicas differ, and one of them has handed the collective to another carrier.
-        self.ended = False
-        self.error: BaseException | None = None
-        self.called: list[Callable[[], None]] = []
-        # Run once it has ended, in the thread that saw it end.
-        self.started_ns = 0
-        # When all replicas had come to it; time.perf_counter_ns.
-        self.ended_ns = 0
+        self.purpose = purpose
 
     @property
     def label(self) -> str:
@@ -198,6 +188,7 @@ class Fabric:
         self._error: BaseException | None = None
         self._regions: list[_Region | None] = []
         self._views: dict[Any, list[Tensor]] = {}
+        self._slot_views: list[dict[tuple[torch.dtype, int], list[Tensor]]] = [{} for _ in range(SLOTS)]
         self._plans: dict[Any, list[tuple[list[Tensor], Tensor]]] = {}
         self._ended: list[Exchange] = []
         self.purpose = ""
@@ -228,13 +219,13 @@ class Fabric:
 
         `what`, here as below: the tensor whose values `flat` shows, for messages.
         """
-        nbytes = flat.numel() * flat.element_size()
+        numel, nbytes = flat.numel(), flat.nbytes
+        header = _SUM_HEADS[flat.dtype][fold] | numel
         if nbytes <= SLOT_BYTES:
             # Also what lies in `allocate`d memory. Of two replicas the late one finds all that it needs in the slot,
             # and has not to wait until the other, which sleeps by then, has woken up and summed its slice.
-            return self._sum_small(flat, fold, what)
+            return self._sum_small(header, numel, flat, fold, what)
         location = self._location(flat, nbytes)
-        header = self._header(_Kind.ALL_REDUCE, fold, 0, flat)
         return self._queue_up(
             _Kind.ALL_REDUCE,
             flat if what is None else what,
@@ -489,22 +480,21 @@ class Fabric:
             kind, flat if what is None else what, lambda number: self._small(number, header, flat, take, True)
         )
 
-    def _sum_small(self, flat: Tensor, fold: Fold, what: Tensor | None) -> Exchange:
+    def _sum_small(self, header: int, numel: int, flat: Tensor, fold: Fold, what: Tensor | None) -> Exchange:
         """What `_begin` does with `_small`, in a straight line: of all collectives this one has to take least time."""
-        header = self._header(_Kind.ALL_REDUCE, fold, 0, flat)
+        flags = self._flags
         with self._lock:
             number = self._issued + 1
-            if self._queue or self._error is not None or not self._flags.reached(Counter.DONE, number - SLOTS):
+            if self._queue or self._error is not None or not flags.reached(Counter.DONE, number - SLOTS):
                 return self._begin(_Kind.ALL_REDUCE, fold, 0, flat, what, lambda views: self._fold(views, flat, fold))
-            exchange = Exchange(number, _Kind.ALL_REDUCE, flat if what is None else what, None)
-            exchange.purpose = self.purpose
+            exchange = Exchange(number, _Kind.ALL_REDUCE, flat if what is None else what, None, self.purpose)
             try:
                 self._issued = number
                 self._begun[_Kind.ALL_REDUCE] += 1
-                views = self._views_of(self._slots, number % SLOTS, flat.dtype, flat.numel())
+                views = self._slot(number % SLOTS, flat.dtype, numel)
                 views[self.replica_id].copy_(flat)
                 self._post(number, header, 0)
-                if self._flags.reached(Counter.POSTED, number) and self._all_alike(number, header):
+                if flags.reached(Counter.POSTED, number) and self._all_alike(number, header):
                     exchange.started_ns = time.perf_counter_ns()
                     self._fold(views, flat, fold)
                     self._end(exchange, None)
@@ -548,8 +538,7 @@ class Fabric:
                 raise fresh(self._error)
             self._issued += 1
             self._begun[kind] += 1
-            exchange = Exchange(self._issued, kind, what, steps(self._issued))
-            exchange.purpose = self.purpose
+            exchange = Exchange(self._issued, kind, what, steps(self._issued), self.purpose)
             self._queue.append(exchange)
             self._advance()
         if self._ended:
@@ -628,7 +617,7 @@ class Fabric:
         """Run `call` once `exchange` has ended, now if it has."""
         with self._lock:
             if not exchange.ended:
-                exchange.called.append(call)
+                exchange.called = (*exchange.called, call)
                 return
         call()
 
@@ -638,7 +627,7 @@ class Fabric:
         self, number: int, header: int, flat: Tensor, take: Callable[[list[Tensor]], None], lays_out: bool
     ) -> _Steps:
         yield Counter.DONE, number - SLOTS
-        views = self._views_of(self._slots, number % SLOTS, flat.dtype, flat.numel())
+        views = self._slot(number % SLOTS, flat.dtype, flat.numel())
         if lays_out and flat.numel():
             views[self.replica_id].copy_(flat)
         self._post(number, header, 0)
@@ -795,6 +784,11 @@ class Fabric:
         """Combine `parts` in the order of replica ids into `out`, which may be one of them."""
         combine = _COMBINE[fold]
         last = len(parts) - 1
+        if last == 1 and out.dtype not in _HALF:
+            combine(parts[0], parts[1], out=out)
+            if fold is Fold.MEAN:
+                out.div_(2)
+            return
         if out.dtype in _HALF:
             total = self._scratch_for(out.numel(), torch.float32)
             total.copy_(parts[0])
@@ -821,6 +815,16 @@ class Fabric:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._scratch[:nbytes].view(dtype)
 
+    def _slot(self, index: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        """What each replica lays out for a small collective."""
+        known = self._slot_views[index]
+        views = known.get((dtype, numel))
+        if views is None:
+            if len(known) >= _REMEMBERED // SLOTS:
+                known.clear()
+            views = known[dtype, numel] = [row[: numel * dtype.itemsize].view(dtype) for row in self._slots[index]]
+        return views
+
     def _views_of(self, memory: Tensor, index: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
         key = memory.data_ptr(), index, dtype, numel
         views = self._views.get(key)
@@ -834,7 +838,7 @@ class Fabric:
     # ------------------------------------------------------------------ headers
 
     def _header(self, kind: _Kind, fold: Fold, root: int, flat: Tensor) -> int:
-        return (((kind << 3 | fold) << 4 | _CODES[flat.dtype]) << 8 | root) << 40 | flat.numel()
+        return _head(kind, fold, flat.dtype) | root << 40 | flat.numel()
 
     def _place(self, replica: int, number: int) -> int:
         return 2 * (replica * _HEADERS + number % _HEADERS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle
-from mirror_nb.collectives.shared_memory import FOLDS, needs_shared_memory, through_memory
+from mirror_nb.collectives.shared_memory import ExchangeHandle, fabric_for, fold_of, needs_shared_memory
 from mirror_nb.collectives.topology import groups_of
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
@@ -36,7 +36,8 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         """Begin an all-reduce; on GPUs it is enqueued at once."""
         groups = groups_of(self._devices())
         if flat.device.type == "cpu":
-            return through_memory(self, flat, lambda fabric: fabric.all_reduce_by_groups(flat, FOLDS[op], groups))
+            fabric = fabric_for(self, flat)
+            return ExchangeHandle(fabric, fabric.all_reduce_by_groups(flat, fold_of(op), groups))
         for pack in flat.chunk(self.num_packs):
             self._reduce_pack(pack, groups)
         if op is ReduceOp.MEAN:

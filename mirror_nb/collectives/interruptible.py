@@ -58,6 +58,10 @@ _COLLECTIVES = {
 # What two members do by themselves: the others need not know.
 _BETWEEN_TWO = frozenset({"send", "recv"})
 
+_TENSORS = (list, tuple, torch.Tensor)
+# Arguments that are no options: to ask them for one's attributes takes half a microsecond.
+_NO_TIME = timedelta(0)
+
 # Calls that neither wait nor communicate on the CPU: handed to the inner group as they are.
 _PASSED_ON = (
     "_backend_id",
@@ -336,8 +340,8 @@ class InterruptibleGroup(dist.ProcessGroup):
 
     def _seconds_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         for option in (*args, *kwargs.values()):
-            timeout = getattr(option, "timeout", None)
-            if isinstance(timeout, timedelta) and timeout > timedelta(0):
+            timeout = None if isinstance(option, _TENSORS) else getattr(option, "timeout", None)
+            if isinstance(timeout, timedelta) and timeout > _NO_TIME:
                 return timeout.total_seconds()
         return self._seconds
 
@@ -396,7 +400,10 @@ def bury(inner: list[Any], nccl: Any) -> None:
 
 def _may_be_left_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the caller of this collective may do something else before it waits, for another replica even."""
-    return all(getattr(option, "asyncOp", True) for option in (*args, *kwargs.values()))
+    for option in (*args, *kwargs.values()):
+        if not isinstance(option, _TENSORS) and not getattr(option, "asyncOp", True):
+            return False
+    return True
 
 
 def _on_cuda(arguments: tuple[Any, ...]) -> bool:

@@ -29,6 +29,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         accumulation_fn: Callable[[list[Tensor]], Tensor] | None = None,
     ) -> None:
         self.reduce_to_device = reduce_to_device
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise UsageError(f"`accumulation_fn` must be a function of a list of tensors, not {accumulation_fn!r}")
         self.accumulation_fn = accumulation_fn
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from torch import Tensor
@@ -14,7 +14,10 @@ from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError, UsageError
 from mirror_nb.values import ReduceOp
 
-FOLDS = {ReduceOp.SUM: Fold.SUM, ReduceOp.MEAN: Fold.MEAN}
+
+def fold_of(op: ReduceOp) -> Fold:
+    """Return the fold that makes an op's result."""
+    return Fold.MEAN if op is ReduceOp.MEAN else Fold.SUM
 
 
 @final
@@ -27,7 +30,8 @@ class SharedMemoryAllReduce(CrossDeviceOps):
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Begin an all-reduce; it goes on when waited for, at `progress`, and when another one begins."""
-        return through_memory(self, flat, lambda fabric: fabric.all_reduce(flat, FOLDS[op]))
+        fabric = fabric_for(self, flat)
+        return ExchangeHandle(fabric, fabric.all_reduce(flat, fold_of(op)))
 
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why not: GPUs, or no Linux."""
@@ -37,6 +41,8 @@ class SharedMemoryAllReduce(CrossDeviceOps):
 @final
 class ExchangeHandle(Handle):
     """A collective through shared memory."""
+
+    __slots__ = ("_exchange", "_fabric")
 
     def __init__(self, fabric: Fabric, exchange: Exchange) -> None:
         self._fabric = fabric
@@ -57,15 +63,15 @@ class ExchangeHandle(Handle):
         return self._exchange.started_ns, self._exchange.ended_ns
 
 
-def through_memory(ops: CrossDeviceOps, flat: Tensor, begin: Callable[[Fabric], Exchange]) -> Handle:
-    """Begin an exchange of an op's replicas. Raises what there is to say where they share no memory."""
+def fabric_for(ops: CrossDeviceOps, flat: Tensor) -> Fabric:
+    """Return what an op's replicas exchange a tensor by. Raises what there is to say where they share no memory."""
     fabric = ops.fabric
     if fabric is None:
         why = getattr(ops.member.group, "unshared", "") or "the replicas share no memory"
         raise ReplicaError(f"{type(ops).__name__} cannot work here: {why}; use GlooAllReduce()")
-    if flat.device.type != "cpu" or flat.dtype not in DTYPES:
+    if not flat.is_cpu or flat.dtype not in DTYPES:
         raise UsageError(f"{type(ops).__name__} does not reduce {flat.dtype} on {flat.device}; use GlooAllReduce()")
-    return ExchangeHandle(fabric, begin(fabric))
+    return fabric
 
 
 def needs_shared_memory(devices: Sequence[Device]) -> str | None:

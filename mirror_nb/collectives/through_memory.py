@@ -133,7 +133,7 @@ def _only(given: Any) -> Tensor | None:
 def _serves(tensor: Any) -> bool:
     return (
         isinstance(tensor, Tensor)
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and tensor.dtype in _DTYPES
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
@@ -144,7 +144,7 @@ def _serves(tensor: Any) -> bool:
 
 def _flat(tensor: Tensor) -> Tensor:
     # Not detach(): that counts writes as changes of the user's tensor, which a carrier's are not.
-    return tensor.data.view(-1)
+    return tensor.data if tensor.dim() == 1 else tensor.data.view(-1)
 
 
 def _root(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -155,11 +155,12 @@ def _root(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 def _fold(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, tensor: Tensor | None) -> Fold | None:
     # Options come second, an operation by itself where the call has its place.
-    given = _argument(args, kwargs, 1, "opts")
-    if not hasattr(given, "reduceOp"):
+    op = getattr(_argument(args, kwargs, 1, "opts"), "reduceOp", None)
+    if op is None:
         given = _argument(args, kwargs, place, "op")
-    op = getattr(given, "reduceOp", dist.ReduceOp.SUM if given is None else given)
-    fold = next((fold for known, fold in _FOLDS if op == known), None)
-    if fold is Fold.MEAN and (tensor is None or not tensor.is_floating_point()):
-        return None
-    return fold
+        op = getattr(given, "reduceOp", dist.ReduceOp.SUM if given is None else given)
+    for known, fold in _FOLDS:
+        if op == known:
+            means = tensor is not None and tensor.is_floating_point()
+            return fold if means or fold is not Fold.MEAN else None
+    return None
