@@ -16,7 +16,9 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
+from torch.nn.parameter import is_lazy
 
+from mirror_nb import lazy
 from mirror_nb.attributes import Attributes, set_attributes
 from mirror_nb.errors import TransferError
 from mirror_nb.handles import Handles
@@ -198,7 +200,8 @@ class Mirrors:
             return names
         names |= set() if same_mode and now[2::3] == was[2::3] else {FLAGS}
         before = dict(zip(map(id, mark.tensors), zip(was[::3], was[1::3], strict=True), strict=True))
-        return names | {name for name, t in tensors(module) if before.get(id(t)) != (t._version, t.data_ptr())}
+        own = [(name, tensor) for name, tensor in tensors(module) if not is_lazy(tensor)]
+        return names | {name for name, t in own if before.get(id(t)) != (t._version, t.data_ptr())}
 
     def reference(self, obj: object) -> Any:
         """For `pack`: a token for a network, or a parameter of one, that the other side has; else None."""
@@ -250,9 +253,10 @@ ATTRIBUTES = "attributes()"
 
 
 def mirrored_values(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what is equal on both sides: the network's tensors by name, and its flags."""
+    """Return what is equal on both sides: the network's tensors by name, those that have values, and its flags."""
     flags = [2 if flag is None else flag for flag in _flags(module.modules())]
-    return {**dict(tensors(module)), FLAGS: torch.tensor(flags, dtype=torch.uint8)}
+    values = {name: tensor for name, tensor in tensors(module) if not is_lazy(tensor)}
+    return {**values, FLAGS: torch.tensor(flags, dtype=torch.uint8)}
 
 
 def _training(parts: list[weakref.ref[nn.Module]]) -> list[bool | None]:
@@ -282,15 +286,18 @@ def _set_flags(module: nn.Module, flags: list[int]) -> None:
             part.training = bool(flag)
     for parameter, flag in zip(parameters, flags[len(parts) :], strict=True):
         if parameter.requires_grad != flag:
-            parameter.requires_grad_(bool(flag))
+            # No method: those that have no values yet refuse it.
+            parameter.requires_grad = bool(flag)
 
 
 def _versions(watched: Iterable[torch.Tensor]) -> list[int]:
     """Return autograd's count of writes of each tensor, its address, and whether it is trained."""
     counts: list[int] = []
-    for tensor in watched:
-        # Together: where to find each of them takes longer than to read it.
-        counts += (tensor._version, tensor.data_ptr(), tensor.requires_grad)
+    # Past subclasses' own ways: those that have no values yet have no address, either.
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in watched:
+            # Together: where to find each of them takes longer than to read it.
+            counts += (tensor._version, tensor.data_ptr(), tensor.requires_grad)
     return counts
 
 
@@ -303,11 +310,14 @@ def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
                 _set_flags(module, value.tolist())
             elif name == ATTRIBUTES:
                 set_attributes(module, value)
-            elif own[name].dtype == value.dtype:
-                own[name].copy_(value)
             else:
-                # It was converted on the other side, by `module.double()` for instance.
-                own[name].data = value.to(own[name].device, copy=True)
+                lazy.take_shape(own[name], value)
+                if own[name].dtype == value.dtype:
+                    own[name].copy_(value)
+                else:
+                    # It was converted on the other side, by `module.double()` for instance.
+                    own[name].data = value.to(own[name].device, copy=True)
+    lazy.settle(module)
 
 
 def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.Tensor]]], owner: int) -> None:
@@ -341,7 +351,7 @@ def averaged_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
             for name in ("running_mean", "running_var"):
                 kept[f"{prefix}.{name}" if prefix else name] = part._buffers[name]
-    return {name: value for name, value in kept.items() if value is not None}
+    return {name: value for name, value in kept.items() if value is not None and not is_lazy(value)}
 
 
 def called(module: nn.Module) -> str:
@@ -351,7 +361,8 @@ def called(module: nn.Module) -> str:
         # A wrapper of ours; the user's is inside.
         return called(inner[0])
     # Not by parameters(): that would bring the replicas' values here first.
-    count = sum(p.numel() for part in module.modules() for p in part._parameters.values() if p is not None)
+    held = (p for part in module.modules() for p in part._parameters.values())
+    count = sum(p.numel() for p in held if p is not None and not is_lazy(p))
     size = next(
         (f"{count / unit:.3g} {name}" for name, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if count >= unit), ""
     )

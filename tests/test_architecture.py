@@ -36,6 +36,7 @@ FLOORS = (
         "matching",
         "attributes",
         "mirrors",
+        "lazy",
         "told",
         "batches",
         "sampling",

@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.compiled import OutsideOfCompiled
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.lazy import kind_of
 from mirror_nb.replaced import Replaced
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
 from mirror_nb.replica.random_streams import RandomStreams, Streams, seeding_functions, state_functions
@@ -226,7 +227,7 @@ class Scope:
 
     def _parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not is_sharded(parameter):
-            self._gradients.track(parameter, f"{type(module).__name__}.{name}")
+            self._gradients.track(parameter, f"{kind_of(module)}.{name}")
             self._move_later(parameter)
 
     def _buffer_registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
@@ -260,7 +261,7 @@ class Scope:
     def _track(self, module: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and not is_sharded(parameter):
-                self._gradients.track(parameter, f"{type(module).__name__}.{name}")
+                self._gradients.track(parameter, f"{kind_of(module)}.{name}")
 
     def _move_later(self, tensor: Tensor) -> None:
         if self._device.type != "cpu" and tensor.device.type == "cpu":

@@ -1,0 +1,123 @@
+"""Lazy modules: made on one side, shaped by a forward pass on the other, and then the same on both."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from driving import running
+from torch import nn
+
+import mirror_nb as mnb
+from mirror_nb.lazy import kind_of
+
+X = torch.arange(88.0).reshape(22, 4).sin()
+Y = X.sum(1, keepdim=True)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[mnb.MirroredStrategy]:
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+def lazy_net() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))
+
+
+def classes(module: nn.Module) -> list[str]:
+    return [type(part).__name__ for part in module]
+
+
+def test_one_that_takes_shape_in_the_replicas_does_so_here_and_trains_as_on_one_device(two):
+    with two.scope():
+        model = lazy_net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    assert two.run(lambda: len(list(model.parameters()))) == 4
+    assert classes(model) == ["LazyLinear", "Tanh", "LazyLinear"]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    two.run(lambda: model(X[:2]))
+    alone = copy.deepcopy(model)
+    assert classes(model) == classes(alone) == two.run(lambda: classes(model)) == ["Linear", "Tanh", "Linear"]
+    assert (model[0].in_features, model[2].in_features) == (4, 8)
+    alone_optimizer = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    for x, y in two.distribute_dataset((X, Y), batch_size=8):
+        two.run(step, args=(x, y))
+    for start in range(0, 22, 8):
+        alone_optimizer.zero_grad()
+        F.mse_loss(alone(X[start : start + 8]), Y[start : start + 8]).backward()
+        alone_optimizer.step()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    assert len(optimizer.state_dict()["state"]) == 4
+    # Replicas name parameters by their module's class: one that is started anew never saw the lazy one.
+    with pytest.raises(mnb.ReplicaDied):
+        two.run(lambda: mnb.get_replica_context().replica_id_in_sync_group and os._exit(7))
+    two.run(step, args=(X, Y))
+    assert torch.equal(*two.run(lambda: model[0].weight.sum()))
+
+
+@pytest.mark.parametrize("how", ["a forward pass", "load_state_dict"])
+def test_one_that_takes_shape_here_does_so_in_the_replicas(two, how):
+    with two.scope():
+        model = nn.LazyLinear(3)
+    assert two.run(lambda: type(model).__name__) == "LazyLinear"
+    if how == "a forward pass":
+        model(X)
+    else:
+        model.load_state_dict(nn.Linear(4, 3).state_dict())
+    assert torch.equal(two.run(lambda: model.weight.detach().clone())[1], model.weight)
+    assert two.run(lambda: (model(X).shape, type(model).__name__, model.in_features)) == ((22, 3), "Linear", 4)
+    assert (model.weight.shape, type(model), model.in_features) == ((3, 4), nn.Linear, 4)
+
+
+def test_buffers_and_what_is_frozen(two):
+    with two.scope():
+        model = nn.Sequential(nn.LazyConv2d(3, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(2))
+        model[0].bias.requires_grad = False
+    images = torch.arange(128.0).reshape(2, 1, 8, 8).sin()
+    two.run(lambda: model(images).mean().backward())
+    assert [p.requires_grad for p in model.parameters()] == [True, False, *[True] * 4]
+    assert two.run(lambda: [p.grad is None for p in model.parameters()]) == [False, True, *[False] * 4]
+    assert torch.equal(model[1].running_mean, two.run(lambda: model[1].running_mean)[0])
+    assert classes(model) == ["Conv2d", "BatchNorm2d", "Flatten", "Linear"]
+
+
+def test_fit_takes_one(two):
+    with two.scope():
+        model = mnb.Model(lazy_net())
+        model.compile(optimizer="sgd", loss="mse")
+    assert len(model.fit(X, Y, epochs=2, batch_size=8, verbose=0).history["loss"]) == 2
+    assert [p.shape for p in model.parameters()] == [(8, 4), (8,), (1, 8), (1,)]
+
+
+@pytest.mark.parametrize("made", ["", "%%mirrored\n"], ids=["in an ordinary cell", "in a mirrored cell"])
+def test_one_of_a_notebook_takes_shape_in_a_mirrored_cell(shell, made):
+    run = running(shell)
+    run("import torch\nfrom torch import nn\nx = torch.arange(12.0).reshape(3, 4)")
+    run(
+        f"{made}net = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))\n"
+        "sgd = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)"
+    )
+    assert classes(shell.user_ns["net"]) == ["LazyLinear", "Tanh", "LazyLinear"]
+    run("%%mirrored\nnet(x).mean().backward()\nsgd.step()\nsums = [p.sum().item() for p in net.parameters()]")
+    assert classes(shell.user_ns["net"]) == ["Linear", "Tanh", "Linear"]
+    assert [p.sum().item() for p in shell.user_ns["net"].parameters()] == shell.user_ns["sums"]
+    assert len(run("sgd.state_dict()['state']")) == 4
+
+
+def test_the_class_that_a_lazy_module_becomes():
+    assert [kind_of(module) for module in (nn.LazyConv2d(1, 1), nn.Conv2d(1, 1, 1), nn.ReLU())] == [
+        "Conv2d",
+        "Conv2d",
+        "ReLU",
+    ]
