@@ -927,6 +927,12 @@ def test_a_function_may_use_the_strategy_that_runs_it(two):
     assert two.run(lambda: mnb.get_strategy() is two)
 
 
+def test_a_copy_of_what_holds_a_strategy_has_the_same_one_and_a_pickle_says_why_not(two):
+    assert copy.deepcopy({"strategy": two})["strategy"] is two
+    with pytest.raises(mnb.TransferError, match="a strategy belongs to the process that made it"):
+        pickle.dumps(two)
+
+
 def test_run_inside_a_replica_function_is_an_error(two):
     with pytest.raises(RuntimeError, match="requires being in cross-replica context"):
         two.run(lambda: two.run(lambda: 1))

@@ -231,6 +231,14 @@ def refuse_input(prompt: object = "") -> str:
     )
 
 
+def refuse_breakpoint(*_: object, **__: object) -> None:
+    """Stand in for `breakpoint` and `pdb.set_trace` in a replica, where nobody could answer the debugger."""
+    raise StdinNotImplementedError(
+        "a debugger cannot ask in a replica: use %mirror stop, then %mirror start --in-process, which has one replica "
+        "in the kernel itself"
+    )
+
+
 def note_files(stands_for_open: Callable[..., Any]) -> None:
     """Have the `open` of cells, which IPython makes, be that of the process."""
     interactiveshell.io_open = stands_for_open

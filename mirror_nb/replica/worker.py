@@ -15,6 +15,7 @@ import functools
 import multiprocessing
 import multiprocessing.process
 import os
+import pdb
 import select
 import signal
 import socket
@@ -202,6 +203,7 @@ class _Process:
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks", UserWarning)
         home = shell.make_shell(self._emit, None)
         builtins.input = shell.refuse_input
+        sys.breakpointhook = pdb.set_trace = shell.refuse_breakpoint
         shell.be_no_kernel()
         if not select.select([self._channel], [], [], SPARE_AFTER)[0]:
             _warm_up()

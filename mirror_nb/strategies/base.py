@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.imported import when_imported
 from mirror_nb.strategies.context import entered, require_cross_replica
 from mirror_nb.strategies.extended import StrategyExtended
@@ -34,6 +34,16 @@ class Strategy(ABC):
 
     @abstractmethod
     def __repr__(self) -> str: ...
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        # What is copied trains on the same replicas.
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TransferError(
+            "a strategy belongs to the process that made it; in mirrored cells and in functions given to its `run` it "
+            "is there by itself"
+        )
 
     # ------------------------------------------------------------------ what it is
 

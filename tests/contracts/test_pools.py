@@ -221,6 +221,16 @@ def test_input_is_refused_with_a_way_out(pool):
     pool.mend()
 
 
+@pytest.mark.parametrize("source", ["breakpoint()", "import pdb; pdb.set_trace()"])
+def test_a_debugger_is_refused_with_a_way_out(pool, source):
+    if isinstance(pool, InProcessPool):
+        pytest.skip("in this process, a debugger asks as ever")
+    ran = run_cell(pool, source)
+    assert set(ran.errors.values()) == {"StdinNotImplementedError"}
+    assert "--in-process" in ran.report.failures[0].message
+    pool.mend()
+
+
 def test_a_cell_on_some_replicas_leaves_the_others_alone(pool):
     run_cell(pool, "alone = 0")
     run_cell(pool, "alone = 1", replicas=[pool.size - 1])
