@@ -9,6 +9,7 @@ Knows torch's compiler, and of mirror_nb names alone.
 from __future__ import annotations
 
 import importlib
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, final
@@ -89,6 +90,12 @@ def leave_us_out() -> None:
     if hasattr(rules, "add"):
         for name in _OURS:
             rules.add(f"mirror_nb.{name}")
+
+
+def tracing() -> bool:
+    """Whether torch.compile goes through code now; it may do so again, and must find the same hooks."""
+    context = getattr(sys.modules.get("torch._guards"), "TracingContext", None)
+    return context is not None and context.try_get() is not None
 
 
 @final

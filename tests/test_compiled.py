@@ -180,6 +180,26 @@ def test_a_compiled_step_trains_as_another_one_and_is_compiled_once(two, part):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
 
 
+def test_a_lazy_network_takes_shape_in_a_compiled_step(two):
+    with two.scope():
+        model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for x, y in two.distribute_dataset((X, Y), batch_size=11):
+        two.run(step, args=(x, y))
+    assert [p.shape for p in model.parameters()] == [(8, 4), (8,), (1, 8), (1,)]
+    weights = two.run(lambda: torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*weights)
+
+
 def test_functions_of_both_kinds_of_cells_are_compiled_in_both(shell):
     run = running(shell)
     run("import torch\n@torch.compile(backend='eager')\ndef outside(x):\n    return x * factor\nfactor = 2.0")

@@ -30,7 +30,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mirror_nb.compiled import OutsideOfCompiled
+from mirror_nb.compiled import OutsideOfCompiled, tracing
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.lazy import kind_of
 from mirror_nb.replaced import Replaced
@@ -210,7 +210,7 @@ class Scope:
         One that is compiled does not end it, the backward pass after it does.
         """
         building = self._streams is not None and not self._streams.running
-        if self._watch is None and self._depth and (building or self._waiting):
+        if self._watch is None and self._depth and (building or self._waiting) and not tracing():
             self._watch = hooks.register_module_forward_pre_hook(OutsideOfCompiled(self._forward_begins))
 
     def _unwatch_forward(self) -> None:
