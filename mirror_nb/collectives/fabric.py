@@ -784,11 +784,6 @@ class Fabric:
         """Combine `parts` in the order of replica ids into `out`, which may be one of them."""
         combine = _COMBINE[fold]
         last = len(parts) - 1
-        if last == 1 and out.dtype not in _HALF:
-            combine(parts[0], parts[1], out=out)
-            if fold is Fold.MEAN:
-                out.div_(2)
-            return
         if out.dtype in _HALF:
             total = self._scratch_for(out.numel(), torch.float32)
             total.copy_(parts[0])
@@ -798,7 +793,7 @@ class Fabric:
             return
         # In `out` itself, unless that is a part which is yet to be read.
         total = out if last <= 1 else self._scratch_for(out.numel(), out.dtype)
-        combine(parts[0], parts[min(1, last)], out=total) if last else out.copy_(parts[0])
+        combine(parts[0], parts[1], out=total) if last else out.copy_(parts[0])
         for i in range(2, last + 1):
             total = combine(total, parts[i], out=out if i == last else total)
         if fold is Fold.MEAN:
