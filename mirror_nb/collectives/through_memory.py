@@ -161,6 +161,6 @@ def _fold(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, tensor: Ten
         op = getattr(given, "reduceOp", dist.ReduceOp.SUM if given is None else given)
     for known, fold in _FOLDS:
         if op == known:
-            means = tensor is not None and tensor.is_floating_point()
-            return fold if means or fold is not Fold.MEAN else None
+            whole = tensor is None or not tensor.is_floating_point()
+            return None if fold is Fold.MEAN and whole else fold
     return None
