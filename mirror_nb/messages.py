@@ -601,6 +601,25 @@ class ChannelClosed(Exception):
     """The other end is gone."""
 
 
+@dataclass(slots=True)
+class Frame:
+    """A message ready for any number of channels: what is sent, in pieces, and the descriptor that goes with it."""
+
+    pieces: list[Any]
+    slab: int | None
+
+    @classmethod
+    def of(cls, message: object, slab: int | None = None) -> Frame:
+        """Make a message ready, with the descriptor of its payload's slab; the caller keeps that open."""
+        buffers: list[pickle.PickleBuffer] = []
+        body = pickle.dumps(_flat(message), protocol=5, buffer_callback=buffers.append)
+        # Tensors go from their memory to the socket: a copy of 100 KB takes as long as a small call.
+        views = [buffer.raw() for buffer in buffers]
+        header = _HEADER.pack(len(body), slab is not None, len(views))
+        lengths = struct.pack(f"<{len(views)}Q", *map(len, views)) if views else b""
+        return cls([header + lengths + body, *views], slab)
+
+
 class Channel:
     """Messages over one end of a Unix socket pair. Any thread may send; one thread receives."""
 
@@ -626,16 +645,15 @@ class Channel:
 
         Raises ChannelClosed when the other end is gone.
         """
-        buffers: list[pickle.PickleBuffer] = []
-        body = pickle.dumps(_flat(message), protocol=5, buffer_callback=buffers.append)
-        # Tensors go from their memory to the socket: a copy of 100 KB takes as long as a small call.
-        views = [buffer.raw() for buffer in buffers]
-        header = _HEADER.pack(len(body), slab is not None, len(views))
-        lengths = struct.pack(f"<{len(views)}Q", *map(len, views)) if views else b""
+        self.send_frame(Frame.of(message, slab))
+
+    def send_frame(self, frame: Frame) -> None:
+        """Send one message that is ready. Raises ChannelClosed when the other end is gone."""
+        slab = frame.slab
         ancillary = [] if slab is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", slab))]
         try:
             with self._lock:
-                self._send_all([header + lengths + body, *views], ancillary)
+                self._send_all(frame.pieces, ancillary)
         except OSError as reason:
             raise ChannelClosed(str(reason)) from reason
 

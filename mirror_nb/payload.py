@@ -623,9 +623,14 @@ def pack(
     Raises TooLarge beyond `limit`, TransferError when something in `obj` cannot be pickled.
     """
     if namespace is None and limit is None and not in_band:
+        if obj is None:
+            return _NONE
         nest = _Nest(reference)
-        with contextlib.suppress(_NotSimpleError):
+        try:
             bare = nest.bare(obj), nest.forms
+        except _NotSimpleError:
+            pass
+        else:
             return _pack_simple(bare, nest.items <= IN_BAND_ITEMS and nest.nbytes <= IN_BAND_BYTES)
     file = Limited(limit)
     packer = _Packer(file, namespace, reference, handle, lend, limit, in_band, label, states)
@@ -647,6 +652,10 @@ def _pack_simple(bare: tuple[Any, Any], small: bool) -> Packed:
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(bare, 5, buffer_callback=buffers.append)
     return _in_slab(pickled, [buffer.raw() for buffer in buffers], simple=True)
+
+
+_NONE = _pack_simple((None, []), small=True)
+# What most calls return.
 
 
 def _in_slab(

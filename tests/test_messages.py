@@ -22,6 +22,7 @@ from mirror_nb.messages import (
     ChannelClosed,
     Done,
     Failure,
+    Frame,
     Interrupt,
     Mirror,
     Request,
@@ -87,6 +88,27 @@ def test_messages_keep_their_order_and_their_slabs(ends):
         if slab is not None:
             assert os.pread(slab, 9, 0) == b"%d" % i
             os.close(slab)
+
+
+def test_one_frame_goes_to_many_with_its_buffers_and_its_slab(ends):
+    others = tuple(map(Channel, socket.socketpair()))
+    slab, large = slab_of(b"values"), bytes(range(256)) * 4096
+    frame = Frame.of([PickleBuffer(large), "text"], slab)
+    try:
+        for sender, receiver in (ends, others):
+            thread = threading.Thread(target=sender.send_frame, args=(frame,))
+            thread.start()
+            [buffer, text], arrived = receiver.receive()
+            thread.join()
+            assert (bytes(buffer), text, os.pread(arrived, 6, 0)) == (large, "text", b"values")
+            os.close(arrived)
+        others[0].close()
+        with pytest.raises(ChannelClosed):
+            others[0].send_frame(frame)
+    finally:
+        os.close(slab)
+        for other in others:
+            other.close()
 
 
 def test_a_slab_arrives_in_time_however_many_wait_unread(ends):

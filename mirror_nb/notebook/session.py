@@ -468,7 +468,7 @@ class Session:
 
     def _proxy(self, replica_id: int, comm_id: str) -> None:
         pool = self._running()
-        proxy: Any = CommProxy(comm_id, lambda message: pool._send(replica_id, message, None))
+        proxy: Any = CommProxy(comm_id, lambda message: pool._send([replica_id], message))
         get_comm_manager().comms[comm_id] = proxy
 
     def _shown(self, report: Report, lead: int, value: Any) -> Any:
@@ -503,7 +503,7 @@ class Session:
         pool = self._running()
         with closing_slab(pack(obj)) as packed:
             slabs = dict.fromkeys(replicas, packed.slab)
-            raise_for(pool.run({r: kind(packed.payload) for r in replicas}, slabs=slabs), pool.devices)
+            raise_for(pool.run(dict.fromkeys(replicas, kind(packed.payload)), slabs=slabs), pool.devices)
             return packed.payload.nbytes
 
     # ------------------------------------------------------------------ names by hand
@@ -523,7 +523,7 @@ class Session:
         for parcel in parcels:
             try:
                 slabs = dict.fromkeys(parcel.replicas, parcel.packed.slab)
-                report = pool.run({r: Bind(parcel.packed.payload) for r in parcel.replicas}, slabs=slabs)
+                report = pool.run(dict.fromkeys(parcel.replicas, Bind(parcel.packed.payload)), slabs=slabs)
             finally:
                 parcel.packed.close()
             raise_for(report, pool.devices)

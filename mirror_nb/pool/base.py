@@ -48,6 +48,8 @@ from mirror_nb.surroundings import Surroundings
 from mirror_nb.telemetry.notice import Notice
 from mirror_nb.telemetry.timeline import Timeline
 
+TICK_SECONDS = 0.1
+# Between two looks at how replicas are doing that are at work.
 ABORT_AFTER = 0.05
 # Seconds from a replica's failure to the end of its peers' waits: time for them to raise the same by themselves.
 ABORT_AGAIN = (0.0, 0.1, 0.3, 0.7, 1.5)
@@ -118,6 +120,11 @@ class Answer:
         """What it raised, if it did."""
         return self.done.failure if self.done is not None else None
 
+    @property
+    def clean(self) -> bool:
+        """Whether it did what it was asked, and lives."""
+        return self.death is None and self.failure is None
+
     def close(self) -> None:
         """Close the slab if nobody opened its payload."""
         if self.slab is not None:
@@ -160,7 +167,7 @@ class Report:
     @property
     def clean(self) -> bool:
         """Whether every replica did what it was asked."""
-        return not self.failures and not self.deaths
+        return all(answer.clean for answer in self.answers.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +219,8 @@ class Pool(ABC):
         """Get ready for a death if there is time: called before a request, and a few times a second while one runs."""
 
     @abstractmethod
-    def _send(self, replica_id: int, message: object, slab: int | None) -> None:
-        """Send to a replica; one that is gone shows in `_poll`."""
+    def _send(self, replica_ids: Iterable[int], message: object, slab: int | None = None) -> None:
+        """Send the same to these replicas; one that is gone shows in `_poll`."""
 
     @abstractmethod
     def _poll(self, timeout: float) -> list[Incoming]:
@@ -395,9 +402,7 @@ class Pool(ABC):
 
         What runs when no training does takes no notice.
         """
-        steer = Steer(next(self._words), word)
-        for replica_id in range(self.size):
-            self._send(replica_id, steer, None)
+        self._send(range(self.size), Steer(next(self._words), word))
 
     def next_number(self) -> int:
         """Return the number of a new request."""
@@ -407,6 +412,14 @@ class Pool(ABC):
 def _trains_together(what: object) -> bool:
     """Whether replicas that are stopped in this request may differ by a step that was meant for all."""
     return isinstance(what, Call) or (isinstance(what, RunCell) and what.synchronize and not what.partial)
+
+
+def _alike(requests: Mapping[int, Any]) -> list[list[int]]:
+    """Return the ids of replicas, those that get the same object together: it is pickled once for them."""
+    groups: dict[int, list[int]] = {}
+    for replica_id, what in requests.items():
+        groups.setdefault(id(what), []).append(replica_id)
+    return list(groups.values())
 
 
 _numbers = itertools.count(1)
@@ -480,7 +493,7 @@ class _Following:
         self._slabs = slabs
         self._on_message = on_message
         self._on_tick = on_tick
-        self._deadline = time.monotonic() + timeout if timeout is not None else None
+        self._deadline = time.monotonic() + timeout if timeout is not None else math.inf
         self._interrupts = interrupts
         self._number = pool.next_number()
         self._pending = set(requests)
@@ -504,12 +517,13 @@ class _Following:
         # When replicas said last that they hold an interrupt back.
 
     def follow(self) -> Report:
-        for replica_id, what in self._requests.items():
-            self._pool._send(replica_id, Request(self._number, what), self._slabs.get(replica_id))
+        for replica_ids in _alike(self._requests):
+            first = replica_ids[0]
+            self._pool._send(replica_ids, Request(self._number, self._requests[first]), self._slabs.get(first))
         tick = 0.0
         while self._pending:
             # Before the first wait: what was said between two requests is said again at the beginning of a short one.
-            if time.monotonic() - tick > 0.1:
+            if time.monotonic() - tick > TICK_SECONDS:
                 tick = time.monotonic()
                 self._pool._prepare()
                 self._on_tick(set(self._pending))
@@ -527,10 +541,8 @@ class _Following:
         )
 
     def _patience(self) -> float:
-        now = time.monotonic()
-        times = [self._ask_at, *(when for when, _ in self._steps)]
-        times += [self._deadline] if self._deadline is not None else []
-        return max(0.0, min([0.1, *(when - now for when in times)]))
+        soonest = min(self._ask_at, self._deadline, self._steps[0][0] if self._steps else math.inf)
+        return max(0.0, min(TICK_SECONDS, soonest - time.monotonic()))
 
     def _take(self, replica_id: int, message: Any, slab: int | None) -> None:
         if isinstance(message, Death):
@@ -581,8 +593,7 @@ class _Following:
         self._question = next(_numbers)
         self._asked = set(replicas)
         self._standings = {}
-        for replica_id in self._asked:
-            self._pool._send(replica_id, Where(self._question), None)
+        self._pool._send(self._asked, Where(self._question))
 
     def _look_at_silent(self) -> None:
         for replica_id in self._asked & self._pending - set(self._standings):
@@ -625,8 +636,8 @@ class _Following:
             self._kill()
         elif count and self._reason != "interrupted":
             self._end_now("interrupted", now)
-        elif self._deadline is not None and now > self._deadline and not self._timed_out:
-            self._timed_out = True
+        elif now > self._deadline:
+            self._timed_out, self._deadline = True, math.inf
             self._end_now("the request took longer than its timeout", now)
         while self._steps and self._steps[0][0] <= now:
             self._steps.pop(0)[1]()
@@ -650,12 +661,10 @@ class _Following:
         return [(when + later, self._abort) for later in ABORT_AGAIN]
 
     def _abort(self) -> None:
-        for replica_id in self._pending:
-            self._pool._send(replica_id, Abort(self._reason or ""), None)
+        self._pool._send(self._pending, Abort(self._reason or ""))
 
     def _interrupt(self) -> None:
-        for replica_id in self._pending:
-            self._pool._send(replica_id, Interrupt(self._number, self._asked_for), None)
+        self._pool._send(self._pending, Interrupt(self._number, self._asked_for))
 
     def _kills(self, interrupted: float) -> list[tuple[float, Callable[[], None]]]:
         last = interrupted + max(GRACE, HELD_BACK_SECONDS)

@@ -25,9 +25,9 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
     One exception stands for all: the first that does not merely tell of another's. Equal ones are grouped, the
     others are told in a line each.
     """
-    failures = report.failures
-    if not (failures or report.deaths or report.interrupted or report.timed_out):
+    if report.clean and not report.interrupted and not report.timed_out:
         return
+    failures = report.failures
     among = len(report.answers)
     if report.interrupted:
         stopped = sorted(failures) or sorted(report.answers)

@@ -12,7 +12,7 @@ import signal
 import threading
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import psutil
 import torch
@@ -74,7 +74,7 @@ class InProcessPool(Pool):
         # The sender closes its descriptor once this returns, as it does after a real send.
         self._incoming.append((0, message, os.dup(slab) if slab is not None else None))
 
-    def _send(self, replica_id: int, message: object, slab: int | None) -> None:
+    def _send(self, replica_ids: Iterable[int], message: object, slab: int | None = None) -> None:
         if not isinstance(message, Request) or self._replica is None:
             # Interrupts and aborts come too late: the request ended before its sender could send them.
             return

@@ -20,7 +20,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -30,7 +30,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ import torch.multiprocessing
 
 from mirror_nb.devices import Device, cores
 from mirror_nb.errors import DeviceError, ReplicaError
-from mirror_nb.messages import Channel, ChannelClosed, Exit, Record, Rendezvous, ReplicaSpec
+from mirror_nb.messages import Channel, ChannelClosed, Exit, Frame, Record, Rendezvous, ReplicaSpec
 from mirror_nb.pool import nanny, outside
 from mirror_nb.pool.base import Death, Incoming, Pool, ReplicaStatus
 from mirror_nb.pool.hangs import Silent
@@ -112,9 +112,11 @@ class LocalPool(Pool):
         # They outlive replicas: what a dead one did last is still there, and the next one goes on with it.
         self._title = self._operation = ""
         self._posted: Posted | None = None
-        self._selector = selectors.DefaultSelector()
-        # Kept: to register four descriptors anew for every message would take longer than the message.
-        self._selector.register(self._interrupts.readable, selectors.EVENT_READ)
+        self._poller = select.poll()
+        # Kept: to register five descriptors anew for every message would take longer than the message.
+        self._poller.register(self._interrupts.readable, select.POLLIN)
+        self._watched: dict[int, tuple[int, str]] = {}
+        # By descriptor: the replica that it tells of, and whether of its messages or of its end.
         self._store: Any = None
         self._port = 0
         self._nanny: subprocess.Popen[bytes] | None = None
@@ -144,8 +146,9 @@ class LocalPool(Pool):
             with contextlib.suppress(ChannelClosed):
                 member.channel.send(self._spec(replica_id))
                 member.channel.send(Record(), self._rings[replica_id].descriptor)
-            self._selector.register(member.channel, selectors.EVENT_READ, (replica_id, _CHANNEL))
-            self._selector.register(member.end, selectors.EVENT_READ, (replica_id, _END))
+            for source, kind in ((member.channel.fileno(), _CHANNEL), (member.end, _END)):
+                self._poller.register(source, select.POLLIN)
+                self._watched[source] = replica_id, kind
         # It is there by now: the processes got their descriptors over a socket in it.
         self._tell_nanny(f"/ {multiprocessing.util.get_temp_dir()}")
         self._post()
@@ -236,10 +239,12 @@ class LocalPool(Pool):
 
     # ------------------------------------------------------------------ messages
 
-    def _send(self, replica_id: int, message: object, slab: int | None) -> None:
-        # A channel that is closed belongs to a replica whose death `_poll` tells.
-        with contextlib.suppress(ChannelClosed):
-            self._members[replica_id].channel.send(message, slab)
+    def _send(self, replica_ids: Iterable[int], message: object, slab: int | None = None) -> None:
+        frame = Frame.of(message, slab)
+        for replica_id in replica_ids:
+            # A channel that is closed belongs to a replica whose death `_poll` tells.
+            with contextlib.suppress(ChannelClosed):
+                self._members[replica_id].channel.send_frame(frame)
 
     def _poll(self, timeout: float) -> list[Incoming]:
         dead: list[Incoming] = [(r, m.death, None) for r, m in self._members.items() if m.death is not None]
@@ -251,7 +256,9 @@ class LocalPool(Pool):
 
     def _ready(self, timeout: float) -> list[tuple[int, str]]:
         """Return which replicas' channels, or ends, have something to tell."""
-        return [key.data for key, _ in self._selector.select(timeout) if key.data is not None]
+        # Rounded up: what is to be done at a time is due when this returns.
+        found = self._poller.poll(math.ceil(timeout * 1000))
+        return [self._watched[source] for source, _ in found if source in self._watched]
 
     def _receive(self, replica_id: int, ended: bool) -> list[Incoming]:
         """Return what a replica sent; its death last, if its process has ended."""
@@ -322,18 +329,17 @@ class LocalPool(Pool):
             member.process.close()
 
     def _stop_watching(self, member: _Member) -> None:
-        for source in (member.channel, member.end):
+        for source in (member.channel.fileno(), member.end):
             # Its death may have been told before it is buried.
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(source)
+            if self._watched.pop(source, None) is not None:
+                self._poller.unregister(source)
 
     def _close(self) -> None:
         if os.getpid() != self._pid:
             return
         _open_pools.discard(self)
         self._end_spare()
-        for replica_id in self._members:
-            self._send(replica_id, Exit(), None)
+        self._send(self._members, Exit())
         deadline = time.monotonic() + EXIT_SECONDS
         for member in self._members.values():
             member.process.join(max(0.0, deadline - time.monotonic()))
@@ -344,7 +350,6 @@ class LocalPool(Pool):
             self._nanny.stdin.close()
             self._nanny.wait()
         self._store = None
-        self._selector.close()
         if self._posted is not None:
             self._posted.close()
         for ring in self._rings.values():
@@ -362,7 +367,8 @@ class LocalPool(Pool):
         for replica_id, source in [] if self._closed else self._ready(0.0):
             if source is _END:
                 self._died(replica_id)
-        return [member.death for _, member in sorted(self._members.items()) if member.death is not None]
+        found = [member.death for member in self._members.values() if member.death is not None]
+        return sorted(found, key=lambda death: death.replica_id)
 
     def timeline(self) -> Timeline | None:
         return Timeline([Reader(ring.descriptor) for _, ring in sorted(self._rings.items())]) if self._rings else None

@@ -352,6 +352,8 @@ class _Process:
 
     def _act(self, message: Any, slab: int | None) -> None:
         match message:
+            case Request():
+                self._requests.append((message, slab))
             case Interrupt(number, shown):
                 self._interrupted, self._shown = number, shown
                 threading.Thread(target=self._insist, args=(number,), daemon=True).start()
@@ -366,8 +368,6 @@ class _Process:
             case Record() if slab is not None:
                 self._recorder.open(Writer(slab))
                 os.close(slab)
-            case Request():
-                self._requests.append((message, slab))
             case Exit():
                 _end()
 

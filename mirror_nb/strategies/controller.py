@@ -54,6 +54,7 @@ from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
 from mirror_nb.variables import Variable
 
+_NO_ARGUMENTS = pack(((), {}))
 READS = 3
 # Attempts to read networks from replicas that die meanwhile.
 _BELONGS_TO_SCOPE = (
@@ -244,6 +245,11 @@ class ControllerPlace(Place):
             check_size(part, self.num_replicas)
         wanted: list[Any] = []
         function, packed = None, []
+        replicas = range(self.num_replicas)
+
+        def reference(obj: object) -> Any:
+            return self._reference(obj, wanted)
+
         try:
             kept = self._functions.get(fn)
             moment = surroundings.moment, pool.generation
@@ -251,25 +257,24 @@ class ControllerPlace(Place):
             if kept is None or moment != self._followed:
                 self._follow(pool)
                 self._followed = moment
-            function = kept or pack(fn, reference=lambda obj: self._reference(obj, wanted), in_band=True).payload
-            for replica_id in range(self.num_replicas) if parts else [0]:
-                own = select((args, kwargs), replica_id) if parts else (args, kwargs)
-                packed.append(pack(own, reference=lambda obj: self._reference(obj, wanted)))
+            function = kept or pack(fn, reference=reference, in_band=True).payload
+            # One for all where nothing in them differs.
+            for own in [select((args, kwargs), i) for i in replicas] if parts else [(args, kwargs)]:
+                packed.append(pack(own, reference=reference) if args or kwargs else _NO_ARGUMENTS)
             if wanted:
                 self._send_objects(wanted)
             if kept is None:
                 self._functions.keep(fn, function)
             self._push_changes()
-            calls, slabs = {}, {}
             changed = self._objects.changed_settings()
             released = tuple(self._objects.take_released())
             around = None if plain else modes.current()
-            for replica_id in range(self.num_replicas):
-                mine = packed[replica_id if parts else 0]
-                shares = _shares_of(parts, replica_id)
-                call = Call(function, mine.payload, plain, shares, released, changed, kept is not None, around)
-                calls[replica_id] = call
-                slabs[replica_id] = mine.slab
+            made = [
+                Call(function, own.payload, plain, _shares_of(parts, i), released, changed, kept is not None, around)
+                for i, own in enumerate(packed)
+            ]
+            calls = {i: made[i if parts else 0] for i in replicas}
+            slabs = {i: packed[i if parts else 0].slab for i in replicas}
             any_sent = self._objects.any_sent
             listener = _Listener(on_note, calls)
             try:
@@ -396,7 +401,7 @@ class ControllerPlace(Place):
                 # Its network comes along whole, whatever the function captured of it.
                 queue += self._networks_of(obj)
         packed = pack(objects, reference=self._sent_reference(objects), handle=self._mirrors.handle)
-        self._request(lambda: Mirror(packed.payload), packed)
+        self._request(Mirror(packed.payload), packed)
         self._mirrors.gave([obj for obj in objects.values() if isinstance(obj, nn.Module)])
         assert self._pool is not None
         self._pool.tell(self._title(), self._operation())
@@ -451,7 +456,7 @@ class ControllerPlace(Place):
                 self._mirrors.mark(module)
         if changed:
             packed = pack(changed)
-            self._request(lambda: LoadModules(packed.payload), packed)
+            self._request(LoadModules(packed.payload), packed)
 
     # ------------------------------------------------------------------ reading networks back
 
@@ -604,13 +609,13 @@ class ControllerPlace(Place):
         self._objects.forget_sent()
         return False
 
-    def _request(self, make: Callable[[], Any], packed: Packed) -> None:
+    def _request(self, what: object, packed: Packed) -> None:
         """Send every replica the same request, whose payload is `packed`."""
         pool = self._pool
         assert pool is not None
         replicas = range(self.num_replicas)
         try:
-            report = pool.run({r: make() for r in replicas}, slabs=dict.fromkeys(replicas, packed.slab))
+            report = pool.run(dict.fromkeys(replicas, what), slabs=dict.fromkeys(replicas, packed.slab))
         finally:
             packed.close()
         raise_for(report, self._names)

@@ -263,7 +263,7 @@ def select(nest: Any, replica_id: int) -> Any:
             raise UsageError(f"a {type(nest).__name__} of {len(nest)} values has none for replica {replica_id}")
         return nest[replica_id]
     kind = type(nest)
-    if kind in _LEAVES or (kind is dict and not nest):
+    if kind in _LEAVES or (kind in _CONTAINERS and not nest):
         return nest
     make: Callable[[list[Any]], Any]
     if kind is tuple or kind is list:
@@ -279,6 +279,7 @@ def select(nest: Any, replica_id: int) -> Any:
 
 
 _LEAVES = frozenset({Tensor, str, bytes, int, float, bool, type(None)})
+_CONTAINERS = frozenset({tuple, list, dict})
 
 
 def local_parts(nest: Any, num_replicas: int) -> tuple[Any, ...]:
