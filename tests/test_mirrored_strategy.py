@@ -639,6 +639,48 @@ def test_what_is_created_while_a_strategy_is_set_is_mirrored_as_in_its_scope(two
         two.run(lambda: outside.step())
 
 
+def test_one_scope_is_entered_again_and_inside_itself_and_decorates(two):
+    scope = two.scope()
+    for _ in range(2):
+        with scope as entered, scope:
+            model = nn.Linear(2, 1)
+        assert entered is two
+        assert two.extended.variable_created_in_scope(model)
+        assert not mnb.has_strategy()
+
+    @scope
+    def make() -> nn.Module:
+        return nn.Linear(2, 1)
+
+    assert two.extended.variable_created_in_scope(make())
+    assert not two.extended.variable_created_in_scope(nn.Linear(2, 1))
+
+
+NEVER_LEFT = """
+import gc
+import torch
+import mirror_nb as mnb
+strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+strategy.scope().__enter__()
+gc.collect()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def step():
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+before = model.bias.item()
+strategy.run(step)
+print(mnb.get_strategy() is strategy, round(before - model.bias.item(), 4))
+"""
+
+
+def test_a_scope_that_is_never_left_holds_until_the_process_ends(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(NEVER_LEFT)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("True 0.1\n", "")
+
+
 def test_another_strategy_that_is_set_takes_the_place_of_the_first(two):
     with mnb.MirroredStrategy(["cpu:0"]) as other:
         mnb.set_strategy(two)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
@@ -66,10 +66,8 @@ class AlonePlace(Place):
             loaders=Loaders(),
         )
 
-    @contextlib.contextmanager
-    def scope(self, strategy: Strategy) -> Iterator[None]:
-        with self._scope:
-            yield
+    def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:
+        return self._scope
 
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with entered(strategy, ReplicaContext(strategy, 0), cross=False), self._scope:

@@ -7,15 +7,14 @@ places"); only its place differs. Every `experimental_x` of tf.distribute is als
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.imported import when_imported
-from mirror_nb.strategies.context import entered, require_cross_replica
+from mirror_nb.strategies.context import StrategyScope, require_cross_replica
 from mirror_nb.strategies.extended import StrategyExtended
 from mirror_nb.strategies.place import Place
 from mirror_nb.telemetry.comparison import Comparison
@@ -64,14 +63,12 @@ class Strategy(ABC):
 
     # ------------------------------------------------------------------ scope and run
 
-    @contextmanager
-    def scope(self) -> Iterator[Strategy]:
-        """Make this strategy current; modules, optimizers and Variables created inside are mirrored.
+    def scope(self) -> StrategyScope:
+        """Make this strategy current in a `with` block; modules, optimizers and Variables created inside are mirrored.
 
-        May be entered again inside itself. Raises RuntimeError inside the scope of another strategy.
+        May be entered again, inside itself too. Raises RuntimeError inside the scope of another strategy.
         """
-        with entered(self, None, cross=True), self._place.scope(self):
-            yield self
+        return StrategyScope(self)
 
     def run(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -125,6 +125,34 @@ class entered:  # noqa: N801
 
     def __exit__(self, *exception: object) -> None:
         _stack.frames.pop()
+
+
+@final
+class StrategyScope(ContextDecorator):
+    """What `strategy.scope()` returns. Whoever calls its `__enter__` alone, as notebooks do, stays in it."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._entered: list[tuple[entered, AbstractContextManager[Any]]] = []
+
+    def __enter__(self) -> Strategy:
+        current = entered(self._strategy, None, cross=True)
+        current.__enter__()
+        try:
+            making = self._strategy._place.scope(self._strategy)
+            making.__enter__()
+        except BaseException:
+            current.__exit__()
+            raise
+        self._entered.append((current, making))
+        return self._strategy
+
+    def __exit__(self, *exception: object) -> None:
+        current, making = self._entered.pop()
+        try:
+            making.__exit__(None, None, None)
+        finally:
+            current.__exit__()
 
 
 def stand_on(strategy: Strategy, replica: ReplicaContext) -> None:

@@ -11,8 +11,8 @@ import importlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, final
 
 import torch
@@ -105,11 +105,9 @@ class ControllerPlace(Place):
 
     # ------------------------------------------------------------------ scope
 
-    @contextmanager
-    def scope(self, strategy: Strategy) -> Iterator[None]:
+    def scope(self, strategy: Strategy) -> AbstractContextManager[None]:
         self._check_open()
-        with creation.noted(self.mirror):
-            yield
+        return creation.noted(self.mirror)
 
     def mirror(self, obj: Any) -> Any:
         try:

@@ -5,9 +5,8 @@ Notes each object when it is made; knows no replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -26,24 +25,30 @@ _CLASSES: tuple[type, ...] = (
 )
 
 
-@contextmanager
-def noted(note: Callable[[Any], None]) -> Iterator[None]:
-    """Call `note(obj)` for every object of these kinds that is made inside."""
+@final
+class noted:  # noqa: N801
+    """Call `note(obj)` for every object of these kinds that is made inside.
 
-    def after(made: Any, *args: object, **kwargs: object) -> None:
-        note(made)
+    Not a generator: Python ends one that nobody refers to, and one that is left at the process's end without torch.
+    """
 
-    changes = [Replaced(owner, "__init__", after=after) for owner in _CLASSES if "__init__" in vars(owner)]
-    # Copies (copy.deepcopy) and what is unpickled (torch.load). Not an optimizer's, which loads states by it, too.
-    changes += [Replaced(owner, "__setstate__", after=after) for owner in (nn.Module, torch.amp.GradScaler)]
-    generator = torch.Generator
-    torch.Generator = _noting(generator, note)  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        torch.Generator = generator  # type: ignore[misc]
-        for change in reversed(changes):
-            change.remove()
+    def __init__(self, note: Callable[[Any], None]) -> None:
+        self._note = note
+
+    def __enter__(self) -> None:
+        def after(made: Any, *args: object, **kwargs: object) -> None:
+            self._note(made)
+
+        self._changes = [Replaced(owner, "__init__", after=after) for owner in _CLASSES if "__init__" in vars(owner)]
+        # Copies (copy.deepcopy) and what is unpickled (torch.load). Not an optimizer's, which loads states by it, too.
+        self._changes += [Replaced(owner, "__setstate__", after=after) for owner in (nn.Module, torch.amp.GradScaler)]
+        self._generator = torch.Generator
+        torch.Generator = _noting(self._generator, self._note)  # type: ignore[misc]
+
+    def __exit__(self, *exception: object) -> None:
+        torch.Generator = self._generator  # type: ignore[misc]
+        while self._changes:
+            self._changes.pop().remove()
 
 
 def _noting(real: Any, note: Callable[[Any], None]) -> Any:

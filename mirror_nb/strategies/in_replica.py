@@ -6,9 +6,8 @@ fit (peers.py), so that a mistake is the same error on each and the next call wo
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
@@ -163,10 +162,8 @@ class ReplicaPlace(Place):
 
     # ------------------------------------------------------------------ scope and run
 
-    @contextlib.contextmanager
-    def scope(self, strategy: Strategy) -> Iterator[None]:
-        with self._replica.scope:
-            yield
+    def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:
+        return self._replica.scope
 
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context = ReplicaContext(strategy, self.replica_id)
