@@ -212,14 +212,14 @@ def load_ipython_extension(shell: Any) -> None:
     """Register `%mirror` and `%%mirrored`; torch begins to load for the replicas meanwhile."""
     from mirror_nb.notebook.magics import MirrorMagics
     from mirror_nb.pool.local import end_children, warm_up
-    from mirror_nb.surroundings import new_moment
+    from mirror_nb.surroundings import follow_cells
 
     warm_up()
     if "mirrored" not in shell.magics_manager.magics["cell"]:
         shell.register_magics(MirrorMagics(shell))
         # Set by a kernel that was asked to shut down or to restart.
         shell.observe(lambda change: end_children(), "exit_now")
-        shell.events.register("pre_run_cell", lambda info: new_moment())
+        follow_cells()
 
 
 def unload_ipython_extension(shell: Any) -> None:

@@ -160,6 +160,8 @@ class Call:
     # True: all that the function captures is unchanging or lives here, so that the replica may keep it, too.
     modes: Any = None
     # Torch's modes around the call, as `modes.current` gives them; None: the usual ones.
+    moment: int | None = None
+    # Of the user's code, as surroundings count: in another one what was warned of is news again. None: no user's.
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.event_files import reduce_writer
 from mirror_nb.keras_objects import reduce_keras, repairing
 from mirror_nb.parametrized import reduce_parametrized
+from mirror_nb.reporting import warned_of
 from mirror_nb.sharded import refuse
 from mirror_nb.surroundings import look_in
 from mirror_nb.told import count_steps, is_told, whole_state, without_moments
@@ -246,12 +247,29 @@ class _Outside:
 
 
 class Pickler(cloudpickle.Pickler):
-    """cloudpickle's, but code keeps the file where it was written, for tracebacks; from 3.1.3 on it loses it."""
+    """cloudpickle's, but code keeps the file where it was written, for tracebacks; from 3.1.3 on it loses it.
+
+    And a function that arrives anew with each call warns once all the same: what it has warned of is known there.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
             return _code_at, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
+        if type(obj) is types.FunctionType and id(obj.__globals__) not in self.globals_ref:
+            here = obj.__globals__
+            anew = {name: here[name] for name in ("__package__", "__name__", "__path__", "__file__") if name in here}
+            self.globals_ref[id(here)] = anew | {"__warningregistry__": _Warned(str(here.get("__name__")))}
         return super().reducer_override(obj)
+
+
+class _Warned:
+    """Stands for what functions of a module have warned of, where they arrive."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return warned_of, (self._module,)
 
 
 def _code_at(file: str, make: Callable[..., types.CodeType], parts: tuple[Any, ...]) -> types.CodeType:

@@ -57,6 +57,25 @@ _waiting: dict[str, tuple[Filter, ...]] = {}
 # By module that is not imported here and has the category of one of them: all of them.
 
 
+_warned: dict[str, dict[Any, Any]] = {}
+# By module: what functions of it have warned of here that arrived from another process.
+_moment: int | None = None
+
+
+def warned_of(module: str) -> dict[Any, Any]:
+    """Return what functions of a module have warned of that arrive here: their `__warningregistry__`."""
+    return _warned.setdefault(module, {})
+
+
+def forget_warned(moment: int | None) -> None:
+    """Let them warn again, once, in another moment than the last one: in the notebook's next cell, as IPython does."""
+    global _moment
+    if moment is not None and moment != _moment:
+        _moment = moment
+        for known in _warned.values():
+            known.clear()
+
+
 def filters() -> tuple[Filter, ...]:
     """Return what was set besides what each process sets by itself, the first to be asked first."""
     found = [

@@ -22,6 +22,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror_nb as mnb
+from mirror_nb import surroundings
 
 
 @pytest.fixture(scope="module")
@@ -775,6 +776,31 @@ def test_what_a_function_changes_in_its_copies_is_warned_of(two):
         warnings.simplefilter("error")
         two.run(meter.update, args=(1.0,))
         assert two.run(lambda: meter.total) == 1.0
+
+
+def test_what_a_function_warns_of_is_said_once_however_often_it_travels_and_again_in_the_next_cell(two, capfd):
+    factors = [2.0]
+
+    def helper() -> None:
+        warnings.warn("the factor is large", stacklevel=1)
+
+    def step() -> float:
+        helper()
+        return factors[0]
+
+    def said() -> int:
+        return capfd.readouterr().err.count("UserWarning: the factor is large")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        for _ in range(3):
+            two.run(step)
+        two.run(lambda: helper())
+        assert said() == 2, "once for each replica"
+        surroundings.new_moment()
+        two.run(step)
+        two.run(step)
+        assert said() == 2
 
 
 def test_who_makes_errors_of_warnings_has_what_the_call_did_all_the_same(two):

@@ -84,6 +84,17 @@ def drawn(strategy: mnb.MirroredStrategy) -> list[tuple[Any, ...]]:
     return [strategy.experimental_local_results(one) for one in results]
 
 
+def test_a_function_that_was_called_before_finds_the_replicas_seeded_too(two):
+    two.run(draw)
+    two.run(draw)
+    torch.manual_seed(12)
+    first = two.run(draw)
+    assert two.run(draw)[1].values != first[1].values
+    torch.manual_seed(12)
+    again = two.run(draw)
+    assert (first[0], first[1].values) == (again[0], again[1].values)
+
+
 def test_the_replicas_are_seeded_as_this_process_was(two):
     torch.manual_seed(11), random.seed(11), np.random.seed(11)
     expected = nn.Linear(2, 2).weight.tolist()

@@ -11,10 +11,12 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from IPython.core.events import EventManager, available_events
 
 import mirror_nb as mnb
 from mirror_nb import surroundings
@@ -243,9 +245,7 @@ def look() -> tuple[object, ...]:
     return os.getcwd(), os.environ.get("MIRROR_NB_NEW"), *settings
 
 
-def test_replicas_follow_before_the_first_call_of_a_function_and_in_each_cell_of_a_notebook(
-    two, own, tmp_path, monkeypatch
-):
+def test_replicas_follow_before_each_call_and_in_all_in_each_cell_of_a_notebook(two, own, tmp_path, monkeypatch):
     (tmp_path / "mirror_nb_lying_here.py").write_text("VALUE = 5")
     two.run(look)
     sys.path.append(str(tmp_path))
@@ -263,8 +263,48 @@ def test_replicas_follow_before_the_first_call_of_a_function_and_in_each_cell_of
     assert two.run(imports) == 5
     assert two.run(look) == (str(tmp_path), "1", torch.float64, True, True)
     monkeypatch.setenv("MIRROR_NB_NEW", "2")
+    torch.set_default_dtype(torch.float32)
+    assert two.run(look)[1:3] == ("2", torch.float32)
+    monkeypatch.delenv("MIRROR_NB_NEW")
+    os.chdir("/")
+    assert two.run(look)[:2] == ("/", None)
+    torch.backends.cudnn.benchmark = False
     surroundings.new_moment()
-    assert two.run(look)[1] == "2"
+    assert two.run(look)[4] is False
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: os.environ.update(MIRROR_NB_NEW="4"),
+        lambda: sys.path.append("/nowhere"),
+        lambda: os.chdir("/"),
+        lambda: warnings.simplefilter("ignore"),
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.autograd.set_detect_anomaly(True),
+        lambda: torch.set_float32_matmul_precision("high"),
+    ],
+)
+def test_a_change_between_two_calls_shows_by_its_sign(own, change):
+    with warnings.catch_warnings(), mock.patch.dict(os.environ):
+        signs = surroundings.Signs()
+        assert signs.hold()
+        with torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled()):
+            change()
+            assert not signs.hold()
+        assert surroundings.Signs().hold()
+
+
+def test_a_moment_begins_with_each_cell_of_a_notebook_however_often_that_is_asked_for(monkeypatch):
+    shell = mock.Mock()
+    shell.events = EventManager(shell, available_events)
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    surroundings.follow_cells()
+    surroundings.follow_cells()
+    before = surroundings.moment
+    shell.events.trigger("pre_run_cell", None)
+    assert surroundings.moment == before + 1
 
 
 def test_a_replica_that_is_started_anew_follows_too(two, own):

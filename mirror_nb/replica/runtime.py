@@ -351,6 +351,7 @@ class Replica:
         copies = None if call.plain or call.kept else Copies(function, self.namespace.has)
         try:
             reporting.settle()
+            reporting.forget_warned(call.moment)
             if call.shares is not None:
                 self.gradients.set_shares(*call.shares)
             around = _usual if call.modes is None else modes.entered(call.modes)

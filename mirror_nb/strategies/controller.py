@@ -96,6 +96,8 @@ class ControllerPlace(Place):
         self._objects = Objects()
         self._followed: tuple[int, int] | None = None
         # When the replicas were last told what this process has set for all of its code.
+        self._signs = surroundings.Signs()
+        surroundings.follow_cells()
         self._functions = Functions(self._travels_by_reference)
         self._mirrors = Mirrors("k")
         self._states = States(self)
@@ -251,10 +253,11 @@ class ControllerPlace(Place):
         try:
             kept = self._functions.get(fn)
             moment = surroundings.moment, pool.generation
-            # Not at each call: to look takes a fifth of the time of a small one.
-            if kept is None or moment != self._followed:
+            # Not all at each call: to look takes a third of the time of a small one.
+            if kept is None or moment != self._followed or not self._signs.hold():
+                signs = surroundings.Signs()
                 self._follow(pool)
-                self._followed = moment
+                self._followed, self._signs = moment, signs
             function = kept or pack(fn, reference=reference, in_band=True).payload
             # One for all where nothing in them differs.
             for own in [select((args, kwargs), i) for i in replicas] if parts else [(args, kwargs)]:
@@ -266,11 +269,9 @@ class ControllerPlace(Place):
             self._push_changes()
             changed = self._objects.changed_settings()
             released = tuple(self._objects.take_released())
-            around = None if plain else modes.current()
-            made = [
-                Call(function, own.payload, plain, _shares_of(parts, i), released, changed, kept is not None, around)
-                for i, own in enumerate(packed)
-            ]
+            around, now = (None, None) if plain else (modes.current(), surroundings.moment)
+            about = released, changed, kept is not None, around, now
+            made = [Call(function, own.payload, plain, _shares_of(parts, i), *about) for i, own in enumerate(packed)]
             calls = {i: made[i if parts else 0] for i in replicas}
             slabs = {i: packed[i if parts else 0].slab for i in replicas}
             any_sent = self._objects.any_sent
