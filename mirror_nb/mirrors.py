@@ -71,6 +71,8 @@ class Mirrors:
         self._marks: dict[str, _Mark] = {}
         self._roots: set[str] = set()
         self._gone: list[str] = []
+        self._bereft = False
+        # A network is gone that may have left parts behind.
 
     def handle(self, module: nn.Module) -> str:
         """Return the network's handle; a new one if it has none."""
@@ -93,7 +95,9 @@ class Mirrors:
         self._handles.learn(handle, module)
 
     def _forget(self, handle: str) -> None:
-        self._roots.discard(handle)
+        if handle in self._roots:
+            self._roots.discard(handle)
+            self._bereft = True
         # It has the network's tensors, which nobody else may want any more.
         if self._marks.pop(handle, None) is not None:
             self._gone.append(handle)
@@ -123,7 +127,12 @@ class Mirrors:
         return tuple(handle for handle in gone if self.find(handle) is None)
 
     def roots(self) -> list[tuple[str, nn.Module]]:
-        """Return the networks that travelled as such, not as a part of another, with their handles."""
+        """Return the networks that travelled as such, not as a part of another that lives, with their handles."""
+        if self._bereft:
+            self._bereft = False
+            marked = {handle: module for handle, module in self.all().items() if handle in self._marks}
+            parts = {id(child) for module in marked.values() for child in module.children()}
+            self._roots.update(handle for handle, module in marked.items() if id(module) not in parts)
         return [(handle, module) for handle in sorted(self._roots) if (module := self.find(handle)) is not None]
 
     def known(self, module: nn.Module) -> str | None:

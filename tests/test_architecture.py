@@ -22,6 +22,7 @@ FLOORS = (
         "payload",
         "event_files",
         "keras_objects",
+        "torchmetrics_objects",
         "parametrized",
         "compiled",
         "ddp",

@@ -640,6 +640,36 @@ def test_what_is_created_while_a_strategy_is_set_is_mirrored_as_in_its_scope(two
         two.run(lambda: outside.step())
 
 
+def test_a_part_outlives_its_module_and_becomes_one_of_another(two):
+    def used(module: nn.Module) -> torch.Tensor:
+        return two.run(lambda: module(X[:1]).detach()).values[1]
+
+    def trained(whole: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def step() -> None:
+            whole(X).sum().backward()
+            optimizer.step()
+
+        two.run(step)
+
+    def made() -> nn.Module:
+        with two.scope():
+            model = Net()
+        used(model)
+        return model.first
+
+    body = made()
+    gc.collect()
+    before = used(body)
+    with two.scope():
+        whole = nn.Sequential(body, nn.Linear(body.out_features, 1))
+        trained(whole, torch.optim.SGD(whole.parameters(), 0.1))
+    del whole
+    gc.collect()
+    after = used(body)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, body(X[:1]))
+
+
 def test_one_scope_is_entered_again_and_inside_itself_and_decorates(two):
     scope = two.scope()
     for _ in range(2):

@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 
-from mirror_nb.errors import ReplicaDied, TransferError, UsageError
+from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError
 from mirror_nb.messages import Call
 from mirror_nb.payload import closing_slab, pack, unpack
 from mirror_nb.pool.base import Pool, Report
@@ -162,8 +162,8 @@ class Lent:
         for handle, settings in ended[self._lead].settings if ended else ():
             self._objects.take_settings(handle, settings)
 
-    def keep(self, pool: Pool) -> None:
-        """Bring all states here, since the replicas are about to end, and forget who had what."""
+    def keep(self, pool: Pool, also: Callable[[], None]) -> None:
+        """Bring all states here, since the replicas are about to end, and forget who had what; `also` asks too."""
 
         def living() -> Pool:
             for death in pool.dead():
@@ -177,8 +177,10 @@ class Lent:
             for obj in self._objects.all():
                 if isinstance(obj, torch.optim.Optimizer) and obj not in self._lost:
                     self._states.read(obj)
+            also()
         except Exception as reason:
-            warnings.warn(f"the replicas ended without the latest states of optimizers: {reason}", stacklevel=2)
+            left = "states of optimizers and values of metrics"
+            warnings.warn(f"the replicas ended without the latest {left}: {reason}", stacklevel=2)
         finally:
             self._ready, self._timeout = before, None
             self._holders.clear()
@@ -224,6 +226,16 @@ class Lent:
         if pool is not None and holders:
             raise_for(self._asked(pool, sorted(holders), load_state, (optimizer, state)), pool.devices)
 
+    def ask_all(self, fn: Callable[..., Any], args: tuple[Any, ...], token: Callable[[object], Any]) -> Any:
+        """Call `fn` in all replicas, whose objects `token` means; return what the first of them returned."""
+        pool = self._ready()
+        if pool is None:
+            raise ReplicaError("there are no replicas to ask; start some (%mirror start)")
+        report = self._asked(pool, range(pool.size), fn, args, token=token)
+        raise_for(report, pool.devices, self._timeout)
+        results = [unpack(a.done.payload, a.slab)[0] for a in report.answers.values() if a.done and a.done.payload]
+        return results[0]
+
     def _asked(
         self,
         pool: Pool,
@@ -232,9 +244,10 @@ class Lent:
         args: tuple[Any, ...],
         settings: tuple[tuple[str, Any], ...] = (),
         released: tuple[str, ...] = (),
+        token: Callable[[object], Any] | None = None,
     ) -> Report:
         function = pack(fn, in_band=True).payload
-        with closing_slab(pack((args, {}), reference=self.token)) as packed:
+        with closing_slab(pack((args, {}), reference=token or self.token)) as packed:
             call = Call(function, packed.payload, plain=True, released=released, settings=settings)
             replicas = list(replicas)
             slabs = dict.fromkeys(replicas, packed.slab)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from mirror_nb import torchmetrics_objects
 from mirror_nb.contents import Content, content, is_refillable
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
@@ -272,10 +273,20 @@ class Names:
         """These replicas have opened the parcel and have its names from now on."""
         arrived = [r for r in parcel.replicas if r in set(replicas)]
         self.mirrors.gave(parcel.modules)
+        for module in parcel.modules:
+            torchmetrics_objects.watch(module, self._ask)
         self.lent.arrived(parcel.lent, arrived)
         for module in parcel.modules:
             self._holders.setdefault(self.mirrors.handle(module), set()).update(arrived)
         self._share(arrived, parcel.names, parcel.packed.global_names)
+
+    def _ask(self, metric: Any, method: str) -> Any:
+        return self.lent.ask_all(torchmetrics_objects.asked, (metric, method), self._token)
+
+    def keep(self) -> None:
+        """Keep here what only the replicas know, since they are about to end."""
+        for _, module in self.mirrors.roots():
+            torchmetrics_objects.settle(module)
 
     def _hold(self, handle: str, replicas: Iterable[int]) -> None:
         root = self.mirrors.find(handle)
@@ -439,6 +450,7 @@ class Names:
             for handle, module in opened[owner].modules.items():
                 self.mirrors.learn(handle, module)
                 self._hold(handle, opened)
+                torchmetrics_objects.watch(module, self._ask)
         absorb_states(self.mirrors, {r: exports.states for r, exports in opened.items()}, owner)
 
     def _absorb_objects(self, opened: dict[int, Exports], owner: int, inside: dict[str, Any]) -> list[Any]:

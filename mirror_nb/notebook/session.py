@@ -267,7 +267,7 @@ class Session:
 
     def _end(self) -> None:
         pool = self._running()
-        self._lent.keep(pool)
+        self._lent.keep(pool, self._names.keep)
         self._pool = None
         if self._dashboard is not None:
             self._dashboard.close()

@@ -165,9 +165,15 @@ class Replica:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters of the networks that are held here: `model.0.weight`, `0.weight` without a name."""
-        for key, module in self.namespace.held().items():
-            if isinstance(module, nn.Module) and not key.startswith("_"):
-                yield from module.named_parameters("" if key.startswith(":") else key)
+        held = [
+            (key, obj) for key, obj in self.namespace.held().items() if isinstance(obj, nn.Module) and key[0] != "_"
+        ]
+        parts = {id(part) for _, module in held for part in module.modules() if part is not module}
+        for key, module in held:
+            if key[0] != ":":
+                yield from module.named_parameters(key)
+            elif id(module) not in parts:
+                yield from module.named_parameters()
 
     # ------------------------------------------------------------------ requests
 

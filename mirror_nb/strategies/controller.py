@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from mirror_nb import modes, surroundings
+from mirror_nb import modes, surroundings, torchmetrics_objects
 from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaDied, UsageError
@@ -109,7 +109,7 @@ class ControllerPlace(Place):
 
     def scope(self, strategy: Strategy) -> AbstractContextManager[None]:
         self._check_open()
-        return creation.noted(self.mirror)
+        return creation.noted(self._note)
 
     def mirror(self, obj: Any) -> Any:
         try:
@@ -125,12 +125,16 @@ class ControllerPlace(Place):
                 "come back here. Make it a mnb.Variable, or mirror the module that has it"
             )
         for part in obj.modules() if isinstance(obj, nn.Module) else (obj,):
-            if not self._objects.has(part):
-                self._objects.add(part)
-                if isinstance(part, torch.optim.Optimizer):
-                    refuse_steps(part)
-                    self._states.watch(part)
+            self._note(part)
         return obj
+
+    def _note(self, made: Any) -> None:
+        """Mirror what has just been made, without its parts: those of a module were made before, or come later."""
+        if not self._objects.has(made):
+            self._objects.add(made)
+            if isinstance(made, torch.optim.Optimizer):
+                refuse_steps(made)
+                self._states.watch(made)
 
     def no_sync(self) -> AbstractContextManager[None]:
         raise ContextError("no_sync belongs to a replica: use it in the function given to strategy.run")
@@ -399,9 +403,14 @@ class ControllerPlace(Place):
             if isinstance(obj, torch.optim.Optimizer):
                 # Its network comes along whole, whatever the function captured of it.
                 queue += self._networks_of(obj)
+        modules = [obj for obj in objects.values() if isinstance(obj, nn.Module)]
+        # Their parts too, each by itself: one may live on when the whole is gone.
+        objects.update((self._objects.add(part), part) for module in modules for part in module.modules())
         packed = pack(objects, reference=self._sent_reference(objects), handle=self._mirrors.handle)
         self._request(Mirror(packed.payload), packed)
-        self._mirrors.gave([obj for obj in objects.values() if isinstance(obj, nn.Module)])
+        self._mirrors.gave(modules)
+        for module in modules:
+            torchmetrics_objects.send(module, self._ask)
         assert self._pool is not None
         self._pool.tell(self._title(), self._operation())
         for obj in objects.values():
@@ -423,9 +432,14 @@ class ControllerPlace(Place):
         parents = [m for m in modules if m is not module and any(part is module for part in m.children())]
         return self._root(parents[0]) if parents else module
 
+    def _ask(self, metric: Any, method: str) -> Any:
+        return self.command(torchmetrics_objects.asked, (metric, method), changes=False)[0]
+
     def _sent_reference(self, new: dict[str, Any]) -> Callable[[object], Any]:
+        coming = set(map(id, new.values()))
+
         def reference(obj: object) -> Any:
-            if any(obj is other for other in new.values()):
+            if id(obj) in coming:
                 return None
             token = self._mirrors.reference(obj)
             if token is None and self._objects.is_sent(obj) and not isinstance(obj, nn.Module):
@@ -645,6 +659,8 @@ class ControllerPlace(Place):
             for obj in self._objects.all():
                 if isinstance(obj, torch.optim.Optimizer):
                     self._states.read(obj)
+                elif isinstance(obj, nn.Module):
+                    torchmetrics_objects.settle(obj)
         except Exception as reason:
             left = "networks, Variables and optimizers"
             warnings.warn(f"closed without the latest values of {left}: {reason}", stacklevel=4)

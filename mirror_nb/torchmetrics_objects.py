@@ -1,0 +1,138 @@
+"""torchmetrics' objects that replicas update: what they count is there, so there the notebook has them computed.
+
+    metric.compute(), metric.reset()   here ─▶ every replica, which computes from what all have counted
+    metric.update(…), metric(…)        here: refused, the copy here alone would count
+
+Knows torchmetrics' classes, where they have been imported; knows no replicas and no channel.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import distributed as dist
+from torch import nn
+
+from mirror_nb.errors import ContextError
+
+Ask = Callable[[Any, str], Any]
+# Calls a metric's method on all replicas and returns what one of them returned.
+
+_asks: dict[int, tuple[weakref.ref[Any], Ask]] = {}
+# By id: equal metrics have the same hash.
+_ASKED, _REFUSED = ("compute", "reset"), ("update", "forward")
+_ONCE = "count once"
+# Asked of a metric as a method is: all replicas but the first forget what it has counted.
+
+
+def watch(module: nn.Module, ask: Ask) -> None:
+    """Have the metrics in a module asked in the replicas, which have it, from now on."""
+    for metric in _metrics_in(module):
+        known = id(metric)
+        if _ask_of(metric) is None:
+            # Past torch's own: it lets no method stand beside the class's.
+            own = vars(metric)
+            for name in (*_ASKED, *_REFUSED):
+                # A metric's own methods, which torchmetrics wraps for each and leaves out when it is pickled.
+                if name in own:
+                    own[name] = _there(metric, name, own[name])
+            for kind in type(metric).__mro__:
+                _replace_methods(kind)
+        _asks[known] = weakref.ref(metric, lambda _, known=known: _asks.pop(known, None)), ask  # type: ignore[misc]
+
+
+def settle(module: nn.Module) -> None:
+    """Keep here what the replicas have computed, since they are about to end; then the metrics are like any other."""
+    watched = [(metric, ask) for metric in _metrics_in(module) if (ask := _ask_of(metric)) is not None]
+    try:
+        for metric, ask in watched:
+            # Not a collection's, which has its metrics' values.
+            if hasattr(metric, "_computed") and ask(metric, "update_count"):
+                metric._computed, metric._update_count = ask(metric, "compute"), 1
+    finally:
+        for metric, _ in watched:
+            _asks.pop(id(metric), None)
+
+
+def send(module: nn.Module, ask: Ask) -> None:
+    """As `watch`, of metrics that the replicas have just been given: what they have counted here counts once there."""
+    watch(module, ask)
+    for metric in _metrics_in(module):
+        if getattr(metric, "_update_count", 0):
+            ask(metric, _ONCE)
+
+
+def asked(metric: Any, name: str) -> Any:
+    """What replicas call: return a metric's attribute, or what its method returns."""
+    if name == _ONCE:
+        return metric.reset() if dist.is_initialized() and dist.get_rank() else None
+    value = getattr(metric, name)
+    return value() if callable(value) else value
+
+
+def _ask_of(metric: Any) -> Ask | None:
+    reference, ask = _asks.get(id(metric), _NOBODY)
+    return ask if reference() is metric else None
+
+
+def _nobody() -> None:
+    pass
+
+
+_NOBODY: tuple[Any, Any] = (_nobody, None)
+
+
+def _metrics_in(module: nn.Module) -> Iterator[Any]:
+    library = sys.modules.get("torchmetrics")
+    if library is not None:
+        kinds = library.Metric, library.MetricCollection
+        yield from (part for part in module.modules() if isinstance(part, kinds))
+
+
+def _there(metric: Any, name: str, here: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method that asks the replicas, if there are any to ask."""
+    reference = weakref.ref(metric)
+
+    @functools.wraps(here)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return _answer(reference(), name, functools.partial(here, *args, **kwargs))
+
+    return method
+
+
+def _answer(metric: Any, name: str, here: Callable[[], Any]) -> Any:
+    ask = _ask_of(metric)
+    if ask is None:
+        return here()
+    if name in _REFUSED:
+        raise ContextError(
+            f"{type(metric).__name__}.{name}() of a metric that the replicas have would change the copy here alone; "
+            "call it in a mirrored cell, or in the function given to strategy.run"
+        )
+    return ask(metric, name)
+
+
+def _replace_methods(kind: Any) -> None:
+    """Have the methods that a class of torchmetrics defines ask the replicas, for those metrics that are watched."""
+    if kind in _replaced or not kind.__module__.startswith("torchmetrics."):
+        return
+    _replaced.add(kind)
+    for name in (*_ASKED, *_REFUSED):
+        # What a metric's class defines as these two is wrapped for each metric.
+        if name in vars(kind) and not (name in ("compute", "update") and hasattr(kind, "_wrap_compute")):
+            setattr(kind, name, _of_class(name, vars(kind)[name]))
+
+
+_replaced: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _of_class(name: str, here: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(here)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _answer(self, name, functools.partial(here, self, *args, **kwargs))
+
+    return method

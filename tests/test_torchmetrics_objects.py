@@ -1,0 +1,148 @@
+"""torchmetrics' objects that replicas update, from the notebook: computed there of what all have counted."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from driving import running
+from torch.utils.data import DataLoader, TensorDataset
+
+import mirror_nb as mnb
+
+torch.manual_seed(0)
+OUTPUTS, TARGETS = torch.randn(30, 3).softmax(1), torch.randint(0, 3, (30,))
+# Probabilities: torchmetrics takes logits for some where those of a batch happen to lie between 0 and 1.
+CLASSES: dict[str, Any] = {"task": "multiclass", "num_classes": 3}
+
+
+def accuracy() -> torchmetrics.Metric:
+    return torchmetrics.Accuracy(**CLASSES)
+
+
+def collection() -> torchmetrics.MetricCollection:
+    kinds = torchmetrics.Accuracy, torchmetrics.F1Score, torchmetrics.Recall
+    return torchmetrics.MetricCollection([kind(**CLASSES) for kind in kinds], prefix="val_")
+
+
+def areas() -> torchmetrics.Metric:
+    return torchmetrics.AUROC(**CLASSES)
+
+
+def extremes() -> torchmetrics.Metric:
+    return torchmetrics.MinMaxMetric(torchmetrics.Accuracy(**CLASSES))
+
+
+def plain(made: Any, examples: int = 30) -> Any:
+    """What one device computes of the first examples."""
+    made.update(OUTPUTS[:examples], TARGETS[:examples])
+    return made.compute()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[mnb.MirroredStrategy]:
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+def count(strategy: mnb.MirroredStrategy, metric: Any, examples: int = 30) -> None:
+    data = TensorDataset(OUTPUTS[:examples], TARGETS[:examples])
+
+    def step(outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        metric.update(outputs, targets)
+
+    for batch in strategy.distribute_dataset(DataLoader(data, batch_size=7)):
+        strategy.run(step, batch)
+
+
+@pytest.mark.parametrize("make", [accuracy, collection, areas, extremes])
+def test_the_notebook_reads_what_all_replicas_counted_and_begins_anew_on_all(two, make):
+    with two.scope():
+        metric = make()
+    alone = make()
+    for examples in (30, 13):
+        count(two, metric, examples)
+        torch.testing.assert_close(metric.compute(), plain(alone, examples))
+        metric.reset(), alone.reset()
+
+
+def test_metrics_are_composed_and_are_parts_of_modules(two):
+    class Judge(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = accuracy()
+
+        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+            self.accuracy(outputs, targets)
+
+    with two.scope():
+        judge = Judge()
+        error = 1 - judge.accuracy
+    count(two, judge)
+    assert judge.accuracy.compute() == plain(accuracy())
+    assert error.compute() == 1 - plain(accuracy())
+
+
+def test_a_metric_of_the_replicas_counts_nothing_here(two):
+    with two.scope():
+        metric = accuracy()
+    count(two, metric)
+    for use in (metric.update, metric, metric.forward):
+        with pytest.raises(mnb.ContextError, match=r"Accuracy\.(update|forward)\(\) of a metric that the replicas"):
+            use(OUTPUTS, TARGETS)
+    assert metric.compute() == plain(accuracy())
+    alone = copy.deepcopy(metric)
+    alone.reset()
+    assert plain(alone, 5) == plain(accuracy(), 5)
+
+
+def test_what_was_counted_before_counts_once(two):
+    with two.scope():
+        metric = accuracy()
+    metric.update(OUTPUTS[:5], TARGETS[:5])
+    two.run(lambda: metric.update(OUTPUTS[5:], TARGETS[5:]))
+    twice = torch.cat([OUTPUTS[:5], OUTPUTS[5:], OUTPUTS[5:]]), torch.cat([TARGETS[:5], TARGETS[5:], TARGETS[5:]])
+    metric_here = accuracy()
+    metric_here.update(*twice)
+    assert metric.compute() == metric_here.compute()
+
+
+def test_values_stay_when_the_strategy_is_closed():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            metrics, unused = collection(), areas()
+        count(strategy, metrics)
+        strategy.run(lambda: unused.reset())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            strategy.close()
+    torch.testing.assert_close(metrics.compute(), plain(collection()))
+    metrics.reset()
+    torch.testing.assert_close(plain(metrics, 9), plain(collection(), 9))
+
+
+@pytest.mark.parametrize("place", ["", "%%mirrored\n"], ids=["made in an ordinary cell", "made in a mirrored cell"])
+def test_cells_count_and_the_notebook_reads(shell, place):
+    run = running(shell)
+    shell.user_ns.update(OUTPUTS=OUTPUTS, TARGETS=TARGETS)
+    run("%mirror start --devices cpu:0,cpu:1")
+    run(f"{place}import torchmetrics\nmetric = torchmetrics.Accuracy(task='multiclass', num_classes=3)")
+    counting = (
+        "%%mirrored\nfor outputs, targets in strategy.distribute_dataset((OUTPUTS, TARGETS), batch_size=7):\n"
+        "    metric.update(outputs, targets)"
+    )
+    run(counting)
+    assert run("metric.compute()") == plain(accuracy())
+    assert run("metric.reset(); metric.update_count") == 0
+    run(counting + "\n    break")
+    assert run("metric.compute()") == plain(accuracy(), 7)
+    with pytest.raises(mnb.ContextError, match="call it in a mirrored cell"):
+        run("metric.update(OUTPUTS, TARGETS)")
+    run("%mirror stop")
+    assert run("metric.compute()") == plain(accuracy(), 7)
+    assert run("metric.reset(); metric.update(OUTPUTS, TARGETS); metric.compute()") == plain(accuracy())
