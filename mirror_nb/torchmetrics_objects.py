@@ -22,8 +22,8 @@ from mirror_nb.errors import ContextError
 Ask = Callable[[Any, str], Any]
 # Calls a metric's method on all replicas and returns what one of them returned.
 
-_asks: dict[int, tuple[weakref.ref[Any], Ask]] = {}
-# By id: equal metrics have the same hash.
+_asks: dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Ask]]] = {}
+# By id: equal metrics have the same hash. Weakly: a metric may outlive its strategy.
 _ASKED, _REFUSED = ("compute", "reset"), ("update", "forward")
 _ONCE = "count once"
 # Asked of a metric as a method is: all replicas but the first forget what it has counted.
@@ -32,7 +32,6 @@ _ONCE = "count once"
 def watch(module: nn.Module, ask: Ask) -> None:
     """Have the metrics in a module asked in the replicas, which have it, from now on."""
     for metric in _metrics_in(module):
-        known = id(metric)
         if _ask_of(metric) is None:
             # Past torch's own: it lets no method stand beside the class's.
             own = vars(metric)
@@ -42,7 +41,8 @@ def watch(module: nn.Module, ask: Ask) -> None:
                     own[name] = _there(metric, name, own[name])
             for kind in type(metric).__mro__:
                 _replace_methods(kind)
-        _asks[known] = weakref.ref(metric, lambda _, known=known: _asks.pop(known, None)), ask  # type: ignore[misc]
+        gone = functools.partial(_forget, id(metric))
+        _asks[id(metric)] = weakref.ref(metric, gone), weakref.WeakMethod(ask)
 
 
 def settle(module: nn.Module) -> None:
@@ -75,15 +75,13 @@ def asked(metric: Any, name: str) -> Any:
 
 
 def _ask_of(metric: Any) -> Ask | None:
-    reference, ask = _asks.get(id(metric), _NOBODY)
-    return ask if reference() is metric else None
+    entry = _asks.get(id(metric))
+    return entry[1]() if entry is not None and entry[0]() is metric else None
 
 
-def _nobody() -> None:
-    pass
-
-
-_NOBODY: tuple[Any, Any] = (_nobody, None)
+def _forget(known: int, reference: object) -> None:
+    if known in _asks and _asks[known][0] is reference:
+        del _asks[known]
 
 
 def _metrics_in(module: nn.Module) -> Iterator[Any]:

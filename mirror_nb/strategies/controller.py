@@ -409,13 +409,13 @@ class ControllerPlace(Place):
         packed = pack(objects, reference=self._sent_reference(objects), handle=self._mirrors.handle)
         self._request(Mirror(packed.payload), packed)
         self._mirrors.gave(modules)
-        for module in modules:
-            torchmetrics_objects.send(module, self._ask)
         assert self._pool is not None
         self._pool.tell(self._title(), self._operation())
         for obj in objects.values():
             self._objects.mark_sent(obj)
         reading.add(self)
+        for module in modules:
+            torchmetrics_objects.send(module, self._ask)
 
     def _networks_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
         owners = []
