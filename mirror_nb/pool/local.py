@@ -20,7 +20,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
-import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -112,11 +112,10 @@ class LocalPool(Pool):
         # They outlive replicas: what a dead one did last is still there, and the next one goes on with it.
         self._title = self._operation = ""
         self._posted: Posted | None = None
-        self._poller = select.poll()
-        # Kept: to register five descriptors anew for every message would take longer than the message.
-        self._poller.register(self._interrupts.readable, select.POLLIN)
-        self._watched: dict[int, tuple[int, str]] = {}
-        # By descriptor: the replica that it tells of, and whether of its messages or of its end.
+        self._selector = selectors.DefaultSelector()
+        # Kept: to register five descriptors anew for every message would take longer than the message. Several threads
+        # may ask it at once, which `select.poll` forbids.
+        self._selector.register(self._interrupts.readable, selectors.EVENT_READ)
         self._store: Any = None
         self._port = 0
         self._nanny: subprocess.Popen[bytes] | None = None
@@ -146,9 +145,8 @@ class LocalPool(Pool):
             with contextlib.suppress(ChannelClosed):
                 member.channel.send(self._spec(replica_id))
                 member.channel.send(Record(), self._rings[replica_id].descriptor)
-            for source, kind in ((member.channel.fileno(), _CHANNEL), (member.end, _END)):
-                self._poller.register(source, select.POLLIN)
-                self._watched[source] = replica_id, kind
+            self._selector.register(member.channel, selectors.EVENT_READ, (replica_id, _CHANNEL))
+            self._selector.register(member.end, selectors.EVENT_READ, (replica_id, _END))
         # It is there by now: the processes got their descriptors over a socket in it.
         self._tell_nanny(f"/ {multiprocessing.util.get_temp_dir()}")
         self._post()
@@ -256,9 +254,7 @@ class LocalPool(Pool):
 
     def _ready(self, timeout: float) -> list[tuple[int, str]]:
         """Return which replicas' channels, or ends, have something to tell."""
-        # Rounded up: what is to be done at a time is due when this returns.
-        found = self._poller.poll(math.ceil(timeout * 1000))
-        return [self._watched[source] for source, _ in found if source in self._watched]
+        return [key.data for key, _ in self._selector.select(timeout) if key.data is not None]
 
     def _receive(self, replica_id: int, ended: bool) -> list[Incoming]:
         """Return what a replica sent; its death last, if its process has ended."""
@@ -329,10 +325,10 @@ class LocalPool(Pool):
             member.process.close()
 
     def _stop_watching(self, member: _Member) -> None:
-        for source in (member.channel.fileno(), member.end):
+        for source in (member.channel, member.end):
             # Its death may have been told before it is buried.
-            if self._watched.pop(source, None) is not None:
-                self._poller.unregister(source)
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(source)
 
     def _close(self) -> None:
         if os.getpid() != self._pid:
@@ -350,6 +346,7 @@ class LocalPool(Pool):
             self._nanny.stdin.close()
             self._nanny.wait()
         self._store = None
+        self._selector.close()
         if self._posted is not None:
             self._posted.close()
         for ring in self._rings.values():
