@@ -11,10 +11,9 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import distributed as dist
 from torch import nn
 
 from mirror_nb.errors import ContextError
@@ -25,8 +24,6 @@ Ask = Callable[[Any, str], Any]
 _asks: dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Ask]]] = {}
 # By id: equal metrics have the same hash. Weakly: a metric may outlive its strategy.
 _ASKED, _REFUSED = ("compute", "reset"), ("update", "forward")
-_ONCE = "count once"
-# Asked of a metric as a method is: all replicas but the first forget what it has counted.
 
 
 def watch(module: nn.Module, ask: Ask) -> None:
@@ -45,31 +42,35 @@ def watch(module: nn.Module, ask: Ask) -> None:
         _asks[id(metric)] = weakref.ref(metric, gone), weakref.WeakMethod(ask)
 
 
-def settle(module: nn.Module) -> None:
-    """Keep here what the replicas have computed, since they are about to end; then the metrics are like any other."""
-    watched = [(metric, ask) for metric in _metrics_in(module) if (ask := _ask_of(metric)) is not None]
-    try:
-        for metric, ask in watched:
-            # Not a collection's, which has its metrics' values.
-            if hasattr(metric, "_computed") and ask(metric, "update_count"):
-                metric._computed, metric._update_count = ask(metric, "compute"), 1
-    finally:
-        for metric, _ in watched:
-            _asks.pop(id(metric), None)
+def settle(modules: Iterable[nn.Module]) -> None:
+    """Keep here what the replicas have computed, since they are about to end; then the metrics are like any other.
+
+    Raises, after all, what computing one of them raised first.
+    """
+    reasons = []
+    for metric in (metric for module in modules for metric in _metrics_in(module)):
+        ask = _ask_of(metric)
+        # Not a collection's, which has its metrics' values.
+        if ask is not None and hasattr(metric, "_computed"):
+            try:
+                if ask(metric, "update_count"):
+                    metric._computed, metric._update_count = ask(metric, "compute"), 1
+            except Exception as reason:
+                reasons.append(reason)
+        _asks.pop(id(metric), None)
+    if reasons:
+        raise reasons[0]
 
 
-def send(module: nn.Module, ask: Ask) -> None:
-    """As `watch`, of metrics that the replicas have just been given: what they have counted here counts once there."""
-    watch(module, ask)
-    for metric in _metrics_in(module):
+def forget_counts(modules: Iterable[nn.Module]) -> None:
+    """Have metrics that came from another process count anew: what they have counted counts there."""
+    for metric in (metric for module in modules for metric in _metrics_in(module)):
         if getattr(metric, "_update_count", 0):
-            ask(metric, _ONCE)
+            metric.reset()
 
 
 def asked(metric: Any, name: str) -> Any:
     """What replicas call: return a metric's attribute, or what its method returns."""
-    if name == _ONCE:
-        return metric.reset() if dist.is_initialized() and dist.get_rank() else None
     value = getattr(metric, name)
     return value() if callable(value) else value
 

@@ -983,7 +983,7 @@ def test_a_state_that_cannot_be_told_costs_nothing_else_its_value_at_the_end():
     before = model(torch.ones(1, 2)).item()
     strategy.run(step_of(model, optimizer))
     strategy.run(lambda: value.assign_add(1.0))
-    with pytest.warns(UserWarning, match="closed without the latest values of .* optimizers: no state"):
+    with pytest.warns(UserWarning, match="closed without the latest values of .* optimizers and metrics: no state"):
         strategy.close()
     assert model(torch.ones(1, 2)).item() == pytest.approx(before - 3)
     assert float(value) == 2.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -112,6 +113,32 @@ def test_what_was_counted_before_counts_once(two):
     assert metric.compute() == metric_here.compute()
 
 
+def test_what_a_replica_that_died_had_counted_is_not_counted_twice():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            metric = accuracy()
+        count(strategy, metric)
+        left = strategy.run(lambda: metric.update_count)
+        with pytest.raises(mnb.ReplicaDied):
+            strategy.run(lambda: os._exit(1) if mnb.get_replica_context().replica_id_in_sync_group == 0 else None)
+        assert strategy.run(lambda: metric.update_count).values == (0, left)
+
+
+def test_a_metric_that_cannot_be_computed_at_the_end_costs_the_others_nothing():
+    class Broken(torchmetrics.MeanMetric):
+        def compute(self) -> torch.Tensor:
+            raise ValueError("no value")
+
+    strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        broken, metric = Broken(), accuracy()
+    count(strategy, metric)
+    strategy.run(lambda: broken.update(1.0))
+    with pytest.warns(UserWarning, match="closed without the latest .* metrics: no value"):
+        strategy.close()
+    assert metric.compute() == plain(accuracy())
+
+
 def test_values_stay_when_the_strategy_is_closed():
     with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         with strategy.scope():
@@ -143,6 +170,9 @@ def test_cells_count_and_the_notebook_reads(shell, place):
     assert run("metric.compute()") == plain(accuracy(), 7)
     with pytest.raises(mnb.ContextError, match="call it in a mirrored cell"):
         run("metric.update(OUTPUTS, TARGETS)")
+    run("before = torchmetrics.SumMetric(); before.update(3.0)")
+    run("%%mirrored\nbefore.update(1.0)")
+    assert run("before.compute()") == 5, "what was counted here once, and one for each replica"
     run("%mirror stop")
     assert run("metric.compute()") == plain(accuracy(), 7)
     assert run("metric.reset(); metric.update(OUTPUTS, TARGETS); metric.compute()") == plain(accuracy())

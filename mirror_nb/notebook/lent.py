@@ -174,10 +174,12 @@ class Lent:
         before, self._ready, self._timeout = self._ready, living, KEEP_SECONDS
         try:
             living()
-            for obj in self._objects.all():
-                if isinstance(obj, torch.optim.Optimizer) and obj not in self._lost:
-                    self._states.read(obj)
-            also()
+            try:
+                for obj in self._objects.all():
+                    if isinstance(obj, torch.optim.Optimizer) and obj not in self._lost:
+                        self._states.read(obj)
+            finally:
+                also()
         except Exception as reason:
             left = "states of optimizers and values of metrics"
             warnings.warn(f"the replicas ended without the latest {left}: {reason}", stacklevel=2)

@@ -285,8 +285,7 @@ class Names:
 
     def keep(self) -> None:
         """Keep here what only the replicas know, since they are about to end."""
-        for _, module in self.mirrors.roots():
-            torchmetrics_objects.settle(module)
+        torchmetrics_objects.settle(module for _, module in self.mirrors.roots())
 
     def _hold(self, handle: str, replicas: Iterable[int]) -> None:
         root = self.mirrors.find(handle)

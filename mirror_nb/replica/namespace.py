@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from mirror_nb import torchmetrics_objects
 from mirror_nb.contents import Content, content, refill
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
@@ -89,8 +90,11 @@ class Namespace:
 
     # ------------------------------------------------------------------ in
 
-    def open(self, payload: Any, slab: int | None) -> Any:
-        """Rebuild a payload's object; networks in it move to the device and are tracked."""
+    def open(self, payload: Any, slab: int | None, *, of_replica: bool = False) -> Any:
+        """Rebuild a payload's object; networks in it move to the device and are tracked.
+
+        What metrics in it have counted counts once: in the replica that it is from (`of_replica`), or in the first.
+        """
         value, arrivals = unpack(
             payload,
             slab,
@@ -100,6 +104,8 @@ class Namespace:
         )
         for module in arrivals.modules:
             self._scope.adopt(module)
+        if of_replica or self._given.get("replica_id"):
+            torchmetrics_objects.forget_counts(arrivals.modules)
         self.mirrors.take(arrivals)
         for handle, obj in arrivals.lent.items():
             self.objects.keep(handle, obj)
@@ -336,7 +342,7 @@ class Namespace:
 
         Raises NotRebuilt, with the name, where one of its names cannot be had here: nothing is taken over then.
         """
-        _, names, _, handles, objects, kept, beside = self.open(payload, slab)
+        _, names, _, handles, objects, kept, beside = self.open(payload, slab, of_replica=True)
         self.objects = Objects()
         for handle, obj in objects.items():
             (self.objects.keep if handle in kept else self.objects.give)(handle, obj)

@@ -165,12 +165,10 @@ class Replica:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters of the networks that are held here: `model.0.weight`, `0.weight` without a name."""
-        held = [
-            (key, obj) for key, obj in self.namespace.held().items() if isinstance(obj, nn.Module) and key[0] != "_"
-        ]
-        parts = {id(part) for _, module in held for part in module.modules() if part is not module}
-        for key, module in held:
-            if key[0] != ":":
+        held = {k: m for k, m in self.namespace.held().items() if isinstance(m, nn.Module) and not k.startswith("_")}
+        parts = {id(part) for module in held.values() for part in module.modules() if part is not module}
+        for key, module in held.items():
+            if not key.startswith(":"):
                 yield from module.named_parameters(key)
             elif id(module) not in parts:
                 yield from module.named_parameters()

@@ -415,7 +415,7 @@ class ControllerPlace(Place):
             self._objects.mark_sent(obj)
         reading.add(self)
         for module in modules:
-            torchmetrics_objects.send(module, self._ask)
+            torchmetrics_objects.watch(module, self._ask)
 
     def _networks_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
         owners = []
@@ -656,13 +656,14 @@ class ControllerPlace(Place):
                 if isinstance(obj, Variable) and self._objects.is_sent(obj):
                     self._home.keep(obj)
             # Last: a state may be one that cannot be told, which is to cost nothing else its value.
-            for obj in self._objects.all():
-                if isinstance(obj, torch.optim.Optimizer):
-                    self._states.read(obj)
-                elif isinstance(obj, nn.Module):
-                    torchmetrics_objects.settle(obj)
+            try:
+                for obj in self._objects.all():
+                    if isinstance(obj, torch.optim.Optimizer):
+                        self._states.read(obj)
+            finally:
+                torchmetrics_objects.settle(obj for obj in self._objects.all() if isinstance(obj, nn.Module))
         except Exception as reason:
-            left = "networks, Variables and optimizers"
+            left = "networks, Variables, optimizers and metrics"
             warnings.warn(f"closed without the latest values of {left}: {reason}", stacklevel=4)
 
     def _end(self) -> None:
