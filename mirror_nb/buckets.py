@@ -7,6 +7,7 @@ Knows no hooks and no rounds.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
@@ -245,12 +246,25 @@ class Buffers:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[torch.dtype, str, int], _Memory] = {}
+        self._release: dict[tuple[torch.dtype, str, int], Callable[[], None]] = {}
+        # How what was allocated is given back.
 
     def get(self, bucket: Bucket, extra: int, agreed: Sequence[Agreed], ops: CrossDeviceOps | None) -> _Memory:
         memory = self._memory.get(bucket.key)
         if memory is None or memory.flat.numel() < bucket.numel + extra:
-            memory = self._memory[bucket.key] = _Memory(self._allocate(bucket, extra, agreed, ops))
+            self._give_back(bucket.key)
+            flat = self._allocate(bucket, extra, agreed, ops)
+            memory = self._memory[bucket.key] = _Memory(flat)
+            fabric = None if ops is None else ops.fabric
+            if fabric is not None:
+                # Not by the ops: they may belong to no replica by then.
+                self._release[bucket.key] = functools.partial(fabric.release, flat)
         return memory
+
+    def _give_back(self, key: tuple[torch.dtype, str, int]) -> None:
+        release = self._release.pop(key, None)
+        if release is not None:
+            release()
 
     @staticmethod
     def _allocate(bucket: Bucket, extra: int, agreed: Sequence[Agreed], ops: CrossDeviceOps | None) -> Tensor:
@@ -263,6 +277,9 @@ class Buffers:
         return torch.empty(bucket.numel + extra, dtype=bucket.dtype, device=device)
 
     def clear(self) -> None:
+        """Forget all; gradients that lie there stay as they are."""
+        for key in list(self._memory):
+            self._give_back(key)
         self._memory.clear()
 
 

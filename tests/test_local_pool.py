@@ -583,6 +583,27 @@ def test_an_interrupt_between_requests_is_an_ordinary_one(two):
     assert run_cell(two, "x = 2").report.clean
 
 
+def test_an_interrupt_after_the_last_look_at_a_request_is_told_with_it(two, monkeypatch):
+    follow = base._Following.follow
+
+    def pressed(self: Any) -> base.Report:
+        report = follow(self)
+        press_ctrl_c()
+        return report
+
+    with monkeypatch.context() as patched:
+        patched.setattr(base._Following, "follow", pressed)
+        assert run_cell(two, "x = 1").report.interrupted
+    assert not run_cell(two, "x = 2").report.interrupted
+
+
+def test_a_handler_of_native_code_stays(two, monkeypatch):
+    monkeypatch.setattr(base, "_handler_of", lambda number: None)
+    before = signal.getsignal(signal.SIGINT)
+    assert run_cell(two, "x = 1").report.clean
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_an_interrupt_while_a_dead_replica_is_replaced_leaves_it_to_be_replaced(two, monkeypatch):
     before, launch = pids(two), LocalPool._launch
     without_a_spare(two, monkeypatch)

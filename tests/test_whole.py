@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 
 import pytest
 import torch
 from driving import press_ctrl_c
 
-from mirror_nb.replica.whole import HeldBack, runs, whole
+from mirror_nb.replica.whole import heed, held_back, runs, whole
 
 
 class Counter:
@@ -26,35 +27,35 @@ class Counter:
 
 
 def test_an_interrupt_waits_for_the_end_of_the_step():
-    held, counter = HeldBack(), Counter()
+    counter = Counter()
 
     def two_steps() -> None:
         for _ in range(2):
             counter.step()
-            held.heed()
+            heed()
 
-    with pytest.raises(KeyboardInterrupt), held():
+    with pytest.raises(KeyboardInterrupt), held_back():
         two_steps()
     assert (counter.steps, counter.halves) == (1, 2)
 
 
 def test_an_interrupt_that_nobody_heeded_comes_at_the_end():
-    held, counter = HeldBack(), Counter()
-    with pytest.raises(KeyboardInterrupt), held():
+    counter = Counter()
+    with pytest.raises(KeyboardInterrupt), held_back():
         counter.step()
     assert counter.steps == 1
-    with held():
-        held.heed()
+    with held_back():
+        heed()
 
 
 def test_an_interrupt_elsewhere_comes_at_once():
-    held, after = HeldBack(), []
+    after = []
 
     def pressed() -> None:
         press_ctrl_c()
         after.append(1)
 
-    with pytest.raises(KeyboardInterrupt), held():
+    with pytest.raises(KeyboardInterrupt), held_back():
         pressed()
     assert after == []
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -68,18 +69,65 @@ def test_an_optimizers_step_is_whole_by_itself():
 
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
-    held = HeldBack()
-    with pytest.raises(KeyboardInterrupt), held():
+    with pytest.raises(KeyboardInterrupt), held_back():
         Slow([weight], 0.5).step()
     assert weight.item() == 0.5
     assert not runs(None)
 
 
+class Deleted:
+    def __del__(self) -> None:
+        press_ctrl_c()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_drops_comes_again():
+    def steps() -> int:
+        for step in range(3):
+            if step == 1:
+                Deleted()
+            heed()
+        return step
+
+    with pytest.raises(KeyboardInterrupt), held_back():
+        steps()
+    heed()
+
+
+def test_one_inside_another_changes_nothing():
+    with pytest.raises(KeyboardInterrupt), held_back():
+        counter = Counter()
+        with held_back():
+            counter.step()
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        heed()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+def test_an_interrupt_on_the_way_in_or_out_leaves_the_handler_that_was(method):
+    code = getattr(type(held_back()), method).__code__
+
+    def press_after_the_handler_has_changed(frame, event, function) -> None:
+        if frame.f_code is code and event == "c_return" and getattr(function, "__module__", "") == "_signal":
+            sys.setprofile(None)
+            press_ctrl_c()
+
+    with pytest.raises(KeyboardInterrupt):
+        sys.setprofile(press_after_the_handler_has_changed)
+        try:
+            with held_back():
+                pass
+        finally:
+            sys.setprofile(None)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_in_a_thread_and_under_anothers_handler_nothing_is_changed():
-    held, seen = HeldBack(), []
+    seen = []
 
     def work() -> None:
-        with held():
+        with held_back():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
@@ -92,7 +140,7 @@ def test_in_a_thread_and_under_anothers_handler_nothing_is_changed():
 
     before = signal.signal(signal.SIGINT, mine)
     try:
-        with held():
+        with held_back():
             assert signal.getsignal(signal.SIGINT) is mine
     finally:
         signal.signal(signal.SIGINT, before)

@@ -64,7 +64,7 @@ class OfPool(Replicas):
         for answer in report.answers.values():
             assert answer.done is not None
             assert answer.done.payload is not None
-            results.append(unpack(answer.done.payload, answer.slab)[0])
+            results.append(unpack(answer.done.payload, answer.taken())[0])
         return results
 
 

@@ -210,7 +210,7 @@ class Lent:
             answer = report.answers[asked]
             if answer.done is not None and answer.done.payload is not None:
                 # Whatever became of others meanwhile.
-                state: dict[Any, Any] = unpack(answer.done.payload, answer.slab)[0]
+                state: dict[Any, Any] = unpack(answer.done.payload, answer.taken())[0]
                 return state
             try:
                 raise_for(report, pool.devices, self._timeout)
@@ -235,7 +235,7 @@ class Lent:
             raise ReplicaError("there are no replicas to ask; start some (%mirror start)")
         report = self._asked(pool, range(pool.size), fn, args, token=token)
         raise_for(report, pool.devices, self._timeout)
-        results = [unpack(a.done.payload, a.slab)[0] for a in report.answers.values() if a.done and a.done.payload]
+        results = [unpack(a.done.payload, a.taken())[0] for a in report.answers.values() if a.done and a.done.payload]
         return results[0]
 
     def _asked(

@@ -125,10 +125,16 @@ class Answer:
         """Whether it did what it was asked, and lives."""
         return self.death is None and self.failure is None
 
+    def taken(self) -> int | None:
+        """Return the slab, which is the caller's from now on."""
+        slab, self.slab = self.slab, None
+        return slab
+
     def close(self) -> None:
-        """Close the slab if nobody opened its payload."""
-        if self.slab is not None:
-            os.close(self.slab)
+        """Close the slab if nobody has taken it."""
+        slab = self.taken()
+        if slab is not None:
+            os.close(slab)
 
 
 @dataclass(slots=True)
@@ -153,6 +159,11 @@ class Report:
     def deaths(self) -> list[Death]:
         """Replicas that ended meanwhile."""
         return [a.death for a in self.answers.values() if a.death is not None]
+
+    def close(self) -> None:
+        """Close the slabs that nobody has taken: of what could not be opened, or need not be."""
+        for answer in self.answers.values():
+            answer.close()
 
     def mixed_files(self) -> list[str]:
         """Return the files that more than one replica has opened to write."""
@@ -382,7 +393,9 @@ class Pool(ABC):
                 self._prepare()
                 report = _Following(self, requests, slabs or {}, on_message, on_tick, timeout, interrupts).follow()
                 self.apart = self.apart or (not report.clean and any(map(_trains_together, requests.values())))
-                return report
+            # One that came after the last look.
+            report.interrupted = interrupts.count > 0
+            return report
         finally:
             self._busy.release()
 
@@ -427,7 +440,8 @@ _numbers = itertools.count(1)
 
 
 _signal: Callable[..., Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
-# What that wraps takes a tenth of the time: no enumeration is made of each handler.
+_handler_of: Callable[..., Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
+# What these wrap takes a tenth of the time: no enumeration is made of each handler.
 
 
 class _Interrupts:
@@ -445,8 +459,11 @@ class _Interrupts:
         self._before: Any = None
 
     def __enter__(self) -> _Interrupts:
+        # One that came after the last look must not wake this request.
+        self.taken()
         self.count = 0
-        if threading.current_thread() is threading.main_thread():
+        # One that is not Python's (None) could not be put back.
+        if threading.current_thread() is threading.main_thread() and _handler_of(signal.SIGINT) is not None:
             self._before = _signal(signal.SIGINT, self._note)
         return self
 
@@ -463,11 +480,9 @@ class _Interrupts:
         return self.count
 
     def __exit__(self, *exception: object) -> None:
-        if self._before is not None:
-            _signal(signal.SIGINT, self._before)
-            self._before = None
-            # One that came after the last look must not wake the next request.
-            self.taken()
+        before, self._before = self._before, None
+        if before is not None:
+            _signal(signal.SIGINT, before)
 
     def close(self) -> None:
         """Close the descriptors."""

@@ -53,8 +53,7 @@ def settle(report: Report, devices: Sequence[Device]) -> None:
     try:
         raise_for(report, devices)
     except BaseException:
-        for answer in report.answers.values():
-            answer.close()
+        report.close()
         raise
 
 

@@ -525,13 +525,15 @@ def _starting() -> Iterator[None]:
     """Hide the main script while a process starts, which would run it again, and keep Ctrl-C from it."""
     main = sys.modules["__main__"]
     with _main_lock, _somewhere():
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
         try:
+            # It raises an interrupt that has come already after it has blocked those to come.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            sys.modules["__main__"] = types.ModuleType("__main__")
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             sys.modules["__main__"] = main
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

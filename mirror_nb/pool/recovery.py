@@ -75,7 +75,7 @@ def _ask(pool: Pool, question: object, replicas: Sequence[int]) -> dict[int, dic
     for replica_id, answer in report.answers.items():
         assert answer.done is not None
         assert answer.done.payload is not None
-        answers[replica_id] = unpack(answer.done.payload, answer.slab)[0]
+        answers[replica_id] = unpack(answer.done.payload, answer.taken())[0]
     return answers
 
 

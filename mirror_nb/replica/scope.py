@@ -36,8 +36,12 @@ from mirror_nb.lazy import kind_of
 from mirror_nb.replaced import Replaced
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
 from mirror_nb.replica.random_streams import RandomStreams, Streams, seeding_functions, state_functions
+from mirror_nb.replica.whole import whole
 from mirror_nb.sharded import is_sharded
 from mirror_nb.told import note_step
+
+
+_Change = Replaced | RemovableHandle | GlobalMetrics
 
 
 @final
@@ -62,32 +66,49 @@ class Scope:
         self._gradients = gradients
         self._streams = Streams(replica_id, device, seed) if num_replicas > 1 else None
         self._depth = 0
-        self._changes: list[Replaced | RemovableHandle | GlobalMetrics] = []
+        self._changes: list[_Change] = []
         self._watch: RemovableHandle | None = None
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         # On the CPU still, since their modules were under construction.
         self._waiting: list[Tensor] = []
         gradients.before_backward = self.start_running
 
+    @whole
     def __enter__(self) -> Scope:
-        self._depth += 1
-        if self._depth == 1:
-            self._changes.append(register_optimizer_step_post_hook(note_step))
-        if self._depth == 1 and (self._streams is not None or self._device.type != "cpu"):
-            self._install()
+        if self._depth:
+            self._depth += 1
+            return self
+        try:
+            self._depth = 1
+            for change in self._made():
+                self._changes.append(change)
             self._watch_forward()
+        except BaseException:
+            # Nobody holds interrupts back where one device's own process runs a function.
+            self._end()
+            raise
         return self
 
+    @whole
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._depth -= 1
-        if self._depth:
+        if self._depth > 1:
+            self._depth -= 1
             return
+        try:
+            self._end()
+        except BaseException:
+            self._end()
+            raise
+        self._move_waiting()
+
+    def _end(self) -> None:
         self._unwatch_forward()
         while self._changes:
-            self._changes.pop().remove()
-        self._move_waiting()
+            self._changes[-1].remove()
+            self._changes.pop()
+        self._depth = 0
 
     def settle(self) -> None:
         """A cell or call has ended: what it made is complete and moves to the device."""
@@ -161,43 +182,42 @@ class Scope:
 
     # What changes in the process while the scope is entered
 
-    def _install(self) -> None:
-        self._changes += [
-            hooks.register_module_parameter_registration_hook(self._parameter_registered),
-            hooks.register_module_buffer_registration_hook(self._buffer_registered),
-            hooks.register_module_module_registration_hook(self._module_registered),
-            # Copies and unpickled modules register nothing.
-            Replaced(nn.Module, "__setstate__", after=self._restored),
-            # Tensors that no module registered are trained all the same when an optimizer holds them.
-            Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized),
-            # Optimizers that step within the backward pass would step by this replica's gradients alone.
-            Replaced(Tensor, "register_post_accumulate_grad_hook", after=self._hooked),
-            register_optimizer_step_pre_hook(GlobalLosses(self._gradients)),
-            GlobalMetrics(self._gradients),
-        ]
+    def _made(self) -> Iterator[_Change]:
+        """Make what has to be undone at the end, one by one: an interrupt may come at any of them."""
+        yield register_optimizer_step_post_hook(note_step)
+        if self._streams is None and self._device.type == "cpu":
+            return
+        yield hooks.register_module_parameter_registration_hook(self._parameter_registered)
+        yield hooks.register_module_buffer_registration_hook(self._buffer_registered)
+        yield hooks.register_module_module_registration_hook(self._module_registered)
+        # Copies and unpickled modules register nothing.
+        yield Replaced(nn.Module, "__setstate__", after=self._restored)
+        # Tensors that no module registered are trained all the same when an optimizer holds them.
+        yield Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized)
+        # Optimizers that step within the backward pass would step by this replica's gradients alone.
+        yield Replaced(Tensor, "register_post_accumulate_grad_hook", after=self._hooked)
+        yield register_optimizer_step_pre_hook(GlobalLosses(self._gradients))
+        yield GlobalMetrics(self._gradients)
         if self._device.type != "cpu":
             # Who asks for the parameters may look where they are, and optimizers make state beside them.
-            self._changes += [
-                Replaced(nn.Module, "named_parameters", before=self._settle),
-                Replaced(torch.optim.Optimizer, "__init__", before=self._settle),
-            ]
+            yield Replaced(nn.Module, "named_parameters", before=self._settle)
+            yield Replaced(torch.optim.Optimizer, "__init__", before=self._settle)
         if self._streams is not None:
-            self._install_streams(self._streams)
+            yield from self._made_for_streams(self._streams)
 
-    def _install_streams(self, streams: Streams) -> None:
-        self._changes += [
-            Replaced(nn.Module, "__init__", before=self._build),
-            # A lazy module draws its initial values in the first forward pass.
-            Replaced(UninitializedParameter, "materialize", before=self._build),
-        ]
+    def _made_for_streams(self, streams: Streams) -> Iterator[_Change]:
+        yield Replaced(nn.Module, "__init__", before=self._build)
+        # A lazy module draws its initial values in the first forward pass.
+        yield Replaced(UninitializedParameter, "materialize", before=self._build)
         for owner, name, generators in seeding_functions(self._device):
             seeded = functools.partial(streams.seeded, generators)
-            self._changes.append(Replaced(owner, name, before=self._build, after=seeded))
+            yield Replaced(owner, name, before=self._build, after=seeded)
         for owner, get, set_, number, key in state_functions(self._device):
             taken, giving, given = (
                 functools.partial(one, number, key) for one in (streams.taken, streams.giving, streams.given)
             )
-            self._changes += [Replaced(owner, get, after=taken), Replaced(owner, set_, before=giving, after=given)]
+            yield Replaced(owner, get, after=taken)
+            yield Replaced(owner, set_, before=giving, after=given)
 
     def _build(self, *_: object, **__: object) -> None:
         if self._streams is not None and self._streams.running:
@@ -273,10 +293,11 @@ class Scope:
             self._move_waiting()
 
     def _move_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for tensor in waiting:
+        while self._waiting:
+            tensor = self._waiting[-1]
             if tensor.device.type == "cpu":
                 _move(tensor, self._device)
+            self._waiting.pop()
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:

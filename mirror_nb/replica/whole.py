@@ -1,7 +1,7 @@
 """Functions that an interrupt must not leave halfway: an optimizer's step with the counting that belongs to it.
 
     the replica's process      asks `runs` when an interrupt arrives, and insists until it does not
-    code in the caller's own   `held_back` answers Ctrl-C itself; who calls such functions asks `heed` after each
+    code in the caller's own   `held_back()` answers Ctrl-C itself; who calls such functions asks `heed` after each
 
 Knows frames and signals; knows no replica and no job.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import multiprocessing.process
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import CodeType, FrameType
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar, final
 
 import torch
@@ -50,37 +51,64 @@ def runs(frame: FrameType | None) -> bool:
     return False
 
 
+_waiting = False
+# An interrupt has come inside `held_back`, and was not raised out of it. SIGINT is the process's, and so is this.
+
+
+def held_back() -> AbstractContextManager[None]:
+    """Return a context that answers Ctrl-C: at once, or after what `runs`, when `heed` is asked or at its end.
+
+    Only in the main thread, where Python raises it, and where nobody else answers it; inside another one of these it
+    changes nothing.
+    """
+    return _HeldBack()
+
+
+def heed() -> None:
+    """Raise the interrupt that has come inside `held_back`, if one has.
+
+    Also one that was raised already: Python drops what is raised while it deletes an object.
+    """
+    if _waiting and threading.current_thread() is threading.main_thread():
+        raise KeyboardInterrupt
+
+
+def _came(number: int, frame: FrameType | None) -> None:
+    global _waiting
+    _waiting = True
+    if not runs(frame):
+        raise KeyboardInterrupt
+
+
+_signal: Callable[..., Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
+# What that wraps: an interrupt in the wrapper would come after the handler was changed.
+
+
 @final
-class HeldBack:
-    """Ctrl-C in this very process, put off while such a function runs."""
+class _HeldBack(AbstractContextManager[None]):
+    __slots__ = ("_mine",)
 
     def __init__(self) -> None:
-        self._waiting = False
-        self._depth = 0
+        self._mine = False
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Answer Ctrl-C inside; only in the main thread, where Python raises it, and where nobody else answers it."""
-        mine = threading.current_thread() is threading.main_thread()
-        if not mine or self._depth or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            yield
-            return
-        self._depth, self._waiting = 1, False
-        signal.signal(signal.SIGINT, self._came)
-        try:
-            yield
-            self.heed()
-        finally:
-            self._depth = 0
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Both whole: an interrupt in them is raised once the handler is the one it is to be.
 
-    def heed(self) -> None:
-        """Raise the interrupt that was put off, if one was."""
-        if self._waiting:
-            self._waiting = False
-            raise KeyboardInterrupt
+    @whole
+    def __enter__(self) -> None:
+        global _waiting
+        if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                _waiting = False
+                _signal(signal.SIGINT, _came)
+                self._mine = True
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
-        self._waiting = True
-        if not runs(frame):
-            self.heed()
+    @whole
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _waiting
+        if self._mine:
+            _signal(signal.SIGINT, signal.default_int_handler)
+            came, _waiting = _waiting, False
+            if came and kind is None:
+                raise KeyboardInterrupt

@@ -16,7 +16,7 @@ from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replica.scope import Scope
-from mirror_nb.replica.whole import HeldBack
+from mirror_nb.replica.whole import heed, held_back
 from mirror_nb.strategies.context import ReplicaContext, entered
 from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
 from mirror_nb.strategies.place import Mended, Place
@@ -53,8 +53,7 @@ class AlonePlace(Place):
         )
         self._scope = Scope(0, 1, self.device, GradientSynchronizer(0, 1), seed=0)
         self._listeners: list[Callable[[Any], None]] = []
-        self._held_back = HeldBack()
-        self.seat = AloneSeat(self.device, self._held_back.heed, lambda value: self._listeners[-1](value))
+        self.seat = AloneSeat(self.device, heed, lambda value: self._listeners[-1](value))
         self._input = ReplicaInput(
             replica_id=0,
             num_replicas=1,
@@ -86,7 +85,7 @@ class AlonePlace(Place):
     ) -> list[Any]:
         self._listeners.append(on_note)
         try:
-            with self._scope, self._held_back():
+            with held_back(), self._scope:
                 return [fn(*args)]
         finally:
             self._listeners.pop()

@@ -310,13 +310,17 @@ class ControllerPlace(Place):
 
     def _results(self, report: Report) -> list[Any]:
         results = []
-        for answer in report.answers.values():
-            done = answer.done
-            assert done is not None
-            for handle, settings in done.settings:
-                self._objects.take_settings(handle, settings)
-            if done.payload is not None:
-                results.append(unpack(done.payload, answer.slab, resolve=self._resolve)[0])
+        try:
+            for answer in report.answers.values():
+                done = answer.done
+                assert done is not None
+                for handle, settings in done.settings:
+                    self._objects.take_settings(handle, settings)
+                if done.payload is not None:
+                    results.append(unpack(done.payload, answer.taken(), resolve=self._resolve)[0])
+        except BaseException:
+            report.close()
+            raise
         return results
 
     # ------------------------------------------------------------------ objects by reference
@@ -488,7 +492,7 @@ class ControllerPlace(Place):
             states = {}
             for replica_id, answer in report.answers.items():
                 if answer.done is not None and answer.done.payload is not None:
-                    exports, _ = unpack(answer.done.payload, answer.slab, resolve=self._resolve)
+                    exports, _ = unpack(answer.done.payload, answer.taken(), resolve=self._resolve)
                     states[replica_id] = exports.states
             absorb_states(self._mirrors, states, 0)
             # Only now: after a read that was interrupted the next one has to ask again.
