@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -23,6 +23,7 @@ from mirror_nb.attributes import Attributes, set_attributes
 from mirror_nb.errors import TransferError
 from mirror_nb.handles import Handles
 from mirror_nb.payload import Arrivals
+from mirror_nb.replaced import Replaced
 
 
 @final
@@ -33,15 +34,21 @@ class _Mark:
     structure: tuple[int, ...]
     registrations: int
     # How many parts had been registered anywhere by then: while that stays, no structure can have changed.
+    names: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...]
+    # As `tensors` yields them.
     versions: list[int]
     parts: list[weakref.ref[nn.Module]]
     training: list[bool | None]
+    trained: list[torch.Tensor]
+    # Every part's parameters, in the order of `_flags`.
+    own: dict[str, nn.Parameter | None]
+    # The network's own parameters, without its parts'.
     attributes: Attributes
 
 
 class _Registrations:
-    """Counts every part that any network of the process registers."""
+    """Counts every part that any network of the process registers or lets go of."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -53,11 +60,20 @@ class _Registrations:
             hooks.register_module_module_registration_hook(self._registered)
             hooks.register_module_parameter_registration_hook(self._registered)
             hooks.register_module_buffer_registration_hook(self._registered)
+            # There are no hooks for what goes, nor for a parameter that is None.
+            for owner, name in _LETS_GO:
+                Replaced(owner, name, after=self._registered)
 
     def _registered(self, *_: object) -> None:
         self.count += 1
 
 
+_LETS_GO = (
+    (nn.Module, "__delattr__"),
+    (nn.Module, "register_parameter"),
+    (nn.ModuleDict, "__delitem__"),
+    (nn.ModuleDict, "clear"),
+)
 _registrations = _Registrations()
 
 
@@ -164,11 +180,21 @@ class Mirrors:
         handle = self.find_handle(module)
         if handle is not None:
             _registrations.watch()
-            watched = tuple(tensor for _, tensor in tensors(module))
+            named = dict(tensors(module))
+            watched = tuple(named.values())
             parts = [weakref.ref(part) for part in module.modules()]
-            count, versions, training = _registrations.count, _versions(watched), _training(parts)
-            attributes = Attributes(module.modules())
-            self._marks[handle] = _Mark(structure(module), count, watched, versions, parts, training, attributes)
+            self._marks[handle] = _Mark(
+                structure(module),
+                _registrations.count,
+                tuple(named),
+                watched,
+                _versions(watched),
+                parts,
+                _training(parts),
+                _parameters(list(map(vars, module.modules()))),
+                dict(module._parameters),
+                Attributes(module.modules()),
+            )
 
     def unmark(self, module: nn.Module) -> None:
         """The other side has not got the network, and none of its parts."""
@@ -189,10 +215,43 @@ class Mirrors:
         mark = self._marks.get(self.find_handle(module) or "")
         return None if mark is None else mark.attributes.since(everything)
 
-    def marked(self, module: nn.Module, tensor: torch.Tensor | None) -> bool:
-        """Whether the network had this very tensor at its `mark`."""
+    def renamed(self, module: nn.Module) -> bool:
+        """Whether the network's tensors have other names than at its `mark`."""
         mark = self._marks.get(self.find_handle(module) or "")
-        return mark is not None and any(other is tensor for other in mark.tensors)
+        return mark is not None and self.known(module) is None and mark.names != tuple(dict(tensors(module)))
+
+    def left(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Return, once, what was written since `mark` to the tensors of then; the network has other parts since.
+
+        By the names of then, which are the other side's still: for its `load`.
+        """
+        handle = self.find_handle(module) or ""
+        mark = self._marks.get(handle)
+        if mark is None or self.known(module) is not None:
+            return {}
+        now, training = _versions(mark.tensors), _training(mark.parts)
+        values = {
+            name: tensor.detach()
+            for i, (name, tensor) in enumerate(zip(mark.names, mark.tensors, strict=True))
+            if now[3 * i : 3 * i + 2] != mark.versions[3 * i : 3 * i + 2] and not is_lazy(tensor)
+        }
+        if training != mark.training or now[2::3] != mark.versions[2::3]:
+            modes = [2 if mode is None else mode for mode in training]
+            values[FLAGS] = torch.tensor([*modes, *(p.requires_grad for p in mark.trained)], dtype=torch.uint8)
+        if values:
+            self._marks[handle] = replace(mark, versions=now, training=training)
+        return values
+
+    def take_left(self, module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        """Give the tensors of then the other side's values, under their names of then; see `left`."""
+        handle = self.find_handle(module) or ""
+        mark = self._marks.get(handle)
+        if mark is not None:
+            there = dict(zip(mark.names, mark.tensors, strict=True))
+            with torch.no_grad():
+                for name in state.keys() & there.keys():
+                    _give(there[name], state[name])
+            self._marks[handle] = replace(mark, versions=_versions(mark.tensors))
 
     def written(self, module: nn.Module) -> set[str]:
         """Return the names of the values that were written to, or replaced, since `mark`.
@@ -225,19 +284,22 @@ class Mirrors:
         return None
 
     def _parameter_token(self, parameter: nn.Parameter) -> Any:
-        for handle, module in self.all().items():
+        for handle in self.all():
             if handle in self._marks:
-                for name, own in module._parameters.items():
+                # As the other side has them, whatever became of the network here.
+                for name, own in self._marks[handle].own.items():
                     if own is parameter:
                         return ("parameter", handle, name)
         return None
 
     def resolve(self, token: Any) -> object:
         """For `unpack`: the object here that the other side's token means. Raises TransferError if it is gone."""
-        module = self.find(token[1]) if isinstance(token, tuple) and len(token) > 1 else None
-        if module is None:
+        found: Any = self.find(token[1]) if isinstance(token, tuple) and len(token) > 1 else None
+        if found is not None and token[0] == "parameter":
+            found = found._parameters.get(token[2])
+        if found is None:
             raise TransferError(f"the payload refers to {token!r}, which no longer exists here; bind it anew")
-        return module if token[0] == "module" else module._parameters[token[2]]
+        return found
 
 
 def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -269,8 +331,8 @@ def mirrored_values(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _training(parts: list[weakref.ref[nn.Module]]) -> list[bool | None]:
-    """Return whether each part is in training mode, None if it does not know."""
-    return [vars(part).get("training") for reference in parts if (part := reference()) is not None]
+    """Return whether each part is in training mode, None if it does not know, or is gone."""
+    return [None if (part := reference()) is None else vars(part).get("training") for reference in parts]
 
 
 def _flags(modules: Iterable[nn.Module]) -> list[bool | None]:
@@ -321,12 +383,56 @@ def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
                 set_attributes(module, value)
             else:
                 lazy.take_shape(own[name], value)
-                if own[name].dtype == value.dtype:
-                    own[name].copy_(value)
-                else:
-                    # It was converted on the other side, by `module.double()` for instance.
-                    own[name].data = value.to(own[name].device, copy=True)
+                _give(own[name], value)
     lazy.settle(module)
+
+
+def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if tensor.dtype == value.dtype and tensor.shape == value.shape:
+        tensor.copy_(value)
+    else:
+        # It was converted on the other side, by `module.double()` for instance, or has grown there.
+        tensor.data = value.to(tensor.device, copy=True)
+
+
+def graft(old: nn.Module, new: nn.Module) -> dict[int, nn.Module]:
+    """Make `old` what `new` is, with its own parts and tensors where `new` has such; return what became of `new`'s.
+
+    By the id of each part of `new`: what stands for it now, mostly a part that `old` had.
+    """
+    became: dict[int, nn.Module] = {}
+    tensors_of: dict[int, torch.Tensor] = {}
+
+    def tensor(own: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
+        if value is None:
+            return None
+        if id(value) not in tensors_of:
+            keeps = own is not None and type(own) is type(value) and not is_lazy(value)
+            if keeps and own is not None:
+                _give(own, value)
+                if own.requires_grad != value.requires_grad:
+                    own.requires_grad = value.requires_grad
+            tensors_of[id(value)] = own if keeps and own is not None else value
+        return tensors_of[id(value)]
+
+    def part(own: nn.Module | None, value: nn.Module | None) -> nn.Module | None:
+        if value is None or id(value) in became:
+            return None if value is None else became[id(value)]
+        if type(own) is not type(value):
+            own = None
+        result = became[id(value)] = value if own is None else own
+        had, has = vars(result).copy(), vars(value).copy()
+        for kind in ("_parameters", "_buffers", "_modules"):
+            keep: Callable[[Any, Any], Any] = part if kind == "_modules" else tensor
+            has[kind] = type(has[kind])((name, keep(had[kind].get(name), held)) for name, held in has[kind].items())
+        # Past the ways of `nn.Module`, which would see parts registered.
+        vars(result).clear()
+        vars(result).update(has)
+        return result
+
+    with torch.no_grad():
+        part(old, new)
+    return became
 
 
 def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.Tensor]]], owner: int) -> None:
@@ -346,8 +452,8 @@ def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.
             load(module, state)
             loaded.append(module)
         else:
-            # Parts were replaced here since: what is left of the old ones takes its values, and it goes out anew.
-            load(module, {name: value for name, value in state.items() if mirrors.marked(module, own.get(name))})
+            # It has other parts here since: what is left of the old ones takes its values, and it goes out anew.
+            mirrors.take_left(module, state)
     for module in loaded:
         # When all have their values: networks may share tensors.
         mirrors.mark(module)

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,11 @@ class Arrivals:
     # Tensors that require gradients, those of the modules among them.
     lacking: str = ""
     # What could not be imported here, if the payload was opened for all the rest of it.
+
+    def replace(self, became: Mapping[int, nn.Module]) -> None:
+        """Take these in the place of networks that arrived, by the id of each."""
+        self.modules = [became.get(id(module), module) for module in self.modules]
+        self.handles = {handle: became.get(id(module), module) for handle, module in self.handles.items()}
 
 
 class _Storage:

@@ -22,9 +22,9 @@ from mirror_nb import torchmetrics_objects
 from mirror_nb.contents import Content, content, is_refillable
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
-from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, mirrored_values
+from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, graft, mirrored_values
 from mirror_nb.notebook.lent import Lent
-from mirror_nb.payload import Packed, Payload, global_names, pack, unpack
+from mirror_nb.payload import Arrivals, Packed, Payload, global_names, pack, unpack
 from mirror_nb.told import is_told
 from mirror_nb.values import PerReplica, Remote, merged
 
@@ -294,11 +294,12 @@ class Names:
 
     def changed_modules(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the values of networks that were written to in the notebook since both sides had the same."""
-        values = {
-            handle: self._given(module, self.mirrors.written(module))
-            for handle, module in self.mirrors.roots()
-            if self.mirrors.known(module) is not None and self.mirrors.changed(module)
-        }
+        values = {}
+        for handle, module in self.mirrors.roots():
+            if self.mirrors.known(module) is None:
+                values[handle] = self.mirrors.left(module)
+            elif self.mirrors.changed(module):
+                values[handle] = self._given(module, self.mirrors.written(module))
         # Nothing is to be said of an attribute that is not plain.
         return {handle: given for handle, given in values.items() if given}
 
@@ -400,6 +401,8 @@ class Names:
                 opened[replica_id].objects.clear()
             else:
                 inside.update(arrivals.lent)
+            if replica_id == owner:
+                self._graft(opened[replica_id], arrivals)
             self.mirrors.take(arrivals)
             self.undelivered -= arrivals.handles.keys()
             for handle in opened[replica_id].gone:
@@ -443,6 +446,14 @@ class Names:
                 first.append(names[0] if names else f"a {type(network).__name__}")
                 self._apart.add(handle)
         return first
+
+    def _graft(self, exports: Exports, arrivals: Arrivals) -> None:
+        """Networks that are here and have other parts since stay who they are: others here may have them."""
+        for handle, module in exports.modules.items():
+            here = self.mirrors.find(handle)
+            if here is not None and type(here) is type(module):
+                arrivals.replace(graft(here, module))
+                exports.modules[handle] = here
 
     def _absorb_modules(self, opened: dict[int, Exports], owner: int) -> None:
         if owner in opened:

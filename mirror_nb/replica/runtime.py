@@ -429,7 +429,7 @@ class Replica:
         try:
             # Frames keep the failed cell's tensors alive, here and in the copy.
             clean.__cause__ = clean.__context__ = None
-            pickled: bytes | None = cloudpickle.dumps(clean)
+            pickled: bytes | None = raised.dumped(clean)
             pickle.loads(pickled or b"")
         except Exception:
             pickled = None

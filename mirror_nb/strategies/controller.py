@@ -25,8 +25,8 @@ from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaDied, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, called, mirrored_values
-from mirror_nb.payload import Packed, pack, unpack
+from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, called, graft, mirrored_values
+from mirror_nb.payload import Arrivals, Packed, pack, unpack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
@@ -267,6 +267,8 @@ class ControllerPlace(Place):
             for own in [select((args, kwargs), i) for i in replicas] if parts else [(args, kwargs)]:
                 packed.append(pack(own, reference=reference) if args or kwargs else _NO_ARGUMENTS)
             if wanted:
+                # First what was written to the parts that a network of other parts has kept: they stay there.
+                self._push_changes()
                 self._send_objects(wanted)
             if kept is None:
                 self._functions.keep(fn, function)
@@ -461,6 +463,9 @@ class ControllerPlace(Place):
         """Give the replicas the values of networks that were written to here, by load_state_dict for instance."""
         changed = {}
         for handle, module in self._mirrors.roots():
+            left = self._mirrors.left(module)
+            if left:
+                changed[handle] = left
             # These alone: of the others the replicas may have newer values.
             written = self._mirrors.written(module)
             if written:
@@ -492,13 +497,25 @@ class ControllerPlace(Place):
             states = {}
             for replica_id, answer in report.answers.items():
                 if answer.done is not None and answer.done.payload is not None:
-                    exports, _ = unpack(answer.done.payload, answer.taken(), resolve=self._resolve)
+                    exports, arrivals = unpack(answer.done.payload, answer.taken(), resolve=self._resolve)
                     states[replica_id] = exports.states
+                    for handle, module in exports.modules.items():
+                        self._graft(handle, module, arrivals)
             absorb_states(self._mirrors, states, 0)
             # Only now: after a read that was interrupted the next one has to ask again.
             self.stale = self._half_read = False
         finally:
             self._refreshing = False
+
+    def _graft(self, handle: str, module: nn.Module, arrivals: Arrivals) -> None:
+        """A call has given a network other parts, or other tensors: the one here gets them too."""
+        here = self._mirrors.find(handle)
+        if here is not None:
+            arrivals.replace(graft(here, module))
+            self._mirrors.take(arrivals)
+            for part in here.modules():
+                self._objects.add(part)
+                self._objects.mark_sent(part)
 
     def clear_gradients(self, owner: Any, set_to_none: bool) -> None:
         if self.open and (self.holds(owner) if isinstance(owner, nn.Module) else self._trains(owner)):
