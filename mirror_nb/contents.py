@@ -79,6 +79,17 @@ def content(value: object, token: Token) -> Content | None:
     return Content(file.getvalue(), beside=tuple(reader.beside), own=own)
 
 
+def class_content(kind: type, token: Token) -> Content | None:
+    """Return what a class of the user's has of its own now, functions by identity; None for others."""
+    if not is_users(kind.__module__):
+        return None
+    return content({name: value for name, value in vars(kind).items() if name not in _PYTHONS}, token)
+
+
+_PYTHONS = frozenset({"__dict__", "__weakref__", "__module__", "__doc__", "__abstractmethods__", "_abc_impl"})
+# What a class has without the user's doing.
+
+
 def _parts(value: object) -> Content | None:
     match value:
         case dict():

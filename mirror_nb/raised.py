@@ -17,7 +17,7 @@ def dumped(error: BaseException) -> bytes:
 
 
 @final
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, BaseException) and _has_its_own_constructor(type(obj)):
             return _made, (type(obj), obj.args), vars(obj)

@@ -31,6 +31,7 @@ FLOORS = (
         "sources",
         "seeds",
         "reporting",
+        "raised",
         "surroundings",
         "submodules",
         "contents",

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mirror_nb import torchmetrics_objects
-from mirror_nb.contents import Content, content, is_refillable
+from mirror_nb.contents import Content, class_content, content, is_refillable
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, graft, mirrored_values
@@ -127,7 +127,7 @@ class Names:
     def _share(
         self, replicas: Iterable[int], values: Mapping[str, object], needs: frozenset[str] = frozenset()
     ) -> None:
-        shared = {name: _Shared(value, content(value, self._token), needs) for name, value in values.items()}
+        shared = {name: _Shared(value, self._content(value), needs) for name, value in values.items()}
         for replica_id in replicas:
             self._sent.setdefault(replica_id, {}).update(shared)
 
@@ -144,7 +144,7 @@ class Names:
         wanted |= self._needed_by(wanted)
         self.withheld = []
         groups: dict[frozenset[str], list[int]] = {}
-        now = {name: content(self.user_ns[name], self._token) for name in wanted}
+        now = {name: self._content(self.user_ns[name]) for name in wanted}
         for replica_id in replicas:
             lacking = frozenset(name for name in wanted if not self._has(replica_id, name, now[name]))
             self.withheld += [name for name in wanted - lacking if self._clashes(replica_id, name, now[name])]
@@ -258,6 +258,10 @@ class Names:
                 )
         return TransferError(f"these names cannot be sent together: {', '.join(values)}")
 
+    def _content(self, value: object) -> Content | None:
+        # Of classes here alone: replicas may count in theirs, each by itself.
+        return class_content(value, self._token) if isinstance(value, type) else content(value, self._token)
+
     def _token(self, obj: object) -> Any:
         return ("name", obj.name) if isinstance(obj, Remote) else self.lent.token(obj) or self.mirrors.reference(obj)
 
@@ -337,7 +341,7 @@ class Names:
     def _lacked(self, name: str, replicas: tuple[int, ...]) -> bool:
         if not self._travels(name):
             return False
-        now = content(self.user_ns[name], self._token)
+        now = self._content(self.user_ns[name])
         return not all(self._has(r, name, now) for r in replicas)
 
     def _has(self, replica_id: int, name: str, now: Content | None) -> bool:

@@ -55,6 +55,9 @@ class Adopts(Protocol):
     def adopt(self, module: nn.Module) -> None:
         """Give a network that arrived its place on the device, and track it."""
 
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Track the tensors that an optimizer which arrived has."""
+
 
 @dataclass(slots=True)
 class Before:
@@ -108,6 +111,8 @@ class Namespace:
             torchmetrics_objects.forget_counts(arrivals.modules)
         self.mirrors.take(arrivals)
         for handle, obj in arrivals.lent.items():
+            if isinstance(obj, torch.optim.Optimizer):
+                self._scope.adopt_optimizer(obj)
             self.objects.keep(handle, obj)
         return value
 

@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import _utils as torch_loaders
 
-from mirror_nb import modes, reporting, sources, surroundings
+from mirror_nb import modes, raised, reporting, sources, surroundings
 from mirror_nb.batches import to_device
 from mirror_nb.collectives import process_group
 from mirror_nb.collectives.base import Member

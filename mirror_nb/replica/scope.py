@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,6 @@ from mirror_nb.replica.random_streams import RandomStreams, Streams, seeding_fun
 from mirror_nb.replica.whole import whole
 from mirror_nb.sharded import is_sharded
 from mirror_nb.told import note_step
-
 
 _Change = Replaced | RemovableHandle | GlobalMetrics
 
@@ -124,6 +123,11 @@ class Scope:
             if isinstance(part, DistributedDataParallel):
                 self._leave_to(part, part.module)
                 _follow_hooks(part)
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Track what an optimizer that arrived has: tensors that no module has are trained all the same."""
+        for group in optimizer.param_groups:
+            self._track_all(group, optimizer)
 
     def regroup(self) -> None:
         """The process group was formed anew: DDP cuts its buckets anew, as it does in a process that is new in it.
@@ -271,7 +275,10 @@ class Scope:
                 self._move_later(tensor)
 
     def _optimized(self, optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
-        for tensor in optimizer.param_groups[-1]["params"]:
+        self._track_all(optimizer.param_groups[-1], optimizer)
+
+    def _track_all(self, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        for tensor in group["params"]:
             if tensor.is_leaf and not is_sharded(tensor):
                 self._gradients.track(tensor, f"{type(optimizer).__name__}'s parameter")
 

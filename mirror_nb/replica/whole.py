@@ -96,11 +96,11 @@ class _HeldBack(AbstractContextManager[None]):
     @whole
     def __enter__(self) -> None:
         global _waiting
-        if threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                _waiting = False
-                _signal(signal.SIGINT, _came)
-                self._mine = True
+        mine = threading.current_thread() is threading.main_thread()
+        if mine and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            _waiting = False
+            _signal(signal.SIGINT, _came)
+            self._mine = True
 
     @whole
     def __exit__(

@@ -121,10 +121,10 @@ class AlonePlace(Place):
         """Return a context that changes nothing: there is nobody to synchronise with."""
         return contextlib.nullcontext()
 
-    def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None, where: str) -> Any:
         return reduce_local(op, value, axis, 1)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: Any, axis: int, where: str) -> Any:
         return gather_local(value, axis)
 
     def all_reduce(self, op: Any, value: Any) -> Any:

@@ -10,13 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.imported import when_imported
 from mirror_nb.strategies.context import StrategyScope, require_cross_replica
 from mirror_nb.strategies.extended import StrategyExtended
 from mirror_nb.strategies.place import Place
+from mirror_nb.strategies.reductions import in_order
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, ReduceOp
@@ -110,7 +109,7 @@ class Strategy(ABC):
         require_cross_replica("Strategy.reduce", "use get_replica_context().all_reduce() instead")
         which = ReduceOp.of(op)
         axes = None if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
-        return _map(lambda leaf: self._place.reduce(which, leaf, axes), value)
+        return _map(lambda leaf, where: self._place.reduce(which, leaf, axes, where), value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the replicas' tensors of `value`, a nest, joined along `axis`; sizes may differ along it alone.
@@ -121,7 +120,7 @@ class Strategy(ABC):
             "Strategy.gather method",
             "use get_replica_context().all_gather() instead",
         )
-        return _map(lambda leaf: self._place.gather(leaf, axis), value)
+        return _map(lambda leaf, where: self._place.gather(leaf, axis, where), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of this place's replicas: a tuple, one entry a replica; a plain value alone in it.
@@ -226,6 +225,7 @@ class Strategy(ABC):
         self.close()
 
 
-def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """Apply `change` to every leaf; a PerReplica, a Variable and the like are leaves."""
-    return pytree.tree_map(change, value, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
+def _map(change: Callable[[Any, str], Any], value: Any) -> Any:
+    """Apply `change` to every leaf, and to where it is; a PerReplica, a Variable and the like are leaves."""
+    leaves, places, made = in_order(value, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
+    return made([change(leaf, where) for leaf, where in zip(leaves, places, strict=True)])

@@ -545,10 +545,10 @@ class ControllerPlace(Place):
 
     # ------------------------------------------------------------------ values
 
-    def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None, where: str) -> Any:
         return reduce_local(op, value, axis, self.num_replicas)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: Any, axis: int, where: str) -> Any:
         value = components(value)
         if not isinstance(value, DistributedValues):
             return gather_values([value] * self.num_replicas, axis)

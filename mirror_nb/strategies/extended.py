@@ -54,7 +54,7 @@ class StrategyExtended:
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any = None, options: Any = None) -> Any:
         """Return `value` reduced over the replicas; destinations hold the same value, so they make no difference."""
         require_cross_replica("StrategyExtended.reduce_to", "use get_replica_context().all_reduce() instead")
-        return self._strategy._place.reduce(ReduceOp.of(reduce_op), value, None)
+        return self._strategy._place.reduce(ReduceOp.of(reduce_op), value, None, "*")
 
     def batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[Any], options: Any = None

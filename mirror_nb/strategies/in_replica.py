@@ -35,6 +35,7 @@ from mirror_nb.strategies.reductions import (
     checked_axis,
     counted,
     gather_local,
+    in_order,
     is_number,
     local_parts,
     mean,
@@ -43,6 +44,7 @@ from mirror_nb.strategies.reductions import (
     select,
     structure,
     sum_over,
+    widened,
 )
 from mirror_nb.strategies.replica_variables import ReplicaHome
 from mirror_nb.strategies.seat import PeerSeat
@@ -242,31 +244,31 @@ class ReplicaPlace(Place):
 
     # ------------------------------------------------------------------ reductions
 
-    def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None, where: str) -> Any:
         if self._merges or isinstance(value, DistributedValues):
             return reduce_local(op, value, axis, self.num_replicas).to(self.device)
         leaf = component(value) if isinstance(value, Variable) else value
 
         def offered() -> tuple[Form, tuple[Tensor, int]]:
             tensor = as_tensor(leaf, "reduce", self.device)
-            part = sum_over(tensor, axis)
+            part = sum_over(tensor if op is ReduceOp.SUM else widened(tensor), axis)
             count = 1 if axis is None else counted(tensor, axis)
-            return form_of_nest("*", [part], [is_number(leaf)]), (part, count)
+            return form_of_nest(where, [part], [is_number(leaf)]), (part, count)
 
         form, offer = _offer(offered)
         part, count = offer or (torch.empty(0), 0)
         total, counts = self._peers.total(f"reduce {op.value} axis={axis}", form, part, count)
         return total if op is ReduceOp.SUM else mean(total, sum(counts))
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: Any, axis: int, where: str) -> Any:
         if self._merges or isinstance(value, DistributedValues):
             return gather_local(value, axis).to(self.device)
         leaf = component(value) if isinstance(value, Variable) else value
-        return self._gathered("gather", leaf, axis).detach()
+        return self._gathered("gather", leaf, axis, where).detach()
 
     def all_reduce(self, op: Any, value: Any) -> Any:
         which = ReduceOp.of(op)
-        leaves, spec = pytree.tree_flatten(select(value, self.replica_id))
+        leaves, _, made = in_order(select(value, self.replica_id))
 
         def offered() -> tuple[Form, list[Tensor]]:
             tensors = [self._differentiable(leaf, "all_reduce") for leaf in leaves]
@@ -276,19 +278,19 @@ class ReplicaPlace(Place):
         form, offer = _offer(offered)
         _, common = self._peers.agree(f"all_reduce {which.value}", form)
         tensors = [tensor.to(leaf.dtype) for tensor, leaf in zip(offer or [], common, strict=True)]
-        return pytree.tree_unflatten(all_reduced(self._peers, which, tensors), spec)
+        return made(all_reduced(self._peers, which, tensors))
 
     def all_gather(self, value: Any, axis: int) -> Any:
         return self._gathered("all_gather", select(value, self.replica_id), axis)
 
-    def _gathered(self, call: str, value: Any, axis: int) -> Any:
-        leaves, spec = pytree.tree_flatten(value)
+    def _gathered(self, call: str, value: Any, axis: int, where: str = "") -> Any:
+        leaves, _, made = in_order(value)
 
         def offered() -> tuple[Form, list[Tensor]]:
             tensors = [self._differentiable(leaf, call) for leaf in leaves]
             for tensor in tensors:
                 checked_axis(axis, tensor, call)
-            return form_of_nest(structure(value), tensors, [False] * len(tensors), axis), tensors
+            return form_of_nest(where or structure(value), tensors, [False] * len(tensors), axis), tensors
 
         form, offer = _offer(offered)
         tensors = offer or []
@@ -301,7 +303,7 @@ class ReplicaPlace(Place):
             all_gathered(self._peers, tensor, dim, [row[i] for row in sizes])
             for i, (tensor, dim) in enumerate(zip(tensors, dims, strict=True))
         ]
-        return pytree.tree_unflatten(gathered, spec)
+        return made(gathered)
 
     def _differentiable(self, leaf: Any, call: str) -> Tensor:
         # A Variable's clone is a plain tensor that leads its gradient back.

@@ -28,7 +28,7 @@ from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
 from mirror_nb.pool.base import UNEVEN_MERGE_CALLS
 from mirror_nb.pool.hangs import DECIDED_ALONE
-from mirror_nb.strategies.reductions import common_dtype, mean
+from mirror_nb.strategies.reductions import common_dtype, mean, widened
 from mirror_nb.values import ReduceOp
 
 _AS_THE_GROUP = (SharedMemoryAllReduce, GlooAllReduce, NcclAllReduce)
@@ -197,8 +197,9 @@ class Peers:
 
     def reduced(self, op: ReduceOp, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums (or means) over the replicas of tensors whose shapes and dtypes were agreed on."""
-        results = self._summed(tensors)
-        return results if op is ReduceOp.SUM else [mean(total, self.num_replicas) for total in results]
+        if op is ReduceOp.SUM:
+            return self._summed(tensors)
+        return [mean(total, self.num_replicas) for total in self._summed(list(map(widened, tensors)))]
 
     def _summed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if self.num_replicas == 1:

@@ -122,12 +122,12 @@ class Place(ABC):
     # ------------------------------------------------------------------ values
 
     @abstractmethod
-    def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None) -> Any:
-        """Reduce one leaf over the replicas, and over `axis` of each value."""
+    def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None, where: str) -> Any:
+        """Reduce one leaf over the replicas, and over `axis` of each value; `where` it is in its nest."""
 
     @abstractmethod
-    def gather(self, value: Any, axis: int) -> Any:
-        """Join one leaf of all replicas along an axis."""
+    def gather(self, value: Any, axis: int, where: str) -> Any:
+        """Join one leaf of all replicas along an axis; `where` it is in its nest."""
 
     @abstractmethod
     def all_reduce(self, op: Any, value: Any) -> Any:

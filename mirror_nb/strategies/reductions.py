@@ -37,7 +37,7 @@ def reduce_values(op: ReduceOp, values: Sequence[Any], axis: tuple[int, ...] | N
     Raises UsageError for shapes or dtypes that differ, for an axis that is not there, and for what is no number.
     """
     tensors = _one_device(_alike([as_tensor(value, "reduce") for value in values], values, "reduce"))
-    parts = [sum_over(tensor, axis) for tensor in tensors]
+    parts = [sum_over(tensor if op is ReduceOp.SUM else widened(tensor), axis) for tensor in tensors]
     check_shapes([tuple(part.shape) for part in parts], "reduce", [tuple(tensor.shape) for tensor in tensors])
     total = parts[0].clone()
     for part in parts[1:]:
@@ -140,6 +140,11 @@ def sum_over(tensor: Tensor, axis: tuple[int, ...] | None) -> Tensor:
     if not axis:
         return counted_flags.detach()
     return counted_flags.detach().sum(checked_axes(axis, tensor))
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return what a mean is made of: integers in a width that their sum fits in."""
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.long()
 
 
 def counted(tensor: Tensor, axis: tuple[int, ...]) -> int:
@@ -294,8 +299,39 @@ def local_parts(nest: Any, num_replicas: int) -> tuple[Any, ...]:
 
 
 def structure(nest: Any) -> str:
-    """Return a nest in words, its leaves left out: {'loss': *, 'logits': [*, *]}."""
-    return repr(pytree.tree_map(lambda leaf: _STAR, nest))
+    """Return a nest in words, its leaves left out: {'loss': *, 'logits': [*, *]}. Keys are sorted."""
+    return repr(_sorted(pytree.tree_map(lambda leaf: _STAR, nest)))
+
+
+def _sorted(nest: Any) -> Any:
+    if type(nest) is dict:
+        return {key: _sorted(nest[key]) for key in sorted(nest, key=repr)}
+    return type(nest)(map(_sorted, nest)) if type(nest) in (list, tuple) else nest
+
+
+def in_order(
+    nest: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], list[str], Callable[[Sequence[Any]], Any]]:
+    """Return a nest's leaves, where each is, and what makes the nest of others.
+
+    In an order that is the same on all replicas: that in which the keys of a dict were added need not be.
+    """
+    if type(nest) is Tensor:
+        return [nest], ["*"], lambda made: made[0]
+    found, spec = pytree.tree_flatten_with_path(nest, is_leaf=is_leaf)
+    order = sorted(range(len(found)), key=lambda i: [_rank(key) for key in found[i][0]])
+
+    def made(leaves: Sequence[Any]) -> Any:
+        back = list(leaves)
+        for i, leaf in zip(order, leaves, strict=True):
+            back[i] = leaf
+        return pytree.tree_unflatten(back, spec)
+
+    return [found[i][1] for i in order], [pytree.keystr(found[i][0]) or "*" for i in order], made
+
+
+def _rank(key: Any) -> tuple[int, str]:
+    return (key.idx, "") if isinstance(key, pytree.SequenceKey) else (0, repr(key))
 
 
 def _children(nest: Any) -> tuple[list[Any], Any]:
