@@ -80,14 +80,26 @@ def content(value: object, token: Token) -> Content | None:
 
 
 def class_content(kind: type, token: Token) -> Content | None:
-    """Return what a class of the user's has of its own now, functions by identity; None for others."""
+    """Return what a class of the user's has of its own now; None for others."""
     if not is_users(kind.__module__):
         return None
-    return content({name: value for name, value in vars(kind).items() if name not in _PYTHONS}, token)
+    own: dict[str, Any] = {}
+    for name, value in vars(kind).items():
+        if isinstance(value, types.FunctionType):
+            # Not by identity: with an object that comes back its class gets its methods anew.
+            own[name] = _in_words(value.__code__), value.__defaults__, value.__kwdefaults__
+        elif not name.startswith(_PYTHONS):
+            own[name] = value
+    return content(own, token)
 
 
-_PYTHONS = frozenset({"__dict__", "__weakref__", "__module__", "__doc__", "__abstractmethods__", "_abc_impl"})
-# What a class has without the user's doing.
+def _in_words(code: types.CodeType) -> str:
+    consts = [_in_words(const) if isinstance(const, types.CodeType) else repr(const) for const in code.co_consts]
+    return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, consts))
+
+
+_PYTHONS = ("__", "_abc_")
+# How names begin that are Python's: what pickle remembers of a class, say.
 
 
 def _parts(value: object) -> Content | None:

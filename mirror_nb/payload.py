@@ -264,7 +264,23 @@ class Pickler(cloudpickle.Pickler):
             here = obj.__globals__
             anew = {name: here[name] for name in ("__package__", "__name__", "__path__", "__file__") if name in here}
             self.globals_ref[id(here)] = anew | {"__warningregistry__": _Warned(str(here.get("__name__")))}
+        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
+            # By its name, as it wants to, it would be looked for in another __main__. What it remembers stays here.
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if type(obj) is functools.cached_property:
+            # Python 3.11's has a lock.
+            return _cached_property, (obj.func, obj.attrname)
         return super().reducer_override(obj)
+
+
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _cached_property(function: Any, name: str | None) -> Any:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
 
 
 class _Warned:

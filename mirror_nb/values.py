@@ -106,6 +106,14 @@ class PerReplica(DistributedValues):
             raise AttributeError(f"'PerReplica' object has no attribute '{name}'")
         raise AttributeError(f"{self._what()}: take one of them, as in value[0].{name}, or {_ONE}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name == "shares":
+            super().__setattr__(name, value)
+        else:
+            raise AttributeError(
+                f"{self._what()}, where setting `{name}` would change nothing: set it in the replicas"
+            )
+
     def __format__(self, spec: str) -> str:
         if not spec:
             return str(self)

@@ -10,7 +10,8 @@ knows no strategy, no process group and no process.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -47,6 +48,9 @@ class VariableHome(Protocol):
 
     def wrote(self, variable: Variable) -> None:
         """The tensor here was written to in place, by `copy_` or another operation of torch."""
+
+    def froze(self, variable: Variable) -> None:
+        """The tensor here was told whether it is trained: its `requires_grad` was set."""
 
     def saved(self, variable: Variable) -> Tensor:
         """Return the value to pickle; talks to no peer, since one replica may save alone."""
@@ -194,7 +198,10 @@ class Variable(torch.Tensor):
         if getattr(func, "__self__", None) in _ABOUT or name in _ABOUT_CALLS:
             # Shape, dtype, gradient and the like: not the values.
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+            if name in _FREEZES and func in _FREEZING and args[0]._home is not None:
+                args[0]._home.froze(args[0])
+            return result
         target = args[0] if args and _writes(name) and isinstance(args[0], Variable) else None
         if isinstance(target, SyncOnReadVariable) and name == "copy_":
             # What load_state_dict does: the value that was read from outside comes back as such.
@@ -227,7 +234,7 @@ class Variable(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         value = component(self) if self._home is None else self._home.saved(self)
-        return rebuild, (type(self).__name__, value, self._options())
+        return rebuild, (type(self).__name__, value, self._options(), self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         if id(self) not in memo:
@@ -325,14 +332,40 @@ def _making() -> Make | None:
     return _scopes[-1]() if _scopes else None
 
 
-def rebuild(kind: str, value: Tensor, options: dict[str, Any]) -> Variable:
+def rebuild(kind: str, value: Tensor, options: dict[str, Any], trained: bool | None = None) -> Variable:
     """Make a Variable of what was pickled or copied: on a replica one of its place, elsewhere a plain one.
 
-    `value` is this process's component as it is: no peer is asked, whatever the aggregation.
+    `value` is this process's component as it is: no peer is asked, whatever the aggregation. `trained`: its
+    `requires_grad`, None as it was made.
     """
+    made: Variable
     if kind == PlainVariable.__name__ or not _arrivals:
-        return plain(value, **options)
-    return _arrivals[-1](value, **options)
+        made = plain(value, **options)
+    else:
+        sums = kind == SyncOnReadVariable.__name__ and options["aggregation"] is _SUM
+        made = _arrivals[-1](torch.zeros_like(value) if sums and _of_a_peer else value, **options)
+    if trained is not None and made.requires_grad != trained:
+        made.requires_grad = trained
+    return made
+
+
+_of_a_peer = False
+
+
+@contextmanager
+def of_a_peer() -> Iterator[None]:
+    """Within it Variables arrive that are another replica's: what that has counted is counted there."""
+    global _of_a_peer
+    _of_a_peer = True
+    try:
+        yield
+    finally:
+        _of_a_peer = False
+
+
+def set_trained(variable: Variable, trained: bool) -> None:
+    """For the controller: have the replica that this is called on train the Variable, or not."""
+    variable.requires_grad = trained
 
 
 # --------------------------------------------------------------------------- the rules
@@ -440,6 +473,8 @@ _ABOUT = _about(
         "_post_accumulate_grad_hooks", "output_nr", "itemsize", "nbytes", "names", "_base", "is_mps", "is_xpu",
     )
 )  # fmt: skip
+_FREEZES = frozenset({"requires_grad_", "__set__"})
+_FREEZING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _ABOUT_CALLS = frozenset(
     {"dim", "size", "stride", "numel", "nelement", "is_floating_point", "is_complex", "__hash__", "requires_grad_"}
 )

@@ -33,6 +33,9 @@ class Scope:
     def adopt(self, module: nn.Module) -> None:
         self.adopted.append(module)
 
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """There are no gradients to synchronise."""
+
 
 class Classes:
     """One process's classes, as cloudpickle knows them: entered, this process knows no others."""

@@ -26,6 +26,9 @@ class Scope:
     def adopt(self, module: nn.Module) -> None:
         self.adopted.append(module)
 
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """There are no gradients to synchronise."""
+
 
 def replica() -> Namespace:
     own = {"replica_id": 0, "device": torch.device("cpu"), "strategy": object()}

@@ -262,6 +262,8 @@ class CrossDeviceOps(abc.ABC):
             self.record_ended()
         queued = time.perf_counter_ns()
         real = torch.view_as_real(flat).view(-1) if flat.dtype.is_complex else flat
+        if real.requires_grad:
+            real = real.detach()
         handle = Finished() if member.num_replicas == 1 else self.start(op, real)
         return Reduction(handle, member.record, flat.nbytes, bucket, queued, self._unrecorded, member.limit)
 
@@ -295,6 +297,11 @@ class CrossDeviceOps(abc.ABC):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Make `tensor` (contiguous) on every replica what it is on replica `source`, in place."""
         self._check_replica("source", source)
+        if not tensor.is_contiguous():
+            raise UsageError(
+                f"`tensor` has the shape {tuple(tensor.shape)} and strides {tensor.stride()}; it must be contiguous, "
+                "since it is written to in place"
+            )
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._run("broadcast", tensor, lambda group: group.broadcast([tensor.detach()], options))
@@ -365,7 +372,9 @@ class CrossDeviceOps(abc.ABC):
         return {name: value for name, value in vars(self).items() if name not in _OF_THIS_PROCESS}
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        # Of a function its name: where it lies in memory is another place in each process.
+        values = {name: getattr(value, "__qualname__", repr(value)) for name, value in vars(self).items()}
+        given = ", ".join(f"{name}={value}" for name, value in values.items() if not name.startswith("_"))
         return f"{type(self).__name__}({given})"
 
 

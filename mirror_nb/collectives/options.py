@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -51,8 +52,12 @@ class CommunicationOptions:
     # "bf16": gradients of fp32 travel in half the bytes, rounded to 8 bits; None: as they are.
 
     def __post_init__(self) -> None:
-        if self.bytes_per_pack < 0:
-            raise UsageError(f"`bytes_per_pack` is {self.bytes_per_pack}; it cannot be below 0")
+        for name in ("bytes_per_pack", "timeout_seconds"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int | float):
+                raise UsageError(f"`{name}` is {value!r}; it must be a number")
+        if not 0 <= self.bytes_per_pack < math.inf:
+            raise UsageError(f"`bytes_per_pack` is {self.bytes_per_pack}; it is a number of bytes from 0 on")
         if self.bytes_per_pack == 0:
             object.__setattr__(self, "bytes_per_pack", 25 * 2**20)
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
@@ -136,10 +141,12 @@ def fitting(devices: Sequence[Device]) -> list[str]:
 
 def default_for(devices: Sequence[Device]) -> CrossDeviceOps:
     """Return the op that is fastest on `devices` as a rule. Raises DeviceError where none works."""
-    names = fitting(devices)
-    if not names:
-        raise DeviceError(f"no cross-device op works on {_listed(devices)} with this build of torch")
-    return named(names[0])
+    # No further than the first that does: to ask whether GPUs reach each other's memory begins CUDA in this process.
+    for kind in IMPLEMENTATIONS.values():
+        ops = kind()
+        if ops.unfit_for(devices) is None:
+            return ops
+    raise DeviceError(f"no cross-device op works on {_listed(devices)} with this build of torch")
 
 
 def fastest_for(devices: Sequence[Device]) -> CrossDeviceOps:

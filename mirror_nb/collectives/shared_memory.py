@@ -69,8 +69,10 @@ def fabric_for(ops: CrossDeviceOps, flat: Tensor) -> Fabric:
     if fabric is None:
         why = getattr(ops.member.group, "unshared", "") or "the replicas share no memory"
         raise ReplicaError(f"{type(ops).__name__} cannot work here: {why}; use GlooAllReduce()")
-    if not flat.is_cpu or flat.dtype not in DTYPES:
-        raise UsageError(f"{type(ops).__name__} does not reduce {flat.dtype} on {flat.device}; use GlooAllReduce()")
+    if flat.is_cpu and flat.dtype not in DTYPES:
+        raise UsageError(f"nothing here reduces {flat.dtype}; convert it first: tensor.float()")
+    if not flat.is_cpu:
+        raise UsageError(f"{type(ops).__name__} does not reduce on {flat.device}; use NcclAllReduce()")
     return fabric
 
 

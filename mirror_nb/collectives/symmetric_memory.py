@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Handle, WorkHandle
+from mirror_nb.collectives.base import CrossDeviceOps, Handle, Member, WorkHandle
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp
@@ -21,6 +21,8 @@ from mirror_nb.values import ReduceOp
 ONE_SHOT_BYTES = 256 * 1024
 # Up to here every GPU reads all the others' parts; above, each sums a slice (two-shot).
 _DTYPES = (torch.float32, torch.bfloat16)
+_ALIGNMENT = 16
+# Bytes that its kernels read at once.
 
 
 @final
@@ -30,7 +32,8 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
     torch calls this part of itself alpha; what it lacks here is refused by `unfit_for`. Not yet run on several GPUs.
     """
 
-    _room: dict[torch.dtype, Tensor] | None = None
+    _room: tuple[Member, dict[torch.dtype, Tensor]] | None = None
+    # Of one replica in one group: who takes a dead one's place has none, and to make it takes all.
 
     def __init__(self, crossover_bytes: int = 2 * 2**20) -> None:
         if crossover_bytes < 0:
@@ -40,7 +43,7 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Enqueue an all-reduce on the current stream."""
         nbytes = flat.numel() * flat.element_size()
-        if nbytes >= self.crossover_bytes or flat.dtype not in _DTYPES:
+        if nbytes >= self.crossover_bytes or nbytes % _ALIGNMENT or flat.dtype not in _DTYPES:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if op is ReduceOp.MEAN else dist.ReduceOp.SUM)
             return WorkHandle([self.member.group.allreduce([flat], options)])
@@ -66,7 +69,9 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
 
     def _symmetric(self, dtype: torch.dtype) -> Tensor:
         """Memory of this dtype that all map, made at the first use; every replica comes here for the same one."""
-        rooms = self._room = {} if self._room is None else self._room
+        if self._room is None or self._room[0] is not self.member:
+            self._room = self.member, {}
+        rooms = self._room[1]
         if dtype not in rooms:
             module = importlib.import_module("torch.distributed._symmetric_memory")
             room = module.empty(self.crossover_bytes // dtype.itemsize, dtype=dtype, device=self.member.device)
@@ -80,4 +85,4 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
 
 
 def _near(a: Device, b: Device) -> bool:
-    return torch.cuda.is_available() and torch.cuda.can_device_access_peer(a.index, b.index)
+    return max(a.index, b.index) < torch.cuda.device_count() and torch.cuda.can_device_access_peer(a.index, b.index)

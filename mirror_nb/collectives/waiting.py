@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mirror_nb.collectives.fabric import fresh
-from mirror_nb.errors import PeerFailed, ReplicaTimeout
+from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
 from mirror_nb.messages import Rendezvous
 
 if TYPE_CHECKING:
@@ -200,6 +200,9 @@ class Operation:
             return error
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             translated: Exception = self._timeout(self.seconds)
+        elif "Invalid scalar type" in str(error):
+            dtypes = " and ".join(sorted({str(tensor.dtype) for tensor in tensors_in(self.arguments)}))
+            translated = UsageError(f"{self.name()}: gloo does not do this with {dtypes}; convert it first")
         else:
             translated = PeerFailed(
                 f"{self.name()} failed: a peer may have left, or it runs another collective or "

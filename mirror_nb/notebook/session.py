@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import linecache
+import math
 import os
 import sys
 import time
@@ -83,7 +84,7 @@ class Exchange:
 
     def options(self) -> CommunicationOptions:
         """Return the same as options. Raises UsageError for what cannot be."""
-        if self.bucket_mb is not None and not self.bucket_mb > 0:
+        if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
             raise UsageError(f"--bucket-mb is {self.bucket_mb:g}; it must be above 0, and 25 is usual")
         return CommunicationOptions(
             bytes_per_pack=round((self.bucket_mb or 0) * 2**20),

@@ -5,6 +5,7 @@ Knows payloads and networks; knows no process and no shell.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import types
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mirror_nb import torchmetrics_objects
+from mirror_nb import torchmetrics_objects, variables
 from mirror_nb.contents import Content, content, refill
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
@@ -98,13 +99,14 @@ class Namespace:
 
         What metrics in it have counted counts once: in the replica that it is from (`of_replica`), or in the first.
         """
-        value, arrivals = unpack(
-            payload,
-            slab,
-            namespace=self.names,
-            resolve=self._resolve,
-            device=self._device,
-        )
+        with variables.of_a_peer() if of_replica else contextlib.nullcontext():
+            value, arrivals = unpack(
+                payload,
+                slab,
+                namespace=self.names,
+                resolve=self._resolve,
+                device=self._device,
+            )
         for module in arrivals.modules:
             self._scope.adopt(module)
         if of_replica or self._given.get("replica_id"):

@@ -7,7 +7,8 @@ from typing import Any, Protocol, final
 
 from torch import Tensor
 
-from mirror_nb.strategies.reductions import select
+from mirror_nb.strategies.reductions import check_size, select
+from mirror_nb.values import DistributedValues
 from mirror_nb.variables import (
     SyncOnReadVariable,
     Variable,
@@ -18,6 +19,7 @@ from mirror_nb.variables import (
     distributed,
     from_outside,
     read_component,
+    set_trained,
 )
 
 
@@ -67,6 +69,10 @@ class ControllerHome:
         share = from_outside(variable, how, value, self._replicas.num_replicas)
         if isinstance(share, Tensor):
             share = share.detach().clone()
+        elif isinstance(share, DistributedValues):
+            check_size(share, self._replicas.num_replicas)
+            # Each replica gets its own, of a Variable that it has to have first.
+            self._replicas.command(read_component, (variable,), changes=False)
         # Here first: what cannot be assigned is refused before any replica has changed.
         apply_assign(variable, how, select(share, 0))
         if self._replicas.has_sent(variable):
@@ -93,6 +99,10 @@ class ControllerHome:
             value = component(variable)
             share = from_outside(variable, "assign", value, self._replicas.num_replicas)
             self._replicas.command(apply_assign, (variable, "assign", share), changes=False)
+
+    def froze(self, variable: Variable) -> None:
+        if self._replicas.has_sent(variable):
+            self._replicas.command(set_trained, (variable, variable.requires_grad), changes=False)
 
     def saved(self, variable: Variable) -> Tensor:
         return self.read(variable) if self._replicas.has_sent(variable) else component(variable)

@@ -11,7 +11,7 @@ import torch
 
 from mirror_nb import devices as device_names
 from mirror_nb.collectives.base import CrossDeviceOps
-from mirror_nb.collectives.options import chosen
+from mirror_nb.collectives.options import AUTO, chosen
 from mirror_nb.errors import ContextError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import ReplicaContext, entered, stand_on
@@ -113,6 +113,9 @@ def _place(devices: Any, reduction: str | None, seed: int, ops: Any, options: An
     if _here or _started_by_a_launcher():
         place = _place_in_replica(reduction, seed)
         if ops is not None or options is not None:
+            if ops is None and getattr(options, "implementation", None) == AUTO:
+                # The place has chosen, who knows whether all replicas are on this machine.
+                ops = place.communication.ops
             place.communicate(chosen(ops, options, tuple(map(device_names.parse, place.devices))))
         return place
     resolved = device_names.resolve(devices, torch.cuda.device_count())

@@ -61,6 +61,9 @@ class ReplicaHome:
     def wrote(self, variable: Variable) -> None:
         """It was written here, where it lives."""
 
+    def froze(self, variable: Variable) -> None:
+        """Likewise."""
+
     def saved(self, variable: Variable) -> Tensor:
         return component(variable)
 
