@@ -564,6 +564,8 @@ class Done:
     # That the user's code has opened to write, whole paths.
     undivided: tuple[tuple[str, int], ...] = ()
     # Loaders that a cell has trained on as a whole: their names, and prints of their data.
+    collectives: int = -1
+    # How many of the default group it has begun; -1: nobody has counted.
 
 
 # --------------------------------------------------------------------------- the channel

@@ -118,6 +118,16 @@ class Mirrors:
         if self._marks.pop(handle, None) is not None:
             self._gone.append(handle)
 
+    def graft(self, module: nn.Module, arrivals: Arrivals) -> nn.Module:
+        """Have a network that is here, and arrived anew since it has other parts, stay who it is; return that.
+
+        So do its parts that are here, and the tensors of these: others may have them.
+        """
+        known = {id(part): self.find(handle) for handle, part in arrivals.handles.items()}
+        became = graft(module, lambda part: known.get(id(part)))
+        arrivals.replace(became)
+        return became[id(module)]
+
     def take(self, arrivals: Arrivals) -> None:
         """Remember every network of a payload that came with a handle."""
         for handle, module in arrivals.handles.items():
@@ -215,10 +225,13 @@ class Mirrors:
         mark = self._marks.get(self.find_handle(module) or "")
         return None if mark is None else mark.attributes.since(everything)
 
-    def renamed(self, module: nn.Module) -> bool:
-        """Whether the network's tensors have other names than at its `mark`."""
+    def rebuilt(self, module: nn.Module) -> bool:
+        """Whether the network has other parts than at its `mark`, or its tensors other names."""
         mark = self._marks.get(self.find_handle(module) or "")
-        return mark is not None and self.known(module) is None and mark.names != tuple(dict(tensors(module)))
+        if mark is None or self.known(module) is not None:
+            return False
+        same = [reference() for reference in mark.parts] == list(module.modules())
+        return not same or mark.names != tuple(dict(tensors(module)))
 
     def left(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Return, once, what was written since `mark` to the tensors of then; the network has other parts since.
@@ -395,10 +408,10 @@ def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data = value.to(tensor.device, copy=True)
 
 
-def graft(old: nn.Module, new: nn.Module) -> dict[int, nn.Module]:
-    """Make `old` what `new` is, with its own parts and tensors where `new` has such; return what became of `new`'s.
+def graft(new: nn.Module, here: Callable[[nn.Module], nn.Module | None]) -> dict[int, nn.Module]:
+    """Make the network that is here what `new` is, with its own parts and tensors; return what became of `new`'s.
 
-    By the id of each part of `new`: what stands for it now, mostly a part that `old` had.
+    `here` gives what stands for a part of `new` already, None: nothing does. The result is by the id of each part.
     """
     became: dict[int, nn.Module] = {}
     tensors_of: dict[int, torch.Tensor] = {}
@@ -415,9 +428,10 @@ def graft(old: nn.Module, new: nn.Module) -> dict[int, nn.Module]:
             tensors_of[id(value)] = own if keeps and own is not None else value
         return tensors_of[id(value)]
 
-    def part(own: nn.Module | None, value: nn.Module | None) -> nn.Module | None:
+    def part(_: object, value: nn.Module | None) -> nn.Module | None:
         if value is None or id(value) in became:
             return None if value is None else became[id(value)]
+        own = here(value)
         if type(own) is not type(value):
             own = None
         result = became[id(value)] = value if own is None else own
@@ -431,7 +445,7 @@ def graft(old: nn.Module, new: nn.Module) -> dict[int, nn.Module]:
         return result
 
     with torch.no_grad():
-        part(old, new)
+        part(None, new)
     return became
 
 

@@ -200,7 +200,8 @@ class Fabric:
         self._carried: Tally[str] = Tally()
         # Those of kind CARRIED by name.
         self._marked = self._begun.copy(), self._carried.copy()
-        # Both at the last `mark`.
+        self._issued_before = 0
+        # These at the last `mark`.
         self._helper: threading.Thread | None = None
 
     @staticmethod
@@ -406,6 +407,12 @@ class Fabric:
     def mark(self) -> None:
         """Count from here on."""
         self._marked = self._begun.copy(), self._carried.copy() if self._carried else self._carried
+        self._issued_before = self._issued
+
+    @property
+    def issued_since(self) -> int:
+        """How many collectives were begun here since the last `mark`."""
+        return self._issued - self._issued_before
 
     def begun(self) -> Tally[str]:
         """Return how many collectives were begun here since the last `mark`, by kind."""

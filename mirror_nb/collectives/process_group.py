@@ -143,6 +143,12 @@ def mark() -> None:
         group.mark()
 
 
+def begun() -> int:
+    """Return how many collectives of the default group were begun here since `mark`; -1: nobody has counted."""
+    shared: Any = getattr(dist.group.WORLD, "shared", None)
+    return -1 if shared is None else int(shared.issued_since)
+
+
 def standing() -> list[Collectives]:
     """Return what this process has begun in each group and what it waits for; from any thread, without a lock."""
     return [group.standing() for group in list(state.groups)]

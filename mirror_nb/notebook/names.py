@@ -22,7 +22,7 @@ from mirror_nb import torchmetrics_objects
 from mirror_nb.contents import Content, class_content, content, is_refillable
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
-from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, graft, mirrored_values
+from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, mirrored_values
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Arrivals, Packed, Payload, global_names, pack, unpack
 from mirror_nb.told import is_told
@@ -454,10 +454,8 @@ class Names:
     def _graft(self, exports: Exports, arrivals: Arrivals) -> None:
         """Networks that are here and have other parts since stay who they are: others here may have them."""
         for handle, module in exports.modules.items():
-            here = self.mirrors.find(handle)
-            if here is not None and type(here) is type(module):
-                arrivals.replace(graft(here, module))
-                exports.modules[handle] = here
+            if self.mirrors.find(handle) is not None:
+                exports.modules[handle] = self.mirrors.graft(module, arrivals)
 
     def _absorb_modules(self, opened: dict[int, Exports], owner: int) -> None:
         if owner in opened:

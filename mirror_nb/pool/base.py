@@ -547,6 +547,8 @@ class _Following:
             self._escalate()
         if self._reason is not None:
             self._pool.unform()
+        else:
+            self._drop_unfinished()
         return Report(
             dict(sorted(self._answers.items())),
             self._interrupts.count > 0,
@@ -554,6 +556,16 @@ class _Following:
             self._standings,
             self._uneven,
         )
+
+    def _drop_unfinished(self) -> None:
+        """End what some replicas began and others did not: what those begin next would be taken for it."""
+        begun = {r: answer.done.collectives for r, answer in self._answers.items() if answer.done is not None}
+        together = len(begun) == self._pool.size and any(map(_trains_together, self._requests.values()))
+        if together and len(set(begun.values())) > 1:
+            self._pool.unform()
+            each = ", ".join(f"{count} on replica {r}" for r, count in sorted(begun.items()))
+            text = f"collectives were begun here that not all replicas came to, and are dropped: {each}\n"
+            self._on_message(min(begun), Stream("stderr", text))
 
     def _patience(self) -> float:
         soonest = min(self._ask_at, self._deadline, self._steps[0][0] if self._steps else math.inf)

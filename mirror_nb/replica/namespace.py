@@ -240,7 +240,7 @@ class Namespace:
         fresh = Fresh()
         for handle, network in self.mirrors.roots():
             # What the controller has under these names are other tensors.
-            if self.mirrors.renamed(network) and not has_sharded(network):
+            if self.mirrors.rebuilt(network) and not has_sharded(network):
                 fresh.add_network(self.mirrors.name(network, handle), network, self)
         # Networks first, since what else has them refers to them, and optimizers last: other values may have theirs.
         held = ((name, self.names[name]) for name in names)

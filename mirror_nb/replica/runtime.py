@@ -232,9 +232,8 @@ class Replica:
         grouped = self.identity.num_replicas == 1 or dist.is_initialized()
         written = files.taken()
         undivided = self.undivided.taken(self.namespace.names) if self.undivided is not None else ()
-        done = Done(
-            request.number, failure, payload, seconds, bundle, left, grouped, settings, lost, written, undivided
-        )
+        told = left, grouped, settings, lost, written, undivided, process_group.begun()
+        done = Done(request.number, failure, payload, seconds, bundle, *told)
         if packed is None or packed.slab is None:
             self.emit(done)
         else:

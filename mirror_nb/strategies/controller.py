@@ -25,7 +25,7 @@ from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaDied, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, called, graft, mirrored_values
+from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, called, mirrored_values
 from mirror_nb.payload import Arrivals, Packed, pack, unpack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
@@ -510,9 +510,8 @@ class ControllerPlace(Place):
 
     def _graft(self, handle: str, module: nn.Module, arrivals: Arrivals) -> None:
         """A call has given a network other parts, or other tensors: the one here gets them too."""
-        here = self._mirrors.find(handle)
-        if here is not None:
-            arrivals.replace(graft(here, module))
+        if self._mirrors.find(handle) is not None:
+            here = self._mirrors.graft(module, arrivals)
             self._mirrors.take(arrivals)
             for part in here.modules():
                 self._objects.add(part)

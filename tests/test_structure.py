@@ -1,0 +1,217 @@
+"""Networks whose parts, tensors or names are changed after the replicas have them: on either side, all else is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import mirror_nb as mnb
+from mirror_nb.mirrors import graft
+
+X = torch.arange(32.0).reshape(8, 4).sin()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[mnb.MirroredStrategy]:
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+def used(strategy: mnb.MirroredStrategy, make: Callable[[], nn.Module]) -> Any:
+    """Return a network that the replicas have."""
+    with strategy.scope():
+        network = make()
+    strategy.run(lambda: network(X).shape)
+    return network
+
+
+def sequential() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def there(strategy: mnb.MirroredStrategy, network: nn.Module) -> dict[str, Any]:
+    """Return what both replicas have of a network: names, values, flags and modes."""
+
+    def look() -> dict[str, Any]:
+        tensors = [*network.named_parameters(), *network.named_buffers()]
+        return {
+            "values": {name: tensor.detach().tolist() for name, tensor in tensors},
+            "trained": [name for name, parameter in network.named_parameters() if parameter.requires_grad],
+            "modes": [part.training for part in network.modules()],
+            "parts": [type(part).__name__ for part in network.modules()],
+        }
+
+    found = strategy.run(look)
+    return torch.utils._pytree.tree_map(lambda leaf: strategy.local_results(leaf)[0], found)
+
+
+def freeze(network: Any) -> None:
+    network[0].requires_grad_(False)
+
+
+def zero(network: Any) -> None:
+    with torch.no_grad():
+        network[0].weight.zero_()
+
+
+def checkpoint(network: Any) -> None:
+    network.load_state_dict({name: torch.ones_like(value) for name, value in network.state_dict().items()})
+
+
+def assigned(network: Any) -> None:
+    state = {name: torch.ones_like(value) for name, value in network.state_dict().items()}
+    network.load_state_dict(state, assign=True)
+
+
+def head(network: Any) -> None:
+    network[2] = nn.Linear(5, 3)
+
+
+def activation(network: Any) -> None:
+    network[1] = nn.ReLU()
+
+
+def cut(network: Any) -> None:
+    del network[2]
+
+
+def no_bias(network: Any) -> None:
+    network[0].bias = None
+
+
+def parameter(network: Any) -> None:
+    network[0].weight = nn.Parameter(torch.ones(5, 4))
+
+
+def pruned(network: Any) -> None:
+    prune.l1_unstructured(network[0], "weight", amount=0.5)
+
+
+def evaluates(network: Any) -> None:
+    network[0].eval()
+
+
+@pytest.mark.parametrize("last", [head, activation, cut, no_bias, parameter, pruned])
+@pytest.mark.parametrize("first", [freeze, zero, checkpoint, assigned, evaluates])
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_was_changed_here_beside_the_parts_is_there(two, first, last, order):
+    network = used(two, sequential)
+    for change in (first, last)[::order]:
+        change(network)
+    found = there(two, network)
+    assert found["values"] == {
+        name: value.detach().tolist() for name, value in [*network.named_parameters(), *network.named_buffers()]
+    }
+    assert found["trained"] == [name for name, own in network.named_parameters() if own.requires_grad]
+    assert found["modes"] == [part.training for part in network.modules()]
+    assert found["parts"] == [type(part).__name__ for part in network.modules()]
+
+
+def test_a_frozen_body_with_a_new_head_is_trained_as_in_one_process(two):
+    torch.manual_seed(0)
+    network = used(two, sequential)
+    with two.scope():
+        freeze(network)
+        head(network)
+        optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], 0.1)
+    body, top = network[0].weight.detach().clone(), network[2].weight.detach().clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        network(X).pow(2).mean().backward()
+        optimizer.step()
+
+    two.run(step)
+    assert torch.equal(network[0].weight, body)
+    assert not torch.equal(network[2].weight, top)
+
+
+class Cached(nn.Module):
+    """Makes its mask, and a layer, when it sees how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", None, persistent=False)
+        self.layer = nn.Linear(4, 2)
+        self.late: nn.Linear | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None or len(self.mask) < len(x):
+            self.mask = torch.ones(len(x))
+        if self.late is None:
+            self.late = nn.Linear(2, 2)
+        return self.late(self.layer(x)) * self.mask[: len(x), None]
+
+
+def test_what_a_forward_pass_makes_in_the_replicas_is_here(two):
+    network = used(two, Cached)
+    layer = network.layer
+    assert list(network.state_dict()) == ["layer.weight", "layer.bias", "late.weight", "late.bias"]
+    assert network.mask.shape == (8,)
+    assert network.layer is layer
+    two.run(lambda: network(torch.cat([X, X])).shape)
+    assert network.mask.shape == (16,)
+    # The parts that came from there are mirrored as any.
+    with torch.no_grad():
+        network.late.weight.fill_(3.0)
+    assert two.run(lambda: float(network.late.weight.detach().mean())) == 3.0
+    optimizer = two.mirror(torch.optim.SGD(network.parameters(), 0.1))
+
+    def step() -> None:
+        network(X).sum().backward()
+        optimizer.step()
+
+    two.run(step)
+    assert float(network.late.weight.detach().mean()) != 3.0
+
+
+@pytest.mark.parametrize("change", [pruned, head, cut, no_bias, parameter])
+def test_what_a_call_makes_of_a_network_is_here(two, change):
+    network = used(two, sequential)
+    first = network[0]
+    two.run(lambda: change(network))
+    found = there(two, network)
+    assert found["values"] == {
+        name: value.detach().tolist() for name, value in [*network.named_parameters(), *network.named_buffers()]
+    }
+    assert found["parts"] == [type(part).__name__ for part in network.modules()]
+    assert network[0] is first
+    assert torch.equal(network(X), two.local_results(two.run(lambda: network(X).detach()))[0])
+
+
+def test_a_network_that_was_cut_up_costs_the_others_nothing(two):
+    network, other = used(two, sequential), used(two, sequential)
+    two.run(lambda: network.register_buffer("steps", torch.zeros(1)))
+    cut(network)
+    assert two.run(lambda: other(X).shape) == (8, 2)
+    assert list(network.state_dict()) == ["steps", "0.weight", "0.bias"]
+
+
+def test_graft_keeps_parts_tensors_and_what_is_tied():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(2, 2)
+            self.two = nn.Linear(2, 2)
+            self.two.weight = self.one.weight
+
+    old, new = Tied(), Tied()
+    new.three = nn.Tanh()
+    del new.two.bias
+    one, weight = old.one, old.one.weight
+    known = {id(new): old, id(new.one): old.one, id(new.two): old.two}
+    became = graft(new, lambda part: known.get(id(part)))
+    assert became[id(new)] is old
+    assert old.one is one
+    assert old.one.weight is weight
+    assert old.two.weight is weight
+    assert torch.equal(weight, new.one.weight)
+    assert old.three is new.three
+    assert [name for name, _ in old.named_parameters()] == ["one.weight", "one.bias"]
+    assert F.linear(torch.ones(1, 2), old.two.weight).shape == (1, 2)
