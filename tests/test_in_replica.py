@@ -448,3 +448,28 @@ def test_the_same_loop_in_a_cell_gives_the_same_numbers(under_torchrun, replicas
     helper = SCRIPT.partition("mine = ")[2].partition("found = ")[0]
     source = f"{start}\ntorch.manual_seed(0)\nmine = {helper}found = {{{body}\nfound"
     assert [json.loads(json.dumps(found)) for found in cell(replicas(2), source)] == under_torchrun
+
+
+def test_dicts_are_reduced_by_their_keys_whatever_their_order(replicas):
+    source = """
+own = {"a": mine, "b": 10 * mine} if replica_id == 0 else {"b": 10 * mine, "a": mine}
+found = strategy.reduce("sum", own), strategy.gather({k: v.reshape(1) for k, v in own.items()}, 0)
+inside = strategy.run(lambda: get_replica_context().all_reduce("sum", own))
+other = raised(lambda: strategy.reduce("sum", {"a": mine} if replica_id == 0 else {"c": mine}))
+(*map(values, found), values(inside), other)
+"""
+    for reduced, gathered, inside, other in cell(replicas(2), source):
+        assert reduced == inside == {"a": 3.0, "b": 30.0}
+        assert gathered == {"a": [1.0, 2.0], "b": [10.0, 20.0]}
+        assert other[0] == "UsageError"
+        assert "['a'] on replica 0" in other[1]
+        assert "['c'] on replica 1" in other[1]
+
+
+def test_means_of_small_integers_do_not_overflow(replicas):
+    source = """
+small = torch.tensor([200], dtype=torch.uint8)
+inside = strategy.run(lambda: get_replica_context().all_reduce("mean", small))
+values((strategy.reduce("mean", small), inside))
+"""
+    assert cell(replicas(2), source) == [([200.0], [200.0])] * 2

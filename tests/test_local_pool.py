@@ -861,3 +861,22 @@ def test_replicas_that_are_killed_as_they_start_leave_nothing_open(two, monkeypa
     assert run_cell(two, "n = int(strategy.reduce('sum', 1.0))").values[1]["n"] == 2
     assert next(strikes, None) is None
     assert not opened() - before
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if replica_id == 0: work = dist.all_reduce(torch.full((2,), 1000.0), async_op=True)",
+        "if replica_id == 0:\n    with contextlib.suppress(Exception):\n"
+        "        dist.all_reduce(torch.ones(2), async_op=True).wait(datetime.timedelta(seconds=0.1))",
+    ],
+)
+def test_what_a_cell_begins_and_leaves_is_not_taken_for_what_the_next_one_begins(two, source):
+    imports = "import contextlib, datetime, torch\nimport torch.distributed as dist\n"
+    ran = run_cell(two, imports + source)
+    assert ran.report.clean
+    assert "dropped: 1 on replica 0, 0 on replica 1" in ran.text(0)
+    two.mend()
+    ran = run_cell(two, "x = torch.ones(2); dist.all_reduce(x); total = x.tolist()")
+    assert [values["total"] for values in ran.values.values()] == [[2.0, 2.0]] * 2
+    assert not ran.text(0)

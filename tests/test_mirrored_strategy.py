@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -1083,3 +1084,138 @@ def test_a_part_that_was_replaced_in_the_controller_reaches_the_replicas(two):
     with two.scope():
         model[1] = nn.Linear(1, 5)
     assert two.run(widths) == [1, 5]
+
+
+class Coded(ValueError):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+def test_an_exception_keeps_its_class_whatever_its_constructor_takes(two):
+    class Local(Exception):
+        def __init__(self, key: str, value: float) -> None:
+            super().__init__(f"{key} is {value}")
+            self.key = key
+
+    def refuse(error: Callable[[], BaseException]) -> None:
+        raise error()
+
+    with pytest.raises(Local) as local:
+        two.run(refuse, args=(lambda: Local("lr", -1),))
+    assert (local.value.key, str(local.value)) == ("lr", "lr is -1")
+    with pytest.raises(ValueError, match="code 3") as coded:
+        two.run(refuse, args=(lambda: Coded(code=3),))
+    assert coded.value.code == 3
+    with pytest.raises(ExceptionGroup) as group:
+        two.run(refuse, args=(lambda: ExceptionGroup("two", [Coded(code=1), Local("a", 2)]),))
+    assert [type(error).__name__ for error in group.value.exceptions] == ["Coded", "Local"]
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.steps = mnb.Variable(0.0, trainable=False, aggregation="sum")
+        self.totals = [mnb.Variable(0.0, trainable=False, aggregation="sum", synchronization="on_read")]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps.assign_add(1.0)
+        self.totals[0].assign_add(float(len(x)))
+        return self.layer(x)
+
+
+def test_variables_that_a_network_has_are_the_scopes(two):
+    with two.scope():
+        network = Counting()
+    for _ in range(2):
+        two.run(lambda: network(X).shape)
+    assert float(network.steps) == 4.0
+    assert float(network.totals[0]) == 4 * len(X)
+    network.steps.assign(50.0)
+    assert two.run(lambda: float(network.steps)) == 50.0
+
+
+def test_a_variable_that_is_frozen_here_is_frozen_there(two):
+    with two.scope():
+        early, late, free = (mnb.Variable(torch.zeros(2)) for _ in range(3))
+        optimizer = torch.optim.SGD([early, late, free], 0.1)
+    early.requires_grad_(False)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        sum((variable - 1).pow(2).sum() for variable in (early, late, free)).backward()
+        optimizer.step()
+
+    two.run(step)
+    late.requires_grad = False
+    before = late.read_value()
+    two.run(step)
+    assert early.read_value().tolist() == [0.0, 0.0]
+    assert torch.equal(late.read_value(), before)
+    assert float(before[0]) > 0
+    assert float(free[0].detach()) > float(before[0])
+
+
+@pytest.mark.parametrize("synchronization", ["auto", "on_read"])
+def test_a_value_of_each_replica_is_assigned_before_the_first_run_too(two, synchronization):
+    with two.scope():
+        own = mnb.Variable(0.0, trainable=False, aggregation="mean", synchronization=synchronization)
+    own.assign(mnb.PerReplica([torch.tensor(1.0), torch.tensor(3.0)]))
+    assert [float(value) for value in own.values] == [1.0, 3.0]
+    with pytest.raises(mnb.UsageError, match="3 values"):
+        own.assign(mnb.PerReplica([torch.tensor(1.0)] * 3))
+
+
+def test_what_a_survivor_has_counted_is_counted_once(two):
+    with two.scope():
+        total = mnb.Variable(0.0, trainable=False, aggregation="sum", synchronization="on_read")
+
+    def count() -> None:
+        total.assign_add(100.0 if mnb.get_replica_context().replica_id_in_sync_group == 0 else 1.0)
+
+    two.run(count)
+    os.kill(two._place._ready().status()[1].pid, signal.SIGKILL)
+    with contextlib.suppress(mnb.ReplicaDied):
+        two.run(int)
+    assert [float(value) for value in total.values] == [100.0, 0.0]
+
+
+def test_a_result_that_cannot_be_opened_here_leaves_no_descriptor(two):
+    class Closed:
+        def __init__(self) -> None:
+            self.rows = torch.zeros(1 << 20)
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            raise OSError("not here")
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    counts = []
+    for _ in range(3):
+        with pytest.raises(OSError, match="not here"):
+            two.run(Closed)
+        counts.append(descriptors())
+    assert len(set(counts)) == 1
+
+
+def test_other_ops_leave_no_memory_of_the_ones_before(two):
+    with two.scope():
+        network = nn.Linear(1000, 100)
+
+    def mapped() -> int:
+        import torch.distributed as dist
+
+        network(torch.ones(1, 1000)).sum().backward()
+        return sum(region is not None for region in dist.group.WORLD.shared._regions)
+
+    before = two.cross_device_ops
+    counts = []
+    try:
+        for name in ("hierarchical_copy", "shared_memory") * 3:
+            two.cross_device_ops = name
+            counts.append(two.run(mapped))
+    finally:
+        two.cross_device_ops = before
+    assert len(set(counts)) == 1

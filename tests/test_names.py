@@ -949,3 +949,53 @@ def test_threads_and_locks_of_the_test_itself_cannot_be_sent():
     made.user_ns["thread"] = threading.current_thread()
     with pytest.raises(TransferError, match="`thread`"):
         made.cell("thread")
+
+
+@pytest.mark.parametrize(
+    ("change", "look"),
+    [
+        ("CFG.lr = 2", "CFG.lr"),
+        ("CFG.lr = 2", "rate()"),
+        ("CFG.layers.append(3)", "CFG.layers"),
+        ("CFG.twice = lambda self: 20", "CFG().twice()"),
+        ("def more(self): return 5\nCFG.more = more", "made.more()"),
+    ],
+)
+def test_what_the_notebook_changed_of_a_class_is_sent_anew(notebook, change, look):
+    notebook.here(
+        "class CFG:\n    lr = 1\n    layers = [1, 2]\n    def twice(self): return 2 * self.lr\n"
+        "made = CFG()\ndef rate(): return CFG.lr"
+    )
+    notebook.cell("y = CFG.lr, rate(), made.twice()")
+    notebook.cell("y = CFG.lr, rate(), made.twice()")
+    assert notebook.sent == []
+    notebook.here(change)
+    notebook.cell(f"y = {look}")
+    assert notebook.user_ns["y"] == eval(look, notebook.user_ns)
+
+
+@pytest.mark.parametrize(
+    "last", ["net[1] = nn.Linear(2, 3)", "del net[1]", "net[0].bias = None", "net.append(nn.Tanh())"]
+)
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_network_with_other_parts_keeps_what_was_written_to_it_here(notebook, last, order):
+    notebook.here("net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))")
+    notebook.cell("y = net(torch.ones(1, 2)).shape")
+    first = "net[0].weight.requires_grad_(False).fill_(7.0); net[0].eval()"
+    for source in (first, last)[::order]:
+        notebook.here(source)
+    look = (
+        "[(n, p.tolist(), p.requires_grad) for n, p in net.named_parameters()] + [m.training for m in net.modules()]"
+    )
+    notebook.cell(f"y = {look}")
+    assert notebook.user_ns["y"] == eval(look, notebook.user_ns)
+    assert notebook.user_ns["net"][0].weight.tolist() == [[7.0, 7.0], [7.0, 7.0]]
+
+
+def test_parts_that_a_cell_takes_away_or_adds_are_so_here_and_the_network_stays_who_it_is(notebook):
+    notebook.here("net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)); held = [net]; first = net[0]")
+    notebook.cell("del net[2]; net.append(nn.Linear(2, 3))")
+    assert eval("held[0] is net and net[0] is first", notebook.user_ns)
+    assert eval("net(torch.ones(1, 2)).shape", notebook.user_ns) == (1, 3)
+    notebook.cell("y = len(net)")
+    assert notebook.user_ns["y"] == 3

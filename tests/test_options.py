@@ -261,3 +261,16 @@ for numel in (1, 1000, 1_000_003):
             timeout=120,
         )
     assert ran.report.clean, ran.report.failures
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"timeout_seconds": "3"}, {"bytes_per_pack": "25"}, {"bytes_per_pack": float("inf")}]
+)
+def test_what_is_no_number_is_refused_as_such(wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        CommunicationOptions(**wrong)
+
+
+def test_the_default_is_found_without_asking_the_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: pytest.fail("CUDA would begin here"))
+    assert type(options.default_for((Device("cuda", 0), Device("cuda", 1)))).__name__ == "NcclAllReduce"

@@ -545,3 +545,29 @@ def test_code_keeps_the_file_where_it_was_written(pickled):
     outer, kind = pickled((names["outer"], names["C"]))
     assert {code.co_filename for code in (outer.__code__, outer(1)[1].__code__, kind.f.__code__)} == {"<a cell>"}
     assert outer(2)[0] == [2]
+
+
+def test_functions_that_remember_their_results_travel():
+    source = """
+import functools
+
+@functools.lru_cache(maxsize=7)
+def twice(n):
+    return 2 * n
+
+class Circle:
+    @functools.cached_property
+    def area(self):
+        return 3
+
+    @functools.lru_cache
+    def radius(self):
+        return 1
+"""
+    main = types.ModuleType("__main__")
+    exec(source, main.__dict__)
+    packed = pack({"twice": main.twice, "circle": main.Circle()}, namespace=main.__dict__)
+    there, _ = unpack(packed.payload, packed.slab)
+    assert there["twice"](4) == 8
+    assert there["twice"].cache_info()[:4] == (0, 1, 7, 1)
+    assert (there["circle"].area, there["circle"].radius()) == (3, 1)

@@ -54,6 +54,8 @@ def t(*values, **options):
         (SUM, [np.float32(1), np.ones(())], None, t(2.0, dtype=torch.float64)),
         (SUM, [t(1, dtype=torch.uint8), t(255, dtype=torch.uint8)], (), t(0, dtype=torch.uint8)),
         (SUM, [t([200, 200], dtype=torch.uint8), t([200], dtype=torch.uint8)], (0,), t(600)),
+        (MEAN, [t([200], dtype=torch.uint8), t([100], dtype=torch.uint8)], None, t([150.0])),
+        (MEAN, [t([-100], dtype=torch.int8), t([-100], dtype=torch.int8)], None, t([-100.0])),
         (SUM, [t(1 + 2j), t(1j)], None, t(1 + 3j)),
     ],
 )

@@ -621,3 +621,37 @@ def test_every_replica_reports_the_users_seed_while_its_own_stream_differs():
         assert torch.initial_seed() == 42
         drawn.add(float(torch.rand(())))
     assert len(drawn) == 3
+
+
+def test_the_tensors_of_an_optimizer_that_arrives_are_synchronised():
+    gradients = GradientSynchronizer(0, 2)
+    scope = Scope(0, 2, torch.device("cpu"), gradients, 0)
+    loose = torch.zeros(2, requires_grad=True)
+    scope.adopt_optimizer(torch.optim.SGD([loose], 0.1))
+    assert gradients._known(loose) is not None
+
+
+@pytest.mark.parametrize("at", ["made", "removed"])
+def test_an_interrupted_scope_leaves_nothing_behind(monkeypatch, at):
+    scope = Scope(0, 2, CPU, GradientSynchronizer(0, 2), 0)
+    before = nn.Module.__setstate__, torch.manual_seed, torch.optim.Optimizer.add_param_group
+    presses = [KeyboardInterrupt]
+
+    class Interrupted(scope_module.Replaced):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if at == "made" and args[1] == "add_param_group":
+                raise presses.pop()
+            super().__init__(*args, **kwargs)
+
+        def remove(self) -> None:
+            if at == "removed" and presses:
+                raise presses.pop()
+            super().remove()
+
+    monkeypatch.setattr(scope_module, "Replaced", Interrupted)
+    with pytest.raises(KeyboardInterrupt), scope:
+        pass
+    assert (nn.Module.__setstate__, torch.manual_seed, torch.optim.Optimizer.add_param_group) == before
+    assert not presses
+    assert not scope._depth
+    assert not scope._changes

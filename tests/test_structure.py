@@ -1,4 +1,4 @@
-"""Networks whose parts, tensors or names are changed after the replicas have them: on either side, all else is kept."""
+"""Networks whose parts, tensors or names are changed after the replicas have them: all else is kept, either side."""
 
 from __future__ import annotations
 

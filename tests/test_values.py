@@ -134,3 +134,11 @@ def test_using_a_stand_in_as_the_value_says_what_to_do():
 def test_a_stand_in_cannot_be_saved_by_mistake():
     with pytest.raises(ReplicaError, match=r"`big` stays in the replicas.*\.fetch\(\)"):
         pickle.dumps(remote([]))
+
+
+def test_an_attribute_of_a_per_replica_value_cannot_be_set_where_it_would_change_nothing():
+    value = PerReplica([1, 2])
+    with pytest.raises(AttributeError, match="set it in the replicas"):
+        value.rate = 3
+    value.shares = (1, 2)
+    assert value.shares == (1, 2)

@@ -220,6 +220,15 @@ assert (gathered is None) == (replica_id != last)
 assert gathered is None or [part[0, 0].item() for part in gathered] == list(range(num_replicas))
 ops.broadcast(mine, last)
 assert (mine == last).all()
+trained = torch.full((3,), float(replica_id), requires_grad=True)
+ops.all_reduce("sum", trained).wait()
+assert (trained == ids).all()
+try:
+    ops.broadcast(mine[:, ::2], last)
+except Exception as error:
+    assert "must be contiguous" in str(error)
+else:
+    raise AssertionError("a tensor that is not contiguous was taken")
 """,
     )
 
