@@ -10,6 +10,8 @@ import argparse
 import collections.abc
 import copyreg
 import dataclasses
+import functools
+import inspect
 import io
 import operator
 import pickle
@@ -83,14 +85,29 @@ def class_content(kind: type, token: Token) -> Content | None:
     """Return what a class of the user's has of its own now; None for others."""
     if not is_users(kind.__module__):
         return None
-    own: dict[str, Any] = {}
-    for name, value in vars(kind).items():
-        if isinstance(value, types.FunctionType):
-            # Not by identity: with an object that comes back its class gets its methods anew.
-            own[name] = _in_words(value.__code__), value.__defaults__, value.__kwdefaults__
-        elif not name.startswith(_PYTHONS):
-            own[name] = value
+    own = {
+        name: _member(value)
+        for name, value in vars(kind).items()
+        if isinstance(value, types.FunctionType) or not name.startswith(_PYTHONS)
+    }
     return content(own, token)
+
+
+def _member(value: object) -> object:
+    # Not by identity: with an object that comes back its class gets its methods anew.
+    match value:
+        case types.FunctionType() if getattr(value, "hooked", False):
+            # By torch, at the first optimizer of its class that is made or comes back.
+            return _member(inspect.unwrap(value))
+        case types.FunctionType():
+            return _in_words(value.__code__), value.__defaults__, value.__kwdefaults__
+        case property():
+            return [_member(function) for function in (value.fget, value.fset, value.fdel)]
+        case classmethod() | staticmethod():
+            return type(value).__name__, _member(value.__func__)
+        case functools.cached_property():
+            return _member(value.func)
+    return value
 
 
 def _in_words(code: types.CodeType) -> str:

@@ -875,8 +875,8 @@ def test_what_a_cell_begins_and_leaves_is_not_taken_for_what_the_next_one_begins
     imports = "import contextlib, datetime, torch\nimport torch.distributed as dist\n"
     ran = run_cell(two, imports + source)
     assert ran.report.clean
-    assert "dropped: 1 on replica 0, 0 on replica 1" in ran.text(0)
+    assert "dropped: 1 on replica 0, 0 on replica 1" in ran.text[0]
     two.mend()
     ran = run_cell(two, "x = torch.ones(2); dist.all_reduce(x); total = x.tolist()")
     assert [values["total"] for values in ran.values.values()] == [[2.0, 2.0]] * 2
-    assert not ran.text(0)
+    assert not ran.text.get(0)

@@ -1120,7 +1120,7 @@ class Counting(nn.Module):
         self.totals = [mnb.Variable(0.0, trainable=False, aggregation="sum", synchronization="on_read")]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.steps.assign_add(1.0)
+        self.steps.assign_add(torch.tensor(1.0))
         self.totals[0].assign_add(float(len(x)))
         return self.layer(x)
 

@@ -272,5 +272,6 @@ def test_what_is_no_number_is_refused_as_such(wrong):
 
 
 def test_the_default_is_found_without_asking_the_gpus(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: pytest.fail("CUDA would begin here"))
     assert type(options.default_for((Device("cuda", 0), Device("cuda", 1)))).__name__ == "NcclAllReduce"
