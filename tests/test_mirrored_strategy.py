@@ -1192,12 +1192,12 @@ def test_a_result_that_cannot_be_opened_here_leaves_no_descriptor(two):
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    counts = []
-    for _ in range(3):
+    before, rounds = descriptors(), 8
+    for _ in range(rounds):
         with pytest.raises(OSError, match="not here"):
             two.run(Closed)
-        counts.append(descriptors())
-    assert len(set(counts)) == 1
+    # Pools that other tests have done with may begin and end replicas of their own meanwhile.
+    assert descriptors() < before + rounds
 
 
 def test_other_ops_leave_no_memory_of_the_ones_before(two):
