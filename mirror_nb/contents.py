@@ -90,7 +90,8 @@ def class_content(kind: type, token: Token) -> Content | None:
         for name, value in vars(kind).items()
         if isinstance(value, types.FunctionType) or not name.startswith(_PYTHONS)
     }
-    return content(own, token)
+    held = content(own, token)
+    return None if held is None else dataclasses.replace(held, own=True)
 
 
 def _member(value: object) -> object:

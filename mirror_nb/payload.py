@@ -167,7 +167,8 @@ def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
 
 def _set_told_state(obj: Any, state: tuple[dict[str, Any], str | None]) -> None:
     values, handle = state
-    getattr(obj, "__setstate__", vars(obj).update)(values)
+    put = getattr(obj, "__setstate__", None) or vars(obj).update
+    put(values)
     if isinstance(obj, LRScheduler):
         count_steps(obj)
     if _opening is not None and handle is not None:
@@ -410,7 +411,8 @@ class _Packer(Pickler):
 
     def _reduce_told(self, obj: Any) -> Any:
         reduced = obj.__reduce_ex__(5)
-        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict) or any(reduced[3:]):
+        whole = isinstance(reduced, tuple) and len(reduced) > 2 and not any(reduced[3:])
+        if not whole or not isinstance(reduced[2], dict | tuple):
             return reduced
         make, args, state = reduced[:3]
         if not is_told(obj):

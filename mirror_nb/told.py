@@ -1,4 +1,4 @@
-"""What each side tells the other of optimizers, schedulers and scalers besides tensors: settings, where they stand.
+"""What each side tells the other of optimizers, schedulers, scalers and generators besides tensors: where they stand.
 
 Knows torch; knows no replicas and no channel.
 """
@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, final
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-_Told = torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler
+_Told = torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler | torch.Generator
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -88,8 +88,10 @@ def told_of(obj: _Told) -> Any:
     """Return what is told of an optimizer: its settings, and whether it has made a step, or schedulers would warn.
 
     Of a scheduler or a scaler, where it stands: its `state_dict()`; None if more than numbers, strings and the like is
-    in it.
+    in it. Of a generator the bytes of its state.
     """
+    if isinstance(obj, torch.Generator):
+        return obj.get_state().numpy().tobytes()
     if isinstance(obj, torch.optim.Optimizer):
         return settings_of(obj), getattr(obj, "_opt_called", False)
     # A user's own class may refuse.
@@ -99,8 +101,10 @@ def told_of(obj: _Told) -> Any:
 
 
 def take_told(obj: _Told, told: Any) -> None:
-    """Make an optimizer, a scheduler or a scaler what the other side told of it."""
-    if isinstance(obj, torch.optim.Optimizer):
+    """Make an optimizer, a scheduler, a scaler or a generator what the other side told of it."""
+    if isinstance(obj, torch.Generator):
+        obj.set_state(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+    elif isinstance(obj, torch.optim.Optimizer):
         settings, stepped = told
         change_settings(obj, settings)
         if stepped:
@@ -155,7 +159,7 @@ def _signs_of(optimizer: torch.optim.Optimizer) -> list[object]:
     return signs
 
 
-def _signs(obj: _Told) -> list[object] | None:
+def _signs(obj: object) -> list[object] | None:
     """Return objects that are others once `told_of` has changed; None where something may change in place."""
     if not isinstance(obj, torch.optim.Optimizer):
         return None

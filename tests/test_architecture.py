@@ -35,6 +35,7 @@ FLOORS = (
         "surroundings",
         "submodules",
         "contents",
+        "reads",
         "matching",
         "attributes",
         "mirrors",

@@ -73,6 +73,10 @@ saved = copy.deepcopy(optimizer.state_dict())
 for part in saved['state'].values(): part['exp_avg'] *= -3
 optimizer.load_state_dict(saved)
 """,
+    "its state in place": "optimizer.state[model.weight]['exp_avg'].mul_(-3)",
+    "its state by entries": "optimizer.state[model.weight]['exp_avg'] = torch.full((1, 4), 2.0)",
+    "its state emptied": "optimizer.state.clear()",
+    "its state replaced": "import collections; optimizer.state = collections.defaultdict(dict)",
     "another group": """
 more = nn.Parameter(torch.ones(1))
 optimizer.add_param_group({'params': [more], 'lr': 0.1})
@@ -102,6 +106,20 @@ def test_a_scaler_has_one_scale_on_both_sides(run):
     assert run("scaler.get_scale()") == 8.0
     run("scaler.scale(torch.ones(())); scaler.update(2.0)")
     assert run("%%mirrored\nscaler.get_scale()") == 2.0
+
+
+@pytest.mark.parametrize("where", ["", "%%mirrored\n"])
+def test_a_generator_draws_on_from_where_the_other_side_left_it(run, where):
+    run(where + "dice = torch.Generator().manual_seed(8); drawn = [torch.rand(1, generator=dice).item()]")
+    run("drawn.append(torch.rand(1, generator=dice).item())")
+    run("%%mirrored\ndrawn.append(torch.rand(1, generator=dice).item())")
+    run("drawn.append(torch.rand(1, generator=dice).item())")
+    assert run("drawn == torch.rand(4, generator=torch.Generator().manual_seed(8)).tolist()")
+    run("dice.manual_seed(3); shuffled = torch.utils.data.DataLoader(x, 10, shuffle=True, generator=dice)")
+    run("expected = [list(shuffled) for _ in range(2)]; dice.manual_seed(3)")
+    run("%%mirrored\nseen = [x for x in strategy.distribute_dataset(shuffled)]")
+    assert run("torch.equal(torch.cat([torch.cat(parts) for parts in zip(*seen.values)]), torch.cat(expected[0]))")
+    assert run("torch.equal(torch.cat(list(shuffled)), torch.cat(expected[1]))")
 
 
 LOOKS = {

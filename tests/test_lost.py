@@ -155,3 +155,39 @@ GLOBAL: list[int] = []
 
 def appends() -> None:
     GLOBAL.append(1)
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def add(self, losses: list[float]) -> None:
+        losses.append(1.0)
+
+
+def count(counts: Counts, *rest: list[float], names: set[str]) -> None:
+    counts.steps += 1
+    rest[1].append(1.0)
+    names.add("b")
+
+
+def test_arguments_are_told_of_by_the_names_that_the_function_has_for_them():
+    given = (Counts(), [], []), {"names": {"a"}}
+    copies = Copies(count, lambda obj: False, given, unchanging=True)
+    assert copies.changed() == ()
+    count(*given[0], **given[1])
+    assert copies.changed() == ("counts.steps", "args[2]", "names")
+    add, losses = Counts().add, []
+    copies = Copies(add, lambda obj: False, ((losses,), {}))
+    add(losses)
+    assert copies.changed() == ("losses",)
+
+
+def test_batches_are_taken_apart():
+    x = torch.ones(2)
+    batch, pair, lists = {"x": x, "y": x}, [x, x], {"ids": [1, 2], "x": x}
+    copies = Copies(count, lambda obj: False, ((batch, pair, lists, x), {}))
+    batch.pop("y")
+    pair[0] = x.double()
+    lists["ids"] = []
+    assert copies.changed() == ()

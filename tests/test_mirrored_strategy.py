@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -584,6 +586,10 @@ def test_generators_and_scalers_of_the_scope_are_kept_by_the_replicas(two):
     first = two.run(lambda: torch.rand((), generator=generator))
     second = two.run(lambda: torch.rand((), generator=generator))
     assert [first[0], second[0]] == list(expected)
+    # Each side knows where the other has left it.
+    generator.manual_seed(3)
+    assert two.run(lambda: torch.rand((), generator=generator))[0] == expected[0]
+    assert torch.rand((), generator=generator) == expected[1]
     assert two.run(lambda: scaler.scale(torch.ones(())).item()) == 2.0
 
 
@@ -592,8 +598,94 @@ def test_what_is_not_mirrored_travels_by_value_each_time(two):
     assert two.run(lambda: scale[0]) == 1.0
     scale[0] = 3.0
     assert two.run(lambda: scale[0]) == 3.0
-    two.run(lambda: scale.append(0.0))
+    with pytest.warns(UserWarning, match="changed `scale` in the replicas, on a copy that is gone"):
+        two.run(lambda: scale.append(0.0))
     assert scale == [3.0]
+
+
+Lost = tuple[Callable[..., object], tuple[Any, ...]]
+# A function that changes a copy, and its arguments.
+
+
+def counts() -> Lost:
+    counts = torch.zeros(3)
+    return lambda: counts.add_(1.0), ()
+
+
+def totals() -> Lost:
+    totals = np.zeros(3)
+
+    def add() -> None:
+        totals[0] += 1.0
+
+    return add, ()
+
+
+def plain() -> Lost:
+    plain = mnb.Variable(1.0, trainable=False)
+    return lambda: plain.assign_add(torch.tensor(1.0)), ()
+
+
+def dice() -> Lost:
+    dice = torch.Generator()
+    return lambda: torch.rand(1, generator=dice), ()
+
+
+def losses() -> Lost:
+    return lambda losses: losses.append(1.0), ([],)
+
+
+@pytest.mark.parametrize("make", [counts, totals, plain, dice, losses])
+def test_changes_of_copies_are_told_of(two, make):
+    function, args = make()
+    with pytest.warns(UserWarning, match=f"changed `{make.__name__}` in the replicas, on a copy that is gone"):
+        two.run(function, args=args)
+
+
+def test_batches_may_be_changed(two):
+    batch = {"x": torch.ones(2), "y": torch.ones(2)}
+
+    def step(batch: dict[str, torch.Tensor], x: torch.Tensor) -> float:
+        x.mul_(2.0)
+        return float((batch.pop("x") + x).sum())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert two.run(step, args=(batch, torch.ones(2))) == 6.0
+
+
+def test_a_scaler_made_outside_the_scope_is_refused_unless_it_does_nothing(two):
+    off, on = torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu")
+    assert two.run(lambda: off.scale(torch.ones(())).item()) == 1.0
+    with pytest.raises(mnb.UsageError, match="a GradScaler that was made outside"):
+        two.run(lambda: on.scale(torch.ones(())).item())
+
+
+@pytest.mark.parametrize("change", ["in place", "an entry", "emptied", "replaced"])
+def test_what_is_written_to_an_optimizers_state_here_the_replicas_have(two, change):
+    model = trained(two)
+    with two.scope():
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    two.run(step)
+    match change:
+        case "in place":
+            optimizer.state[model.weight]["exp_avg"].fill_(5.0)
+        case "an entry":
+            optimizer.state[model.weight]["exp_avg"] = torch.full((1, 2), 5.0)
+        case "emptied":
+            optimizer.state.clear()
+        case "replaced":
+            optimizer.state = defaultdict(dict)
+    there = two.run(lambda: {i: s["exp_avg"].tolist() for i, s in optimizer.state_dict()["state"].items()})
+    assert there.get(0) == ([[5.0, 5.0]] if change in ("in place", "an entry") else None)
+    two.run(step)
+    assert float(optimizer.state[model.weight]["step"]) == (2.0 if there else 1.0)
 
 
 def test_an_optimizer_made_outside_the_scope_is_refused_before_anything_runs(two):
@@ -1043,6 +1135,17 @@ def test_a_function_that_captures_another_strategy_is_refused(two):
         pytest.raises(mnb.UsageError, match="another strategy than the one that runs it"),
     ):
         two.run(lambda: other.num_replicas_in_sync)
+
+
+@pytest.mark.parametrize("synchronization", ["auto", "on_read"])
+def test_a_variable_of_another_strategy_is_refused(two, synchronization):
+    with mnb.MirroredStrategy(["cpu:0"]) as other:
+        with other.scope():
+            count = mnb.Variable(1.0, trainable=False, synchronization=synchronization)
+        with pytest.raises(mnb.UsageError, match="of another strategy than the one that runs it"):
+            two.run(lambda: count + 1.0)
+        with pytest.raises(mnb.UsageError, match="of another strategy than the one that runs it"):
+            two.run(lambda x: x, args=(count,))
 
 
 def test_a_kept_pickle_is_not_used_when_what_the_function_captures_has_changed(two):

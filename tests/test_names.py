@@ -974,6 +974,32 @@ def test_what_the_notebook_changed_of_a_class_is_sent_anew(notebook, change, loo
     assert notebook.user_ns["y"] == eval(look, notebook.user_ns)
 
 
+FILLS = """
+import functools
+history, stats, kept = [], {}, []
+def log(x): history.append(x)
+@torch.no_grad()
+def note(x): stats['last'] = x
+class Log:
+    def add(self, x): kept.append(x)
+logger, both = Log(), functools.partial(log, 3.0)
+"""
+
+
+@pytest.mark.parametrize("call", ["log(3.0)", "note(3.0)", "logger.add(3.0)", "both()", "Log().add(3.0)"])
+def test_what_functions_fill_comes_back_though_the_cell_does_not_name_it(notebook, call):
+    notebook.here(FILLS)
+    notebook.cell(call)
+    assert 3.0 in [*notebook.user_ns["history"], *notebook.user_ns["kept"], *notebook.user_ns["stats"].values()]
+
+
+def test_what_a_cell_changed_of_a_class_is_told_of(notebook):
+    notebook.here("class CFG:\n    best = None\ndef note(x): CFG.best = x")
+    assert notebook.cell("CFG.best = 5").altered == ["CFG"]
+    assert notebook.cell("note(6)").altered == []
+    assert notebook.user_ns["CFG"].best is None
+
+
 @pytest.mark.parametrize(
     "last", ["net[1] = nn.Linear(2, 3)", "del net[1]", "net[0].bias = None", "net.append(nn.Tanh())"]
 )

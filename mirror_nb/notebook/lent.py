@@ -43,8 +43,6 @@ class Lent:
         self._holders: dict[str, set[int]] = {}
         self._lead = 0
         # Whose states are read, if it has them.
-        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        # Here, since the replicas had the same state.
         self._lost: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # Whose states were in replicas that have them no more.
         self._timeout: float | None = None
@@ -78,7 +76,6 @@ class Lent:
     def _watch(self, obj: Any) -> None:
         if isinstance(obj, torch.optim.Optimizer):
             self._states.watch(obj)
-            obj.register_step_post_hook(lambda optimizer, *_: self._stepped.add(optimizer))
 
     def token(self, obj: object) -> Any:
         """Return what stands for the object whoever has it, None if it is none that is lent."""
@@ -134,10 +131,7 @@ class Lent:
 
     def send_changes(self) -> None:
         """Tell the replicas what changed here; what a report says is raised."""
-        for optimizer in list(self._stepped):
-            if self.has_sent(optimizer):
-                self.load_state(optimizer, optimizer.state_dict()["state"])
-        self._stepped.clear()
+        self._states.push()
         changed, released = self._objects.changed_settings(), tuple(self._objects.take_released())
         for handle in released:
             self._holders.pop(handle, None)
@@ -151,7 +145,7 @@ class Lent:
             if is_told(obj) and self.has_sent(obj):
                 self._objects.unsettle(obj)
                 if isinstance(obj, torch.optim.Optimizer):
-                    self._stepped.add(obj)
+                    self.load_state(obj, obj.state_dict()["state"])
         self.send_changes()
 
     def take_changes(self, report: Report, lead: int) -> None:

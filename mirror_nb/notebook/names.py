@@ -24,7 +24,8 @@ from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, mirrored_values
 from mirror_nb.notebook.lent import Lent
-from mirror_nb.payload import Arrivals, Packed, Payload, global_names, pack, unpack
+from mirror_nb.payload import Arrivals, Packed, Payload, pack, unpack
+from mirror_nb.reads import names_read
 from mirror_nb.told import is_told
 from mirror_nb.values import PerReplica, Remote, merged
 
@@ -368,7 +369,7 @@ class Names:
         queue = list(names)
         while queue:
             name = queue.pop()
-            found = _reads(self.user_ns[name], self.user_ns)
+            found = names_read(self.user_ns[name], self.user_ns)
             found |= {n for has in self._sent.values() if name in has for n in has[name].needs}
             for more in found:
                 if more not in needed and more not in names and self._travels(more):
@@ -585,31 +586,6 @@ def _directly_held(value: object) -> list[nn.Module]:
         return []
     held = value if isinstance(value, list | tuple | dict) else getattr(value, "__dict__", {})
     return [one for one in (held.values() if isinstance(held, dict) else held) if isinstance(one, nn.Module)]
-
-
-def _reads(value: object, namespace: Mapping[str, Any]) -> set[str]:
-    """Names that a function, a class or an object of a class of the notebook looks up in the notebook."""
-    if isinstance(value, types.FunctionType):
-        return global_names(value.__code__) if value.__globals__ is namespace else set()
-    if isinstance(value, nn.Module):
-        kinds = {type(part) for part in value.modules()}
-    else:
-        kinds = {value if isinstance(value, type) else type(value)}
-    return {name for kind in kinds for name in _class_reads(kind, namespace)}
-
-
-def _class_reads(kind: type, namespace: Mapping[str, Any]) -> set[str]:
-    names: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__ != namespace.get("__name__"):
-            continue
-        names.add(base.__name__)
-        for member in vars(base).values():
-            parts = [getattr(member, part, None) for part in ("__func__", "fget", "fset", "func")]
-            for inner in (member, *parts):
-                if isinstance(inner, types.FunctionType) and inner.__globals__ is namespace:
-                    names |= global_names(inner.__code__)
-    return names
 
 
 _MISSING = object()

@@ -1,7 +1,7 @@
-"""What a function captured as copies, and which of them it changed: after the call that is gone.
+"""What a function captured or was given as copies, and which of them it changed: after the call that is gone.
 
-Looks at lists, dicts, sets and the attributes of objects, a few levels deep, and compares what they hold by identity.
-Knows no controller.
+Looks at lists, dicts, sets and the attributes of objects, a few levels deep, and compares what they hold by identity;
+of tensors it compares how often they were written to. Knows no controller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -23,33 +23,48 @@ from mirror_nb.compiled import compiled_from
 
 _SKIPPED = (
     *(str, bytes, int, float, complex, bool, type(None), type, tuple, types.ModuleType, types.BuiltinFunctionType),
-    *(torch.Tensor, np.ndarray, torch.device, torch.dtype),
+    *(torch.device, torch.dtype),
     # They travel by name.
     logging.Logger,
 )
+_ARRAYS = (torch.Tensor, np.ndarray)
 _DEPTH, _NUMBER, _LENGTH = 3, 200, 1000
 # How deep is looked, at how many objects, and up to which length what a container holds is compared.
+_ARRAY_BYTES = 1 << 20
+# Larger arrays are not compared: it would take longer than most steps.
+
+
+_Given = tuple[Sequence[Any], Mapping[str, Any]]
+# Arguments, and those by name.
 
 
 @final
 class Copies:
-    """What a function captures; `stays(obj)` tells of what is no copy."""
+    """What a function captures, and its arguments; `stays(obj)` tells of what is no copy.
 
-    def __init__(self, function: Any, stays: Callable[[object], bool]) -> None:
-        self._function, self._names = function, dict(_captured(function))
+    None of what is captured is looked at with `unchanging`: it has been seen that it holds nothing which could change.
+    """
+
+    def __init__(
+        self, function: Any, stays: Callable[[object], bool], given: _Given = ((), {}), unchanging: bool = False
+    ) -> None:
+        self._captured = dict if unchanging else functools.partial(_captured, function)
+        self._names = dict(self._captured())
         self._stays = stays
         self._seen: set[int] = set()
         self._held: list[tuple[str, Any, Any]] = []
         # Path, object, and what it held.
         for name, obj in self._names.items():
             self._look(name, obj, 0)
+        for name, obj in _arguments(function, given):
+            self._look(name, obj, 0, given=True)
 
     def changed(self) -> tuple[str, ...]:
         """Return the paths of what holds something else now, as the function's code would name it."""
-        bound = tuple(_others(self._names, dict(_captured(self._function))))
+        bound = tuple(_others(self._names, dict(self._captured())))
         return bound + tuple(path for before in self._held for path in _differences(*before))
 
-    def _look(self, path: str, obj: Any, depth: int) -> None:
+    def _look(self, path: str, obj: Any, depth: int, given: bool = False) -> None:
         if isinstance(obj, _SKIPPED) or id(obj) in self._seen or depth > _DEPTH or len(self._seen) > _NUMBER:
             return
         self._seen.add(id(obj))
@@ -60,11 +75,11 @@ class Copies:
                 self._look(name, inner, depth + 1)
             return
         held = _content(obj)
-        if held is None:
+        if held is None or (given and _is_batch(held)):
             return
         self._held.append((path, obj, held))
         for name, inner in _members(path, held):
-            self._look(name, inner, depth + 1)
+            self._look(name, inner, depth + 1, given)
 
 
 def _captured(function: Any) -> Iterator[tuple[str, Any]]:
@@ -89,8 +104,35 @@ def _captured(function: Any) -> Iterator[tuple[str, Any]]:
             yield from ((name, obj) for name, obj in function.__globals__.items() if not name.startswith("__"))
 
 
+def _arguments(function: Any, given: _Given) -> Iterator[tuple[str, Any]]:
+    """Yield those arguments that could change, by the names that the function has for them."""
+    args, kwargs = given
+    watched = [(i, value) for i, value in enumerate(args) if not isinstance(value, (*_ARRAYS, *_SKIPPED))]
+    if watched:
+        method = isinstance(function, types.MethodType)
+        code = getattr(function.__func__ if method else function, "__code__", None)
+        names = code.co_varnames[method : code.co_argcount] if code is not None else ()
+        yield from ((names[i] if i < len(names) else f"args[{i}]", value) for i, value in watched)
+    yield from ((name, value) for name, value in kwargs.items() if not isinstance(value, _ARRAYS))
+
+
+def _is_batch(held: Any) -> bool:
+    """Whether tensors are in what an argument holds: steps take apart a batch, and nobody looks at it again."""
+    values = held.values() if isinstance(held, dict) else held if isinstance(held, (list, set, deque)) else ()
+    return any(isinstance(value, _ARRAYS) for value in values)
+
+
 def _content(obj: Any) -> Any:
-    """Return a shallow copy of what an object holds, the length of what is long, None for what is not looked at."""
+    """Return a shallow copy of what an object holds, the length of what is long, None for what is not looked at.
+
+    Of a tensor how often it was written to, of an array and of a generator's state a hash.
+    """
+    if isinstance(obj, torch.Generator):
+        return hash(obj.get_state().numpy().tobytes())
+    if isinstance(obj, torch.Tensor):
+        return None if obj.is_inference() else obj._version
+    if isinstance(obj, np.ndarray):
+        return hash(obj.tobytes()) if obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject else None
     for kind in (dict, list, set, deque):
         if isinstance(obj, kind):
             return len(obj) if len(obj) > _LENGTH else kind(obj)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mirror_nb import torchmetrics_objects, variables
-from mirror_nb.contents import Content, content, refill
+from mirror_nb.contents import Content, class_content, content, refill
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import (
@@ -34,6 +34,7 @@ from mirror_nb.mirrors import (
     mixed,
 )
 from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
+from mirror_nb.reads import reached
 from mirror_nb.replica.objects import Objects
 from mirror_nb.replica.outgoing import (
     MODULE_BYTES,
@@ -197,11 +198,14 @@ class Namespace:
         """Remember what the names hold now. `tag` is a number of the cell, the same on all replicas."""
         self._label = str(tag)
         before = Before(dict(self.names))
-        for name in mentioned:
-            held = content(self.names.get(name), self.reference)
+        for name in reached(mentioned, self.names):
+            held = self._content(self.names[name])
             if held is not None:
                 before.contents[name] = held
         return before
+
+    def _content(self, value: object) -> Content | None:
+        return class_content(value, self.reference) if isinstance(value, type) else content(value, self.reference)
 
     def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
         """Return the names that were bound since, or whose content was changed in place; uses `before` up."""
@@ -209,7 +213,7 @@ class Namespace:
         names = {n for n, value in self.names.items() if before.objects.get(n, _MISSING) is not value}
         names |= {n for n in bound if n in self.names}
         for name, held in before.contents.items():
-            if name in self.names and name not in names and not held.same(content(self.names[name], self.reference)):
+            if name in self.names and name not in names and not held.same(self._content(self.names[name])):
                 (altered if held.own else names).add(name)
         names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
         # What the cell let go of must be gone by the time the controller is told what is here.
@@ -398,14 +402,11 @@ class Namespace:
         return dataclasses.replace(export, name=f"_r{tag}")
 
     def _plain(self, value: object, handle: str, fresh: Fresh, whole: bool = False) -> Export:
-        belongs = _stayed(value, "it belongs to the replica")
-        if isinstance(value, torch.Generator) and not whole and self.objects.token(value) is None:
-            return belongs
         outgoing = Outgoing(self, self._label, fresh, handle, whole)
         try:
             payload = outgoing.pack(value)
             if not whole and outgoing.refused(value):
-                return belongs
+                return _stayed(value, "it belongs to the replica")
             fresh.add(outgoing.found)
             return Plain(payload)
         except TooLarge:

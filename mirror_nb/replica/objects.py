@@ -75,7 +75,7 @@ class Objects:
         return None if handle is None or self._outgrown(handle, obj) else ("object", handle)
 
     def _outgrown(self, handle: str, obj: Any) -> bool:
-        return handle in self._groups and self._groups[handle] != len(obj.param_groups)
+        return handle in self._groups and self._groups[handle] != len(vars(obj).get("param_groups", ()))
 
     def outgrown(self) -> list[Any]:
         """Return the optimizers that have got other parameter groups than the controller's."""

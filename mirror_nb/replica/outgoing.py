@@ -58,7 +58,7 @@ class Fresh:
         ):
             groups = obj.param_groups if isinstance(obj, torch.optim.Optimizer) else []
             needs = [parameter for group in groups for parameter in group["params"] if id(parameter) not in own]
-            needs += [one for one in vars(obj).values() if is_told(one) and id(one) not in same]
+            needs += [one for one in getattr(obj, "__dict__", {}).values() if is_told(one) and id(one) not in same]
             if known.reference(obj) is None and all(known.reference(one) is not None for one in needs):
                 same.add(id(obj))
                 self.inside[f"{handle}:{path}"] = obj

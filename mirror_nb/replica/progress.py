@@ -107,7 +107,9 @@ def _count(counts: weakref.WeakKeyDictionary[Any, int], optimizer: Any) -> None:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # A cell may have deleted them.
+    groups = getattr(optimizer, "param_groups", ())
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _alike(mine: list[torch.Tensor], theirs: tuple[torch.Tensor, ...]) -> bool:

@@ -349,8 +349,7 @@ class Replica:
         if self.identity.device.type != "cpu":
             args, kwargs = to_device((args, kwargs), self.identity.device)
         versions = [(leaf, leaf._version) for leaf in visitors.leaves]
-        # What is kept captures nothing that could change.
-        copies = None if call.plain or call.kept else Copies(function, self.namespace.has)
+        copies = None if call.plain else Copies(function, self.namespace.has, (args, kwargs), unchanging=call.kept)
         try:
             reporting.settle()
             reporting.forget_warned(call.moment)

@@ -35,7 +35,14 @@ from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome, update_component
 from mirror_nb.strategies.functions import Functions
-from mirror_nb.strategies.misuse import not_mirrored, not_owned, refuse_steps, warn_of_lost, warn_of_mixed
+from mirror_nb.strategies.misuse import (
+    not_mirrored,
+    not_owned,
+    of_another_strategy,
+    refuse_steps,
+    warn_of_lost,
+    warn_of_mixed,
+)
 from mirror_nb.strategies.objects import Objects
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reading import reading
@@ -273,6 +280,7 @@ class ControllerPlace(Place):
             if kept is None:
                 self._functions.keep(fn, function)
             self._push_changes()
+            self._states.push()
             changed = self._objects.changed_settings()
             released = tuple(self._objects.take_released())
             around, now = (None, None) if plain else (modes.current(), surroundings.moment)
@@ -344,8 +352,10 @@ class ControllerPlace(Place):
             return token
         handle = self._objects.handle(obj)
         if handle is None:
-            if isinstance(obj, _BELONGS_TO_SCOPE):
+            if isinstance(obj, _BELONGS_TO_SCOPE) or (isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()):
                 raise not_mirrored(obj)
+            if isinstance(obj, Variable) and obj.home is not None:
+                raise of_another_strategy(obj)
             owner = self._owner(obj) if isinstance(obj, nn.Parameter) else None
             if owner is None:
                 if isinstance(obj, torch.Tensor) and obj.requires_grad:

@@ -22,6 +22,15 @@ def not_mirrored(obj: object) -> UsageError:
     )
 
 
+def of_another_strategy(obj: object) -> UsageError:
+    """The error for a Variable that another strategy's replicas have."""
+    return UsageError(
+        f"the function captures a {type(obj).__name__} of another strategy than the one that runs it: what replicas "
+        "assigned to their copies would be lost. Make it in this strategy's scope, or pass its value "
+        "(variable.detach().clone())"
+    )
+
+
 def not_owned(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> UsageError:
     """The error for an optimizer whose parameter no network of the scope has."""
     return UsageError(

@@ -1,7 +1,7 @@
 """States of the controller's optimizers, moments and the like: they live in the replicas.
 
-    optimizer.state_dict(), optimizer.state, copies  ◀─ a replica's state, if the replicas have run since
-    optimizer.load_state_dict()                      ─▶ every replica
+    optimizer.state_dict(), optimizer.state, copies        ◀─ a replica's state, if the replicas have run since
+    optimizer.load_state_dict(), writes to optimizer.state ─▶ every replica; the latter before they run again
 
 Knows optimizers and whom to ask.
 """
@@ -44,6 +44,8 @@ class States:
         self._place = weakref.ref(place)
         self._read_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # After how many calls the state here was that of the replicas.
+        self._signs: weakref.WeakKeyDictionary[Any, list[object] | None] = weakref.WeakKeyDictionary()
+        # What was in it then; None of one that was never read.
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Look after an optimizer from now on."""
@@ -57,12 +59,26 @@ class States:
             optimizer.state = _State(optimizer.state)
         if isinstance(optimizer.state, _State):
             optimizer.state.readers[self] = functools.partial(_read, self, weakref.ref(optimizer))
+            self._signs.setdefault(optimizer, None)
 
     def have(self, optimizer: Any) -> None:
         """The replicas have the state that is here."""
         place = self._place()
         if place is not None:
             self._read_at[optimizer] = place.calls
+            if optimizer in self._signs:
+                self._signs[optimizer] = _signs_of(optimizer)
+
+    def push(self) -> None:
+        """Give the replicas the states that somebody has written to here since they were read, or has replaced."""
+        place = self._place()
+        if place is None:
+            return
+        for optimizer, signs in list(self._signs.items()):
+            replaced = not isinstance(optimizer.state, _State)
+            read = signs is not None and self._read_at.get(optimizer) == place.calls
+            if replaced or (read and signs != _signs_of(optimizer)):
+                self._loaded(optimizer)
 
     def here(self, optimizer: Any) -> bool:
         """Whether the state here is that which the replicas had when the latest call began."""
@@ -84,11 +100,12 @@ class States:
                 f"the {type(optimizer).__name__} got parameter groups in the replicas that it has not here: call its "
                 "state_dict there, in a mirrored cell or in the function given to strategy.run"
             )
-        optimizer.state.clear()
+        # Past `_State`, which would read first.
+        dict.clear(optimizer.state)
         for key, value in state.items():
             parameter = parameters[key] if isinstance(key, int) else None
-            optimizer.state[key if parameter is None else parameter] = _beside(parameter, value)
-        self._read_at[optimizer] = place.calls
+            dict.__setitem__(optimizer.state, key if parameter is None else parameter, _beside(parameter, value))
+        self.have(optimizer)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self._follow(optimizer)
@@ -96,7 +113,7 @@ class States:
         if place is None:
             return
         # Not read again first.
-        self._read_at[optimizer] = place.calls
+        self.have(optimizer)
         try:
             place.load_state(optimizer, optimizer.state_dict()["state"])
         except BaseException:
@@ -132,7 +149,8 @@ def _looked_at(name: str) -> Callable[..., Any]:
 
 
 _LOOKS = ("__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__", "__or__")
-for _name in (*_LOOKS, "copy", "get", "items", "keys", "values", "pop", "popitem", "setdefault"):
+_WRITES = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
+for _name in (*_LOOKS, *_WRITES, "copy", "get", "items", "keys", "values"):
     setattr(_State, _name, _looked_at(_name))
 
 
@@ -140,6 +158,17 @@ def _read(states: States, reference: weakref.ref[torch.optim.Optimizer]) -> None
     optimizer = reference()
     if optimizer is not None:
         states.read(optimizer)
+
+
+def _signs_of(optimizer: torch.optim.Optimizer) -> list[object]:
+    """Return what is another once somebody has written to the state."""
+    signs: list[object] = []
+    for key, entries in optimizer.state.items():
+        signs.append(id(key))
+        for name, value in entries.items() if isinstance(entries, dict) else [("", entries)]:
+            tensor = isinstance(value, torch.Tensor)
+            signs += [name, id(value), value._version if tensor else None]
+    return signs
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
