@@ -36,7 +36,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef
 
 from mirror_nb.buckets import REMEMBERED, Agreed, Bucket, Buffers, History, Plan, for_gradients
-from mirror_nb.collectives.base import CrossDeviceOps, Reduction
+from mirror_nb.collectives.base import CrossDeviceOps, Reduction, word_device
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
 from mirror_nb.matching import Offer, Portrait, Values, made_alike, match
 from mirror_nb.recorder import Recorder
@@ -428,7 +428,7 @@ class GradientSynchronizer:
             round_.launched += 1
         if plan.early < len(plan.buckets):
             return self._launch(round_, plan.buckets[-1], tail)[-len(tail) :]
-        alone = torch.tensor(tail)
+        alone = torch.tensor(tail, device=word_device(self._ops.member.device if self._ops else torch.device("cpu")))
         with for_gradients():
             round_.works.append(dist.all_reduce(alone, async_op=True))
         return alone

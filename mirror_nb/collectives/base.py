@@ -398,6 +398,19 @@ def _check_tensor(op: ReduceOp, flat: Tensor) -> None:
         )
 
 
+def word_device(own: torch.device) -> torch.device:
+    """Return where a replica on device `own` has small tensors that go to the others over the default group.
+
+    The CPU, where reading them stops no GPU, unless the group is one for GPUs alone, as a script may have made it.
+    """
+    group: Any = dist.group.WORLD
+    try:
+        group._get_backend(torch.device("cpu"))
+    except (RuntimeError, AttributeError):
+        return own
+    return torch.device("cpu")
+
+
 def _fabric_over(member: Member) -> Fabric | None:
     def gather(value: Any) -> list[Any]:
         gathered: list[Any] = [None] * member.num_replicas

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mirror_nb import seeds
 from mirror_nb.replaced import called_by_us
+from mirror_nb.replica.whole import whole
 
 TAKEN_STATES = 64
 # So many states of generators that were taken are known when they are given back.
@@ -142,6 +143,7 @@ class Streams:
         if streams.running:
             self.run()
 
+    @whole
     def _swap(self) -> None:
         live: list[Callable[[], object]] = [
             functools.partial(generator.put, generator.take()) for generator in self._generators

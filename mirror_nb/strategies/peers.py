@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.base import CrossDeviceOps, word_device
 from mirror_nb.collectives.gloo import GlooAllReduce
 from mirror_nb.collectives.nccl import NcclAllReduce
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
@@ -143,7 +143,7 @@ class Peers:
         word = bytearray(16 + _SMALL_BYTES)
         struct.pack_into("<8sq", word, 0, digest, extra)
         word[16 : 16 + len(small)] = small
-        mine = torch.frombuffer(word, dtype=torch.int64).to(self._word_device())
+        mine = torch.frombuffer(word, dtype=torch.int64).to(word_device(self.device))
         rows = [torch.empty_like(mine) for _ in range(self.num_replicas)]
         self._announce()
         with self._explained(call):
@@ -183,15 +183,6 @@ class Peers:
                 raise
             text = UNEVEN_MERGE_CALLS if call == MERGE_CALL else _left_out(call, self.replica_id)
             raise ReplicaError(text) from None
-
-    def _word_device(self) -> torch.device:
-        """Where the words of an agreement live: the CPU, where reading them stops no GPU, if the group can."""
-        group: Any = dist.group.WORLD
-        try:
-            group._get_backend(torch.device("cpu"))
-        except (RuntimeError, AttributeError):
-            return self.device
-        return torch.device("cpu")
 
     # ------------------------------------------------------------------ data, after an agreement
 
@@ -249,7 +240,7 @@ class Peers:
         """Return every replica's list of numbers, which are equally many."""
         if self.num_replicas == 1:
             return [list(mine)]
-        word = torch.tensor(mine, dtype=torch.int64, device=self._word_device())
+        word = torch.tensor(mine, dtype=torch.int64, device=word_device(self.device))
         rows = [torch.empty_like(word) for _ in range(self.num_replicas)]
         dist.all_gather(rows, word)
         return [row.tolist() for row in rows]
@@ -258,7 +249,7 @@ class Peers:
         """Return every replica's bytes; `lengths` are theirs."""
         if self.num_replicas == 1:
             return [mine]
-        device = self._word_device()
+        device = word_device(self.device)
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         parts = [torch.empty_like(padded) for _ in lengths]
@@ -281,7 +272,7 @@ class Peers:
             length = self.sizes([len(mine)])[0][0]
         if self.num_replicas == 1:
             return mine
-        data = torch.zeros(length, dtype=torch.uint8, device=self._word_device())
+        data = torch.zeros(length, dtype=torch.uint8, device=word_device(self.device))
         if self.replica_id == 0:
             data.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         dist.broadcast(data, 0)

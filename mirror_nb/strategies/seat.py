@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mirror_nb.collectives.base import word_device
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.mirrors import checksums
 from mirror_nb.recorder import Recorder
@@ -187,8 +188,15 @@ class PeerSeat(Seat):
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.num_replicas > 1:
-            dist.all_reduce(tensor)
+            carried = self._carried(tensor)
+            dist.all_reduce(carried)
+            if carried is not tensor:
+                tensor.copy_(carried)
         return tensor
+
+    def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself, or its copy on a device that the default group reaches."""
+        return tensor.to(word_device(self.device)) if tensor.device.type == "cpu" else tensor
 
     def collect(self, value: Any) -> list[Any]:
         values: list[Any] = [value] * self.num_replicas
@@ -200,7 +208,7 @@ class PeerSeat(Seat):
         if self.num_replicas == 1:
             return
         for tensor in tensors:
-            whole = tensor.detach().contiguous()
+            whole = self._carried(tensor.detach()).contiguous()
             dist.broadcast(whole, source)
             if whole is not tensor and self.replica_id != source:
                 tensor.detach().copy_(whole)
