@@ -62,15 +62,26 @@ def settle(modules: Iterable[nn.Module]) -> None:
         raise reasons[0]
 
 
-def forget_counts(modules: Iterable[nn.Module]) -> None:
-    """Have metrics that came from another process count anew: what they have counted counts there."""
+def arrived(modules: Iterable[nn.Module], counts: bool) -> None:
+    """Metrics came from another process: have them count anew, unless what they have counted `counts` here."""
     for metric in (metric for module in modules for metric in _metrics_in(module)):
-        if getattr(metric, "_update_count", 0):
+        counted = getattr(metric, "_update_count", 0)
+        if counted and not counts:
             metric.reset()
+        _compute_anew(metric)
+
+
+def _compute_anew(metric: Any) -> None:
+    """Forget what a metric has computed: all replicas compute together, or those wait that have computed nothing."""
+    for part in _metrics_in(metric):
+        if getattr(part, "_computed", None) is not None:
+            part._computed = None
 
 
 def asked(metric: Any, name: str) -> Any:
     """What replicas call: return a metric's attribute, or what its method returns."""
+    if name == "compute":
+        _compute_anew(metric)
     value = getattr(metric, name)
     return value() if callable(value) else value
 

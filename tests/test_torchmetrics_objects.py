@@ -173,6 +173,11 @@ def test_cells_count_and_the_notebook_reads(shell, place):
     run("before = torchmetrics.SumMetric(); before.update(3.0)")
     run("%%mirrored\nbefore.update(1.0)")
     assert run("before.compute()") == 5, "what was counted here once, and one for each replica"
+    # Computed here before, and there by one of two replicas: each would take what it has, and the other one wait.
+    run("seen = torchmetrics.SumMetric(); seen.update(3.0); seen.compute()")
+    assert run("%%mirrored\nseen.compute()") == 3
+    run("%%mirrored\nif replica_id == 0: seen.update(1.0)")
+    assert run("seen.compute()") == 4
     run("%mirror stop")
     assert run("metric.compute()") == plain(accuracy(), 7)
     assert run("metric.reset(); metric.update(OUTPUTS, TARGETS); metric.compute()") == plain(accuracy())

@@ -256,6 +256,16 @@ def test_a_question_to_the_user_is_refused_and_hangs_nothing(two):
     goes_on(two)
 
 
+@pytest.mark.parametrize("source", ["exit()", "quit", "del optimizer.param_groups"])
+def test_what_a_cell_ends_or_breaks_of_its_own_costs_no_other_cell(two, source):
+    made = "kept = 3\nimport torch\noptimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)"
+    assert run_cell(two, made).report.clean
+    ran = run_cell(two, source)
+    assert set(ran.errors.values()) == (set() if source.startswith("del") else {"UsageError"})
+    assert run_cell(two, "del optimizer").report.clean
+    goes_on(two)
+
+
 # ---------------------------------------------------------------------- left running
 
 

@@ -110,8 +110,7 @@ class Namespace:
             )
         for module in arrivals.modules:
             self._scope.adopt(module)
-        if of_replica or self._given.get("replica_id"):
-            torchmetrics_objects.forget_counts(arrivals.modules)
+        torchmetrics_objects.arrived(arrivals.modules, counts=not (of_replica or self._given.get("replica_id")))
         self.mirrors.take(arrivals)
         for handle, obj in arrivals.lent.items():
             if isinstance(obj, torch.optim.Optimizer):

@@ -26,7 +26,7 @@ from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
 from mirror_nb import sources
-from mirror_nb.errors import MirrorError, PeerFailed, users_frames
+from mirror_nb.errors import MirrorError, PeerFailed, UsageError, users_frames
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, HeldBack, Source
 from mirror_nb.replica.whole import whole
 
@@ -92,6 +92,12 @@ class ReplicaShell(InteractiveShell):
 
     def enable_gui(self, gui: Any = None) -> None:
         """No event loop runs in a replica; matplotlib's inline backend asks for none."""
+
+    def ask_exit(self) -> None:
+        """What `exit()` and `quit()` in a cell call. Raises UsageError."""
+        raise UsageError(
+            "exit() ends the notebook's kernel, so it belongs to an ordinary cell; %mirror stop ends the replicas"
+        )
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         """Render an exception without the frames of mirror_nb that a deliberate error ends in."""
