@@ -90,8 +90,7 @@ def class_content(kind: type, token: Token) -> Content | None:
         for name, value in vars(kind).items()
         if isinstance(value, types.FunctionType) or not name.startswith(_PYTHONS)
     }
-    held = content(own, token)
-    return None if held is None else dataclasses.replace(held, own=True)
+    return content(own, token)
 
 
 def _member(value: object) -> object:

@@ -993,11 +993,18 @@ def test_what_functions_fill_comes_back_though_the_cell_does_not_name_it(noteboo
     assert 3.0 in [*notebook.user_ns["history"], *notebook.user_ns["kept"], *notebook.user_ns["stats"].values()]
 
 
-def test_what_a_cell_changed_of_a_class_is_told_of(notebook):
-    notebook.here("class CFG:\n    best = None\ndef note(x): CFG.best = x")
-    assert notebook.cell("CFG.best = 5").altered == ["CFG"]
-    assert notebook.cell("note(6)").altered == []
-    assert notebook.user_ns["CFG"].best is None
+def test_what_cells_change_of_a_class_is_here_unless_each_replica_changes_it_in_its_own_way(notebook):
+    notebook.here("class CFG:\n    best = None\n    lr = 1\ndef note(x): CFG.best = x\nmade, known = CFG(), CFG")
+    notebook.cell("CFG.best = 5")
+    assert notebook.user_ns["made"].best == 5
+    notebook.cell("note(6)")
+    notebook.here("CFG.lr = 2")
+    notebook.cell("y = CFG.best, CFG.lr")
+    assert notebook.user_ns["y"] == (6, 2)
+    returned = notebook.cell("CFG.best = replica_id")
+    assert returned.altered == ["CFG"]
+    assert notebook.user_ns["CFG"] is notebook.user_ns["known"]
+    assert notebook.user_ns["CFG"].best == 6
 
 
 @pytest.mark.parametrize(

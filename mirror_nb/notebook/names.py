@@ -418,10 +418,15 @@ class Names:
         # Held until names have them.
         objects = self._absorb_objects(opened, owner, inside)
         names = sorted({name for exports in opened.values() for name in exports.names})
+        altered = {name for exports in opened.values() for name in exports.altered}
         for name in names:
             exports = {r: e.names[name] for r, e in opened.items() if name in e.names}
-            self._absorb_name(name, exports, owner, opened, returned)
-        returned.altered = self._note_altered(opened)
+            if isinstance(self.user_ns.get(name), type) and not _all_alike(exports):
+                # Each replica counts in it by itself, say: here it is one class.
+                altered.add(name)
+            else:
+                self._absorb_name(name, exports, owner, opened, returned)
+        returned.altered = self._note_altered(altered)
         returned.diverged = self._note_diverged(opened)
         results = {r: e.result for r, e in opened.items() if e.result is not None}
         if results:
@@ -429,9 +434,9 @@ class Names:
         del objects
         return returned
 
-    def _note_altered(self, opened: dict[int, Exports]) -> list[str]:
+    def _note_altered(self, altered: Iterable[str]) -> list[str]:
         first = []
-        for name in sorted({name for exports in opened.values() for name in exports.altered}):
+        for name in sorted(altered):
             has = [self._sent[r] for r in self._sent if name in self._sent[r]]
             if has and not any(names[name].altered for names in has):
                 first.append(name)
@@ -516,9 +521,8 @@ class Names:
                 return network if network is not None else self._remote(name, stayed, chosen)
             case Stayed() as stayed:
                 return self._remote(name, stayed, chosen)
-            case Plain(payload):
-                if all(isinstance(e, Plain) and e.payload.pickled == payload.pickled for e in exports.values()):
-                    return self._open(payload, name, chosen)
+            case Plain(payload) if _all_alike(exports):
+                return self._open(payload, name, chosen)
         values = [
             self._open(e.payload, name, r) if isinstance(e, Plain) else self._remote(name, _stand_in(e), r)
             for r, e in sorted(exports.items())
@@ -575,6 +579,11 @@ def _imported(name: str) -> types.ModuleType | None:
         return importlib.import_module(name)
     except ImportError:
         return None
+
+
+def _all_alike(exports: Mapping[int, Export]) -> bool:
+    pickled = {export.payload.pickled if isinstance(export, Plain) else None for export in exports.values()}
+    return len(pickled) == 1 and None not in pickled
 
 
 def _itself(value: object) -> list[nn.Module]:
