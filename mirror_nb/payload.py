@@ -144,6 +144,12 @@ def _open_parameter(make: Callable[..., torch.Tensor], *args: object) -> torch.T
     return _leaf(make(*args))
 
 
+def _open_generator(device: torch.device) -> torch.Generator:
+    """Make a generator; a GPU's is the replica's own GPU's."""
+    own = _opening.device if _opening is not None else None
+    return torch.Generator(device if own is None or device.type != own.type else own)
+
+
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     if _opening is not None and tensor.requires_grad:
         _opening.arrivals.leaves.append(tensor)
@@ -415,6 +421,8 @@ class _Packer(Pickler):
         if not whole or not isinstance(reduced[2], dict | tuple):
             return reduced
         make, args, state = reduced[:3]
+        if isinstance(obj, torch.Generator):
+            make = _open_generator
         if not is_told(obj):
             return make, args, whole_state(obj, state)
         state = whole_state(obj, state if self._states else without_moments(obj, state))

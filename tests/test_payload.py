@@ -571,3 +571,19 @@ class Circle:
     assert there["twice"](4) == 8
     assert there["twice"].cache_info()[:4] == (0, 1, 7, 1)
     assert (there["circle"].area, there["circle"].radius()) == (3, 1)
+
+
+def test_a_generator_goes_on_where_it_stood():
+    dice = torch.Generator().manual_seed(3)
+    torch.rand(5, generator=dice)
+    arrived = unpack(pack(dice).payload, None)[0]
+    assert torch.equal(torch.rand(3, generator=arrived), torch.rand(3, generator=dice))
+
+
+@pytest.mark.gpu
+def test_a_gpus_generator_is_that_of_the_replicas_gpu():
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    dice = torch.Generator("cuda:0").manual_seed(3)
+    arrived = unpack(pack(dice).payload, None, device=last)[0]
+    assert arrived.device == last
+    assert torch.equal(arrived.get_state(), dice.get_state())

@@ -401,11 +401,15 @@ class Namespace:
         return dataclasses.replace(export, name=f"_r{tag}")
 
     def _plain(self, value: object, handle: str, fresh: Fresh, whole: bool = False) -> Export:
+        belongs = _stayed(value, "it belongs to the replica")
+        if isinstance(value, torch.Generator) and value.device.type != "cpu" and not whole and not self.has(value):
+            # The notebook would need a GPU for it.
+            return belongs
         outgoing = Outgoing(self, self._label, fresh, handle, whole)
         try:
             payload = outgoing.pack(value)
             if not whole and outgoing.refused(value):
-                return _stayed(value, "it belongs to the replica")
+                return belongs
             fresh.add(outgoing.found)
             return Plain(payload)
         except TooLarge:
