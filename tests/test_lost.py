@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -191,3 +193,18 @@ def test_batches_are_taken_apart():
     pair[0] = x.double()
     lists["ids"] = []
     assert copies.changed() == ()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch.Generator, np.random.default_rng, np.random.RandomState, random.Random],
+    ids=["torch", "numpy", "numpy's legacy", "Python"],
+)
+def test_random_numbers_that_begin_anew_with_each_call_are_told_of(make):
+    dice = make()
+
+    def draw() -> object:
+        return torch.rand(1, generator=dice) if isinstance(dice, torch.Generator) else dice.random()
+
+    assert changes(draw) == {"dice"}
+    assert changes(lambda: dice) == set()

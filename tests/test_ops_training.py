@@ -139,6 +139,43 @@ losses = train(net(), lambda step: None)
         assert losses == pytest.approx(alone, rel=0, abs=1e-5)
 
 
+class Torchs(CrossDeviceOps):
+    """A user's own, in the fewest words."""
+
+    def __init__(self, waits: bool = False) -> None:
+        self.waits = waits
+
+    def start(self, op, flat):
+        if op is mnb.ReduceOp.MEAN:
+            flat.div_(torch.distributed.get_world_size())
+        return torch.distributed.all_reduce(flat, async_op=not self.waits)
+
+    def unfit_for(self, devices):
+        return None
+
+
+@pytest.mark.parametrize("ops", [Torchs(), Torchs(waits=True)], ids=["a work", "nothing"])
+def test_an_op_may_return_torchs_work_or_nothing(pool, alone, ops):
+    cell = """
+strategy.cross_device_ops = ops
+losses = train(net(), lambda step: None)
+"""
+    for losses in trained(pool, cell, ops=ops):
+        assert losses == pytest.approx(alone, rel=0, abs=1e-5)
+
+
+def test_an_op_that_returns_something_else_is_told_what_to_return(replicas):
+    source = """
+class Wrong(CrossDeviceOps):
+    def start(self, op, flat): return flat
+    def unfit_for(self, devices): return None
+strategy.cross_device_ops = Wrong()
+strategy.cross_device_ops.all_reduce("sum", torch.ones(2))
+"""
+    ran = run_cell(replicas(2), "import torch\nfrom mirror_nb import CrossDeviceOps\n" + source)
+    assert "Wrong.start returned a Tensor; it has to return the work" in str(ran.report.failures)
+
+
 def test_a_class_that_a_cell_defines_is_an_op(replicas):
     pool = replicas(2)
     source = """

@@ -66,7 +66,7 @@ class AutoAllReduce(CrossDeviceOps):
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Begin an all-reduce by the op that is fastest at this size; the first one measures before."""
-        return self.chosen(flat.numel() * flat.element_size()).start(op, flat)
+        return self.chosen(flat.numel() * flat.element_size()).begin(op, flat)
 
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why not: one of the candidates cannot."""

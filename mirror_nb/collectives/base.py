@@ -192,10 +192,12 @@ class CrossDeviceOps(abc.ABC):
     _own_fabric: Fabric | None = None
 
     @abc.abstractmethod
-    def start(self, op: ReduceOp, flat: Tensor) -> Handle:
+    def start(self, op: ReduceOp, flat: Tensor) -> Handle | dist.Work | None:
         """Begin to make `flat` on every replica the sum, or the mean, of all of them, in place.
 
         `flat` is contiguous, of one dimension and of a real dtype, of the same length and dtype on every replica.
+        Returns what is to be waited for: a `Handle`, or the work that torch gives (`dist.all_reduce(flat,
+        async_op=True)`); None where `flat` is reduced by then.
         """
 
     @abc.abstractmethod
@@ -264,8 +266,23 @@ class CrossDeviceOps(abc.ABC):
         real = torch.view_as_real(flat).view(-1) if flat.dtype.is_complex else flat
         if real.requires_grad:
             real = real.detach()
-        handle = Finished() if member.num_replicas == 1 else self.start(op, real)
+        handle = Finished() if member.num_replicas == 1 else self.begin(op, real)
         return Reduction(handle, member.record, flat.nbytes, bucket, queued, self._unrecorded, member.limit)
+
+    @final
+    def begin(self, op: ReduceOp, flat: Tensor) -> Handle:
+        """Call `start`, and return a handle whatever that returned. Raises UsageError for what is none."""
+        begun = self.start(op, flat)
+        if isinstance(begun, Handle):
+            return begun
+        if begun is None:
+            return Finished()
+        if isinstance(begun, dist.Work):
+            return WorkHandle([begun])
+        raise UsageError(
+            f"{type(self).__name__}.start returned a {type(begun).__name__}; it has to return the work that is to be "
+            "waited for, as dist.all_reduce(flat, async_op=True) gives it, a Handle, or None where `flat` is reduced"
+        )
 
     @final
     def record_ended(self) -> None:

@@ -33,9 +33,9 @@ class Compressed(CrossDeviceOps):
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Begin an all-reduce of a rounded copy."""
         if flat.dtype is not torch.float32:
-            return self.ops.start(op, flat)
+            return self.ops.begin(op, flat)
         rounded = flat.to(torch.bfloat16)
-        return _Expanding(self.ops.start(op, rounded), rounded, flat)
+        return _Expanding(self.ops.begin(op, rounded), rounded, flat)
 
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why not: as `ops`."""

@@ -10,6 +10,8 @@ import contextlib
 import functools
 import logging
 import operator
+import pickle
+import random
 import sys
 import types
 from collections import deque
@@ -125,10 +127,14 @@ def _is_batch(held: Any) -> bool:
 def _content(obj: Any) -> Any:
     """Return a shallow copy of what an object holds, the length of what is long, None for what is not looked at.
 
-    Of a tensor how often it was written to, of an array and of a generator's state a hash.
+    Of a tensor how often it was written to, of an array and of the state of random numbers a hash.
     """
     if isinstance(obj, torch.Generator):
         return hash(obj.get_state().numpy().tobytes())
+    if isinstance(obj, random.Random):
+        return hash(obj.getstate())
+    if isinstance(obj, np.random.Generator | np.random.RandomState):
+        return hash(pickle.dumps(obj))
     if isinstance(obj, torch.Tensor):
         return None if obj.is_inference() else obj._version
     if isinstance(obj, np.ndarray):
