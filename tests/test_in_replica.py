@@ -411,10 +411,11 @@ found.update(losses=losses, weight=model.weight.item(), gathered=gathered.tolist
 found.update(total=total.read_value().item(), counter=counter.read_value().item())
 found["error"] = raised(lambda: strategy.reduce("sum", torch.ones(replica_id + 1), axis=None))
 found["after"] = strategy.reduce("sum", mine, axis=None).item()
+strategy.close()
 if len(sys.argv) > 1:
+    found["closed"] = [raised(lambda: strategy.run(step, batch)), raised(lambda: strategy.scope().__enter__())]
     with open(os.path.join(sys.argv[1], str(replica_id)), "w") as file:
         json.dump(found, file)
-strategy.close()
 # torch 2.13 now and then aborts while the interpreter ends, in plain scripts under torchrun too.
 sys.stdout.flush()
 os._exit(0)
@@ -436,6 +437,7 @@ def test_a_script_under_torchrun_has_the_same_calls(under_torchrun):
         assert (found["n"], found["gathered"], found["merged"], found["after"]) == (2, [1, 2], 3, 3)
         assert (found["total"], found["counter"]) == (6 * 3, 10 + 6 * 3)
         assert found["error"][0] == "UsageError"
+        assert [name for name, _ in found["closed"]] == ["PoolClosed"] * 2
         assert "float32[1] on replica 0, float32[2] on replica 1" in found["error"][1]
     assert under_torchrun[0]["losses"] == under_torchrun[1]["losses"]
     assert under_torchrun[0]["weight"] == under_torchrun[1]["weight"]

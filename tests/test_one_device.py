@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mirror_nb.errors import DeviceError
+from mirror_nb.errors import DeviceError, PoolClosed
 from mirror_nb.strategies.context import (
     get_replica_context,
     get_strategy,
@@ -105,6 +105,18 @@ def test_without_a_strategy_there_is_the_default_one():
     assert get_strategy() is default
     assert default.run(lambda: (has_strategy(), get_strategy() is default)) == (False, True)
     assert repr(Variable(1.0)) == "Variable(tensor(1.))"
+
+
+def test_one_that_was_closed_says_so_and_the_default_one_cannot_be():
+    with OneDeviceStrategy("cpu:0") as strategy:
+        assert strategy.run(lambda: 1) == 1
+    for use in (lambda: strategy.run(lambda: 1), lambda: strategy.scope().__enter__()):
+        with pytest.raises(PoolClosed, match="was closed; make a new one"):
+            use()
+    assert not has_strategy()
+    with get_strategy() as default:
+        assert default.run(lambda: 1) == 1
+    assert default.run(lambda: 1) == 1
 
 
 @pytest.mark.gpu

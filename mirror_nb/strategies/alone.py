@@ -66,9 +66,11 @@ class AlonePlace(Place):
         )
 
     def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:
+        self.check_open()
         return self._scope
 
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.check_open()
         with entered(strategy, ReplicaContext(strategy, 0), cross=False), self._scope:
             return fn(*select(args, 0), **select(kwargs, 0))
 
@@ -181,7 +183,7 @@ class AlonePlace(Place):
         return component(result) if isinstance(result, Variable) else result
 
     def close(self) -> None:
-        """Nothing was started."""
+        self.closed = True
 
 
 def _same(state: bytes) -> bytes:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from mirror_nb import modes, surroundings, torchmetrics_objects
 from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
-from mirror_nb.errors import ContextError, PoolClosed, ReplicaDied, UsageError
+from mirror_nb.errors import ContextError, ReplicaDied, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
 from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, called, mirrored_values
@@ -96,7 +96,6 @@ class ControllerPlace(Place):
         # One, so that it knows what rings have overwritten since.
         self._dashboard: Any = None
         # Made by the notebook floor, when it is asked for.
-        self._closed = False
         self._replaced: dict[int, str] = {}
         self._survived = True
         # Since `mend` told it.
@@ -115,7 +114,7 @@ class ControllerPlace(Place):
     # ------------------------------------------------------------------ scope
 
     def scope(self, strategy: Strategy) -> AbstractContextManager[None]:
-        self._check_open()
+        self.check_open()
         return creation.noted(self._note)
 
     def mirror(self, obj: Any) -> Any:
@@ -150,7 +149,7 @@ class ControllerPlace(Place):
         return self._objects.has(obj)
 
     def communicate(self, by: Communication) -> None:
-        self._check_open()
+        self.check_open()
         self.communication = by
         if self._pool is not None:
             pickled = self._pool.communication = by.pickled()
@@ -185,7 +184,7 @@ class ControllerPlace(Place):
     @property
     def open(self) -> bool:
         """Whether there are replicas to ask."""
-        return self._pool is not None and not self._closed
+        return self._pool is not None and not self.closed
 
     def has_sent(self, obj: object) -> bool:
         """Whether there are replicas that have an object that is mirrored."""
@@ -499,7 +498,7 @@ class ControllerPlace(Place):
 
     def refresh(self) -> None:
         """Bring the networks here up to date with replica 0, statistics averaged over the replicas."""
-        if self._refreshing or self._pool is None or self._closed:
+        if self._refreshing or self._pool is None or self.closed:
             return
         self._refreshing = True
         try:
@@ -610,7 +609,7 @@ class ControllerPlace(Place):
     # ------------------------------------------------------------------ the pool
 
     def _ready(self) -> LocalPool:
-        self._check_open()
+        self.check_open()
         if self._pool is None:
             pool = self._make_pool()
             try:
@@ -628,7 +627,7 @@ class ControllerPlace(Place):
         return self._pool
 
     def mend(self) -> Mended:
-        self._check_open()
+        self.check_open()
         if self._pool is not None:
             self._mend(self._pool)
         replaced, survived = self._replaced, self._survived
@@ -664,12 +663,8 @@ class ControllerPlace(Place):
             packed.close()
         raise_for(report, self._names)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PoolClosed("this strategy was closed; make a new one")
-
     def close(self) -> None:
-        if self._closed:
+        if self.closed:
             return
         try:
             self._keep_what_was_learned()
@@ -698,7 +693,7 @@ class ControllerPlace(Place):
             warnings.warn(f"closed without the latest values of {left}: {reason}", stacklevel=4)
 
     def _end(self) -> None:
-        self._closed = True
+        self.closed = True
         reading.remove(self)
         if self._dashboard is not None:
             self._dashboard.close()

@@ -165,9 +165,11 @@ class ReplicaPlace(Place):
     # ------------------------------------------------------------------ scope and run
 
     def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:
+        self.check_open()
         return self._replica.scope
 
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.check_open()
         context = ReplicaContext(strategy, self.replica_id)
         with entered(strategy, context, cross=False), self._replica.scope:
             return fn(*select(args, self.replica_id), **select(kwargs, self.replica_id))
@@ -413,7 +415,9 @@ class ReplicaPlace(Place):
         return component(result) if isinstance(result, Variable) else result
 
     def close(self) -> None:
+        # In a mirrored cell it is the notebook's.
         if isinstance(self._replica, Standalone):
+            self.closed = True
             self._replica.leave()
 
 

@@ -44,6 +44,9 @@ class DefaultStrategy(Strategy):
         known = default.type in ("cpu", "cuda")
         super().__init__(AlonePlace(devices.Device(default.type if known else "cpu", default.index or 0)))
 
+    def close(self) -> None:
+        """Do nothing: it is there whenever no other strategy is."""
+
     def __repr__(self) -> str:
         return "<DefaultStrategy: one replica, this process>"
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from mirror_nb.collectives.options import Communication
+from mirror_nb.errors import PoolClosed
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.values import ReduceOp
@@ -47,6 +48,13 @@ class Place(ABC):
     # What gradients are reduced by, and how.
     seat: Seat | None
     # Of the replica that this is, for functions given to `command`; None in the controller.
+    closed = False
+    # Whether `close` has ended it.
+
+    def check_open(self) -> None:
+        """Raise PoolClosed if `close` has ended it."""
+        if self.closed:
+            raise PoolClosed("this strategy was closed; make a new one")
 
     @abstractmethod
     def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:
