@@ -993,6 +993,22 @@ def test_what_functions_fill_comes_back_though_the_cell_does_not_name_it(noteboo
     assert 3.0 in [*notebook.user_ns["history"], *notebook.user_ns["kept"], *notebook.user_ns["stats"].values()]
 
 
+@pytest.mark.parametrize("over", ["data", "Subset(data, [1, 0])", "ConcatDataset([Subset(data, [1, 0]), data])"])
+def test_a_data_set_that_is_changed_behind_its_loader_is_so_in_the_replicas(notebook, over):
+    notebook.here(
+        "from torch.utils.data import ConcatDataset, DataLoader, Subset\n"
+        "class Data:\n    factor = 1\n    def __len__(self): return 2\n"
+        f"    def __getitem__(self, i): return self.factor * (i + 1)\ndata = Data(); loader = DataLoader({over})"
+    )
+    look = "y = torch.cat(list(loader)).tolist()"
+    notebook.cell(look)
+    notebook.here("data.factor = 10")
+    notebook.cell(look)
+    assert notebook.user_ns["y"] == eval(look[4:], notebook.user_ns)
+    notebook.cell(look)
+    assert notebook.sent == []
+
+
 def test_what_cells_change_of_a_class_is_here_unless_each_replica_changes_it_in_its_own_way(notebook):
     notebook.here("class CFG:\n    best = None\n    lr = 1\ndef note(x): CFG.best = x\nmade, known = CFG(), CFG")
     notebook.cell("CFG.best = 5")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from mirror_nb import torchmetrics_objects
 from mirror_nb.contents import Content, class_content, content, is_refillable
@@ -26,6 +27,7 @@ from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, mirrored_value
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Arrivals, Packed, Payload, pack, unpack
 from mirror_nb.reads import names_read
+from mirror_nb.sources import is_users
 from mirror_nb.told import is_told
 from mirror_nb.values import PerReplica, Remote, merged
 
@@ -371,11 +373,16 @@ class Names:
             name = queue.pop()
             found = names_read(self.user_ns[name], self.user_ns)
             found |= {n for has in self._sent.values() if name in has for n in has[name].needs}
+            found |= self._names_of(_data_sets(self.user_ns[name]))
             for more in found:
                 if more not in needed and more not in names and self._travels(more):
                     needed.add(more)
                     queue.append(more)
         return needed
+
+    def _names_of(self, objects: list[object]) -> set[str]:
+        """Names of these objects, by which it is noticed that something has changed inside them."""
+        return {name for name, value in list(self.user_ns.items()) for one in objects if value is one}
 
     def _prune(self) -> None:
         """Let go of objects that the notebook no longer has under their name."""
@@ -584,6 +591,21 @@ def _imported(name: str) -> types.ModuleType | None:
 def _all_alike(exports: Mapping[int, Export]) -> bool:
     pickled = {export.payload.pickled if isinstance(export, Plain) else None for export in exports.values()}
     return len(pickled) == 1 and None not in pickled
+
+
+def _data_sets(value: object) -> list[object]:
+    """Return the data sets of the user's own classes that a loader reads, those within torch's own included."""
+    found: list[object] = []
+    queue: list[object] = [value.dataset] if isinstance(value, DataLoader) else []
+    while queue:
+        one = queue.pop()
+        if is_users(type(one).__module__):
+            found.append(one)
+        if isinstance(one, Subset):
+            queue.append(one.dataset)
+        elif isinstance(one, ConcatDataset):
+            queue += one.datasets
+    return found
 
 
 def _itself(value: object) -> list[nn.Module]:
