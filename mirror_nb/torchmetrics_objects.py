@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from mirror_nb.errors import ContextError
@@ -55,6 +56,7 @@ def settle(modules: Iterable[nn.Module]) -> None:
             try:
                 if ask(metric, "update_count"):
                     metric._computed, metric._update_count = ask(metric, "compute"), 1
+                    metric._mirror_nb_settled = True
             except Exception as reason:
                 reasons.append(reason)
         _asks.pop(id(metric), None)
@@ -66,15 +68,26 @@ def arrived(modules: Iterable[nn.Module], counts: bool) -> None:
     """Metrics came from another process: have them count anew, unless what they have counted `counts` here."""
     for metric in (metric for module in modules for metric in _metrics_in(module)):
         counted = getattr(metric, "_update_count", 0)
-        if counted and not counts:
+        if counted and not counts and not _is_settled(metric):
             metric.reset()
         _compute_anew(metric)
+
+
+def _is_settled(metric: Any) -> bool:
+    """Whether a metric has a value and no counts, as `settle` leaves it: then every replica is to have the value."""
+    if getattr(metric, "_computed", None) is None or not getattr(metric, "_mirror_nb_settled", False):
+        return False
+    # It may have counted since.
+    states = ((getattr(metric, name), default) for name, default in metric._defaults.items())
+    return all(
+        torch.equal(now, default) if isinstance(now, torch.Tensor) else now == default for now, default in states
+    )
 
 
 def _compute_anew(metric: Any) -> None:
     """Forget what a metric has computed: all replicas compute together, or those wait that have computed nothing."""
     for part in _metrics_in(metric):
-        if getattr(part, "_computed", None) is not None:
+        if getattr(part, "_computed", None) is not None and not _is_settled(part):
             part._computed = None
 
 

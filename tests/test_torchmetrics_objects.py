@@ -178,6 +178,8 @@ def test_cells_count_and_the_notebook_reads(shell, place):
     assert run("%%mirrored\nseen.compute()") == 3
     run("%%mirrored\nif replica_id == 0: seen.update(1.0)")
     assert run("seen.compute()") == 4
+    run("%mirror restart")
+    assert run("%%mirrored\nmetric.compute()") == plain(accuracy(), 7)
     run("%mirror stop")
     assert run("metric.compute()") == plain(accuracy(), 7)
     assert run("metric.reset(); metric.update(OUTPUTS, TARGETS); metric.compute()") == plain(accuracy())

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from mirror_nb.compiled import compiled_from
+from mirror_nb.contents import ARRAY_BYTES
 
 _SKIPPED = (
     *(str, bytes, int, float, complex, bool, type(None), type, tuple, types.ModuleType, types.BuiltinFunctionType),
@@ -32,10 +33,6 @@ _SKIPPED = (
 _ARRAYS = (torch.Tensor, np.ndarray)
 _DEPTH, _NUMBER, _LENGTH = 3, 200, 1000
 # How deep is looked, at how many objects, and up to which length what a container holds is compared.
-_ARRAY_BYTES = 1 << 20
-# Larger arrays are not compared: it would take longer than most steps.
-
-
 _Given = tuple[Sequence[Any], Mapping[str, Any]]
 # Arguments, and those by name.
 
@@ -138,7 +135,7 @@ def _content(obj: Any) -> Any:
     if isinstance(obj, torch.Tensor):
         return None if obj.is_inference() else obj._version
     if isinstance(obj, np.ndarray):
-        return hash(obj.tobytes()) if obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject else None
+        return hash(obj.tobytes()) if obj.nbytes <= ARRAY_BYTES and not obj.dtype.hasobject else None
     for kind in (dict, list, set, deque):
         if isinstance(obj, kind):
             return len(obj) if len(obj) > _LENGTH else kind(obj)
