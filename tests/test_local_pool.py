@@ -562,6 +562,33 @@ def test_a_second_interrupt_does_not_wait_for_the_grace(two, tmp_path, monkeypat
     two.mend()
 
 
+def test_a_key_that_was_pressed_twice_ends_no_replica_that_is_about_to_stop(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "SECOND_AFTER", 1000.0)
+    begun, pressed = tmp_path / "begun", tmp_path / "pressed"
+    (tmp_path / "slow_when_pressed_twice.py").write_text(
+        f"import os, time\nopen({str(begun)!r}, 'w').close()\n"
+        f"while not os.path.exists({str(pressed)!r}): time.sleep(0.01)\n"
+    )
+    before = pids(two)
+    counts = []
+
+    def press_twice() -> None:
+        for n in (1, 2):
+            press_ctrl_c()
+            eventually(lambda n=n: two._interrupts.count == n, f"interrupt {n} is noted")
+        counts.append(two._interrupts.count)
+        pressed.touch()
+
+    source = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport slow_when_pressed_twice"
+    with doing(press_twice, when=begun.exists):
+        ran = run_cell(two, source)
+    assert counts == [2]
+    assert ran.report.interrupted
+    assert not ran.report.deaths
+    assert pids(two) == before
+    two.mend()
+
+
 def test_a_cell_that_takes_longer_than_its_timeout_is_stopped(two):
     ran = run_cell(two, "kept = 2\nwhile True: pass", timeout=0.3)
     assert ran.report.timed_out

@@ -62,6 +62,8 @@ GRACE = 3.0
 # Seconds from an interrupt to the kill, and from the last word of a replica that it is held back.
 HELD_BACK_SECONDS = 20.0
 # From an interrupt to the kill, whatever the replica says: an import of torch's takes 5 s on a machine that is busy.
+SECOND_AFTER = 1.0
+# From the first interrupt to the kill that a second one asks for: a key that was pressed twice is no wish to lose all.
 SILENT_AFTER = 0.25
 # Seconds from a question to a look at a replica that does not answer it, from outside.
 UNEVEN_AFTER = 0.5
@@ -381,7 +383,8 @@ class Pool(ABC):
         `on_message` takes what they show meanwhile, `on_tick` the ids still at work, a few times a second. When one
         fails or dies, the others' waits in collectives are ended, then the others; on an interrupt
         (KeyboardInterrupt in the main thread) or after `timeout` seconds all are interrupted; what does not stop
-        within GRACE is killed, alone. Returns a Report and raises nothing for what replicas did.
+        within GRACE, or SECOND_AFTER if there is a second interrupt, is killed, alone. Returns a Report and raises
+        nothing for what replicas did.
 
         Raises PoolClosed when the pool is closed, ReplicaError when it is at work already.
         """
@@ -520,6 +523,8 @@ class _Following:
         # Why the others must end, in a few words.
         self._asked_for = False
         # By the user, or by the time that they set.
+        self._interrupted_at = math.inf
+        # By the user, first.
         self._question = 0
         self._asked: set[int] = set()
         self._standings: dict[int, hangs.Standing] = {}
@@ -659,10 +664,11 @@ class _Following:
             if self._reason is None and self._pending:
                 self._ask(range(self._pool.size))
         count = self._interrupts.taken()
-        if count >= 2 and self._pending:
-            self._kill()
-        elif count and self._reason != "interrupted":
+        if count and self._interrupted_at == math.inf:
+            self._interrupted_at = now
             self._end_now("interrupted", now)
+        elif count >= 2 and now >= self._interrupted_at + SECOND_AFTER:
+            self._kill()
         elif now > self._deadline:
             self._timed_out, self._deadline = True, math.inf
             self._end_now("the request took longer than its timeout", now)
