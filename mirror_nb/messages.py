@@ -138,6 +138,8 @@ class RunCell(_Compact):
     # True: some replicas do not run this cell, so that nothing in it may wait for all.
     widgets: bool = True
     # False: nobody draws widgets, as in a terminal.
+    deleted: tuple[str, ...] = ()
+    # Names that the notebook has deleted since it shared them.
 
 
 @dataclass(slots=True)

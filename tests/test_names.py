@@ -99,6 +99,7 @@ class Notebook:
 
     def _run(self, i: int, source: str, names: CellNames, parcel: Parcel | None, owner: bool) -> Any:
         replica = self.replicas[i]
+        replica.delete(self.names.take_deleted(i))
         if parcel is not None:
             slab = parcel.packed.slab
             replica.bind(parcel.packed.payload, os.dup(slab) if slab is not None else None)
@@ -1048,3 +1049,66 @@ def test_parts_that_a_cell_takes_away_or_adds_are_so_here_and_the_network_stays_
     assert eval("net(torch.ones(1, 2)).shape", notebook.user_ns) == (1, 3)
     notebook.cell("y = len(net)")
     assert notebook.user_ns["y"] == 3
+
+
+def test_a_name_that_the_notebook_deletes_is_deleted_in_the_replicas(notebook):
+    notebook.here("k = 1")
+    notebook.cell("made = k + replica_id\nnet = nn.Linear(2, 2)")
+    notebook.here("del k, made, net")
+    notebook.cell("pass")
+    assert [set(replica.names) & {"k", "made", "net"} for replica in notebook.replicas] == [set(), set()]
+
+
+def test_what_a_deleted_network_took_is_free_in_the_replicas(notebook):
+    notebook.cell("net = nn.Linear(2, 2)\noptimizer = torch.optim.Adam(net.parameters())")
+    alive = [weakref.ref(notebook.there("net", r).weight) for r in (0, 1)]
+    notebook.here("del net, optimizer")
+    notebook.cell("pass")
+    gc.collect()
+    notebook.cell("pass")
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_a_name_deleted_after_it_was_bound_anew_leaves_no_earlier_value(notebook):
+    notebook.here("k = 1")
+    notebook.cell("k")
+    notebook.here("k = 2")
+    notebook.cell("pass")
+    notebook.here("del k")
+    with pytest.raises(NameError):
+        notebook.cell("k")
+
+
+def test_a_name_deleted_and_bound_anew_is_there(notebook):
+    notebook.here("k = 1")
+    notebook.cell("k")
+    notebook.here("del k")
+    notebook.here("k = 2")
+    notebook.cell("seen = k")
+    assert notebook.user_ns["seen"] == 2
+
+
+def test_a_deleted_name_is_deleted_in_replicas_that_had_no_part_in_the_next_cell(notebook):
+    notebook.here("k = 1")
+    notebook.cell("k")
+    notebook.here("del k")
+    notebook.cell("pass", replicas=[0])
+    assert "k" in notebook.replicas[1].names
+    notebook.cell("pass")
+    assert "k" not in notebook.replicas[1].names
+
+
+def test_names_that_mirror_nb_gives_each_replica_are_not_deleted(notebook):
+    notebook.cell("device = 'mine'")
+    notebook.user_ns.pop("device", None)
+    notebook.cell("there = replica_id, num_replicas, strategy is not None, device")
+    assert notebook.there("there", 1)[:3] == (1, 2, True)
+
+
+def test_a_name_of_which_the_notebook_took_nothing_is_left_alone_in_the_replica(notebook):
+    notebook.cell("kept = 5")
+    notebook.here("del kept")
+    notebook.names.forget(0, ["kept"])
+    notebook.cell("pass")
+    assert ["kept" in replica.names for replica in notebook.replicas] == [True, False]

@@ -90,6 +90,8 @@ class Names:
         self._fetch = fetch
         self._sent: dict[int, dict[str, _Shared]] = {}
         # By replica: what it was sent, or what came from it.
+        self._there: dict[int, set[str]] = {}
+        # By replica: names that it has, of whatever value, and that the notebook had, too.
         self._holders: dict[str, set[int]] = {}
         # By handle of a network: the replicas that have it.
         self._lacking: dict[str, str] = {}
@@ -106,6 +108,7 @@ class Names:
     def forget_replica(self, replica_id: int) -> None:
         """The replica starts anew and has nothing."""
         self._sent.pop(replica_id, None)
+        self._there.pop(replica_id, None)
         self.lent.forget_replica(replica_id)
         for holders in self._holders.values():
             holders.discard(replica_id)
@@ -113,6 +116,7 @@ class Names:
     def restored(self, replica_id: int, source: int) -> None:
         """The replica took over everything that `source` has."""
         self._sent[replica_id] = dict(self._sent.get(source, {}))
+        self._there[replica_id] = set(self._there.get(source, ()))
         self.lent.restored(replica_id, source)
         for holders in self._holders.values():
             if source in holders:
@@ -122,6 +126,7 @@ class Names:
         """Take it that the replica lacks these names."""
         for name in names:
             self._sent.get(replica_id, {}).pop(name, None)
+            self._there.get(replica_id, set()).discard(name)
 
     def note(self, replica_id: int, name: str, value: object) -> None:
         """The replica's name stands for this value of the notebook."""
@@ -133,6 +138,7 @@ class Names:
         shared = {name: _Shared(value, self._content(value), needs) for name, value in values.items()}
         for replica_id in replicas:
             self._sent.setdefault(replica_id, {}).update(shared)
+            self._there.setdefault(replica_id, set()).update(shared)
 
     # ------------------------------------------------------------------ out
 
@@ -389,6 +395,13 @@ class Names:
         for has in self._sent.values():
             for name in [n for n, shared in has.items() if self.user_ns.get(n, _MISSING) is not shared.value]:
                 del has[name]
+
+    def take_deleted(self, replica_id: int) -> tuple[str, ...]:
+        """Return the names that the replica is to delete, as the notebook did, and take them for deleted."""
+        there = self._there.get(replica_id, set())
+        names = [name for name in there if name not in self.user_ns and name not in RESERVED]
+        there.difference_update(names)
+        return tuple(sorted(names))
 
     # ------------------------------------------------------------------ in
 

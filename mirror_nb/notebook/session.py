@@ -439,6 +439,7 @@ class Session:
                 owner=replica_id == replicas[0],
                 sources=self._sources(parcel, replica_id),
                 widgets=getattr(self._shell, "kernel", None) is not None,
+                deleted=self._names.take_deleted(replica_id),
             )
             slabs[replica_id] = parcel.packed.slab if parcel is not None else None
         self._untaught.difference_update(replicas)

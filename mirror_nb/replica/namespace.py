@@ -118,6 +118,11 @@ class Namespace:
             self.objects.keep(handle, obj)
         return value
 
+    def delete(self, names: Iterable[str]) -> None:
+        """Let go of what the notebook has deleted."""
+        for name in names:
+            self.names.pop(name, None)
+
     def bind(self, payload: Any, slab: int | None) -> None:
         """Bind the names of a payload, which is a dict, or `Changed`."""
         opened = self.open(payload, slab)

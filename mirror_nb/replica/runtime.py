@@ -306,6 +306,7 @@ class Replica:
         self._progress.begin()
         with contextlib.suppress(OSError):
             os.chdir(cell.working_directory)
+        self.namespace.delete(cell.deleted)
         if cell.names is not None:
             self.namespace.bind(cell.names, slab)
         before = self.namespace.before(cell.mentioned, number)
