@@ -536,6 +536,8 @@ class Exports:
     # Handles of networks that the replica no longer has.
     altered: tuple[str, ...] = ()
     # Names of objects of the user's own classes that a cell changed in place: they stay as they are on both sides.
+    deleted: tuple[str, ...] = ()
+    # Names that the cell has deleted.
     objects: dict[str, Payload | None] = field(default_factory=dict)
     # New optimizers, schedulers and scalers by handle, each after those that it refers to; None from the others, and
     # where one is inside a network.

@@ -262,10 +262,10 @@ def test_an_object_whose_class_has_a_say_in_what_it_holds_is_another_one_after_a
     assert notebook.user_ns["rates"] == [2, 3, 1, 2]
 
 
-def test_an_object_that_a_cell_has_deleted_is_there_again_after_a_change(notebook):
+def test_an_object_whose_name_one_replica_has_deleted_is_there_again_after_a_change(notebook):
     notebook.here("import types\nclass Config: pass\nconfig, simple = Config(), types.SimpleNamespace()")
     notebook.here("config.rate = simple.rate = 1")
-    notebook.cell("config, simple\ndel config, simple")
+    notebook.cell("config, simple\nif replica_id: del config, simple")
     notebook.here("config.rate = simple.rate = 2")
     notebook.cell("rates = [config.rate, simple.rate]")
     assert notebook.user_ns["rates"] == [2, 2]
@@ -1112,3 +1112,61 @@ def test_a_name_of_which_the_notebook_took_nothing_is_left_alone_in_the_replica(
     notebook.names.forget(0, ["kept"])
     notebook.cell("pass")
     assert ["kept" in replica.names for replica in notebook.replicas] == [True, False]
+
+
+def test_a_name_that_a_cell_deletes_is_deleted_in_the_notebook(notebook):
+    notebook.here("k, kept = 1, 2")
+    notebook.cell("made = k + replica_id\nnet = nn.Linear(2, 2)")
+    assert notebook.cell("del k, made, net").deleted == ["k", "made", "net"]
+    assert notebook.user_ns.keys().isdisjoint({"k", "made", "net"})
+    assert notebook.user_ns["kept"] == 2
+
+
+def test_a_name_that_a_function_of_a_cell_deletes_is_deleted_in_the_notebook(notebook):
+    notebook.here("k = 1")
+    notebook.cell("def let_go():\n    global k\n    del k\nk\nlet_go()")
+    assert "k" not in notebook.user_ns
+
+
+def test_a_name_that_a_cell_deletes_and_binds_again_holds_what_it_was_bound_to(notebook):
+    notebook.here("k = 1")
+    assert notebook.cell("del k\nk = 2").deleted == []
+    assert notebook.user_ns["k"] == 2
+
+
+def test_a_name_that_one_replica_deletes_stays_and_is_sent_to_it_again(notebook):
+    notebook.here("k = 1")
+    assert notebook.cell("k\nif replica_id: del k").deleted == []
+    assert notebook.user_ns["k"] == 1
+    notebook.cell("seen = k")
+    assert notebook.user_ns["seen"] == 1
+    assert notebook.sent == ["k"]
+
+
+def test_a_name_that_a_cell_deletes_is_deleted_in_replicas_that_had_no_part_in_it(notebook):
+    notebook.here("k = 1")
+    notebook.cell("k")
+    notebook.cell("del k", replicas=[0])
+    assert "k" not in notebook.user_ns
+    notebook.cell("pass")
+    assert "k" not in notebook.replicas[1].names
+
+
+def test_the_very_value_that_a_cell_let_go_of_can_be_bound_again(notebook):
+    notebook.here("k = held = torch.ones(2)")
+    notebook.cell("k\ndel k")
+    notebook.here("k = held")
+    notebook.cell("seen = float(k.sum())")
+    assert notebook.user_ns["seen"] == 2
+
+
+def test_a_name_that_a_cell_could_have_deleted_but_did_not_stays(notebook):
+    notebook.here("k = 1")
+    assert notebook.cell("if False: del k").deleted == []
+    assert notebook.user_ns["k"] == 1
+
+
+def test_a_name_that_one_replica_alone_had_and_deletes_is_deleted_in_the_notebook(notebook):
+    notebook.cell("if replica_id: k = 1")
+    assert notebook.cell("globals().pop('k', None)").deleted == ["k"]
+    assert "k" not in notebook.user_ns

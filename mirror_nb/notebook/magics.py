@@ -184,6 +184,26 @@ def _parsed(magic: Any, line: str) -> Any:
     except ValueError as reason:
         # A quotation mark without its other half.
         raise MagicUsageError(f"{line!r} cannot be read: {reason}") from None
+    except MagicUsageError as error:
+        if "unrecognized" not in str(error):
+            raise
+        raise MagicUsageError(f"{error}; {_instead(magic, line)}") from None
+
+
+def _instead(magic: Any, line: str) -> str:
+    """Return what a line with arguments that the magic does not have could have meant."""
+    own = _options(magic)
+    elsewhere = [word.partition("=")[0] for word in arg_split(line) if word.partition("=")[0] in _STARTING - own]
+    if elsewhere:
+        return f"{' and '.join(elsewhere)} belongs to `%mirror start`, which the cells after it go by"
+    return f"there are {', '.join(sorted(own))}"
+
+
+def _options(magic: Any) -> set[str]:
+    return {option for action in magic.parser._actions for option in action.option_strings if option.startswith("--")}
+
+
+_STARTING = {"--devices", "--ops", "--bucket-mb", "--compression", "--seed", "--in-process"}
 
 
 @contextlib.contextmanager

@@ -68,6 +68,8 @@ class Returned:
     # Names that hold a value in the notebook now.
     stayed: list[str] = field(default_factory=list)
     # Names that hold a stand-in.
+    deleted: list[str] = field(default_factory=list)
+    # Names that the cell has deleted, in the notebook too.
     altered: list[str] = field(default_factory=list)
     # Names whose objects were changed in the replicas alone, as this cell was the first to show.
     diverged: list[str] = field(default_factory=list)
@@ -447,12 +449,24 @@ class Names:
             else:
                 self._absorb_name(name, exports, owner, opened, returned)
         returned.altered = self._note_altered(altered)
+        returned.deleted = self._follow_deleted(opened)
         returned.diverged = self._note_diverged(opened)
         results = {r: e.result for r, e in opened.items() if e.result is not None}
         if results:
             returned.result = self._value("_", results, owner, opened)
         del objects
         return returned
+
+    def _follow_deleted(self, opened: Mapping[int, Exports]) -> list[str]:
+        """Delete here what the cell has deleted, unless one of its replicas still has it."""
+        for replica_id, exports in opened.items():
+            self.forget(replica_id, exports.deleted)
+        kept = {name for replica_id in opened for name in self._there.get(replica_id, ())}
+        names = {name for exports in opened.values() for name in exports.deleted}
+        followed = sorted(name for name in names - kept if name in self.user_ns)
+        for name in followed:
+            del self.user_ns[name]
+        return followed
 
     def _note_altered(self, altered: Iterable[str]) -> list[str]:
         first = []

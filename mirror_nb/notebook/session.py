@@ -130,6 +130,8 @@ class _Ledger:
             parts.append(f"not sent, since the replicas have changed it too: {names} (%mirror push {names})")
         if self.returned.bound:
             parts.append(f"back {_listed(self.returned.bound)}")
+        if self.returned.deleted:
+            parts.append(f"deleted {_listed(self.returned.deleted)}")
         if self.returned.stayed:
             parts.append(f"stays in the replicas: {_listed(self.returned.stayed)}")
         if self.returned.altered:

@@ -90,6 +90,8 @@ class Namespace:
         # As the controller knows it.
         self._altered: tuple[str, ...] = ()
         # Names whose objects the latest cell changed in place, and that do not travel for it.
+        self._deleted: tuple[str, ...] = ()
+        # Names that the latest cell has deleted.
         self._label = ""
         # Of the latest cell, for the classes that it made.
 
@@ -187,10 +189,8 @@ class Namespace:
         return self.mirrors.resolve(token)
 
     def _changed_object(self, name: str, kind: Any) -> object:
-        """Return what bears the name, to be given other attributes; a new one if a cell has deleted it here."""
-        obj = self.names.get(name, _MISSING)
-        if obj is _MISSING:
-            return kind.__new__(kind)
+        """Return what bears the name, to be given other attributes."""
+        obj = self._resolve(("name", name))
         if type(obj) is not kind:
             # As it was in the notebook: autoreload gives objects another class.
             obj.__class__ = kind
@@ -212,7 +212,10 @@ class Namespace:
         return class_content(value, self.reference) if isinstance(value, type) else content(value, self.reference)
 
     def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
-        """Return the names that were bound since, or whose content was changed in place; uses `before` up."""
+        """Return the names that were bound since, or whose content was changed in place; uses `before` up.
+
+        What was deleted since is told by the next `export`.
+        """
         altered: set[str] = set()
         names = {n for n, value in self.names.items() if before.objects.get(n, _MISSING) is not value}
         names |= {n for n in bound if n in self.names}
@@ -220,6 +223,7 @@ class Namespace:
             if name in self.names and name not in names and not held.same(self._content(self.names[name])):
                 (altered if held.own else names).add(name)
         names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
+        self._deleted = tuple(sorted(n for n in before.objects if n not in self.names and travels(n)))
         # What the cell let go of must be gone by the time the controller is told what is here.
         before.objects.clear()
         before.contents.clear()
@@ -258,8 +262,8 @@ class Namespace:
         for obj in self.objects.outgrown():
             self._plain(obj, "", fresh, whole)
         gone = (*self.mirrors.gone(), *self.objects.take_gone())
-        exports = Exports(exported, self._changed_search(), {}, {}, shown, gone, self._altered)
-        self._altered = ()
+        exports = Exports(exported, self._changed_search(), {}, {}, shown, gone, self._altered, self._deleted)
+        self._altered = self._deleted = ()
         networks = fresh.networks
         if owner:
             exports.modules.update(networks)
