@@ -292,7 +292,7 @@ def test_an_object_that_a_cell_changes_stays_as_it_is_on_both_sides_and_is_told_
     assert (notebook.sent, notebook.there("x").sizes) == ([], [])
     for replica in range(2):
         # As `%mirror push` does.
-        notebook.names.forget(replica, ["x"])
+        notebook.names.outdate(replica, ["x"])
     notebook.cell("x")
     assert (notebook.sent, notebook.there("x").lr) == (["x"], 1)
     notebook.here("x.lr = 2")
@@ -1170,3 +1170,26 @@ def test_a_name_that_one_replica_alone_had_and_deletes_is_deleted_in_the_noteboo
     notebook.cell("if replica_id: k = 1")
     assert notebook.cell("globals().pop('k', None)").deleted == ["k"]
     assert "k" not in notebook.user_ns
+
+
+def test_a_name_whose_push_failed_is_deleted_in_the_replicas_with_the_notebooks(notebook):
+    notebook.here("import threading\nk = [1]")
+    notebook.cell("k")
+    notebook.here("k.append(threading.Lock())")
+    for replica in range(2):
+        notebook.names.outdate(replica, ["k"])
+    with pytest.raises(TransferError):
+        notebook.names.prepare(["k"], range(2))
+    notebook.here("del k")
+    notebook.cell("pass")
+    assert ["k" in replica.names for replica in notebook.replicas] == [False, False]
+
+
+def test_a_name_that_a_replica_took_over_from_another_is_deleted_with_the_notebooks(notebook):
+    notebook.here("k = 1")
+    notebook.cell("k")
+    notebook.names.forget_replica(1)
+    notebook.names.restored(1, 0)
+    notebook.here("del k")
+    notebook.cell("pass")
+    assert ["k" in replica.names for replica in notebook.replicas] == [False, False]

@@ -126,9 +126,13 @@ class Names:
 
     def forget(self, replica_id: int, names: Iterable[str]) -> None:
         """Take it that the replica lacks these names."""
+        self.outdate(replica_id, names)
+        self._there.get(replica_id, set()).difference_update(names)
+
+    def outdate(self, replica_id: int, names: Iterable[str]) -> None:
+        """Take it that the replica has other values of these names."""
         for name in names:
             self._sent.get(replica_id, {}).pop(name, None)
-            self._there.get(replica_id, set()).discard(name)
 
     def note(self, replica_id: int, name: str, value: object) -> None:
         """The replica's name stands for this value of the notebook."""

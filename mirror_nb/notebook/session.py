@@ -521,7 +521,7 @@ class Session:
         if lacking or not names:
             raise UsageError(f"the notebook has no name `{'`, `'.join(lacking)}`" if lacking else "push which names?")
         for replica_id in range(pool.size):
-            self._names.forget(replica_id, names)
+            self._names.outdate(replica_id, names)
         parcels = self._names.prepare(names, range(pool.size))
         nbytes = 0
         for parcel in parcels:
