@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mirror_nb.payload import Limited
+from mirror_nb.pickler import Limited
 from mirror_nb.sources import is_users
 
 WATCHED_BYTES = 1 << 16

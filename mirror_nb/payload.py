@@ -1,60 +1,47 @@
-"""Objects to bytes and back: cloudpickle, with tensors and arrays beside the pickle in one shared slab.
+"""Objects to bytes and back: cloudpickle, with tensors and arrays beside the pickle in one slab.
 
-The slab is an anonymous file. Whoever receives its descriptor maps it privately: all processes read the
-same pages, nothing is copied, and a process that writes gets pages of its own. Knows nothing of sockets,
-replicas or notebooks.
+Knows nothing of sockets, replicas or notebooks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dis
-import functools
 import importlib
 import io
-import itertools
-import mmap
-import operator
 import os
 import pickle
 import sys
-import tempfile
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from mirror_nb import submodules
+from mirror_nb import slab as slabs
 from mirror_nb.compiled import reduce_compiled
 from mirror_nb.ddp import begun, reduce_ddp
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.event_files import reduce_writer
 from mirror_nb.keras_objects import reduce_keras, repairing
+from mirror_nb.nest import Nest, NotSimpleError, dressed
 from mirror_nb.parametrized import reduce_parametrized
-from mirror_nb.reporting import warned_of
+from mirror_nb.pickler import Limited, Pickler, TooLarge, global_names, label_class, module_by_name
 from mirror_nb.sharded import refuse
 from mirror_nb.surroundings import look_in
 from mirror_nb.told import count_steps, is_told, whole_state, without_moments
-
-submodules.install()
 
 IN_BAND_BYTES = 128 * 1024
 # So much of an object's buffers stays in the pickle: for 100 KB a slab takes 90 µs, a socket 15.
 IN_BAND_ITEMS = 512
 # Of a nest that its message pickles: a message takes less than 1024 pieces (IOV_MAX).
-DEPTH = 32
-# Of a nest that is packed as a simple one.
 MESSAGE_BYTES = 160 * 1024
 # A longer pickle lies in the slab too: a message that a socket's buffer holds is sent without waiting for a
 # receiver that may be stopped, and what is sent to many is not copied for each.
-ALIGNMENT = 64
 _NAMESPACE = "namespace"
 
 
@@ -74,7 +61,7 @@ class Payload:
     simple: bool = False
     # Made by pickle's own pickler, of what refers to nothing.
     nest: tuple[Any, ...] = ()
-    # Of `_Nest`, which its message pickles: the object is simple and small, and needs no pickle of its own.
+    # Of `Nest`, which its message pickles: the object is simple and small, and needs no pickle of its own.
     arrived: bool = False
     # The nest was in a message, so that nobody else has its tensors.
 
@@ -221,23 +208,6 @@ class Lacking(nn.Module):
         """Nothing of it can be used."""
 
 
-class Limited(io.BytesIO):
-    """A file that refuses to grow beyond a limit, so that a huge object is given up early."""
-
-    def __init__(self, limit: int | None) -> None:
-        super().__init__()
-        self.limit = limit
-
-    def write(self, data: Any) -> int:
-        if self.limit is not None and self.tell() + memoryview(data).nbytes > self.limit:
-            raise TooLarge
-        return super().write(data)
-
-
-class TooLarge(Exception):
-    """The object takes more than the limit given to `pack`."""
-
-
 class _Outside:
     """The buffers of an object that travel beside its pickle; at most `budget` bytes of them."""
 
@@ -256,59 +226,6 @@ class _Outside:
             raise TooLarge
         self.buffers.append(raw)
         return False
-
-
-class Pickler(cloudpickle.Pickler):
-    """cloudpickle's, but code keeps the file where it was written, for tracebacks; from 3.1.3 on it loses it.
-
-    And a function that arrives anew with each call warns once all the same: what it has warned of is known there.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is types.CodeType:
-            return _code_at, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
-        if type(obj) is types.FunctionType and id(obj.__globals__) not in self.globals_ref:
-            here = obj.__globals__
-            anew = {name: here[name] for name in ("__package__", "__name__", "__path__", "__file__") if name in here}
-            self.globals_ref[id(here)] = anew | {"__warningregistry__": _Warned(str(here.get("__name__")))}
-        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
-            # By its name, as it wants to, it would be looked for in another __main__. What it remembers stays here.
-            return _cached, (obj.__wrapped__, obj.cache_parameters())
-        if type(obj) is functools.cached_property:
-            # Python 3.11's has a lock.
-            return _cached_property, (obj.func, obj.attrname)
-        return super().reducer_override(obj)
-
-
-def _cached(function: Any, parameters: dict[str, Any]) -> Any:
-    return functools.lru_cache(**parameters)(function)
-
-
-def _cached_property(function: Any, name: str | None) -> Any:
-    made = functools.cached_property(function)
-    made.attrname = name
-    return made
-
-
-class _Warned:
-    """Stands for what functions of a module have warned of, where they arrive."""
-
-    def __init__(self, module: str) -> None:
-        self._module = module
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return warned_of, (self._module,)
-
-
-def _code_at(file: str, make: Callable[..., types.CodeType], parts: tuple[Any, ...]) -> types.CodeType:
-    return make(*parts).replace(co_filename=file)
-
-
-def dumps(obj: object) -> bytes:
-    """Pickle an object as cloudpickle's function of that name does."""
-    file = io.BytesIO()
-    Pickler(file, protocol=5).dump(obj)
-    return file.getvalue()
 
 
 class _Packer(Pickler):
@@ -485,103 +402,6 @@ _NEVER_REFERRED = frozenset(
 )
 
 
-# --------------------------------------------------------------------------- what is simple, in a quarter of the time
-
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
-_NUMPY = tuple(torch.empty(0, dtype=dtype).numpy().dtype for dtype in _DTYPES)
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-
-
-def _dressed(bare: Any, forms: Iterator[tuple[int, tuple[int, ...]]]) -> Any:
-    """Return a nest with its tensors, of which `bare` has the bytes, and `forms` in their order dtype and shape."""
-    kind = type(bare)
-    if kind is bytearray or kind is memoryview:
-        code, shape = next(forms)
-        # By way of NumPy, which takes the shape at once: a third of the time of a view.
-        return torch.from_numpy(np.ndarray(shape, _NUMPY[code], bare))
-    if kind is tuple or kind is list:
-        return kind([_dressed(item, forms) for item in bare])
-    return {key: _dressed(item, forms) for key, item in bare.items()} if kind is dict else bare
-
-
-class _NotSimpleError(Exception):
-    pass
-
-
-class _Nest:
-    """Makes a nest of numbers, strings and plain tensors ready for pickle's own, fast pickler.
-
-    No class is in what it makes: pickle looks each up by its name, at both ends.
-    """
-
-    __slots__ = ("_reference", "_seen", "forms", "items", "nbytes")
-
-    def __init__(self, reference: Callable[[object], Any]) -> None:
-        self._reference = reference
-        self._seen: set[int] = set()
-        self.forms: list[tuple[int, tuple[int, ...]]] = []
-        # Of its tensors, as `_dressed` takes them.
-        self.items = self.nbytes = 0
-        # Of what `bare` was given: its members at all depths, and the bytes of its tensors and strings.
-
-    def bare(self, obj: Any, depth: int = 0) -> Any:
-        """Return the nest with the bytes of its tensors in their place.
-
-        Raises _NotSimpleError for everything else: for what is met twice, too, whose identity has to be kept.
-        """
-        kind = type(obj)
-        self.items += 1
-        if kind is torch.Tensor:
-            return self._bytes_of(obj)
-        if kind is str or kind is bytes:
-            self.nbytes += len(obj)
-        elif kind is int:
-            self.nbytes += obj.bit_length() >> 3
-        elif kind is tuple or kind is list:
-            if obj:
-                self._once(id(obj), depth)
-            return kind([self.bare(item, depth + 1) for item in obj])
-        elif kind is dict:
-            self._once(id(obj), depth)
-            if not all(type(key) in _KEYS for key in obj):
-                raise _NotSimpleError
-            return {self.bare(key): self.bare(item, depth + 1) for key, item in obj.items()}
-        elif kind is not float and kind is not bool and obj is not None:
-            raise _NotSimpleError
-        return obj
-
-    def _bytes_of(self, tensor: torch.Tensor) -> pickle.PickleBuffer:
-        code, shape = _CODES.get(tensor.dtype), tuple(tensor.shape)
-        if code is None or self._reference(tensor) is not None:
-            raise _NotSimpleError
-        try:
-            array: Any = tensor.numpy()
-        except (RuntimeError, TypeError) as reason:
-            # On a GPU, with a gradient to come, sparse, nested or to be negated.
-            raise _NotSimpleError from reason
-        # Not one whose strides would be others when it is made anew.
-        if not array.size or tensor.stride() != _strides(shape):
-            raise _NotSimpleError
-        self._once(tensor.untyped_storage().data_ptr(), 0)
-        self.nbytes += array.nbytes
-        self.forms.append((code, shape))
-        return pickle.PickleBuffer(array)
-
-    def _once(self, identity: int, depth: int) -> None:
-        # Whoever opens it may be deeper in calls than its sender.
-        if identity in self._seen or depth > DEPTH:
-            raise _NotSimpleError
-        self._seen.add(identity)
-
-
-_KEYS = frozenset({str, bytes, int, float, bool, type(None)})
-
-
-@functools.lru_cache(1024)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1] if shape else ()
-
-
 def _plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided
@@ -592,43 +412,6 @@ def _plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.dtype.is_complex
     )
-
-
-def module_by_name(module: types.ModuleType) -> tuple[Any, ...] | None:
-    """Return how to import a module that is of a class of its own, `torch.ops` for instance; None: it has no name.
-
-    cloudpickle takes it along with `torch` wherever code says `.ops`, as in `keras.ops`, and cannot pickle it.
-    """
-    name = module.__name__
-    return (importlib.import_module, (name,)) if sys.modules.get(name) is module else None
-
-
-def global_names(code: types.CodeType) -> set[str]:
-    """Return every name that `code`, or a function inside it, may look up in its globals."""
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= global_names(constant)
-    return names
-
-
-def label_class(kind: type, label: str, namespace: MutableMapping[str, Any]) -> None:
-    """Let a class that a cell made be the same class wherever it comes from, if `label` is the same on all replicas.
-
-    cloudpickle knows a class by an id that each process draws for itself: the class of a cell would arrive as
-    one class from each replica, and objects of it would never be equal.
-    """
-    known = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", None)
-    by_id = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", None)
-    if known is None or by_id is None or kind in known or kind.__module__ != namespace.get("__name__"):
-        return
-    name = f"mirror_nb {label} {kind.__qualname__}"
-    while name in by_id:
-        name += "'"
-    known[kind], by_id[name] = name, kind
-
-
-_GLOBAL_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 
 
 @dataclass(slots=True)
@@ -674,10 +457,10 @@ def pack(
     if namespace is None and limit is None and not in_band:
         if obj is None:
             return _NONE
-        nest = _Nest(reference)
+        nest = Nest(reference)
         try:
             bare = nest.bare(obj), nest.forms
-        except _NotSimpleError:
+        except NotSimpleError:
             pass
         else:
             return _pack_simple(bare, nest.items <= IN_BAND_ITEMS and nest.nbytes <= IN_BAND_BYTES)
@@ -717,53 +500,9 @@ def _in_slab(
     """Put the buffers into a slab, and the pickle too if it is long."""
     if len(pickled) > MESSAGE_BYTES:
         pickled, buffers = b"", [*buffers, memoryview(pickled)]
-    extents, slab = _write_slab(buffers)
+    extents, slab = slabs.write(buffers)
     size = extents[-1][0] + extents[-1][1] if extents else 0
     return Packed(Payload(pickled, extents, size, simple), slab, names, files)
-
-
-def _write_slab(buffers: list[memoryview]) -> tuple[tuple[tuple[int, int], ...], int | None]:
-    if not buffers:
-        return (), None
-    extents, offset = [], 0
-    for buffer in buffers:
-        extents.append((offset, buffer.nbytes))
-        offset += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
-    size = extents[-1][0] + extents[-1][1]
-    slab = anonymous_file(size)
-    try:
-        # Half the time of a copy into a mapping, which faults for every page.
-        for (start, _), buffer in zip(extents, buffers, strict=True):
-            rest = buffer.cast("B")
-            while rest.nbytes:
-                written = os.pwrite(slab, rest, start)
-                start, rest = start + written, rest[written:]
-    except BaseException:
-        os.close(slab)
-        raise
-    return tuple(extents), slab
-
-
-def anonymous_file(size: int) -> int:
-    """Return the descriptor of a new file of `size` bytes that no folder shows and that ends with its last user.
-
-    A memfd where there is one: it is bound by memory, not by /dev/shm (64 MB in Docker). Raises TransferError
-    when there is no room.
-    """
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("mirror_nb", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    try:
-        os.truncate(descriptor, size)
-        if hasattr(os, "posix_fallocate"):
-            # Without the reservation a full machine shows as SIGBUS in the middle of a copy.
-            os.posix_fallocate(descriptor, 0, size)
-    except OSError as reason:
-        os.close(descriptor)
-        raise TransferError(f"no shared memory for {size / 2**20:.1f} MiB: {reason}") from reason
-    return descriptor
 
 
 class _Opener(pickle.Unpickler):
@@ -838,18 +577,12 @@ def unpack(
     if payload.nest:
         # In a pool without processes no message has copied it.
         bare, forms = payload.nest if payload.arrived else pickle.loads(pickle.dumps(payload.nest, 5))
-        return _dressed(bare, iter(forms)) if forms else bare, Arrivals()
-    buffers: list[memoryview] = []
-    if slab is not None:
-        try:
-            view = memoryview(mmap.mmap(slab, payload.slab_bytes, access=mmap.ACCESS_COPY))
-        finally:
-            os.close(slab)
-        buffers = [view[start : start + length] for start, length in payload.extents]
+        return dressed(bare, iter(forms)) if forms else bare, Arrivals()
+    buffers = slabs.opened(slab, payload.slab_bytes, payload.extents)
     pickled: Any = payload.pickled or buffers.pop()
     if payload.simple:
         bare, forms = pickle.loads(pickled, buffers=buffers)
-        return _dressed(bare, iter(forms)) if forms else bare, Arrivals()
+        return dressed(bare, iter(forms)) if forms else bare, Arrivals()
     opener = _Opener(pickled, buffers, namespace, resolve, device, lenient)
     before, _opening = _opening, opener
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from mirror_nb.payload import global_names
+from mirror_nb.pickler import global_names
 
 
 def names_read(value: object, namespace: Mapping[str, Any]) -> set[str]:

@@ -29,7 +29,8 @@ from mirror_nb.messages import (
     Snapshot,
     Stream,
 )
-from mirror_nb.payload import Payload, anonymous_file
+from mirror_nb.payload import Payload
+from mirror_nb.slab import anonymous_file
 
 
 @pytest.fixture

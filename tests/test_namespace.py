@@ -14,7 +14,8 @@ from torch import nn
 from mirror_nb.contents import ARRAY_BYTES, WATCHED_BYTES, content
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
-from mirror_nb.payload import Packed, TooLarge, pack, unpack
+from mirror_nb.payload import Packed, pack, unpack
+from mirror_nb.pickler import TooLarge
 from mirror_nb.replica import outgoing as outgoing_module
 from mirror_nb.replica.namespace import Namespace, describe
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from cloudpickle import cloudpickle
 
-from mirror_nb import payload
+from mirror_nb import pickler
 from mirror_nb.submodules import find_imported_submodules
 
 
@@ -50,10 +50,10 @@ def test_the_same_submodules_are_found(function: Callable[[], object], modules: 
 
 
 def test_cloudpickle_asks_here():
-    assert payload.submodules.find_imported_submodules is cloudpickle._find_imported_submodules
+    assert pickler.submodules.find_imported_submodules is cloudpickle._find_imported_submodules
 
 
 def test_a_cloudpickle_without_that_function_stays_as_it_is(monkeypatch):
     monkeypatch.delattr(cloudpickle, "_find_imported_submodules")
-    payload.submodules.install()
+    pickler.submodules.install()
     assert not hasattr(cloudpickle, "_find_imported_submodules")

@@ -33,7 +33,8 @@ from mirror_nb.mirrors import (
     mirrored_values,
     mixed,
 )
-from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, TooLarge, label_class, pack, unpack
+from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, pack, unpack
+from mirror_nb.pickler import TooLarge, label_class
 from mirror_nb.reads import reached
 from mirror_nb.replica.objects import Objects
 from mirror_nb.replica.outgoing import (

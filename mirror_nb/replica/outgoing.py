@@ -21,7 +21,8 @@ from mirror_nb.errors import TransferError
 from mirror_nb.keras_objects import reduce_keras
 from mirror_nb.mirrors import Mirrors, tensors
 from mirror_nb.parametrized import reduce_parametrized
-from mirror_nb.payload import Payload, TooLarge, pack, unpack
+from mirror_nb.payload import Payload, pack, unpack
+from mirror_nb.pickler import TooLarge
 from mirror_nb.replica.objects import Objects
 from mirror_nb.sharded import has_sharded
 from mirror_nb.told import is_told

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from mirror_nb.compiled import compiled_from
-from mirror_nb.payload import Payload, global_names
+from mirror_nb.payload import Payload
+from mirror_nb.pickler import global_names
 
 _UNCHANGING = (
     *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis)),

@@ -20,7 +20,7 @@ from torch import nn
 
 from mirror_nb.errors import TransferError
 from mirror_nb.keras_objects import reduce_keras, repairing
-from mirror_nb.payload import Pickler, module_by_name
+from mirror_nb.pickler import Pickler, module_by_name
 
 
 @final

@@ -1,0 +1,129 @@
+"""cloudpickle's pickler as mirror_nb needs it: code keeps its file, classes of cells are the same on all replicas.
+
+Knows no tensors and no slab.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib
+import io
+import sys
+import types
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import cloudpickle
+
+from mirror_nb import submodules
+from mirror_nb.reporting import warned_of
+
+submodules.install()
+
+
+class Limited(io.BytesIO):
+    """A file that refuses to grow beyond a limit, so that a huge object is given up early."""
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def write(self, data: Any) -> int:
+        if self.limit is not None and self.tell() + memoryview(data).nbytes > self.limit:
+            raise TooLarge
+        return super().write(data)
+
+
+class TooLarge(Exception):
+    """The object takes more than the limit given to `pack`."""
+
+
+class Pickler(cloudpickle.Pickler):
+    """cloudpickle's, but code keeps the file where it was written, for tracebacks; from 3.1.3 on it loses it.
+
+    And a function that arrives anew with each call warns once all the same: what it has warned of is known there.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.CodeType:
+            return _code_at, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
+        if type(obj) is types.FunctionType and id(obj.__globals__) not in self.globals_ref:
+            here = obj.__globals__
+            anew = {name: here[name] for name in ("__package__", "__name__", "__path__", "__file__") if name in here}
+            self.globals_ref[id(here)] = anew | {"__warningregistry__": _Warned(str(here.get("__name__")))}
+        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
+            # By its name, as it wants to, it would be looked for in another __main__. What it remembers stays here.
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if type(obj) is functools.cached_property:
+            # Python 3.11's has a lock.
+            return _cached_property, (obj.func, obj.attrname)
+        return super().reducer_override(obj)
+
+
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _cached_property(function: Any, name: str | None) -> Any:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+class _Warned:
+    """Stands for what functions of a module have warned of, where they arrive."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return warned_of, (self._module,)
+
+
+def _code_at(file: str, make: Callable[..., types.CodeType], parts: tuple[Any, ...]) -> types.CodeType:
+    return make(*parts).replace(co_filename=file)
+
+
+def dumps(obj: object) -> bytes:
+    """Pickle an object as cloudpickle's function of that name does."""
+    file = io.BytesIO()
+    Pickler(file, protocol=5).dump(obj)
+    return file.getvalue()
+
+
+def module_by_name(module: types.ModuleType) -> tuple[Any, ...] | None:
+    """Return how to import a module that is of a class of its own, `torch.ops` for instance; None: it has no name.
+
+    cloudpickle takes it along with `torch` wherever code says `.ops`, as in `keras.ops`, and cannot pickle it.
+    """
+    name = module.__name__
+    return (importlib.import_module, (name,)) if sys.modules.get(name) is module else None
+
+
+_GLOBAL_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+
+
+def global_names(code: types.CodeType) -> set[str]:
+    """Return every name that `code`, or a function inside it, may look up in its globals."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= global_names(constant)
+    return names
+
+
+def label_class(kind: type, label: str, namespace: MutableMapping[str, Any]) -> None:
+    """Let a class that a cell made be the same class wherever it comes from, if `label` is the same on all replicas.
+
+    cloudpickle knows a class by an id that each process draws for itself: the class of a cell would arrive as
+    one class from each replica, and objects of it would never be equal.
+    """
+    known = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", None)
+    by_id = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", None)
+    if known is None or by_id is None or kind in known or kind.__module__ != namespace.get("__name__"):
+        return
+    name = f"mirror_nb {label} {kind.__qualname__}"
+    while name in by_id:
+        name += "'"
+    known[kind], by_id[name] = name, kind
