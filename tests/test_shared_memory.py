@@ -22,7 +22,8 @@ import torch
 
 from mirror_nb.collectives import barrier, segments
 from mirror_nb.collectives.barrier import Counter, Flags
-from mirror_nb.collectives.fabric import Fabric, Fold, _slice
+from mirror_nb.collectives.fabric import Fabric, _slice
+from mirror_nb.collectives.headers import Fold
 from mirror_nb.collectives.segments import Address, Segment
 from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
 

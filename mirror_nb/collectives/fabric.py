@@ -20,7 +20,6 @@ are cut into buckets nor on which way they take. bf16 and fp16 are summed in fp3
 from __future__ import annotations
 
 import copy
-import enum
 import functools
 import threading
 import time
@@ -35,8 +34,9 @@ import torch
 from torch import Tensor
 
 from mirror_nb.collectives.barrier import Counter, Flags, integers
-from mirror_nb.collectives.segments import KINDS, Address, Segment, read, written
-from mirror_nb.errors import MirrorError, PeerFailed, ReplicaError, ReplicaTimeout, UsageError
+from mirror_nb.collectives.headers import SUM_HEADS, Fold, Kind, for_purpose, head, label, words
+from mirror_nb.collectives.segments import Gather, Segment, common_segment, read, written
+from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
 
 SLOT_BYTES = 64 * 1024
 SLOTS = 16
@@ -52,56 +52,9 @@ CALL_AFTER_SECONDS = 0.002
 _TOLD_BYTES = 1024
 # Of what a replica says of a collective that the others did not run.
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int32,
-    torch.int64,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-)
-_CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
 _HALF = (torch.bfloat16, torch.float16)
-
-
-class Fold(enum.IntEnum):
-    """How the parts of all replicas become one."""
-
-    SUM = 0
-    MEAN = 1
-    MAX = 2
-    MIN = 3
-    PRODUCT = 4
-
-
-class _Kind(enum.IntEnum):
-    BARRIER = 1
-    ALL_REDUCE = 2
-    REDUCE = 3
-    BROADCAST = 4
-    ALL_GATHER = 5
-    ALL_REDUCE_BY_GROUPS = 6
-    CARRIED = 7
-    # By somebody else, who knows what it is: here its name alone is compared.
-
-
 _COMBINE: tuple[Callable[..., Tensor], ...] = (torch.add, torch.add, torch.maximum, torch.minimum, torch.mul)
 # By Fold.
-
-
-def _head(kind: _Kind, fold: Fold, dtype: torch.dtype) -> int:
-    """Return the part of a header that names neither root nor length."""
-    return ((kind << 3 | fold) << 4 | _CODES[dtype]) << 48
-
-
-_SUM_HEADS = {dtype: tuple(_head(_Kind.ALL_REDUCE, fold, dtype) for fold in Fold) for dtype in DTYPES}
-# Of all-reduces, by Fold: to put them together takes longer than to look them up.
-
-Gather = Callable[[Any], list[Any]]
-# Gives every replica what each of them gave, in the order of their ids.
 _Need = tuple[int, int]
 # A counter, and what the others have to have come to.
 _Steps = Generator[_Need, None, None]
@@ -124,7 +77,7 @@ class Exchange:
     # When all replicas had come to it; time.perf_counter_ns.
     ended_ns = 0
 
-    def __init__(self, number: int, kind: _Kind, what: Tensor | str, steps: _Steps | None, purpose: str) -> None:
+    def __init__(self, number: int, kind: Kind, what: Tensor | str, steps: _Steps | None, purpose: str) -> None:
         self.number = number
         self.kind = kind
         self.what: Tensor | str | None = what
@@ -137,7 +90,7 @@ class Exchange:
         """What it is, as a user would say it."""
         # In words only when something went wrong: they would take a fifth of a small collective's time.
         # Up to the comma it says what, then why.
-        return _label(self.kind, self.what) + _for(self.purpose.partition(",")[0])
+        return label(self.kind, self.what) + for_purpose(self.purpose.partition(",")[0])
 
     def outcome(self) -> None:
         """Raise its error, if it ended with one."""
@@ -195,7 +148,7 @@ class Fabric:
         # What the collectives are for that are begun now; for messages.
         self._waiting: list[tuple[Exchange, float]] = []
         # What threads of this process wait for, and since when; time.monotonic.
-        self._begun = [0] * (max(_Kind) + 1)
+        self._begun = [0] * (max(Kind) + 1)
         # Collectives by kind, since the group was formed.
         self._carried: Tally[str] = Tally()
         # Those of kind CARRIED by name.
@@ -210,25 +163,25 @@ class Fabric:
 
         Raises ReplicaError, on every replica alike, where they cannot share memory, and why.
         """
-        segment = _common_segment(gather, replica_id, _Layout.of(num_replicas).end)
+        segment = common_segment(gather, replica_id, _Layout.of(num_replicas).end)
         return Fabric(segment, replica_id, num_replicas, timeout_seconds)
 
     # ------------------------------------------------------------------ collectives
 
     def all_reduce(self, flat: Tensor, fold: Fold, what: Tensor | None = None) -> Exchange:
-        """Begin to make `flat` (contiguous, of one of `DTYPES`) on every replica the fold of all of them.
+        """Begin to make `flat` (contiguous, of one of `headers.DTYPES`) on every replica the fold of all of them.
 
         `what`, here as below: the tensor whose values `flat` shows, for messages.
         """
         numel, nbytes = flat.numel(), flat.nbytes
-        header = _SUM_HEADS[flat.dtype][fold] | numel
+        header = SUM_HEADS[flat.dtype][fold] | numel
         if nbytes <= SLOT_BYTES:
             # Also what lies in `allocate`d memory. Of two replicas the late one finds all that it needs in the slot,
             # and has not to wait until the other, which sleeps by then, has woken up and summed its slice.
             return self._sum_small(header, numel, flat, fold, what)
         location = self._location(flat, nbytes)
         return self._queue_up(
-            _Kind.ALL_REDUCE,
+            Kind.ALL_REDUCE,
             flat if what is None else what,
             lambda number: self._large(number, header, location, flat, fold),
         )
@@ -241,7 +194,7 @@ class Fabric:
             if mine:
                 self._fold(views, flat[low:high], fold)
 
-        return self._begin_pieces(_Kind.REDUCE, fold, root, flat, what, take)
+        return self._begin_pieces(Kind.REDUCE, fold, root, flat, what, take)
 
     def broadcast(self, flat: Tensor, root: int, what: Tensor | None = None) -> Exchange:
         """Begin to make `flat` on every replica what it is on replica `root`."""
@@ -251,7 +204,7 @@ class Fabric:
             if not mine:
                 flat[low:high].copy_(views[root])
 
-        return self._begin_pieces(_Kind.BROADCAST, Fold.SUM, root, flat, what, take, lays_out=mine)
+        return self._begin_pieces(Kind.BROADCAST, Fold.SUM, root, flat, what, take, lays_out=mine)
 
     def all_gather(self, outputs: Sequence[Tensor], flat: Tensor, what: Tensor | None = None) -> Exchange:
         """Begin to make `outputs[i]` on every replica what `flat` is on replica i."""
@@ -260,19 +213,19 @@ class Fabric:
             for output, view in zip(outputs, views, strict=True):
                 output[low:high].copy_(view)
 
-        return self._begin_pieces(_Kind.ALL_GATHER, Fold.SUM, 0, flat, what, take)
+        return self._begin_pieces(Kind.ALL_GATHER, Fold.SUM, 0, flat, what, take)
 
     def barrier(self) -> Exchange:
         """Begin to wait until all replicas have come here."""
         return self._begin(
-            _Kind.BARRIER, Fold.SUM, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), None, lambda views: None
+            Kind.BARRIER, Fold.SUM, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), None, lambda views: None
         )
 
     def all_reduce_by_groups(self, flat: Tensor, fold: Fold, groups: Sequence[Sequence[int]]) -> Exchange:
         """As `all_reduce`, but summed within each group of replica ids first, then over the groups."""
-        header = self._header(_Kind.ALL_REDUCE_BY_GROUPS, fold, len(groups), flat)
+        header = self._header(Kind.ALL_REDUCE_BY_GROUPS, fold, len(groups), flat)
         return self._queue_up(
-            _Kind.ALL_REDUCE_BY_GROUPS, flat, lambda number: self._by_groups(number, header, flat, fold, groups)
+            Kind.ALL_REDUCE_BY_GROUPS, flat, lambda number: self._by_groups(number, header, flat, fold, groups)
         )
 
     def announce(self, name: str, alike: str, what: str) -> Exchange:
@@ -282,10 +235,10 @@ class Fabric:
         whatever else there is to say. Where the replicas differ, the group is of no more use: the other carrier cannot
         take back what it began.
         """
-        header = _Kind.CARRIED << 55 | zlib.crc32(f"{name} {alike}".encode())
+        header = Kind.CARRIED << 55 | zlib.crc32(f"{name} {alike}".encode())
         with self._lock:
             self._carried[name] += 1
-            return self._queue_up(_Kind.CARRIED, what, lambda number: self._announced(number, header))
+            return self._queue_up(Kind.CARRIED, what, lambda number: self._announced(number, header))
 
     # ------------------------------------------------------------------ going on
 
@@ -416,7 +369,7 @@ class Fabric:
 
     def begun(self) -> Tally[str]:
         """Return how many collectives were begun here since the last `mark`, by kind."""
-        kinds = {kind.name.lower(): self._begun[kind] - self._marked[0][kind] for kind in _Kind}
+        kinds = {kind.name.lower(): self._begun[kind] - self._marked[0][kind] for kind in Kind}
         del kinds["carried"]
         return Tally(kinds) + (self._carried - self._marked[1])
 
@@ -428,7 +381,7 @@ class Fabric:
     def seen(self) -> list[str]:
         """Return each replica's last collective in words, whatever it is doing; empty if it has begun none."""
         last = [self._flags.shown(r, Counter.POSTED) for r in range(self.num_replicas)]
-        return [_words(self._headers[self._place(r, number)]) if number else "" for r, number in enumerate(last)]
+        return [words(self._headers[self._place(r, number)]) if number else "" for r, number in enumerate(last)]
 
     # ------------------------------------------------------------------ memory that all map
 
@@ -440,7 +393,7 @@ class Fabric:
         """
         part = _aligned(max(numel, 1) * dtype.itemsize, 4096)
         gather = functools.partial(self._gather, seconds=seconds)
-        segment = _common_segment(gather, self.replica_id, part * self.num_replicas)
+        segment = common_segment(gather, self.replica_id, part * self.num_replicas)
         parts = segment.memory.split(part)
         mine = parts[self.replica_id]
         with self._lock:
@@ -475,7 +428,7 @@ class Fabric:
 
     def _begin(
         self,
-        kind: _Kind,
+        kind: Kind,
         fold: Fold,
         root: int,
         flat: Tensor,
@@ -493,11 +446,11 @@ class Fabric:
         with self._lock:
             number = self._issued + 1
             if self._queue or self._error is not None or not flags.reached(Counter.DONE, number - SLOTS):
-                return self._begin(_Kind.ALL_REDUCE, fold, 0, flat, what, lambda views: self._fold(views, flat, fold))
-            exchange = Exchange(number, _Kind.ALL_REDUCE, flat if what is None else what, None, self.purpose)
+                return self._begin(Kind.ALL_REDUCE, fold, 0, flat, what, lambda views: self._fold(views, flat, fold))
+            exchange = Exchange(number, Kind.ALL_REDUCE, flat if what is None else what, None, self.purpose)
             try:
                 self._issued = number
-                self._begun[_Kind.ALL_REDUCE] += 1
+                self._begun[Kind.ALL_REDUCE] += 1
                 views = self._slot(number % SLOTS, flat.dtype, numel)
                 views[self.replica_id].copy_(flat)
                 self._post(number, header, 0)
@@ -522,7 +475,7 @@ class Fabric:
 
     def _begin_pieces(
         self,
-        kind: _Kind,
+        kind: Kind,
         fold: Fold,
         root: int,
         flat: Tensor,
@@ -539,7 +492,7 @@ class Fabric:
             )
         return self._queue_up(kind, named, lambda n: self._in_pieces(n, header, flat, take, lays_out))
 
-    def _queue_up(self, kind: _Kind, what: Tensor | str, steps: Callable[[int], _Steps]) -> Exchange:
+    def _queue_up(self, kind: Kind, what: Tensor | str, steps: Callable[[int], _Steps]) -> Exchange:
         with self._lock:
             if self._error is not None:
                 raise fresh(self._error)
@@ -839,8 +792,8 @@ class Fabric:
 
     # ------------------------------------------------------------------ headers
 
-    def _header(self, kind: _Kind, fold: Fold, root: int, flat: Tensor) -> int:
-        return _head(kind, fold, flat.dtype) | root << 40 | flat.numel()
+    def _header(self, kind: Kind, fold: Fold, root: int, flat: Tensor) -> int:
+        return head(kind, fold, flat.dtype) | root << 40 | flat.numel()
 
     def _place(self, replica: int, number: int) -> int:
         return 2 * (replica * _HEADERS + number % _HEADERS)
@@ -870,9 +823,9 @@ class Fabric:
         """
         exchange = self._queue[0]
         headers = [self._headers[self._place(r, number)] for r in range(self.num_replicas)]
-        exchange.carried_somewhere = any(header >> 55 == _Kind.CARRIED for header in headers)
+        exchange.carried_somewhere = any(header >> 55 == Kind.CARRIED for header in headers)
         rows = self._slots[number % SLOTS, :, :_TOLD_BYTES]
-        mine = _words(headers[self.replica_id], exchange.what) + _for(exchange.purpose)
+        mine = words(headers[self.replica_id], exchange.what) + for_purpose(exchange.purpose)
         told = mine.encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
         rows[self.replica_id].copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
         self._flags.show(Counter.TOLD, number)
@@ -920,31 +873,6 @@ def fresh(error: BaseException) -> BaseException:
     return copied.with_traceback(None)
 
 
-def _common_segment(gather: Gather, replica_id: int, nbytes: int) -> Segment:
-    """Memory that replica 0 makes and all map; in the first way that works for all of them."""
-    reasons: dict[str, None] = {}
-    for kind in KINDS:
-        made = _attempt(Segment.create, nbytes, kind) if replica_id == 0 else None
-        try:
-            offer = gather(made.address if isinstance(made, Segment) else made)[0]
-            opened = _attempt(Segment.open, offer) if replica_id and isinstance(offer, Address) else made
-            problems = gather(opened if isinstance(opened, str) else None)
-        finally:
-            if isinstance(made, Segment):
-                made.withdraw()
-        if isinstance(opened, Segment) and not any(problems):
-            return opened
-        reasons.update(dict.fromkeys(problem for problem in [offer, *problems] if isinstance(problem, str)))
-    raise ReplicaError(f"the replicas cannot share memory: {'; '.join(reasons)}")
-
-
-def _attempt(make: Callable[..., Segment], *args: Any) -> Segment | str:
-    try:
-        return make(*args)
-    except MirrorError as error:
-        return str(error)
-
-
 def _slice(numel: int, replica: int, num_replicas: int) -> tuple[int, int]:
     """Which elements a replica sums for all; whole cache lines, so that no two replicas write the same one."""
     each = _aligned(-(-numel // num_replicas), _ALIGNMENT)
@@ -953,36 +881,3 @@ def _slice(numel: int, replica: int, num_replicas: int) -> tuple[int, int]:
 
 def _aligned(value: int, to: int) -> int:
     return -(-value // to) * to
-
-
-def _label(kind: _Kind, what: Tensor | str | None) -> str:
-    if isinstance(what, str):
-        return what
-    return kind.name.lower() if kind is _Kind.BARRIER or what is None else f"{kind.name.lower()} of {_shown(what)}"
-
-
-def _for(purpose: str) -> str:
-    return f" for {purpose}" if purpose else ""
-
-
-def _shown(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _words(header: int, what: Tensor | str | None = None) -> str:
-    """A header as a user would say it; `what`: as in Exchange, where it is known."""
-    kind = _Kind(header >> 55)
-    name = kind.name.lower()
-    if isinstance(what, str):
-        return what
-    if kind is _Kind.CARRIED:
-        return "a collective through gloo"
-    if kind is _Kind.BARRIER:
-        return name
-    numel, root, dtype, fold = header & ((1 << 40) - 1), header >> 40 & 255, header >> 48 & 15, header >> 52 & 7
-    if kind in (_Kind.ALL_REDUCE, _Kind.REDUCE, _Kind.ALL_REDUCE_BY_GROUPS):
-        name = f"{name} ({Fold(fold).name})"
-    if kind in (_Kind.REDUCE, _Kind.BROADCAST):
-        name = f"{name} {'to' if kind is _Kind.REDUCE else 'from'} replica {root}"
-    of = f"{numel} {str(DTYPES[dtype]).removeprefix('torch.')}" if what is None else _shown(what)
-    return f"{name} of {of}"

@@ -1,6 +1,6 @@
 """Memory that processes of one machine share: one makes a segment, the others open it by its address.
 
-Knows files and mappings. Knows nothing of replicas, of what lies in a segment, or how an address travels.
+Knows files and mappings. Knows nothing of what lies in a segment, or how an address travels.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from mirror_nb.errors import ReplicaError
+from mirror_nb.errors import MirrorError, ReplicaError
 
 # How a segment can be made, the better first. A memfd counts as memory, not against /dev/shm (64 MB in Docker).
 KINDS = ("memfd", "file")
@@ -159,3 +160,32 @@ def _no_room(nbytes: int, kind: str, reason: Exception) -> str:
     if kind == "memfd":
         return f"no anonymous shared memory of {wanted} (memfd_create): {reason}"
     return f"no {wanted} in {_FOLDER}: {reason}; in Docker start the container with a larger --shm-size"
+
+
+Gather = Callable[[Any], list[Any]]
+# Gives every replica what each of them gave, in the order of their ids.
+
+
+def common_segment(gather: Gather, replica_id: int, nbytes: int) -> Segment:
+    """Memory that replica 0 makes and all map; in the first way that works for all of them."""
+    reasons: dict[str, None] = {}
+    for kind in KINDS:
+        made = _attempt(Segment.create, nbytes, kind) if replica_id == 0 else None
+        try:
+            offer = gather(made.address if isinstance(made, Segment) else made)[0]
+            opened = _attempt(Segment.open, offer) if replica_id and isinstance(offer, Address) else made
+            problems = gather(opened if isinstance(opened, str) else None)
+        finally:
+            if isinstance(made, Segment):
+                made.withdraw()
+        if isinstance(opened, Segment) and not any(problems):
+            return opened
+        reasons.update(dict.fromkeys(problem for problem in [offer, *problems] if isinstance(problem, str)))
+    raise ReplicaError(f"the replicas cannot share memory: {'; '.join(reasons)}")
+
+
+def _attempt(make: Callable[..., Segment], *args: Any) -> Segment | str:
+    try:
+        return make(*args)
+    except MirrorError as error:
+        return str(error)
