@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections.abc
+import copy
 import copyreg
 import dataclasses
 import functools
@@ -129,6 +130,10 @@ def _parts(value: object) -> Content | None:
 
 
 _CONTAINERS = (list, dict, set, tuple, bytearray, collections.deque)
+REFILLED = frozenset(
+    {list, dict, set, bytearray, collections.deque}
+    | {collections.OrderedDict, collections.Counter, collections.defaultdict}
+)
 
 
 def _is_own(value: object) -> bool:
@@ -145,8 +150,10 @@ def _is_own(value: object) -> bool:
 
 
 def is_refillable(value: object) -> bool:
-    """Whether all that an object holds are its attributes: another one with the same attributes is the same."""
+    """Whether another object with the same `filling` is the same."""
     kind = type(value)
+    if kind in REFILLED:
+        return True
     plain = kind is types.SimpleNamespace or all(
         getattr(kind, name, None) is getattr(object, name, None)
         for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
@@ -155,11 +162,25 @@ def is_refillable(value: object) -> bool:
     return plain and not slots and hasattr(value, "__dict__") and _is_own(value)
 
 
-def refill(value: object, attributes: dict[str, Any]) -> None:
-    """Give an object these attributes, and no others."""
-    held = vars(value)
-    held.clear()
-    held.update(attributes)
+def filling(value: object) -> Any:
+    """Return what a refillable object holds, for `refill`: the members of a container, else the attributes."""
+    return copy.copy(value) if type(value) in REFILLED else dict(vars(value))
+
+
+def refill(value: Any, held: Any) -> None:
+    """Let an object hold this and nothing else."""
+    kind = type(value)
+    if kind is list or kind is bytearray:
+        value[:] = held
+    elif kind is collections.deque:
+        value.clear()
+        value.extend(held)
+    else:
+        inside = value if kind in REFILLED else vars(value)
+        inside.clear()
+        inside.update(held)
+        if kind is collections.defaultdict:
+            value.default_factory = held.default_factory
 
 
 class _Reader(pickle.Pickler):

@@ -252,8 +252,8 @@ class Changed:
     """In the place of a dict of names, where objects among them are there already, and were changed."""
 
     names: dict[str, Any]
-    attributes: dict[str, dict[str, Any]]
-    # By name: all that such an object has now. Who else holds it there sees it, too.
+    fillings: dict[str, Any]
+    # By name: what such an object holds now, for `contents.refill`. Who else has it there sees it, too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,6 +538,8 @@ class Exports:
     # Names of objects of the user's own classes that a cell changed in place: they stay as they are on both sides.
     deleted: tuple[str, ...] = ()
     # Names that the cell has deleted.
+    refilled: tuple[str, ...] = ()
+    # Names whose containers the cell changed in place: who else has one there is to see it.
     objects: dict[str, Payload | None] = field(default_factory=dict)
     # New optimizers, schedulers and scalers by handle, each after those that it refers to; None from the others, and
     # where one is inside a network.

@@ -242,6 +242,7 @@ class _Packer(Pickler):
         in_band: bool,
         label: str,
         states: bool,
+        containers: bool,
     ) -> None:
         self.outside = _Outside(budget)
         super().__init__(file, protocol=5, buffer_callback=None if in_band else self.outside)
@@ -251,6 +252,7 @@ class _Packer(Pickler):
         self._states = states
         self._namespace = namespace
         self._reference = reference
+        self._never_referred = _NEVER_REFERRED - {list, dict, set} if containers else _NEVER_REFERRED
         self._handle = handle
         self._lend = lend
         self._shadow: dict[str, Any] = {}
@@ -263,7 +265,7 @@ class _Packer(Pickler):
         if obj is self._namespace and obj is not None:
             return (_NAMESPACE,)
         # pickle asks for everything, mostly for these. A weak proxy passes for a network that it is a proxy of.
-        return None if type(obj) in _NEVER_REFERRED else self._reference(obj)
+        return None if type(obj) in self._never_referred else self._reference(obj)
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.FunctionType and self._namespace is not None and obj.__globals__ is self._namespace:
@@ -442,15 +444,17 @@ def pack(
     in_band: bool = False,
     label: str = "",
     states: bool = True,
+    containers: bool = False,
 ) -> Packed:
     """Turn `obj` into a payload.
 
     Functions whose globals are `namespace` travel without them and look names up where they arrive.
-    `reference(obj)` may give a small token to send in the place of an object that the other side has;
-    `handle(module)` numbers a module so that it can be referred to later, `lend(obj)` an optimizer, a scheduler or a
-    scaler. CUDA tensors travel through host memory. `limit`, bytes, bounds the size; `in_band` puts all of it into the
-    pickle, so that there is no slab. `label` is given to classes of the namespace that have not travelled before: see
-    `label_class`. Without `states`, optimizers travel without their moments.
+    `reference(obj)` may give a small token to send in the place of an object that the other side has; it is asked for
+    lists, dicts and sets only with `containers`. `handle(module)` numbers a module so that it can be referred to
+    later, `lend(obj)` an optimizer, a scheduler or a scaler. CUDA tensors travel through host memory. `limit`, bytes,
+    bounds the size; `in_band` puts all of it into the pickle, so that there is no slab. `label` is given to classes of
+    the namespace that have not travelled before: see `label_class`. Without `states`, optimizers travel without their
+    moments.
 
     Raises TooLarge beyond `limit`, TransferError when something in `obj` cannot be pickled.
     """
@@ -465,7 +469,7 @@ def pack(
         else:
             return _pack_simple(bare, nest.items <= IN_BAND_ITEMS and nest.nbytes <= IN_BAND_BYTES)
     file = Limited(limit)
-    packer = _Packer(file, namespace, reference, handle, lend, limit, in_band, label, states)
+    packer = _Packer(file, namespace, reference, handle, lend, limit, in_band, label, states, containers)
     try:
         packer.dump(obj)
     except (TooLarge, KeyboardInterrupt, UsageError):

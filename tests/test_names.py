@@ -7,6 +7,7 @@ import os
 import threading
 import types
 import weakref
+from collections import OrderedDict, deque
 from typing import Any
 
 import cloudpickle.cloudpickle as tracker
@@ -1193,3 +1194,92 @@ def test_a_name_that_a_replica_took_over_from_another_is_deleted_with_the_notebo
     notebook.here("del k")
     notebook.cell("pass")
     assert ["k" in replica.names for replica in notebook.replicas] == [False, False]
+
+
+CONTAINERS = {
+    "list": ("[1]", "x.append(2)", [1, 2]),
+    "dict": ("{'a': 1}", "x['b'] = 2", {"a": 1, "b": 2}),
+    "set": ("{1}", "x.add(2)", {1, 2}),
+    "bytearray": ("bytearray(b'1')", "x.append(50)", bytearray(b"12")),
+    "deque": ("collections.deque([1], maxlen=2)", "x.append(2)", deque([1, 2])),
+    "defaultdict": ("collections.defaultdict(list, a=1)", "x['b'] = 2", {"a": 1, "b": 2}),
+    "Counter": ("collections.Counter(a=1)", "x['b'] = 2", {"a": 1, "b": 2}),
+    "OrderedDict": ("collections.OrderedDict(a=1)", "x['b'] = 2; x.move_to_end('a')", OrderedDict(b=2, a=1)),
+}
+
+
+@pytest.mark.parametrize(("made", "change", "then"), CONTAINERS.values(), ids=CONTAINERS)
+def test_who_has_a_container_in_the_notebook_sees_what_a_cell_changes_in_it(notebook, made, change, then):
+    notebook.here(f"import collections\nx = {made}; other = x; held = [x]")
+    assert notebook.cell(change).bound == ["x"]
+    assert notebook.user_ns["x"] == then
+    assert notebook.user_ns["other"] is notebook.user_ns["held"][0] is notebook.user_ns["x"]
+    notebook.cell("x")
+    assert notebook.sent == []
+
+
+@pytest.mark.parametrize(("made", "change", "then"), CONTAINERS.values(), ids=CONTAINERS)
+def test_who_has_a_container_in_the_replicas_sees_what_the_notebook_changes_in_it(notebook, made, change, then):
+    notebook.here(f"import collections\nx = {made}")
+    notebook.cell("class Holder: pass\nholder = Holder(); holder.x = x")
+    notebook.here(change)
+    notebook.cell("seen = x; same = holder.x is x")
+    assert notebook.user_ns["seen"] == then
+    assert notebook.user_ns["same"]
+
+
+def test_a_defaultdict_has_the_factory_that_it_was_given_last(notebook):
+    notebook.here("import collections\nx = collections.defaultdict(int)")
+    notebook.cell("x['a']; x.default_factory = str")
+    assert notebook.user_ns["x"]["b"] == ""
+    notebook.here("x.default_factory = float")
+    notebook.cell("seen = x['c']")
+    assert type(notebook.user_ns["seen"]) is float
+
+
+def test_a_list_that_a_cell_extends_by_an_operator_is_the_same_list(notebook):
+    notebook.here("x = [1]; other = x")
+    notebook.cell("x += [2]")
+    assert notebook.user_ns["other"] is notebook.user_ns["x"]
+    assert notebook.user_ns["other"] == [1, 2]
+
+
+def test_a_container_that_a_cell_makes_anew_is_another_one(notebook):
+    notebook.here("x = [1]; other = x")
+    notebook.cell("x = [*x, 2]")
+    assert (notebook.user_ns["x"], notebook.user_ns["other"]) == ([1, 2], [1])
+
+
+def test_a_container_that_became_another_on_each_replica_leaves_the_notebooks_as_it_was(notebook):
+    notebook.here("x = [1]; other = x")
+    notebook.cell("x.append(replica_id)")
+    assert notebook.user_ns["x"].values == ([1, 0], [1, 1])
+    assert notebook.user_ns["other"] == [1]
+
+
+def test_two_names_of_one_container_stay_two_names_of_one_container(notebook):
+    notebook.here("x = y = [1]")
+    notebook.cell("x.append(2); y.append(3)")
+    assert notebook.user_ns["x"] is notebook.user_ns["y"]
+    assert notebook.user_ns["x"] == [1, 2, 3]
+    notebook.here("x.append(4)")
+    notebook.cell("same = x is y; n = len(x)")
+    assert notebook.user_ns["same"]
+    assert notebook.user_ns["n"] == 4
+
+
+def test_a_container_that_holds_itself_is_changed_too(notebook):
+    notebook.here("x = [1]; x.append(x)")
+    notebook.cell("x")
+    notebook.here("x.append(2)")
+    notebook.cell("seen = x[1] is x, len(x)")
+    assert notebook.user_ns["seen"] == (True, 3)
+
+
+def test_what_one_container_has_of_another_is_that_other_one_in_the_replicas(notebook):
+    notebook.here("losses = [1]; logs = {'loss': losses}")
+    notebook.cell("logs, losses")
+    notebook.here("losses.append(2); logs['n'] = 2")
+    notebook.cell("same = logs['loss'] is losses; n = len(losses)")
+    assert notebook.user_ns["same"]
+    assert notebook.user_ns["n"] == 2

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from mirror_nb import torchmetrics_objects
-from mirror_nb.contents import Content, class_content, content, is_refillable
+from mirror_nb.contents import Content, class_content, content, filling, is_refillable, refill
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, mirrored_values
@@ -182,8 +182,8 @@ class Names:
             lent: list[Any] = []
             parameters: list[nn.Parameter] = []
             again = self._again(values, replicas)
-            attributes = {name: dict(vars(value)) for name, value in again.items()}
-            sent = Changed(values, attributes) if again else values
+            fillings = {name: filling(value) for name, value in again.items()}
+            sent = Changed(values, fillings) if again else values
             try:
                 packed = self._pack(sent, replicas, modules, lent, parameters, again)
             except TransferError:
@@ -231,6 +231,7 @@ class Names:
             reference=reference,
             handle=handle,
             lend=lend,
+            containers=bool(again),
         )
 
     def _again(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> dict[str, object]:
@@ -371,6 +372,10 @@ class Names:
             return self.lent.held(value, replica_id)
         # A network with other parts than it was sent with is another network.
         return not isinstance(value, nn.Module) or self.mirrors.known(value) is not None
+
+    def _shares(self, replica_id: int, name: str, value: object) -> bool:
+        shared = self._sent.get(replica_id, {}).get(name)
+        return shared is not None and shared.value is value
 
     def _clashes(self, replica_id: int, name: str, now: Content | None) -> bool:
         """Whether an object was changed here and in the replica."""
@@ -533,6 +538,12 @@ class Names:
         known = isinstance(exports.get(owner), KnownModule)
         before = self.user_ns.get(name, _MISSING)
         value = self._value(name, exports, owner, opened)
+        if all(name in opened[r].refilled and self._shares(r, name, before) for r in exports) and (
+            type(value) is type(before)
+        ):
+            # As the cell did: who else has it here sees the change.
+            refill(before, filling(value))
+            value = before
         self.user_ns[name] = value
         self._share(exports, {name: value})
         if name not in self._loose and _trains_apart(value):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mirror_nb import torchmetrics_objects, variables
-from mirror_nb.contents import Content, class_content, content, refill
+from mirror_nb.contents import REFILLED, Content, class_content, content, refill
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.mirrors import (
@@ -93,6 +93,8 @@ class Namespace:
         # Names whose objects the latest cell changed in place, and that do not travel for it.
         self._deleted: tuple[str, ...] = ()
         # Names that the latest cell has deleted.
+        self._refilled: tuple[str, ...] = ()
+        # Names whose containers it has changed in place.
         self._label = ""
         # Of the latest cell, for the classes that it made.
 
@@ -130,8 +132,8 @@ class Namespace:
         """Bind the names of a payload, which is a dict, or `Changed`."""
         opened = self.open(payload, slab)
         if isinstance(opened, Changed):
-            for name, attributes in opened.attributes.items():
-                refill(opened.names[name], attributes)
+            for name, filling in opened.fillings.items():
+                refill(opened.names[name], filling)
             opened = opened.names
         self.names.update(opened)
 
@@ -190,8 +192,10 @@ class Namespace:
         return self.mirrors.resolve(token)
 
     def _changed_object(self, name: str, kind: Any) -> object:
-        """Return what bears the name, to be given other attributes."""
+        """Return what bears the name, to be refilled."""
         obj = self._resolve(("name", name))
+        if type(obj) is not kind and kind in REFILLED:
+            return kind()
         if type(obj) is not kind:
             # As it was in the notebook: autoreload gives objects another class.
             obj.__class__ = kind
@@ -225,6 +229,8 @@ class Namespace:
                 (altered if held.own else names).add(name)
         names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
         self._deleted = tuple(sorted(n for n in before.objects if n not in self.names and travels(n)))
+        still = (n for n in names if before.objects.get(n, _MISSING) is self.names[n])
+        self._refilled = tuple(n for n in still if type(self.names[n]) in REFILLED)
         # What the cell let go of must be gone by the time the controller is told what is here.
         before.objects.clear()
         before.contents.clear()
@@ -263,8 +269,10 @@ class Namespace:
         for obj in self.objects.outgrown():
             self._plain(obj, "", fresh, whole)
         gone = (*self.mirrors.gone(), *self.objects.take_gone())
-        exports = Exports(exported, self._changed_search(), {}, {}, shown, gone, self._altered, self._deleted)
-        self._altered = self._deleted = ()
+        exports = Exports(
+            exported, self._changed_search(), {}, {}, shown, gone, self._altered, self._deleted, self._refilled
+        )
+        self._altered = self._deleted = self._refilled = ()
         networks = fresh.networks
         if owner:
             exports.modules.update(networks)
