@@ -115,6 +115,18 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Holdings(_Compact):
+    """What the notebook has of a replica's values by the time a cell begins."""
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    # Names, and others under which the replica is to keep their values of now, too.
+    retained: tuple[str, ...] = ()
+    # Handles of networks, optimizers and the like that are to live on, whatever becomes of their names.
+    deleted: tuple[str, ...] = ()
+    # Names that the notebook has deleted since it shared them.
+
+
+@dataclass(frozen=True, slots=True)
 class RunCell(_Compact):
     """Run a cell in the replica's shell."""
 
@@ -138,8 +150,7 @@ class RunCell(_Compact):
     # True: some replicas do not run this cell, so that nothing in it may wait for all.
     widgets: bool = True
     # False: nobody draws widgets, as in a terminal.
-    deleted: tuple[str, ...] = ()
-    # Names that the notebook has deleted since it shared them.
+    holdings: Holdings = Holdings()
 
 
 @dataclass(slots=True)

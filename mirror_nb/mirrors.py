@@ -89,6 +89,9 @@ class Mirrors:
         self._gone: list[str] = []
         self._bereft = False
         # A network is gone that may have left parts behind.
+        self.statistics: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+        # By handle and replica: what is averaged of a network, as the replica told it last. None of what both sides
+        # have equal.
 
     def handle(self, module: nn.Module) -> str:
         """Return the network's handle; a new one if it has none."""
@@ -115,6 +118,7 @@ class Mirrors:
             self._roots.discard(handle)
             self._bereft = True
         # It has the network's tensors, which nobody else may want any more.
+        self.statistics.pop(handle, None)
         if self._marks.pop(handle, None) is not None:
             self._gone.append(handle)
 
@@ -189,6 +193,7 @@ class Mirrors:
         """Both sides hold equal values from now on."""
         handle = self.find_handle(module)
         if handle is not None:
+            self.statistics.pop(handle, None)
             _registrations.watch()
             named = dict(tensors(module))
             watched = tuple(named.values())
@@ -452,16 +457,26 @@ def graft(new: nn.Module, here: Callable[[nn.Module], nn.Module | None]) -> dict
 def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.Tensor]]], owner: int) -> None:
     """Copy what the replicas sent into the networks here: the owner's values, averaged statistics of all."""
     loaded = []
+    told: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
     for handle in {handle for sent in states.values() for handle in sent}:
         module = mirrors.find(handle)
         if module is None:
             continue
         state = dict(states.get(owner, {}).get(handle, {}))
-        shares = [sent[handle] for r, sent in states.items() if r != owner and handle in sent]
-        own = dict(tensors(module))
-        for name in {name for share in shares for name in share}:
-            mine = state.get(name, own.get(name, shares[0][name]))
-            state[name] = torch.stack([mine, *(share[name] for share in shares if name in share)]).mean(0)
+        # Replicas tell of statistics that have changed: of the others those count that they told last.
+        shares = dict(mirrors.statistics.get(handle, {}))
+        averaged = averaged_statistics(module).keys() | {
+            name for r, sent in states.items() if r != owner for name in sent.get(handle, {})
+        }
+        for r, sent in states.items():
+            if handle in sent:
+                shares[r] = {name: value for name, value in sent[handle].items() if name in averaged}
+        if owner not in shares:
+            # It has what is here: this network has just come from it, or all had the same before.
+            shares[owner] = {name: value.clone() for name, value in tensors(module) if name in averaged}
+        for name in {name for share in shares.values() for name in share}:
+            state[name] = torch.stack([share[name] for share in shares.values() if name in share]).mean(0)
+        told[handle] = shares
         if mirrors.known(module) is not None:
             load(module, state)
             loaded.append(module)
@@ -471,6 +486,7 @@ def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.
     for module in loaded:
         # When all have their values: networks may share tensors.
         mirrors.mark(module)
+    mirrors.statistics.update(told)
 
 
 def averaged_statistics(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -181,11 +181,12 @@ class Remote:
         type_name: str,
         text: str,
         why: str,
-        fetch: Callable[[], Any],
+        fetch: Callable[[str, int], Any],
         replica_id: int = 0,
         for_good: bool = False,
     ) -> None:
-        self.name = name
+        self.name = self.shown = name
+        # Under which the value lies in the replicas, and by which the notebook calls it.
         self.replica_id = replica_id
         self.type_name = type_name
         self.why = why
@@ -200,11 +201,11 @@ class Remote:
         Raises TransferError if it cannot be pickled, or not be made again here, ReplicaError if the replica no longer
         has it.
         """
-        return self._fetch()
+        return self._fetch(self.name, self.replica_id)
 
     def __repr__(self) -> str:
         how = "use it in %%mirrored cells" if self._for_good else f".fetch() brings replica {self.replica_id}'s"
-        return f"<{self.name}: {self._text}, in the replicas ({self.why}); {how}>"
+        return f"<{self.shown}: {self._text}, in the replicas ({self.why}); {how}>"
 
     def _repr_html_(self) -> str:
         return f"<code>{html.escape(repr(self))}</code>"
@@ -212,12 +213,12 @@ class Remote:
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__") or attribute.startswith("_repr_"):
             raise AttributeError(attribute)
-        where = f"`{self.name}` ({self.type_name}) is in the replicas, not in the notebook"
-        how = f": {self.why}" if self._for_good else f", or bring it with {self.name}.fetch()"
+        where = f"`{self.shown}` ({self.type_name}) is in the replicas, not in the notebook"
+        how = f": {self.why}" if self._for_good else f", or bring it with {self.shown}.fetch()"
         raise AttributeError(f"{where}: use it in a %%mirrored cell{how}")
 
     def __reduce__(self) -> Any:
-        raise ReplicaError(f"`{self.name}` stays in the replicas and cannot be pickled; .fetch() brings the value")
+        raise ReplicaError(f"`{self.shown}` stays in the replicas and cannot be pickled; .fetch() brings the value")
 
 
 def same(first: Any, second: Any) -> bool:

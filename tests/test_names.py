@@ -100,7 +100,7 @@ class Notebook:
 
     def _run(self, i: int, source: str, names: CellNames, parcel: Parcel | None, owner: bool) -> Any:
         replica = self.replicas[i]
-        replica.delete(self.names.take_deleted(i))
+        replica.hold(self.names.take_holdings(i))
         if parcel is not None:
             slab = parcel.packed.slab
             replica.bind(parcel.packed.payload, os.dup(slab) if slab is not None else None)
@@ -899,6 +899,22 @@ def test_batch_norm_statistics_are_averaged_here_and_stay_their_own_there(notebo
     assert [float(notebook.there("norm", r).running_mean) for r in range(2)] == there
 
 
+def test_batch_norm_statistics_stay_the_average_when_other_values_change(notebook):
+    notebook.cell(
+        "from torch import nn\nnet = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))\n"
+        "net(torch.tensor([[0.], [replica_id + 1.]]))"
+    )
+    average = float(notebook.user_ns["net"][0].running_mean)
+    assert average == pytest.approx(0.075)
+    notebook.cell("net.eval()\nwith torch.no_grad(): net[1].weight.fill_(2.)")
+    assert float(notebook.user_ns["net"][0].running_mean) == pytest.approx(average)
+    notebook.cell("net.train()\nif replica_id: net[0].running_mean.fill_(1.)")
+    assert float(notebook.user_ns["net"][0].running_mean) == pytest.approx((0.05 + 1) / 2)
+    notebook.here("net[0].running_mean.fill_(4.)")
+    notebook.cell("with torch.no_grad(): net[1].weight.fill_(3.)")
+    assert float(notebook.user_ns["net"][0].running_mean) == 4
+
+
 def test_a_network_that_cannot_be_pickled_stays_with_a_stand_in(notebook):
     notebook.cell(f"import threading\nfrom torch import nn\n{NET}\nnet.lock = threading.Lock()\nok = nn.Linear(1, 1)")
     assert isinstance(notebook.user_ns["net"], Remote)
@@ -921,14 +937,90 @@ def test_a_network_that_only_one_replica_has_is_sent_to_the_others(notebook):
     assert notebook.there("net", 0) is not notebook.there("net", 1)
 
 
-def test_a_network_that_only_the_notebook_still_has_is_sent_again(notebook):
-    source = f"from torch import nn\n{NET}"
-    notebook.cell(source)
-    notebook.here("best = net")
-    notebook.cell(source)
+HELD = {
+    "another name": ("other = net", "other"),
+    "a list": ("held = [(1, net)]", "held[0][1]"),
+    "an object": ("class Trainer: pass\ntrainer = Trainer(); trainer.net = net", "trainer.net"),
+    "a part's name": ("part = net[0]", "part"),
+    "a function": ("import functools\npredict = functools.partial(net.forward)", "predict.func.__self__"),
+    "another network": ("around = nn.Sequential(net)", "around[0]"),
+}
+
+
+@pytest.mark.parametrize("gone", ["here", "in a cell", "bound anew"])
+@pytest.mark.parametrize(("hold", "what"), HELD.values(), ids=HELD)
+def test_a_network_that_the_notebook_still_has_lives_on_in_the_replicas(notebook, hold, what, gone):
+    notebook.cell(f"from torch import nn\n{NET}\noptimizer = torch.optim.SGD(net.parameters(), 1.)")
+    notebook.here(hold)
+    if gone == "here":
+        notebook.here("del net")
+    else:
+        notebook.cell("del net" if gone == "in a cell" else NET)
     gc.collect()
-    notebook.cell("total = sum(float(p.sum()) for p in best.parameters())")
-    assert notebook.user_ns["total"] == pytest.approx(sum(weights(notebook, name="best")))
+    notebook.cell("pass")
+    notebook.cell(f"same = all(any(p is q for q in optimizer.param_groups[0]['params']) for p in {what}.parameters())")
+    assert notebook.user_ns["same"] is True
+
+
+def test_what_the_notebook_holds_no_more_is_free_in_the_replicas(notebook):
+    notebook.cell(f"from torch import nn\n{NET}")
+    notebook.here("held = [net]; del net")
+    notebook.cell("pass")
+    notebook.cell("pass")
+    alive = [weakref.ref(replica.mirrors.roots()[0][1]) for replica in notebook.replicas]
+    notebook.here("del held")
+    gc.collect()
+    notebook.cell("pass")
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_optimizers_of_a_list_keep_their_states(notebook):
+    notebook.cell(
+        f"from torch import nn\n{NET}\noptimizer = torch.optim.Adam(net.parameters())\n"
+        "net(torch.ones(1, 2)).sum().backward(); optimizer.step()"
+    )
+    notebook.here("runs = [(net, optimizer)]; del net, optimizer")
+    notebook.cell("pass")
+    notebook.cell("n = len(runs[0][1].state)")
+    assert notebook.user_ns["n"] == 4
+
+
+def test_a_generator_under_another_name_is_the_same_one(notebook):
+    notebook.cell("gen = torch.Generator().manual_seed(3); a = torch.rand(1, generator=gen)")
+    notebook.here("other = gen; del gen")
+    notebook.cell("pass")
+    notebook.cell("b = torch.rand(1, generator=other)")
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(3))
+    assert [float(notebook.user_ns[name]) for name in "ab"] == expected.tolist()
+
+
+@pytest.mark.parametrize("anew", [True, False])
+@pytest.mark.parametrize(("hold", "what"), [("other = a", "other"), ("held = [a]", "held[0]")])
+def test_a_stand_in_means_the_value_that_its_name_had(notebook, hold, what, anew):
+    notebook.cell("a = torch.full((1_000_000,), 1.)")
+    notebook.here(hold)
+    if anew:
+        notebook.cell("a = torch.full((1_000_000,), 2.)")
+    else:
+        notebook.here("del a")
+    notebook.cell("pass")
+    notebook.cell(f"seen = float({what}[0])")
+    assert notebook.user_ns["seen"] == 1
+    notebook.here(f"brought = float({what}.fetch()[0]); text = repr({what})")
+    assert notebook.user_ns["brought"] == 1
+    assert notebook.user_ns["text"].startswith("<a: Tensor")
+
+
+def test_a_stand_ins_value_is_free_once_the_notebook_holds_it_no_more(notebook):
+    notebook.cell("a = torch.full((1_000_000,), 1.)")
+    alive = [weakref.ref(replica.names["a"]) for replica in notebook.replicas]
+    notebook.here("other = a; del a")
+    notebook.cell("pass")
+    assert None not in [ref() for ref in alive]
+    notebook.here("del other")
+    notebook.cell("pass")
+    assert [ref() for ref in alive] == [None, None]
 
 
 def test_a_helper_of_the_notebook_reads_the_replicas_network(notebook):

@@ -109,7 +109,13 @@ def test_what_asks_a_value_of_each_replica_for_protocols_finds_none():
 
 
 def remote(fetched: list[str]) -> Remote:
-    return Remote("big", "Tensor", "Tensor (9,)", "it is larger than 1 MiB", lambda: fetched.append("big") or "value")
+    return Remote(
+        "big",
+        "Tensor",
+        "Tensor (9,)",
+        "it is larger than 1 MiB",
+        lambda name, replica_id: fetched.append(name) or "value",
+    )
 
 
 def test_a_stand_in_says_what_and_where_it_is_and_how_to_get_it():

@@ -81,6 +81,10 @@ class Lent:
         """Return what stands for the object whoever has it, None if it is none that is lent."""
         return ("object", self.add(obj)) if is_told(obj) else None
 
+    def handle(self, obj: object) -> str | None:
+        """Return the handle of an object that is lent, None if it is not."""
+        return self._objects.handle(obj) if is_told(obj) else None
+
     def reference(self, obj: Any, replicas: Iterable[int]) -> Any:
         """For `pack`: the object's token if all these replicas have it; else it is made ready to be sent."""
         if all(self.held(obj, replica_id) for replica_id in replicas):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
+import itertools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +23,20 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 from mirror_nb import torchmetrics_objects
 from mirror_nb.contents import Content, class_content, content, filling, is_refillable, refill
 from mirror_nb.errors import TransferError
-from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
+from mirror_nb.messages import (
+    Changed,
+    Export,
+    Exports,
+    Holdings,
+    Imported,
+    KnownModule,
+    NewModule,
+    Plain,
+    Stayed,
+    travels,
+)
 from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, mirrored_values
+from mirror_nb.notebook.holdings import inside
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Arrivals, Packed, Payload, pack, unpack
 from mirror_nb.reads import names_read
@@ -104,6 +117,13 @@ class Names:
         # Handles of networks that differ between the replicas, as the user has been told.
         self._loose: set[str] = set()
         # Names of tensors that do, likewise.
+        self._inside: dict[str, set[str]] = {}
+        # By name: the handles of what its value holds, as the latest cell found it.
+        self._count = itertools.count()
+        self._given_names: dict[str, weakref.ref[Remote]] = {}
+        # Names of ours in the replicas, by which stand-ins mean their values.
+        self._renamed: dict[int, dict[str, str]] = {}
+        # By replica: those that it is yet to give, and the names that have the values until then.
         self.withheld: list[str] = []
         # Names that were not sent to the latest cell, since both sides have changed their objects.
 
@@ -111,6 +131,7 @@ class Names:
         """The replica starts anew and has nothing."""
         self._sent.pop(replica_id, None)
         self._there.pop(replica_id, None)
+        self._renamed.pop(replica_id, None)
         self.lent.forget_replica(replica_id)
         for holders in self._holders.values():
             holders.discard(replica_id)
@@ -119,6 +140,7 @@ class Names:
         """The replica took over everything that `source` has."""
         self._sent[replica_id] = dict(self._sent.get(source, {}))
         self._there[replica_id] = set(self._there.get(source, ()))
+        self._renamed[replica_id] = dict(self._renamed.get(source, {}))
         self.lent.restored(replica_id, source)
         for holders in self._holders.values():
             if source in holders:
@@ -133,6 +155,10 @@ class Names:
         """Take it that the replica has other values of these names."""
         for name in names:
             self._sent.get(replica_id, {}).pop(name, None)
+
+    def has(self, replica_id: int, name: str) -> bool:
+        """Whether the replica has a name, of whatever value, that the notebook had, too."""
+        return name in self._there.get(replica_id, ())
 
     def note(self, replica_id: int, name: str, value: object) -> None:
         """The replica's name stands for this value of the notebook."""
@@ -154,6 +180,7 @@ class Names:
         Raises TransferError, naming the first name that cannot be sent, before anything was sent.
         """
         self._prune()
+        self._look_into()
         replicas = list(replicas)
         wanted = {name for name in read if self._travels(name)}
         wanted |= self._needed_by(wanted)
@@ -279,7 +306,9 @@ class Names:
         return class_content(value, self._token) if isinstance(value, type) else content(value, self._token)
 
     def _token(self, obj: object) -> Any:
-        return ("name", obj.name) if isinstance(obj, Remote) else self.lent.token(obj) or self.mirrors.reference(obj)
+        if isinstance(obj, Remote):
+            return ("name", obj.name, obj.shown)
+        return self.lent.token(obj) or self.mirrors.reference(obj)
 
     def _reference(self, obj: object, replicas: tuple[int, ...]) -> Any:
         if is_told(obj):
@@ -407,12 +436,68 @@ class Names:
             for name in [n for n, shared in has.items() if self.user_ns.get(n, _MISSING) is not shared.value]:
                 del has[name]
 
-    def take_deleted(self, replica_id: int) -> tuple[str, ...]:
-        """Return the names that the replica is to delete, as the notebook did, and take them for deleted."""
+    def _look_into(self) -> None:
+        """Find what the notebook has of the replicas' values besides the names that they have there."""
+        self._inside = {}
+        for name, value in list(self.user_ns.items()) if self._there else ():
+            if name in RESERVED or not travels(name):
+                continue
+            found = inside(value, lambda obj: isinstance(obj, Remote) or self._handle(obj) is not None)
+            for one in found:
+                own = one is value or isinstance(value, PerReplica)
+                if isinstance(one, Remote) and not (own and one.name == name):
+                    self._give_a_name(one)
+            handles = {handle for one in found if (handle := self._handle(one)) is not None}
+            if handles:
+                self._inside[name] = handles
+
+    def _handle(self, obj: object) -> str | None:
+        """Return the handle of a network, an optimizer or the like that the replicas may have."""
+        if isinstance(obj, nn.Module):
+            return self.mirrors.find_handle(obj)
+        return self.lent.handle(obj)
+
+    def _give_a_name(self, stand_in: Remote) -> None:
+        """Have the replicas keep the value of a stand-in under a name that no cell will bind anew."""
+        if stand_in.name in self._given_names:
+            return
+        name = f"_mirror_nb_{next(self._count)}"
+        self._given_names[name] = weakref.ref(stand_in)
+        for replica_id, there in self._there.items():
+            if stand_in.name in there:
+                self._renamed.setdefault(replica_id, {})[name] = stand_in.name
+                there.add(name)
+        stand_in.name = name
+
+    def lies_under(self, name: str, replica_id: int) -> str:
+        """Return the name that the replica has for a stand-in's name by now."""
+        return self._renamed.get(replica_id, {}).get(name, name)
+
+    def take_holdings(self, replica_id: int) -> Holdings:
+        """Return what the replica is to know of what the notebook has and has not, and take it for known."""
+        renamed = tuple((old, new) for new, old in self._renamed.pop(replica_id, {}).items())
+        retained = {
+            handle
+            for name, handles in self._inside.items()
+            if not self._covers(replica_id, name)
+            for handle in handles
+        }
         there = self._there.get(replica_id, set())
-        names = [name for name in there if name not in self.user_ns and name not in RESERVED]
-        there.difference_update(names)
-        return tuple(sorted(names))
+        deleted = [name for name in there if name not in RESERVED and not self._lives(name)]
+        there.difference_update(deleted)
+        return Holdings(renamed, tuple(sorted(retained)), tuple(sorted(deleted)))
+
+    def _covers(self, replica_id: int, name: str) -> bool:
+        """Whether the replica has a name with all that it holds here."""
+        value = self.user_ns[name]
+        if not isinstance(value, nn.Module) and not is_told(value):
+            now = self._content(value)
+            return now is not None and self._has(replica_id, name, now)
+        return self._has(replica_id, name, None)
+
+    def _lives(self, name: str) -> bool:
+        stand_in = self._given_names.get(name)
+        return name in self.user_ns if stand_in is None else stand_in() is not None
 
     # ------------------------------------------------------------------ in
 
@@ -448,6 +533,8 @@ class Names:
         self._absorb_modules(opened, owner)
         # Held until names have them.
         objects = self._absorb_objects(opened, owner, inside)
+        # A name that is bound anew may have been the last of what another one is to hold.
+        held = [self.user_ns.get(name) for exports in opened.values() for name in exports.names]
         names = sorted({name for exports in opened.values() for name in exports.names})
         altered = {name for exports in opened.values() for name in exports.altered}
         for name in names:
@@ -463,7 +550,7 @@ class Names:
         results = {r: e.result for r, e in opened.items() if e.result is not None}
         if results:
             returned.result = self._value("_", results, owner, opened)
-        del objects
+        del objects, held
         return returned
 
     def _follow_deleted(self, opened: Mapping[int, Exports]) -> list[str]:
@@ -605,8 +692,7 @@ class Names:
 
     def _remote(self, name: str, stayed: Stayed, replica_id: int) -> Remote:
         kept = stayed.name or name
-        fetch = functools.partial(self._fetch, kept, replica_id)
-        return Remote(kept, stayed.type_name, stayed.text, stayed.why, fetch, replica_id, stayed.for_good)
+        return Remote(kept, stayed.type_name, stayed.text, stayed.why, self._fetch, replica_id, stayed.for_good)
 
 
 class _Undelivered(Exception):

@@ -441,7 +441,7 @@ class Session:
                 owner=replica_id == replicas[0],
                 sources=self._sources(parcel, replica_id),
                 widgets=getattr(self._shell, "kernel", None) is not None,
-                deleted=self._names.take_deleted(replica_id),
+                holdings=self._names.take_holdings(replica_id),
             )
             slabs[replica_id] = parcel.packed.slab if parcel is not None else None
         self._untaught.difference_update(replicas)
@@ -558,14 +558,16 @@ class Session:
     def fetch(self, name: str, replica_id: int) -> Any:
         """Return a replica's value of a name, whatever its size; the notebook's name is left alone."""
         self._mend()
+        name = self._names.lies_under(name, replica_id)
         report = self._fetch((name,), [replica_id])
         raise_for(report, self._running().devices)
-        before = self._shell.user_ns.get(name, _MISSING)
+        before, had = self._shell.user_ns.get(name, _MISSING), self._names.has(replica_id, name)
         returned = self._absorb(report, replica_id)
         _check_rebuilt((name,), returned)
         value = self._shell.user_ns.pop(name)
         if before is _MISSING:
-            self._names.forget(replica_id, (name,))
+            # Its deletion is to be followed, if it was the notebook's.
+            (self._names.outdate if had else self._names.forget)(replica_id, (name,))
         else:
             self._shell.user_ns[name] = before
             self._names.note(replica_id, name, before)

@@ -22,7 +22,18 @@ from torch.nn.parameter import is_lazy
 from mirror_nb import torchmetrics_objects, variables
 from mirror_nb.contents import REFILLED, Content, class_content, content, refill
 from mirror_nb.errors import TransferError
-from mirror_nb.messages import Changed, Export, Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
+from mirror_nb.messages import (
+    Changed,
+    Export,
+    Exports,
+    Holdings,
+    Imported,
+    KnownModule,
+    NewModule,
+    Plain,
+    Stayed,
+    travels,
+)
 from mirror_nb.mirrors import (
     ATTRIBUTES,
     Mirrors,
@@ -86,6 +97,8 @@ class Namespace:
         self._anew = False
         # Whether attributes travel that have not changed since the last time.
         self.objects = Objects()
+        self._retained: list[Any] = []
+        # What the notebook has besides the names that are here.
         self._results: deque[str] = deque()
         self._search = list(sys.path)
         # As the controller knows it.
@@ -123,9 +136,13 @@ class Namespace:
             self.objects.keep(handle, obj)
         return value
 
-    def delete(self, names: Iterable[str]) -> None:
-        """Let go of what the notebook has deleted."""
-        for name in names:
+    def hold(self, holdings: Holdings) -> None:
+        """Keep what the notebook still has, and let go of what it has deleted."""
+        for name, other in holdings.renamed:
+            if name in self.names:
+                self.names[other] = self.names[name]
+        self._retained = [self.mirrors.find(handle) or self.objects.find(handle) for handle in holdings.retained]
+        for name in holdings.deleted:
             self.names.pop(name, None)
 
     def bind(self, payload: Any, slab: int | None) -> None:
@@ -185,7 +202,9 @@ class Namespace:
             return self.objects.resolve(token)
         if isinstance(token, tuple) and token[0] == "name":
             if token[1] not in self.names:
-                raise TransferError(f"`{token[1]}` no longer exists in this replica; run the cell that makes it again")
+                raise TransferError(
+                    f"`{token[-1]}` no longer exists in this replica; run the cell that makes it again"
+                )
             return self.names[token[1]]
         if isinstance(token, tuple) and token[0] == "changed":
             return self._changed_object(*token[1:])

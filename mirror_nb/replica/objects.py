@@ -83,12 +83,13 @@ class Objects:
 
     def resolve(self, token: Any) -> Any:
         """For `unpack`: the object that a token means. Raises TransferError if it is gone."""
-        found = self._find(token[1])
+        found = self.find(token[1])
         if found is None:
             raise TransferError(f"the payload refers to {token!r}, which does not exist in this replica")
         return found
 
-    def _find(self, handle: str) -> Any:
+    def find(self, handle: str) -> Any:
+        """Return the object that a handle means, None if it is gone."""
         return self._kept[handle] if handle in self._kept else self._made.find(handle)
 
     def all(self) -> dict[str, Any]:
@@ -102,11 +103,11 @@ class Objects:
     def apply_settings(self, settings: Iterable[tuple[str, Any]]) -> None:
         """Take over what the controller changed."""
         for handle, changed in settings:
-            obj = self._find(handle)
+            obj = self.find(handle)
             if is_told(obj):
                 take_told(obj, changed)
                 self._told.know(handle, obj)
 
     def changed_settings(self) -> tuple[tuple[str, Any], ...]:
         """Return what has changed since the controller was told, by the handles of what has it."""
-        return self._told.changes(self._find)
+        return self._told.changes(self.find)

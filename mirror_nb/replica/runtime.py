@@ -306,7 +306,7 @@ class Replica:
         self._progress.begin()
         with contextlib.suppress(OSError):
             os.chdir(cell.working_directory)
-        self.namespace.delete(cell.deleted)
+        self.namespace.hold(cell.holdings)
         if cell.names is not None:
             self.namespace.bind(cell.names, slab)
         before = self.namespace.before(cell.mentioned, number)
