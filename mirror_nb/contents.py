@@ -24,6 +24,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset
 
 from mirror_nb.pickler import Limited
 from mirror_nb.sources import is_users
@@ -69,6 +70,8 @@ def content(value: object, token: Token) -> Content | None:
         return Content(state=(hash(value.tobytes()),)) if value.nbytes <= ARRAY_BYTES else None
     if isinstance(value, torch.Tensor) and (value.nbytes > WATCHED_BYTES or value.device.type != "cpu"):
         return Content(state=_written(value))
+    if isinstance(value, _AROUND_DATA_SETS):
+        return Content(beside=((weakref.ref(value), _of_data_sets(value, token)),), own=True)
     own = _is_own(value)
     if not own and not isinstance(value, (*_CONTAINERS, np.ndarray, torch.Tensor)):
         return None
@@ -203,6 +206,8 @@ class _Reader(pickle.Pickler):
             return None if small else self._beside(obj, _written(obj))
         if isinstance(obj, np.ndarray):
             return None if obj.nbytes <= WATCHED_BYTES else self._beside(obj)
+        if isinstance(obj, _AROUND_DATA_SETS):
+            return self._beside(obj, _of_data_sets(obj, self._token))
         if isinstance(obj, _BY_IDENTITY) or type(obj).__module__.partition(".")[0] == __package__:
             return self._beside(obj)
         return None
@@ -226,10 +231,32 @@ class _Reader(pickle.Pickler):
         return len(self.beside)
 
 
+def data_sets(value: object) -> list[object]:
+    """Return the data sets of the user's own classes that a loader, or one of torch's data sets, reads."""
+    found: list[object] = []
+    queue: list[Any] = [value] if isinstance(value, _AROUND_DATA_SETS) else []
+    while queue:
+        one = queue.pop()
+        if isinstance(one, (DataLoader, Subset)):
+            queue.append(one.dataset)
+        elif isinstance(one, (ConcatDataset, ChainDataset)):
+            queue += one.datasets
+        elif is_users(type(one).__module__):
+            found.append(one)
+    return found
+
+
+def _of_data_sets(value: object, token: Token) -> object:
+    """Return what is another once somebody changed a data set in a loader; data sets of many examples apart."""
+    held = [content(one, token) for one in data_sets(value)]
+    return tuple(one.pickled for one in held if one is not None)
+
+
+_AROUND_DATA_SETS = (DataLoader, Subset, ConcatDataset, ChainDataset)
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), tuple, list, dict, set, frozenset})
 _BY_IDENTITY = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, nn.Module, torch.Generator),
-    *(torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.utils.data.Sampler),
+    *(torch.utils.data.Dataset, torch.utils.data.Sampler),
 )
 
 

@@ -99,6 +99,8 @@ class GradientSynchronizer:
         self._round: _Round | None = None
         self.undivided_passes = 0
         # Backward passes on batches of which this replica was given no share.
+        self._agreed: list[Agreed] = []
+        self._agreed_before: list[Agreed] = []
         self._group: Callable[[], object | None] = lambda: None
         self._forget_agreements()
         self.clear_shares()
@@ -145,7 +147,7 @@ class GradientSynchronizer:
         By the names under which they were tracked, "Linear.weight", the further ones of a name "Linear.weight (2)".
         """
         found: dict[str, nn.Parameter] = {}
-        for agreed in self._agreed:
+        for agreed in self._agreed or self._agreed_before:
             parameter, tracked = agreed.parameter(), agreed.tracked
             if parameter is not None and tracked is not None:
                 found[f"{tracked.name} ({tracked.ordinal + 1})" if tracked.ordinal else tracked.name] = parameter
@@ -237,7 +239,9 @@ class GradientSynchronizer:
         self._forget_agreements()
 
     def _forget_agreements(self) -> None:
-        self._agreed: list[Agreed] = []
+        # What is void for the next round still tells which parameters are to be equal.
+        self._agreed_before = self._agreed or self._agreed_before
+        self._agreed = []
         self._plans: dict[frozenset[int], Plan] = {}
         self._history = History()
         self._buffers = Buffers()

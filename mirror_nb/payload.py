@@ -21,6 +21,7 @@ import cloudpickle
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from mirror_nb import slab as slabs
 from mirror_nb.compiled import reduce_compiled
@@ -304,6 +305,10 @@ class _Packer(Pickler):
             return self._reduce_module(obj)
         if isinstance(obj, torch.optim.Optimizer) or is_told(obj):
             return self._reduce_told(obj)
+        if isinstance(obj, DataLoader) and vars(obj).get("_iterator") is not None:
+            # With persistent workers: their processes stay here.
+            reduced: Any = obj.__reduce_ex__(5)
+            return *reduced[:2], {**reduced[2], "_iterator": None}, *reduced[3:]
         return super().reducer_override(obj)
 
     def _unbound(self, function: types.FunctionType) -> types.FunctionType:

@@ -296,6 +296,15 @@ def test_parameters_are_compared_on_request_too(strategy, model):
     assert mirror_nb.OneDeviceStrategy("cpu").compare_parameters()
 
 
+def test_parameters_are_compared_after_an_error_too(strategy, model):
+    fit(model, epochs=1)
+    before = repr(strategy.compare_parameters())
+    with pytest.raises(ZeroDivisionError):
+        strategy.run(lambda: 1 / 0)
+    assert repr(strategy.compare_parameters()) == before
+    assert "in sync" in before
+
+
 def test_the_last_step_is_known_when_gradients_are_accumulated(strategy, model):
     model.compile("sgd", loss="cross_entropy", accumulate_steps=3)
     before = strategy.timeline().snapshot().step

@@ -402,9 +402,22 @@ def test_one_that_only_another_replica_made_can_be_fetched(run):
 
 
 @pytest.mark.parametrize("run", ["%%mirrored\n"], indirect=True)
+def test_the_state_of_an_optimizer_that_the_notebook_has_by_another_name_lives_on(run):
+    run(THERE + "\ndel scheduler")
+    run("before = optimizer; steps = optimizer.state_dict()['state'][0]['step']")
+    run("%%mirrored\noptimizer = torch.optim.SGD(model.parameters(), 0.5)\nimport gc; gc.collect()")
+    assert run("type(optimizer).__name__, type(before).__name__") == ("SGD", "AdamW")
+    run("%%mirrored\nmodel(x).sum().backward(); before.step()")
+    assert run("before.state_dict()['state'][0]['step'] - steps") == 1
+
+
+@pytest.mark.parametrize("run", ["%%mirrored\n"], indirect=True)
 def test_a_state_that_went_with_a_name_in_the_replicas_is_an_error_where_it_is_looked_at(run):
     run(THERE + "\ndel scheduler")
-    run("before = optimizer")
+    # So many are not looked through before each cell.
+    run("many = [optimizer, *range(5000)]")
+    run("%%mirrored\noptimizer = torch.optim.SGD(model.parameters(), 0.5)\nimport gc; gc.collect()")
+    run("before = many[0]")
     run("%%mirrored\noptimizer = torch.optim.SGD(model.parameters(), 0.5)\nimport gc; gc.collect()")
     assert run("type(optimizer).__name__, type(before).__name__") == ("SGD", "AdamW")
     with pytest.raises(

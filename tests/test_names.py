@@ -1103,6 +1103,29 @@ def test_a_data_set_that_is_changed_behind_its_loader_is_so_in_the_replicas(note
     assert notebook.sent == []
 
 
+@pytest.mark.parametrize("over", ["Data()", "Subset(Data(), [1, 0])", "ConcatDataset([Data(), Data()])"])
+@pytest.mark.parametrize("held", ["loader", "loaders['train']"])
+def test_a_data_set_without_a_name_is_changed_behind_its_loader(notebook, over, held):
+    notebook.here(
+        "from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset\n"
+        "class Data(Dataset):\n    factor = 1\n    def __len__(self): return 2\n"
+        f"    def __getitem__(self, i): return self.factor * (i + 1)\nloader = DataLoader({over})\n"
+        "loaders = {'train': loader}"
+    )
+    look = f"y = torch.cat(list({held})).tolist()"
+    notebook.cell(look)
+    notebook.here(
+        "inner = loader.dataset\n"
+        "while not isinstance(inner, Data):\n"
+        "    inner = inner.datasets[0] if hasattr(inner, 'datasets') else inner.dataset\n"
+        "inner.factor = 10; del inner"
+    )
+    notebook.cell(look)
+    assert notebook.user_ns["y"] == eval(look[4:], notebook.user_ns)
+    notebook.cell(look)
+    assert notebook.sent == []
+
+
 def test_what_cells_change_of_a_class_is_here_unless_each_replica_changes_it_in_its_own_way(notebook):
     notebook.here("class CFG:\n    best = None\n    lr = 1\ndef note(x): CFG.best = x\nmade, known = CFG(), CFG")
     notebook.cell("CFG.best = 5")

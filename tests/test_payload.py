@@ -39,6 +39,18 @@ def travel(obj: Any, **options: Any) -> Any:
     return unpack(packed.payload, packed.slab)[0]
 
 
+def test_a_loader_whose_workers_persist_travels_without_them():
+    data = torch.utils.data.TensorDataset(torch.arange(4.0))
+    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)
+    workers = iter(loader)
+    next(workers)
+    arrived = travel(loader)
+    assert arrived._iterator is None
+    assert loader._iterator is workers
+    assert [batch.tolist() for (batch,) in torch.utils.data.DataLoader(arrived.dataset, 2)] == [[0, 1], [2, 3]]
+    workers._shutdown_workers()
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 

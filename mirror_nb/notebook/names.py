@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from mirror_nb import torchmetrics_objects
-from mirror_nb.contents import Content, class_content, content, filling, is_refillable, refill
+from mirror_nb.contents import Content, class_content, content, data_sets, filling, is_refillable, refill
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
     Changed,
@@ -40,7 +39,6 @@ from mirror_nb.notebook.holdings import inside
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Arrivals, Packed, Payload, pack, unpack
 from mirror_nb.reads import names_read
-from mirror_nb.sources import is_users
 from mirror_nb.told import is_told
 from mirror_nb.values import PerReplica, Remote, merged
 
@@ -419,7 +417,7 @@ class Names:
             name = queue.pop()
             found = names_read(self.user_ns[name], self.user_ns)
             found |= {n for has in self._sent.values() if name in has for n in has[name].needs}
-            found |= self._names_of(_data_sets(self.user_ns[name]))
+            found |= self._names_of(data_sets(self.user_ns[name]))
             for more in found:
                 if more not in needed and more not in names and self._travels(more):
                     needed.add(more)
@@ -719,21 +717,6 @@ def _imported(name: str) -> types.ModuleType | None:
 def _all_alike(exports: Mapping[int, Export]) -> bool:
     pickled = {export.payload.pickled if isinstance(export, Plain) else None for export in exports.values()}
     return len(pickled) == 1 and None not in pickled
-
-
-def _data_sets(value: object) -> list[object]:
-    """Return the data sets of the user's own classes that a loader reads, those within torch's own included."""
-    found: list[object] = []
-    queue: list[object] = [value.dataset] if isinstance(value, DataLoader) else []
-    while queue:
-        one = queue.pop()
-        if is_users(type(one).__module__):
-            found.append(one)
-        if isinstance(one, Subset):
-            queue.append(one.dataset)
-        elif isinstance(one, ConcatDataset):
-            queue += one.datasets
-    return found
 
 
 def _itself(value: object) -> list[nn.Module]:

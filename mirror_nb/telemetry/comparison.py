@@ -37,7 +37,12 @@ class Comparison:
 
 
 def compared(sums: Sequence[Mapping[str, int]]) -> Comparison:
-    """Compare checksums by name, one mapping a replica, in the order of their ids."""
+    """Compare checksums by name, one mapping a replica, in the order of their ids.
+
+    One that has none yet has taken the place of another: there is nothing to compare until it has synchronised, too.
+    """
+    if not all(sums):
+        return Comparison(len(sums), 0, {})
     return Comparison(len(sums), max(map(len, sums)), differing(sums))
 
 
