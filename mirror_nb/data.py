@@ -133,8 +133,8 @@ class DistributedDataset:
     `randomness()` makes the random stream that is equal on all replicas current (Python's, NumPy's and
     torch's on the CPU); `agree(mine)` returns replica 0's bytes on every replica and is called once an epoch;
     one replica alone uses neither. `on_wanted()` is called when a batch is asked for, `on_batch(local_examples,
-    global_examples)` just before it is handed out, `on_end()` after the last one, or when the loop is left early.
-    `loaders` keeps derived DataLoaders between epochs.
+    global_examples, batch)` just before it is handed out, `on_end()` after the last one, or when the loop is left
+    early. `loaders` keeps derived DataLoaders between epochs.
 
     `dealt`: the batches of `source`, then a DataLoader, are for one replica each. Replica i gets the i-th, then
     the one `num_replicas` later; where they run out in the middle of a step, a batch of no examples.
@@ -157,7 +157,7 @@ class DistributedDataset:
         drop_last: bool = False,
         randomness: Randomness,
         agree: Callable[[bytes], bytes],
-        on_batch: Callable[[int, int], None],
+        on_batch: Callable[[int, int, Any], None],
         on_end: Callable[[], None],
         on_wanted: Callable[[], None] = lambda: None,
         loaders: Loaders | None = None,
@@ -201,7 +201,7 @@ class DistributedDataset:
                 self._on_wanted()
                 for share in shares:
                     batch = to_device(share.batch, self._device)
-                    self._on_batch(share.local_examples, share.global_examples)
+                    self._on_batch(share.local_examples, share.global_examples, batch)
                     yield batch
                     self._on_wanted()
         finally:

@@ -48,7 +48,7 @@ FLOORS = (
         "sampling",
         "prefetch",
     },
-    {"pool", "replica", "gradients", "buckets", "data", "collectives", "recorder", "steering"},
+    {"pool", "replica", "gradients", "buckets", "data", "weighing", "collectives", "recorder", "steering"},
     {"strategies"},
     {"training", "bench", "advice", "losses", "callbacks"},
     {"notebook"},

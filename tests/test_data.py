@@ -109,7 +109,7 @@ class Session:
             device=CPU,
             randomness=self._randomness[replica_id],
             agree=lambda mine: self.agree(replica_id, mine),
-            on_batch=lambda local, total: self.shares[replica_id].append((local, total)),
+            on_batch=lambda local, total, batch: self.shares[replica_id].append((local, total)),
             on_end=lambda: self._end(replica_id),
             loaders=self.loaders[replica_id],
             **options,
@@ -385,7 +385,7 @@ def test_a_single_replica_sees_what_plain_pytorch_sees_random_augmentation_inclu
             device=CPU,
             randomness=_forbidden,
             agree=_forbidden,
-            on_batch=lambda local, total: None,
+            on_batch=lambda local, total, batch: None,
             on_end=lambda: None,
         )
         assert [batch.tolist() for _ in range(2) for batch in dataset] == plain
@@ -599,7 +599,7 @@ def test_pinned_batches_arrive_on_the_gpu():
         device=device,
         randomness=_forbidden,
         agree=_forbidden,
-        on_batch=lambda local, total: None,
+        on_batch=lambda local, total, batch: None,
         on_end=lambda: None,
     )
     batches = list(dataset)

@@ -654,7 +654,7 @@ class Replicas:
             device=torch.device("cpu"),
             randomness=randomness,
             agree=agree,
-            on_batch=lambda local, total: self.shares[replica_id].append((local, total)),
+            on_batch=lambda local, total, batch: self.shares[replica_id].append((local, total)),
             on_end=lambda: None,
             loaders=Loaders(),
         )

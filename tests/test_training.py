@@ -93,8 +93,77 @@ gradient = model.weight.grad.clone()
         torch.testing.assert_close(gradient, model_alone["gradient"], rtol=0, atol=1e-6)
 
 
+HELD = {
+    "one ahead": """
+def pairs():
+    it = iter(batches)
+    now = next(it)
+    while now is not None:
+        ahead = next(it, None)
+        yield now
+        now = ahead
+""",
+    "all": """
+held = list(batches)
+def pairs():
+    return held
+""",
+    "two at once": """
+def pairs():
+    return (pair for pair, _ in zip(batches, more))
+""",
+    "twice": """
+held = list(batches)
+def pairs():
+    return held[::-1] + held
+""",
+}
+USED = {
+    "a network": "F.mse_loss(model(a), b).backward()",
+    "a part of a batch": "F.mse_loss(model(a.flatten(1)[:]), b).backward()",
+    "run": "strategy.run(lambda pair: F.mse_loss(model(pair[0] * 1), pair[1]).backward(), ((a, b),))",
+}
+
+
+@pytest.mark.parametrize("use", USED.values(), ids=USED)
+@pytest.mark.parametrize("pairs", HELD.values(), ids=HELD)
+def test_gradients_are_weighed_by_the_batch_that_is_used_where_several_are_held(replicas, pairs, use):
+    body = f"""
+import torch
+import torch.nn.functional as F
+from torch import nn
+torch.manual_seed(1)
+x, y = torch.randn(10, 6), torch.randn(10, 1)
+torch.manual_seed(2)
+model = nn.Linear(6, 1)
+batches, more = BATCHES
+{pairs}
+gradients = []
+for a, b in pairs():
+    model.zero_grad()
+    {use}
+    gradients.append(model.weight.grad.clone())
+"""
+    alone: dict[str, object] = {"strategy": _Alone()}
+    exec(body.replace("BATCHES", "list(zip(x.split(4), y.split(4))), torch.ones(30).split(6)"), alone)
+    made = (
+        "strategy.distribute_dataset((x, y), batch_size=4), strategy.distribute_dataset(torch.ones(30), batch_size=6)"
+    )
+    ran = run_cell(replicas(3), body.replace("BATCHES", made))
+    assert ran.errors == {}
+    for replica_id in range(3):
+        torch.testing.assert_close(ran.values[replica_id]["gradients"], alone["gradients"], rtol=0, atol=1e-6)
+    run_cell(replicas(3), "a = b = held = None")
+    loop = "for _ in strategy.distribute_dataset(torch.ones(3), batch_size=3): pass\n"
+    count = "from torch.nn.modules import module\nn = len(module._global_forward_pre_hooks)"
+    assert run_cell(replicas(3), loop + count).values[0]["n"] == 0
+
+
 class _Alone:
     """Stands for the strategy where there is one process."""
+
+    def run(self, fn, args):
+        return fn(*args)
 
     def no_sync(self):
         import contextlib

@@ -52,6 +52,7 @@ from mirror_nb.strategies.standalone import Standalone, standalone
 from mirror_nb.telemetry.comparison import Comparison, compared
 from mirror_nb.values import DistributedValues, ReduceOp
 from mirror_nb.variables import Variable, component, component_variable, distributed, provide_arrivals
+from mirror_nb.weighing import Weighing
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
@@ -118,6 +119,7 @@ class ReplicaPlace(Place):
         self._peers = Peers(
             who.replica_id, who.num_replicas, who.device, self._announce, lambda: replica.communication.ops
         )
+        self._weighing = Weighing(who.num_replicas, lambda shares: replica.gradients.set_shares(*shares))
         self._merges = 0
         # merge_calls that run now: in them every replica has all values.
         self._home = ReplicaHome(self._peers, lambda: self._merges > 0, commanded=not isinstance(replica, Standalone))
@@ -171,8 +173,12 @@ class ReplicaPlace(Place):
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.check_open()
         context = ReplicaContext(strategy, self.replica_id)
+        args, kwargs = select(args, self.replica_id), select(kwargs, self.replica_id)
+        shares = self._weighing.called_with((args, kwargs))
+        if shares is not None:
+            self._replica.gradients.set_shares(*shares)
         with entered(strategy, context, cross=False), self._replica.scope:
-            return fn(*select(args, self.replica_id), **select(kwargs, self.replica_id))
+            return fn(*args, **kwargs)
 
     def command(
         self,
@@ -381,14 +387,15 @@ class ReplicaPlace(Place):
 
     def _on_end(self) -> None:
         self._replica.gradients.clear_shares()
+        self._weighing.exhausted()
         self._replica.recorder.exhausted()
         if self._replica.recorder.wants_checksums():
             self.seat.check()
 
-    def _on_batch(self, local_examples: int, global_examples: int) -> None:
+    def _on_batch(self, local_examples: int, global_examples: int, batch: Any) -> None:
         self._replica.recorder.arrived(local_examples)
         self._replica.scope.start_running()
-        self._replica.gradients.set_shares(local_examples, global_examples)
+        self._weighing.handed_out(batch, (local_examples, global_examples))
 
     # ------------------------------------------------------------------ Variables
 

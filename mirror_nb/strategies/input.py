@@ -380,7 +380,7 @@ class ReplicaInput:
     device: torch.device
     randomness: Callable[[], AbstractContextManager[None]]
     agree: Callable[[bytes], bytes]
-    on_batch: Callable[[int, int], None]
+    on_batch: Callable[[int, int, Any], None]
     on_end: Callable[[], None]
     loaders: Loaders
     on_wanted: Callable[[], None] = lambda: None

@@ -383,7 +383,7 @@ class LoaderFeed(Feed):
             device=device,
             randomness=nullcontext,
             agree=_as_it_is,
-            on_batch=lambda local, total: counts.append((local, total)),
+            on_batch=lambda local, total, batch: counts.append((local, total)),
             on_end=_nothing,
             loaders=self._loaders,
         )
