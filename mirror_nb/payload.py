@@ -35,6 +35,7 @@ from mirror_nb.pickler import Limited, Pickler, TooLarge, global_names, label_cl
 from mirror_nb.sharded import refuse
 from mirror_nb.surroundings import look_in
 from mirror_nb.told import count_steps, is_told, whole_state, without_moments
+from mirror_nb.values import PerReplica
 
 IN_BAND_BYTES = 128 * 1024
 # So much of an object's buffers stays in the pickle: for 100 KB a slab takes 90 µs, a socket 15.
@@ -130,6 +131,10 @@ def _open_tensor(
 
 def _open_parameter(make: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
     return _leaf(make(*args))
+
+
+def _open_per_replica(values: tuple[Any, ...]) -> PerReplica:
+    return PerReplica(values, own=None if _opening is None else _opening.replica_id)
 
 
 def _open_generator(device: torch.device) -> torch.Generator:
@@ -278,6 +283,8 @@ class _Packer(Pickler):
         compiled = reduce_compiled(obj)
         if compiled is not None:
             return compiled
+        if type(obj) is PerReplica:
+            return _open_per_replica, (obj.values,)
         if type(obj) in weakref.ProxyTypes:
             return weakref.proxy, (obj.__reduce_ex__.__self__,)
         if type(obj) is weakref.ref and obj.__callback__ is None:
@@ -523,11 +530,13 @@ class _Opener(pickle.Unpickler):
         resolve: Callable[[Any], object] | None,
         device: torch.device | None,
         lenient: bool,
+        replica_id: int | None,
     ) -> None:
         super().__init__(io.BytesIO(pickled), buffers=buffers)
         self._lenient = lenient
         self.arrivals = Arrivals()
         self.device = device
+        self.replica_id = replica_id
         self.at = ""
         self._namespace = namespace
         self._resolve = resolve
@@ -572,11 +581,13 @@ def unpack(
     resolve: Callable[[Any], object] | None = None,
     device: torch.device | None = None,
     lenient: bool = False,
+    replica_id: int | None = None,
 ) -> tuple[Any, Arrivals]:
     """Rebuild what `pack` was given, and tell which modules arrived in it. Takes over `slab` and closes it.
 
     Tensors and arrays look at the slab's pages; writing to them changes this process's copy alone. Tensors
     that were on a GPU go to `device` (None: they stay on the CPU). `resolve` turns a reference into its object.
+    With `replica_id`, a PerReplica is that replica's value in arithmetic.
 
     With `lenient`, what cannot be imported here does not fail: see `Arrivals.lacking`, of which no network is told.
 
@@ -592,7 +603,7 @@ def unpack(
     if payload.simple:
         bare, forms = pickle.loads(pickled, buffers=buffers)
         return dressed(bare, iter(forms)) if forms else bare, Arrivals()
-    opener = _Opener(pickled, buffers, namespace, resolve, device, lenient)
+    opener = _Opener(pickled, buffers, namespace, resolve, device, lenient, replica_id)
     before, _opening = _opening, opener
     try:
         with repairing():

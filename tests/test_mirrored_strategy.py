@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import os
 import pickle
@@ -26,12 +27,54 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mirror_nb as mnb
 from mirror_nb import surroundings
+from mirror_nb.values import same
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[mnb.MirroredStrategy]:
     with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         yield strategy
+
+
+def replica_id() -> int:
+    return mnb.get_replica_context().replica_id_in_sync_group
+
+
+CAPTURED = {
+    "an operator": lambda p: p + 1,
+    "an operator from the right": lambda p: 1 + p,
+    "a function of torch": lambda p: torch.cat([p, p]),
+    "a method": lambda p: p.sum(),
+    "an attribute": lambda p: p.data.clone(),
+    "a function of NumPy": lambda p: torch.from_numpy(np.asarray(p)) * 2,
+    "another one": lambda p: p * p,
+}
+
+
+@pytest.mark.parametrize("use", CAPTURED.values(), ids=CAPTURED)
+def test_a_per_replica_that_a_function_captures_is_the_replicas_own_value_in_it(two, use):
+    value = two.run(lambda: torch.tensor([1.0 + replica_id(), 2.0]))
+    held = {"in": [value]}
+    expected = [use(part) for part in value]
+    for call in (lambda: use(value), functools.partial(use, value), lambda: use(held["in"][0])):
+        assert same(two.local_results(two.run(call)), tuple(expected))
+
+
+def test_results_with_a_value_for_each_example_weigh_gradients_as_the_batch_they_are_from(two):
+    with two.scope():
+        model = nn.Linear(1, 1, bias=False)
+
+    def gradient(x: torch.Tensor) -> float:
+        model.zero_grad()
+        model(x).mean().backward()
+        return model.weight.grad.item()
+
+    for batch in two.distribute_dataset(torch.arange(1.0, 6.0)[:, None], batch_size=4):
+        made = two.run(lambda x: {"twice": 2 * x, "mean": x.mean()}, (batch,))
+        own = two.run(gradient, (batch,))
+        assert two.run(gradient, (made["twice"],)) == 2 * own
+        assert two.run(lambda batch=batch: gradient(batch)) == own
+        assert made["mean"].shares is None
 
 
 class Net(nn.Module):

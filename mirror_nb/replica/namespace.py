@@ -182,7 +182,9 @@ class Namespace:
 
     def open_call(self, payload: Payload, slab: int | None) -> tuple[Any, Arrivals]:
         """Rebuild a call's function or arguments; return too what came as a copy."""
-        value, arrivals = unpack(payload, slab, resolve=self._resolve, device=self._device)
+        value, arrivals = unpack(
+            payload, slab, resolve=self._resolve, device=self._device, replica_id=self._given.get("replica_id")
+        )
         for module in arrivals.modules:
             self._scope.adopt(module)
         return value, arrivals

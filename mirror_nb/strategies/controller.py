@@ -161,7 +161,8 @@ class ControllerPlace(Place):
         if self._dashboard is not None:
             self._dashboard.between_calls()
         try:
-            return regroup(self._call(fn, args, kwargs, plain=False))
+            parts = _parts_of((args, kwargs))
+            return _of_batch(regroup(self._call(fn, args, kwargs, parts)), _shares_in(parts))
         except UsageError as error:
             # The caller's lines tell where; those of the pickling below them help nobody.
             raise error.with_traceback(None) from None
@@ -246,18 +247,23 @@ class ControllerPlace(Place):
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        plain: bool,
+        parts: Sequence[DistributedValues] | None = None,
+        plain: bool = False,
         on_note: Callable[[Any], None] = lambda value: None,
     ) -> list[Any]:
         pool = self._ready()
-        parts = _parts_of((args, kwargs))
+        parts = _parts_of((args, kwargs)) if parts is None else parts
         for part in parts:
             check_size(part, self.num_replicas)
         wanted: list[Any] = []
         function, packed = None, []
         replicas = range(self.num_replicas)
 
+        captured: list[DistributedValues] = []
+
         def reference(obj: object) -> Any:
+            if type(obj) is PerReplica:
+                captured.append(obj)
             return self._reference(obj, wanted)
 
         try:
@@ -284,7 +290,11 @@ class ControllerPlace(Place):
             released = tuple(self._objects.take_released())
             around, now = (None, None) if plain else (modes.current(), surroundings.moment)
             about = released, changed, kept is not None, around, now
-            made = [Call(function, own.payload, plain, _shares_of(parts, i), *about) for i, own in enumerate(packed)]
+            shares = _shares_in([*parts, *captured])
+            made = [
+                Call(function, own.payload, plain, None if shares is None else (shares[i], sum(shares)), *about)
+                for i, own in enumerate(packed)
+            ]
             calls = {i: made[i if parts else 0] for i in replicas}
             slabs = {i: packed[i if parts else 0].slab for i in replicas}
             any_sent = self._objects.any_sent
@@ -735,13 +745,26 @@ def _parts_of(nest: Any) -> list[DistributedValues]:
     return [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
 
 
-def _shares_of(parts: Sequence[DistributedValues], replica_id: int) -> tuple[int, int] | None:
-    """Return this replica's examples and all replicas', of the global batch among the arguments."""
+def _shares_in(parts: Sequence[DistributedValues]) -> tuple[int, ...] | None:
+    """Return each replica's examples of the global batch among these."""
     for part in parts:
-        shares = getattr(part, "shares", None)
-        if isinstance(part, PerReplica) and shares is not None and sum(shares) > 0:
-            return shares[replica_id], sum(shares)
+        if isinstance(part, PerReplica) and part.shares is not None and sum(part.shares) > 0:
+            return part.shares
     return None
+
+
+def _of_batch(results: Any, shares: tuple[int, ...] | None) -> Any:
+    """Let results with a value for each example of a batch be a batch, which later calls weigh gradients by."""
+    if shares is None:
+        return results
+    for part in _parts_of(results):
+        if isinstance(part, PerReplica) and tuple(map(_examples, part.values)) == shares:
+            part.shares = shares
+    return results
+
+
+def _examples(value: Any) -> int | None:
+    return len(value) if isinstance(value, torch.Tensor) and value.dim() else None
 
 
 class _Listener:
