@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mirror_nb.errors import DeviceError, PoolClosed
+from mirror_nb.errors import ContextError, DeviceError, PoolClosed
 from mirror_nb.strategies.context import (
     get_replica_context,
     get_strategy,
@@ -127,3 +127,19 @@ def test_modules_variables_and_batches_land_on_the_gpu():
     (batch,) = strategy.distribute_dataset(torch.ones(2, 1), batch_size=2)
     where = {tensor.device for tensor in (*model.parameters(), variable, batch, strategy.run(model, (batch,)))}
     assert where == {torch.device("cuda:0")}
+
+
+def test_code_in_the_default_strategys_scope_stands_where_code_outside_every_scope_stands():
+    default = get_strategy()
+    with default.scope() as entered:
+        assert entered is default is get_strategy()
+        assert not has_strategy()
+        assert not in_cross_replica_context()
+        assert get_replica_context().num_replicas_in_sync == 1
+        with OneDeviceStrategy("cpu:0").scope() as other:
+            assert get_strategy() is other
+        assert default.run(lambda: 3) == 3
+    with OneDeviceStrategy("cpu:0").scope() as other:
+        with pytest.raises(ContextError, match="Must not nest Strategy scopes: <OneDeviceStrategy: cpu:0> is current"):
+            default.scope().__enter__()
+        assert get_strategy() is other

@@ -136,6 +136,13 @@ class StrategyScope(ContextDecorator):
         self._entered: list[tuple[entered, AbstractContextManager[Any]]] = []
 
     def __enter__(self) -> Strategy:
+        if self._strategy in _defaults:
+            # As in tf.distribute: code in it stands where code outside every scope stands.
+            if has_strategy():
+                raise ContextError(
+                    f"Must not nest Strategy scopes: {get_strategy()!r} is current; leave its scope first"
+                )
+            return self._strategy
         current = entered(self._strategy, None, cross=True)
         current.__enter__()
         try:
@@ -148,6 +155,8 @@ class StrategyScope(ContextDecorator):
         return self._strategy
 
     def __exit__(self, *exception: object) -> None:
+        if self._strategy in _defaults:
+            return
         current, making = self._entered.pop()
         try:
             making.__exit__(None, None, None)
