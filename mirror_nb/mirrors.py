@@ -236,7 +236,10 @@ class Mirrors:
         if mark is None or self.known(module) is not None:
             return False
         same = [reference() for reference in mark.parts] == list(module.modules())
-        return not same or mark.names != tuple(dict(tensors(module)))
+        now = dict(tensors(module))
+        # What was on the meta device and has got memory is another tensor.
+        moved = [tensor.is_meta for tensor in mark.tensors] != [tensor.is_meta for tensor in now.values()]
+        return not same or mark.names != tuple(now) or moved
 
     def left(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Return, once, what was written since `mark` to the tensors of then; the network has other parts since.
@@ -425,7 +428,9 @@ def graft(new: nn.Module, here: Callable[[nn.Module], nn.Module | None]) -> dict
         if value is None:
             return None
         if id(value) not in tensors_of:
-            keeps = own is not None and type(own) is type(value) and not is_lazy(value)
+            keeps = (
+                own is not None and type(own) is type(value) and not is_lazy(value) and own.is_meta == value.is_meta
+            )
             if keeps and own is not None:
                 _give(own, value)
                 if own.requires_grad != value.requires_grad:
@@ -521,7 +526,11 @@ def bits(values: Iterable[torch.Tensor]) -> int:
 
 def checksums(values: Iterable[torch.Tensor]) -> list[int]:
     """Return such a checksum of each tensor; a GPU is waited for once."""
-    sums = [_placed(_words(value.detach().contiguous().reshape(-1))) for value in values]
+    sums = [
+        # On the meta device there is a shape alone.
+        torch.tensor(0) if value.is_meta else _placed(_words(value.detach().contiguous().reshape(-1)))
+        for value in values
+    ]
     here = torch.stack([each.cpu() if len({s.device for s in sums}) > 1 else each for each in sums]) if sums else None
     return [] if here is None else [each % _MODULUS for each in here.tolist()]
 

@@ -1398,3 +1398,13 @@ def test_what_one_container_has_of_another_is_that_other_one_in_the_replicas(not
     notebook.cell("same = logs['loss'] is losses; n = len(losses)")
     assert notebook.user_ns["same"]
     assert notebook.user_ns["n"] == 2
+
+
+def test_a_network_on_the_meta_device_travels_as_it_is(notebook):
+    notebook.cell("with torch.device('meta'): net = torch.nn.Linear(2, 1)")
+    assert notebook.user_ns["net"].weight.is_meta
+    notebook.cell("net.to_empty(device='cpu')\nwith torch.no_grad(): net.weight.fill_(2.)")
+    assert notebook.user_ns["net"].weight.tolist() == [[2, 2]]
+    notebook.here("with torch.device('meta'): other = nn.Linear(2, 1)")
+    notebook.cell("meta = other.weight.is_meta")
+    assert notebook.user_ns["meta"]
