@@ -154,9 +154,9 @@ def _is_own(value: object) -> bool:
 
 def is_refillable(value: object) -> bool:
     """Whether another object with the same `filling` is the same."""
-    kind = type(value)
-    if kind in REFILLED:
+    if stays_itself(value):
         return True
+    kind = type(value)
     plain = kind is types.SimpleNamespace or all(
         getattr(kind, name, None) is getattr(object, name, None)
         for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
@@ -165,8 +165,20 @@ def is_refillable(value: object) -> bool:
     return plain and not slots and hasattr(value, "__dict__") and _is_own(value)
 
 
+def stays_itself(value: object) -> bool:
+    """Whether what a cell changes in place in it is changed in the notebook's own: containers, what is trained."""
+    return type(value) in REFILLED or is_trained(value)
+
+
+def is_trained(value: object) -> bool:
+    """Whether it is a tensor whose gradients are of interest: a parameter, or one that was made to be one."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+
+
 def filling(value: object) -> Any:
-    """Return what a refillable object holds, for `refill`: the members of a container, else the attributes."""
+    """Return what a refillable object holds, for `refill`: members of a container, a tensor's values, attributes."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
     return copy.copy(value) if type(value) in REFILLED else dict(vars(value))
 
 
@@ -178,6 +190,12 @@ def refill(value: Any, held: Any) -> None:
     elif kind is collections.deque:
         value.clear()
         value.extend(held)
+    elif isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            if value.shape == held.shape and value.dtype == held.dtype:
+                value.copy_(held)
+            else:
+                value.data = held.to(value.device, copy=True)
     else:
         inside = value if kind in REFILLED else vars(value)
         inside.clear()

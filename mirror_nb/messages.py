@@ -550,7 +550,7 @@ class Exports:
     deleted: tuple[str, ...] = ()
     # Names that the cell has deleted.
     refilled: tuple[str, ...] = ()
-    # Names whose containers the cell changed in place: who else has one there is to see it.
+    # Names whose containers or trained tensors the cell changed in place: who else has one there is to see it.
     objects: dict[str, Payload | None] = field(default_factory=dict)
     # New optimizers, schedulers and scalers by handle, each after those that it refers to; None from the others, and
     # where one is inside a network.

@@ -1408,3 +1408,33 @@ def test_a_network_on_the_meta_device_travels_as_it_is(notebook):
     notebook.here("with torch.device('meta'): other = nn.Linear(2, 1)")
     notebook.cell("meta = other.weight.is_meta")
     assert notebook.user_ns["meta"]
+
+
+IMAGE = "img = MAKE; opt = torch.optim.SGD([img], 0.1)"
+STEP = "opt.zero_grad(); ((img - 1) ** 2).sum().backward(); opt.step()"
+
+
+@pytest.mark.parametrize("make", ["torch.zeros(3, requires_grad=True)", "nn.Parameter(torch.zeros(3))"])
+def test_what_an_optimizer_trains_in_no_network_is_one_tensor_on_either_side(notebook, make):
+    notebook.here(IMAGE.replace("MAKE", make))
+    notebook.cell(STEP)
+    assert notebook.user_ns["opt"].param_groups[0]["params"][0] is notebook.user_ns["img"]
+    assert notebook.user_ns["img"].tolist() == pytest.approx([0.2] * 3)
+    notebook.here("with torch.no_grad(): img.clamp_(0, 0.1)")
+    notebook.cell(STEP)
+    assert notebook.user_ns["img"].tolist() == pytest.approx([0.28] * 3)
+    notebook.here(STEP)
+    assert notebook.user_ns["img"].tolist() == pytest.approx([0.424] * 3)
+    notebook.here("img.data = torch.zeros(2)")
+    notebook.cell("seen = opt.param_groups[0]['params'][0] is img, img.shape[0]")
+    assert notebook.user_ns["seen"] == (True, 2)
+
+
+def test_a_tensor_of_no_network_that_a_cell_gives_an_optimizer_is_so_here(notebook):
+    notebook.here("temp = nn.Parameter(torch.ones(1)); net = nn.Linear(2, 1)")
+    notebook.here("opt = torch.optim.SGD(net.parameters(), 0.1)")
+    notebook.cell("opt.add_param_group({'params': [temp], 'lr': 0.5})")
+    groups = notebook.user_ns["opt"].param_groups
+    assert [len(group["params"]) for group in groups] == [2, 1]
+    assert groups[1]["params"][0] is notebook.user_ns["temp"]
+    assert groups[1]["lr"] == 0.5

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mirror_nb import torchmetrics_objects
-from mirror_nb.contents import Content, class_content, content, data_sets, filling, is_refillable, refill
+from mirror_nb.contents import Content, class_content, content, data_sets, filling, is_refillable, is_trained, refill
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
     Changed,
@@ -683,6 +683,10 @@ class Names:
                 return self.lent.resolve(token)
             self.undelivered.add(token[1])
             raise _Undelivered
+        if token[0] == "name":
+            if not is_trained(self.user_ns.get(token[1])):
+                raise _Undelivered
+            return self.user_ns[token[1]]
         if self.mirrors.find(token[1]) is None and token[1].partition("/")[0] not in self._lacking:
             self.undelivered.add(token[1])
             raise _Undelivered

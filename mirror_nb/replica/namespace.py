@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mirror_nb import torchmetrics_objects, variables
-from mirror_nb.contents import REFILLED, Content, class_content, content, refill
+from mirror_nb.contents import REFILLED, Content, class_content, content, is_trained, refill, stays_itself
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
     Changed,
@@ -97,6 +97,8 @@ class Namespace:
         self._anew = False
         # Whether attributes travel that have not changed since the last time.
         self.objects = Objects()
+        self._trained: set[str] = set()
+        # Names that the notebook gave to tensors, trained and of no network maybe.
         self._retained: list[Any] = []
         # What the notebook has besides the names that are here.
         self._results: deque[str] = deque()
@@ -107,7 +109,7 @@ class Namespace:
         self._deleted: tuple[str, ...] = ()
         # Names that the latest cell has deleted.
         self._refilled: tuple[str, ...] = ()
-        # Names whose containers it has changed in place.
+        # Names whose containers or trained tensors it has changed in place.
         self._label = ""
         # Of the latest cell, for the classes that it made.
 
@@ -153,6 +155,7 @@ class Namespace:
                 refill(opened.names[name], filling)
             opened = opened.names
         self.names.update(opened)
+        self._trained.update(name for name, value in opened.items() if is_trained(value))
 
     def load(self, payload: Any, slab: int | None) -> None:
         """Copy the controller's values into networks that are here: {handle: {tensor name: value}}."""
@@ -192,6 +195,10 @@ class Namespace:
     def reference(self, obj: object) -> Any:
         """For `pack`: a token for what the controller has too."""
         return self.objects.token(obj) or self.mirrors.reference(obj)
+
+    def trained_by_name(self, obj: object) -> Any:
+        """For `pack`: what stands for a tensor of no network that the controller has by its name, else None."""
+        return next((("name", name, name) for name in self._trained if self.names.get(name) is obj), None)
 
     def has(self, obj: object) -> bool:
         """Whether the object lives here, and is no copy that came with a call."""
@@ -251,7 +258,7 @@ class Namespace:
         names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
         self._deleted = tuple(sorted(n for n in before.objects if n not in self.names and travels(n)))
         still = (n for n in names if before.objects.get(n, _MISSING) is self.names[n])
-        self._refilled = tuple(n for n in still if type(self.names[n]) in REFILLED)
+        self._refilled = tuple(n for n in still if stays_itself(self.names[n]))
         # What the cell let go of must be gone by the time the controller is told what is here.
         before.objects.clear()
         before.contents.clear()

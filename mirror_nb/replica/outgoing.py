@@ -90,6 +90,9 @@ class Known(Protocol):
     def reference(self, obj: object) -> Any:
         """For `pack`: what stands for an object that the controller has as it is, else None."""
 
+    def trained_by_name(self, obj: object) -> Any:
+        """For `pack`: what stands for a tensor of no network that the controller has by its name, else None."""
+
 
 @final
 class Outgoing:
@@ -161,6 +164,7 @@ class Outgoing:
             if part is obj:
                 return None
             token = None if any(part is other for other in self._underway) else self._reference(part)
+            token = token or self._known.trained_by_name(part)
             if token is None and (id(part) in trained or is_told(part)):
                 # Here and there it would be two.
                 raise TransferError(f"the notebook has not got the {type(part).__name__} that it is over")
