@@ -6,6 +6,7 @@ Knows no tensors and no slab.
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import importlib
 import io
@@ -58,7 +59,27 @@ class Pickler(cloudpickle.Pickler):
         if type(obj) is functools.cached_property:
             # Python 3.11's has a lock.
             return _cached_property, (obj.func, obj.attrname)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if (
+            isinstance(obj, type)
+            and not issubclass(obj, enum.Enum)
+            and isinstance(reduced, tuple)
+            and len(reduced) == 6
+        ):
+            # By value. To a class that is there already cloudpickle only adds.
+            make, args, state, *_, put = reduced
+            return make, args, (put, state), None, None, _set_class
+        return reduced
+
+
+def _set_class(kind: type, state: tuple[Callable[[type, Any], object], Any]) -> None:
+    put, held = state
+    put(kind, held)
+    own = held[0] if isinstance(held, tuple) else held
+    # Of the rest some are Python's and the class's bases'.
+    for name in [name for name in vars(kind) if name not in own and not name.startswith("_")]:
+        if not isinstance(vars(kind)[name], types.MemberDescriptorType):
+            delattr(kind, name)
 
 
 def _cached(function: Any, parameters: dict[str, Any]) -> Any:

@@ -1438,3 +1438,16 @@ def test_a_tensor_of_no_network_that_a_cell_gives_an_optimizer_is_so_here(notebo
     assert [len(group["params"]) for group in groups] == [2, 1]
     assert groups[1]["params"][0] is notebook.user_ns["temp"]
     assert groups[1]["lr"] == 0.5
+
+
+def test_an_attribute_that_either_side_deletes_from_a_class_is_gone_on_the_other(notebook):
+    notebook.here(
+        "class Base:\n    lr = 1\nclass CFG(Base):\n    lr, wd, kept = 2, 3, 4\n    def f(self): return self.kept"
+    )
+    notebook.cell("x = CFG.lr, CFG.wd")
+    notebook.here("del CFG.wd, CFG.lr")
+    notebook.cell("x = hasattr(CFG, 'wd'), CFG.lr, CFG().f()")
+    assert notebook.user_ns["x"] == (False, 1, 4)
+    notebook.cell("del CFG.kept\nCFG.new = 5")
+    assert not hasattr(notebook.user_ns["CFG"], "kept")
+    assert notebook.user_ns["CFG"].new == 5
