@@ -177,9 +177,11 @@ class Names:
 
         Raises TransferError, naming the first name that cannot be sent, before anything was sent.
         """
+        replicas = list(replicas)
+        for replica_id in replicas:
+            self._there.setdefault(replica_id, set())
         self._prune()
         self._look_into()
-        replicas = list(replicas)
         wanted = {name for name in read if self._travels(name)}
         wanted |= self._needed_by(wanted)
         self.withheld = []
@@ -462,9 +464,8 @@ class Names:
         name = f"_mirror_nb_{next(self._count)}"
         self._given_names[name] = weakref.ref(stand_in)
         for replica_id, there in self._there.items():
-            if stand_in.name in there:
-                self._renamed.setdefault(replica_id, {})[name] = stand_in.name
-                there.add(name)
+            self._renamed.setdefault(replica_id, {})[name] = stand_in.name
+            there.add(name)
         stand_in.name = name
 
     def lies_under(self, name: str, replica_id: int) -> str:
