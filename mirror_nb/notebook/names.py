@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import itertools
 import types
 import weakref
@@ -20,27 +19,24 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mirror_nb import torchmetrics_objects
-from mirror_nb.contents import Content, class_content, content, data_sets, filling, is_refillable, is_trained, refill
+from mirror_nb.contents import Content, class_content, content, data_sets, filling, is_refillable, refill
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
     Changed,
     Export,
     Exports,
     Holdings,
-    Imported,
     KnownModule,
-    NewModule,
-    Plain,
-    Stayed,
     travels,
 )
 from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, mirrored_values
 from mirror_nb.notebook.holdings import inside
+from mirror_nb.notebook.incoming import Incoming, all_alike
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Arrivals, Packed, Payload, pack, unpack
 from mirror_nb.reads import names_read
 from mirror_nb.told import is_told
-from mirror_nb.values import PerReplica, Remote, merged
+from mirror_nb.values import PerReplica, Remote
 
 RESERVED = frozenset({"strategy", "replica_id", "num_replicas", "device"})
 # Bound in every replica by mirror_nb; the notebook's own names of that kind stay in the notebook.
@@ -100,17 +96,13 @@ class Names:
         self.user_ns = user_ns
         self.lent = lent
         self.mirrors = Mirrors("k")
-        self._fetch = fetch
+        self._incoming = Incoming(user_ns, self.mirrors, lent, fetch)
         self._sent: dict[int, dict[str, _Shared]] = {}
         # By replica: what it was sent, or what came from it.
         self._there: dict[int, set[str]] = {}
         # By replica: names that it has, of whatever value, and that the notebook had, too.
         self._holders: dict[str, set[int]] = {}
         # By handle of a network: the replicas that have it.
-        self._lacking: dict[str, str] = {}
-        # By handle of a network that could not be rebuilt here: why.
-        self.undelivered: set[str] = set()
-        # Handles of networks that a replica takes for known here: they were not the owner's.
         self._apart: set[str] = set()
         # Handles of networks that differ between the replicas, as the user has been told.
         self._loose: set[str] = set()
@@ -124,6 +116,11 @@ class Names:
         # By replica: those that it is yet to give, and the names that have the values until then.
         self.withheld: list[str] = []
         # Names that were not sent to the latest cell, since both sides have changed their objects.
+
+    @property
+    def undelivered(self) -> set[str]:
+        """Handles of networks that a replica takes for known here, and that are not."""
+        return self._incoming.undelivered
 
     def forget_replica(self, replica_id: int) -> None:
         """The replica starts anew and has nothing."""
@@ -509,14 +506,14 @@ class Names:
         for replica_id, (payload, slab) in payloads.items():
             try:
                 opened[replica_id], arrivals = unpack(
-                    payload, slab, namespace=self.user_ns, resolve=self._resolve, lenient=True
+                    payload, slab, namespace=self.user_ns, resolve=self._incoming.resolve, lenient=True
                 )
             except Exception as reason:
                 # A network's class has a say in how it is rebuilt.
                 returned.problem = f"{type(reason).__name__}: {reason}"
                 continue
             if arrivals.lacking:
-                self._lacking.update(dict.fromkeys(opened[replica_id].modules, arrivals.lacking))
+                self._incoming.lacking.update(dict.fromkeys(opened[replica_id].modules, arrivals.lacking))
                 opened[replica_id].modules.clear()
                 opened[replica_id].objects.clear()
             else:
@@ -524,7 +521,7 @@ class Names:
             if replica_id == owner:
                 self._graft(opened[replica_id], arrivals)
             self.mirrors.take(arrivals)
-            self.undelivered -= arrivals.handles.keys()
+            self._incoming.undelivered -= arrivals.handles.keys()
             for handle in opened[replica_id].gone:
                 self._holders.get(handle, set()).discard(replica_id)
                 self.lent.gone(handle, replica_id)
@@ -538,7 +535,7 @@ class Names:
         altered = {name for exports in opened.values() for name in exports.altered}
         for name in names:
             exports = {r: e.names[name] for r, e in opened.items() if name in e.names}
-            if isinstance(self.user_ns.get(name), type) and not _all_alike(exports):
+            if isinstance(self.user_ns.get(name), type) and not all_alike(exports):
                 # Each replica counts in it by itself, say: here it is one class.
                 altered.add(name)
             else:
@@ -548,7 +545,7 @@ class Names:
         returned.diverged = self._note_diverged(opened)
         results = {r: e.result for r, e in opened.items() if e.result is not None}
         if results:
-            returned.result = self._value("_", results, owner, opened)
+            returned.result = self._incoming.value("_", results, owner)
         del objects, held
         return returned
 
@@ -606,9 +603,9 @@ class Names:
         for handle, payload in sorted(payloads.items(), key=lambda given: given[1] is not None):
             # What it needs may not have come: then names that mean it have a stand-in.
             with contextlib.suppress(Exception):
-                obj = inside[handle] if payload is None else self._unpacked(payload)
+                obj = inside[handle] if payload is None else self._incoming.unpacked(payload)
                 objects.append(obj)
-                self.undelivered.discard(handle)
+                self._incoming.undelivered.discard(handle)
                 holders = [r for r, exports in opened.items() if handle in exports.objects]
                 self.lent.learn(handle, obj, holders, with_state=payload is None)
         return objects
@@ -623,7 +620,7 @@ class Names:
     ) -> None:
         known = isinstance(exports.get(owner), KnownModule)
         before = self.user_ns.get(name, _MISSING)
-        value = self._value(name, exports, owner, opened)
+        value = self._incoming.value(name, exports, owner)
         if all(name in opened[r].refilled and self._shares(r, name, before) for r in exports) and (
             type(value) is type(before)
         ):
@@ -640,88 +637,11 @@ class Names:
         elif not known or before is not value or any(exports[owner].handle in e.states for e in opened.values()):  # type: ignore[union-attr]
             returned.bound.append(name)
 
-    def _value(self, name: str, exports: dict[int, Export], owner: int, opened: dict[int, Exports]) -> Any:
-        chosen = owner if owner in exports else min(exports)
-        match exports[chosen]:
-            case Imported(path):
-                stayed = Stayed("module", f"module {path}", "it is not importable here")
-                return _imported(path) or self._remote(name, stayed, chosen)
-            case KnownModule(handle) | NewModule(handle):
-                lacking = self._lacking.get(handle)
-                why = "it did not travel" if lacking is None else f"it cannot be rebuilt here: {lacking}"
-                stayed = Stayed("Module", "network", why, for_good=lacking is not None)
-                network = self.mirrors.find(handle)
-                if network is None:
-                    self.undelivered.add(handle)
-                return network if network is not None else self._remote(name, stayed, chosen)
-            case Stayed() as stayed:
-                return self._remote(name, stayed, chosen)
-            case Plain(payload) if _all_alike(exports):
-                return self._open(payload, name, chosen)
-        values = [
-            self._open(e.payload, name, r) if isinstance(e, Plain) else self._remote(name, _stand_in(e), r)
-            for r, e in sorted(exports.items())
-        ]
-        return values[0] if all(isinstance(value, Remote) for value in values) else merged(values)
-
-    def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
-        try:
-            return self._unpacked(payload)
-        except _Undelivered:
-            stayed = Stayed("object", "value", "it has a network or an optimizer that did not travel")
-        except Exception as reason:
-            stayed = Stayed("object", "value", f"it cannot be rebuilt here: {reason}", for_good=True)
-        return self._remote(name, stayed, replica_id)
-
-    def _unpacked(self, payload: Payload) -> Any:
-        value, arrivals = unpack(payload, None, namespace=self.user_ns, resolve=self._resolve)
-        self.mirrors.take(arrivals)
-        return value
-
-    def _resolve(self, token: Any) -> object:
-        if token[0] == "object":
-            with contextlib.suppress(TransferError):
-                return self.lent.resolve(token)
-            self.undelivered.add(token[1])
-            raise _Undelivered
-        if token[0] == "name":
-            if not is_trained(self.user_ns.get(token[1])):
-                raise _Undelivered
-            return self.user_ns[token[1]]
-        if self.mirrors.find(token[1]) is None and token[1].partition("/")[0] not in self._lacking:
-            self.undelivered.add(token[1])
-            raise _Undelivered
-        return self.mirrors.resolve(token)
-
-    def _remote(self, name: str, stayed: Stayed, replica_id: int) -> Remote:
-        kept = stayed.name or name
-        return Remote(kept, stayed.type_name, stayed.text, stayed.why, self._fetch, replica_id, stayed.for_good)
-
-
-class _Undelivered(Exception):
-    """A network or an optimizer that was to be known here is not."""
-
 
 def _trains_apart(value: object) -> bool:
     """Whether there is a tensor in it that each replica trains by itself."""
     held = pytree.tree_leaves(value[0]) if isinstance(value, PerReplica) else []
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf for leaf in held)
-
-
-def _stand_in(export: Export) -> Stayed:
-    return export if isinstance(export, Stayed) else Stayed("object", type(export).__name__, "it differs by replica")
-
-
-def _imported(name: str) -> types.ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
-def _all_alike(exports: Mapping[int, Export]) -> bool:
-    pickled = {export.payload.pickled if isinstance(export, Plain) else None for export in exports.values()}
-    return len(pickled) == 1 and None not in pickled
 
 
 def _itself(value: object) -> list[nn.Module]:

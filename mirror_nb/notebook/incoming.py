@@ -1,0 +1,118 @@
+"""What replicas' names hold, rebuilt in the notebook: the value, a PerReplica of them, or a stand-in.
+
+Knows payloads, networks and optimizers; binds no name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import types
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, final
+
+from mirror_nb.contents import is_trained
+from mirror_nb.errors import TransferError
+from mirror_nb.messages import Export, Imported, KnownModule, NewModule, Plain, Stayed
+from mirror_nb.mirrors import Mirrors
+from mirror_nb.notebook.lent import Lent
+from mirror_nb.payload import Payload, unpack
+from mirror_nb.values import Remote, merged
+
+
+@final
+class Incoming:
+    """Rebuilds what comes; `fetch(name, replica_id)` brings what stands for itself later."""
+
+    def __init__(
+        self, user_ns: MutableMapping[str, Any], mirrors: Mirrors, lent: Lent, fetch: Callable[[str, int], Any]
+    ) -> None:
+        self._user_ns = user_ns
+        self._mirrors = mirrors
+        self._lent = lent
+        self._fetch = fetch
+        self.lacking: dict[str, str] = {}
+        # By handle of a network that could not be rebuilt here: why.
+        self.undelivered: set[str] = set()
+        # Handles of networks that a replica takes for known here: they were not the owner's.
+
+    def value(self, name: str, exports: dict[int, Export], owner: int) -> Any:
+        """Return what a name holds, of what the replicas tell of it."""
+        chosen = owner if owner in exports else min(exports)
+        match exports[chosen]:
+            case Imported(path):
+                stayed = Stayed("module", f"module {path}", "it is not importable here")
+                return _imported(path) or self._remote(name, stayed, chosen)
+            case KnownModule(handle) | NewModule(handle):
+                lacking = self.lacking.get(handle)
+                why = "it did not travel" if lacking is None else f"it cannot be rebuilt here: {lacking}"
+                stayed = Stayed("Module", "network", why, for_good=lacking is not None)
+                network = self._mirrors.find(handle)
+                if network is None:
+                    self.undelivered.add(handle)
+                return network if network is not None else self._remote(name, stayed, chosen)
+            case Stayed() as stayed:
+                return self._remote(name, stayed, chosen)
+            case Plain(payload) if all_alike(exports):
+                return self._open(payload, name, chosen)
+        values = [
+            self._open(e.payload, name, r) if isinstance(e, Plain) else self._remote(name, _stand_in(e), r)
+            for r, e in sorted(exports.items())
+        ]
+        return values[0] if all(isinstance(value, Remote) for value in values) else merged(values)
+
+    def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
+        try:
+            return self.unpacked(payload)
+        except _Undelivered:
+            stayed = Stayed("object", "value", "it has a network or an optimizer that did not travel")
+        except Exception as reason:
+            stayed = Stayed("object", "value", f"it cannot be rebuilt here: {reason}", for_good=True)
+        return self._remote(name, stayed, replica_id)
+
+    def unpacked(self, payload: Payload) -> Any:
+        """Rebuild a value, and remember the networks in it. Raises what rebuilding raised."""
+        value, arrivals = unpack(payload, None, namespace=self._user_ns, resolve=self.resolve)
+        self._mirrors.take(arrivals)
+        return value
+
+    def resolve(self, token: Any) -> object:
+        """For `unpack`: the object here that a replica's token means. Raises _Undelivered where there is none."""
+        if token[0] == "object":
+            with contextlib.suppress(TransferError):
+                return self._lent.resolve(token)
+            self.undelivered.add(token[1])
+            raise _Undelivered
+        if token[0] == "name":
+            if not is_trained(self._user_ns.get(token[1])):
+                raise _Undelivered
+            return self._user_ns[token[1]]
+        if self._mirrors.find(token[1]) is None and token[1].partition("/")[0] not in self.lacking:
+            self.undelivered.add(token[1])
+            raise _Undelivered
+        return self._mirrors.resolve(token)
+
+    def _remote(self, name: str, stayed: Stayed, replica_id: int) -> Remote:
+        kept = stayed.name or name
+        return Remote(kept, stayed.type_name, stayed.text, stayed.why, self._fetch, replica_id, stayed.for_good)
+
+
+class _Undelivered(Exception):
+    """A network or an optimizer that was to be known here is not."""
+
+
+def _stand_in(export: Export) -> Stayed:
+    return export if isinstance(export, Stayed) else Stayed("object", type(export).__name__, "it differs by replica")
+
+
+def _imported(name: str) -> types.ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def all_alike(exports: Mapping[int, Export]) -> bool:
+    """Whether the replicas tell of one and the same value that travels by itself."""
+    pickled = {export.payload.pickled if isinstance(export, Plain) else None for export in exports.values()}
+    return len(pickled) == 1 and None not in pickled
