@@ -1,0 +1,392 @@
+"""Values that either side changes in place, and who sees it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+import pytest
+from two_sides import Notebook
+
+
+@pytest.fixture
+def notebook() -> Notebook:
+    made = Notebook(2)
+    made.here("import torch\nfrom torch import nn")
+    return made
+
+
+CONFIG = """
+import dataclasses
+@dataclasses.dataclass
+class Config:
+    lr: float = 1
+    sizes: list = dataclasses.field(default_factory=list)
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "look"),
+    [
+        ("x = [1]", "x.append(2)", "list(x)"),
+        ("x = {'lr': 1}", "x['lr'] = 2", "dict(x)"),
+        ("x = {1}", "x.add(2)", "set(x)"),
+        ("import numpy as np; x = np.zeros(3)", "x[0] = 1", "x.tolist()"),
+        ("x = torch.zeros(3)", "x[0] = 1", "x.tolist()"),
+        ("x = torch.zeros(100_000)", "x[0] = 1", "float(x.sum())"),
+        ("x = ([1], {})", "x[1]['a'] = 2", "repr(x)"),
+        ("import types; x = types.SimpleNamespace(lr=1)", "x.lr = 2", "x.lr"),
+        ("import argparse; x = argparse.Namespace(lr=1)", "x.lr = 2", "x.lr"),
+        (f"{CONFIG}x = Config()", "x.lr = 2", "x.lr"),
+        (f"{CONFIG}x = Config()", "x.sizes.append(2)", "list(x.sizes)"),
+        (f"{CONFIG}x = {{'deep': [Config()]}}", "x['deep'][0].lr = 2", "x['deep'][0].lr"),
+        (f"{CONFIG}x = Config(); x.large = torch.zeros(100_000)", "x.large[0] = 1", "float(x.large.sum())"),
+        (f"{CONFIG}x = Config(); x.run = len", "x.run = sum", "x.run([2, 3])"),
+        (f"{CONFIG}x = Config(); x.net = nn.Linear(1, 1)", "x.net = None", "x.net is None"),
+        ("import collections; x = collections.UserDict(lr=1)", "x['lr'] = 2", "x['lr']"),
+        ("import pandas; x = pandas.DataFrame({'a': [1, 2]})", "x['b'] = 3", "list(x)"),
+        ("import pandas; x = pandas.DataFrame({'a': range(100_000)})", "x['b'] = 3", "list(x)"),
+        ("import pandas; x = pandas.Series([1, 2])", "x[0] = 3", "x.tolist()"),
+    ],
+)
+def test_what_the_notebook_changed_in_place_is_sent_anew(notebook, make, change, look):
+    notebook.here(make)
+    notebook.cell(f"y = {look}")
+    notebook.here(change)
+    notebook.cell(f"y = {look}")
+    assert notebook.user_ns["y"] == eval(look, notebook.user_ns)
+
+
+@pytest.mark.parametrize(
+    "unchanged",
+    [
+        f"{CONFIG}x = Config(); x.net = nn.Linear(1, 1); x.large = torch.zeros(100_000); x.run = lambda: 1",
+        f"{CONFIG}x = Config(); x.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])",
+        "x = (torch.utils.data.DataLoader([1, 2], generator=torch.Generator()), [nn.Linear(1, 1)])",
+        "x = torch.utils.data.DataLoader([1, 2], shuffle=True, generator=torch.Generator())",
+        "import pandas; x = pandas.DataFrame({'a': range(100_000)}); means = x.a.mean(), x.describe()",
+    ],
+)
+def test_what_was_used_and_not_changed_is_not_sent_anew(notebook, unchanged):
+    notebook.here(unchanged)
+    notebook.cell("y = x")
+    notebook.here("loaders = [part for part in (x if isinstance(x, tuple) else (x,)) if hasattr(part, 'batch_size')]")
+    notebook.here("for loader in loaders: list(loader)")
+    notebook.cell("z = x is y")
+    assert notebook.sent == []
+    assert notebook.user_ns["z"] is True
+
+
+def test_what_is_put_in_the_place_of_a_large_tensor_is_another_wherever_it_lies(notebook):
+    notebook.here("x = [torch.zeros(100_000)]")
+    for value in range(1, 5):
+        notebook.here(f"x[0] = None; x[0] = torch.full((100_000,), {value}.)")
+        notebook.cell("y = float(x[0][0])")
+        assert notebook.user_ns["y"] == value
+
+
+CONFIGS = {
+    "of a class": "class Config: pass\nconfig = Config()",
+    "of a class on another one": "class Base: pass\nclass Config(Base): pass\nconfig = Config()",
+    "a dataclass": "import dataclasses\n@dataclasses.dataclass\nclass Config:\n    x: int = 0\nconfig = Config()",
+    "a simple namespace": "import types\nconfig = types.SimpleNamespace()",
+    "argparse's": "import argparse\nconfig = argparse.Namespace()",
+}
+
+
+@pytest.mark.parametrize("make", CONFIGS.values(), ids=CONFIGS)
+def test_who_holds_an_object_that_the_notebook_changes_sees_the_change(notebook, make):
+    notebook.here(
+        f"{make}\nconfig.rate, config.old = 1, 1\nclass Trainer: pass\nours = Trainer()\nours.config = config"
+    )
+    notebook.cell("theirs = Trainer()\ntheirs.config = config\nheld = [config]\nours")
+    notebook.here("config.rate = 2\ndel config.old\nconfig.itself = config")
+    notebook.cell(
+        "one = config is theirs.config is held[0] is ours.config is config.itself\n"
+        "rate, old = theirs.config.rate, hasattr(config, 'old')"
+    )
+    assert [notebook.user_ns[name] for name in ("one", "rate", "old")] == [True, 2, False]
+
+
+def test_an_object_whose_class_has_a_say_in_what_it_holds_is_another_one_after_a_change(notebook):
+    notebook.here(
+        "class Config:\n    __slots__ = ('rate',)\n"
+        "class Picky:\n    def __getstate__(self): return {'rate': 1 + self.rate}\n"
+        "config, picky = Config(), Picky()\nconfig.rate = picky.rate = 1"
+    )
+    notebook.cell("held = config, picky")
+    notebook.here("config.rate = picky.rate = 2")
+    notebook.cell("rates = [config.rate, picky.rate, held[0].rate, held[1].rate]")
+    assert notebook.user_ns["rates"] == [2, 3, 1, 2]
+
+
+def test_an_object_whose_name_one_replica_has_deleted_is_there_again_after_a_change(notebook):
+    notebook.here("import types\nclass Config: pass\nconfig, simple = Config(), types.SimpleNamespace()")
+    notebook.here("config.rate = simple.rate = 1")
+    notebook.cell("config, simple\nif replica_id: del config, simple")
+    notebook.here("config.rate = simple.rate = 2")
+    notebook.cell("rates = [config.rate, simple.rate]")
+    assert notebook.user_ns["rates"] == [2, 2]
+
+
+def test_an_object_that_was_given_another_class_has_it_in_the_replicas_too(notebook):
+    notebook.here("class First: pass\nclass Second: pass\nconfig = First()\nconfig.rate = 1")
+    notebook.cell("held = config")
+    notebook.here("config.__class__ = Second\nconfig.rate = 2")
+    notebook.cell("found = held is config, type(held).__name__, held.rate")
+    assert notebook.user_ns["found"] == (True, "Second", 2)
+
+
+def test_an_object_that_a_cell_changes_stays_as_it_is_on_both_sides_and_is_told_of(notebook):
+    notebook.here(f"{CONFIG}x = Config(); same = x")
+    assert notebook.cell("x.lr = 5").altered == ["x"]
+    assert notebook.cell("x.lr = 6").altered == []
+    assert notebook.user_ns["same"] is notebook.user_ns["x"]
+    assert (notebook.user_ns["x"].lr, notebook.there("x").lr) == (1, 6)
+    assert notebook.names.withheld == []
+    notebook.here("x.sizes.append(3)")
+    notebook.cell("x")
+    assert notebook.names.withheld == ["x", "x"]
+    assert (notebook.sent, notebook.there("x").sizes) == ([], [])
+    for replica in range(2):
+        # As `%mirror push` does.
+        notebook.names.outdate(replica, ["x"])
+    notebook.cell("x")
+    assert (notebook.sent, notebook.there("x").lr) == (["x"], 1)
+    notebook.here("x.lr = 2")
+    notebook.cell("x")
+    assert notebook.there("x").lr == 2
+
+
+def test_a_container_that_a_cell_changes_comes_back_though_objects_are_in_it(notebook):
+    notebook.here(f"{CONFIG}x = [Config()]")
+    assert notebook.cell("x[0].lr = 5").bound == ["x"]
+    assert notebook.user_ns["x"][0].lr == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "look"),
+    [
+        ("CFG.lr = 2", "CFG.lr"),
+        ("CFG.lr = 2", "rate()"),
+        ("CFG.layers.append(3)", "CFG.layers"),
+        ("CFG.twice = lambda self: 20", "CFG().twice()"),
+        ("def more(self): return 5\nCFG.more = more", "made.more()"),
+    ],
+)
+def test_what_the_notebook_changed_of_a_class_is_sent_anew(notebook, change, look):
+    notebook.here(
+        "class CFG:\n    lr = 1\n    layers = [1, 2]\n    def twice(self): return 2 * self.lr\n"
+        "made = CFG()\ndef rate(): return CFG.lr"
+    )
+    notebook.cell("y = CFG.lr, rate(), made.twice()")
+    notebook.cell("y = CFG.lr, rate(), made.twice()")
+    assert notebook.sent == []
+    notebook.here(change)
+    notebook.cell(f"y = {look}")
+    assert notebook.user_ns["y"] == eval(look, notebook.user_ns)
+
+
+FILLS = """
+import functools
+history, stats, kept = [], {}, []
+def log(x): history.append(x)
+@torch.no_grad()
+def note(x): stats['last'] = x
+class Log:
+    def add(self, x): kept.append(x)
+logger, both = Log(), functools.partial(log, 3.0)
+"""
+
+
+@pytest.mark.parametrize("call", ["log(3.0)", "note(3.0)", "logger.add(3.0)", "both()", "Log().add(3.0)"])
+def test_what_functions_fill_comes_back_though_the_cell_does_not_name_it(notebook, call):
+    notebook.here(FILLS)
+    notebook.cell(call)
+    assert 3.0 in [*notebook.user_ns["history"], *notebook.user_ns["kept"], *notebook.user_ns["stats"].values()]
+
+
+@pytest.mark.parametrize("over", ["data", "Subset(data, [1, 0])", "ConcatDataset([Subset(data, [1, 0]), data])"])
+def test_a_data_set_that_is_changed_behind_its_loader_is_so_in_the_replicas(notebook, over):
+    notebook.here(
+        "from torch.utils.data import ConcatDataset, DataLoader, Subset\n"
+        "class Data:\n    factor = 1\n    def __len__(self): return 2\n"
+        f"    def __getitem__(self, i): return self.factor * (i + 1)\ndata = Data(); loader = DataLoader({over})"
+    )
+    look = "y = torch.cat(list(loader)).tolist()"
+    notebook.cell(look)
+    notebook.here("data.factor = 10")
+    notebook.cell(look)
+    assert notebook.user_ns["y"] == eval(look[4:], notebook.user_ns)
+    notebook.cell(look)
+    assert notebook.sent == []
+
+
+@pytest.mark.parametrize("over", ["Data()", "Subset(Data(), [1, 0])", "ConcatDataset([Data(), Data()])"])
+@pytest.mark.parametrize("held", ["loader", "loaders['train']"])
+def test_a_data_set_without_a_name_is_changed_behind_its_loader(notebook, over, held):
+    notebook.here(
+        "from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset\n"
+        "class Data(Dataset):\n    factor = 1\n    def __len__(self): return 2\n"
+        f"    def __getitem__(self, i): return self.factor * (i + 1)\nloader = DataLoader({over})\n"
+        "loaders = {'train': loader}"
+    )
+    look = f"y = torch.cat(list({held})).tolist()"
+    notebook.cell(look)
+    notebook.here(
+        "inner = loader.dataset\n"
+        "while not isinstance(inner, Data):\n"
+        "    inner = inner.datasets[0] if hasattr(inner, 'datasets') else inner.dataset\n"
+        "inner.factor = 10; del inner"
+    )
+    notebook.cell(look)
+    assert notebook.user_ns["y"] == eval(look[4:], notebook.user_ns)
+    notebook.cell(look)
+    assert notebook.sent == []
+
+
+def test_what_cells_change_of_a_class_is_here_unless_each_replica_changes_it_in_its_own_way(notebook):
+    notebook.here("class CFG:\n    best = None\n    lr = 1\ndef note(x): CFG.best = x\nmade, known = CFG(), CFG")
+    notebook.cell("CFG.best = 5")
+    assert notebook.user_ns["made"].best == 5
+    notebook.cell("note(6)")
+    notebook.here("CFG.lr = 2")
+    notebook.cell("y = CFG.best, CFG.lr")
+    assert notebook.user_ns["y"] == (6, 2)
+    returned = notebook.cell("CFG.best = replica_id")
+    assert returned.altered == ["CFG"]
+    assert notebook.user_ns["CFG"] is notebook.user_ns["known"]
+    assert notebook.user_ns["CFG"].best == 6
+
+
+CONTAINERS = {
+    "list": ("[1]", "x.append(2)", [1, 2]),
+    "dict": ("{'a': 1}", "x['b'] = 2", {"a": 1, "b": 2}),
+    "set": ("{1}", "x.add(2)", {1, 2}),
+    "bytearray": ("bytearray(b'1')", "x.append(50)", bytearray(b"12")),
+    "deque": ("collections.deque([1], maxlen=2)", "x.append(2)", deque([1, 2])),
+    "defaultdict": ("collections.defaultdict(list, a=1)", "x['b'] = 2", {"a": 1, "b": 2}),
+    "Counter": ("collections.Counter(a=1)", "x['b'] = 2", {"a": 1, "b": 2}),
+    "OrderedDict": ("collections.OrderedDict(a=1)", "x['b'] = 2; x.move_to_end('a')", OrderedDict(b=2, a=1)),
+}
+
+
+@pytest.mark.parametrize(("made", "change", "then"), CONTAINERS.values(), ids=CONTAINERS)
+def test_who_has_a_container_in_the_notebook_sees_what_a_cell_changes_in_it(notebook, made, change, then):
+    notebook.here(f"import collections\nx = {made}; other = x; held = [x]")
+    assert notebook.cell(change).bound == ["x"]
+    assert notebook.user_ns["x"] == then
+    assert notebook.user_ns["other"] is notebook.user_ns["held"][0] is notebook.user_ns["x"]
+    notebook.cell("x")
+    assert notebook.sent == []
+
+
+@pytest.mark.parametrize(("made", "change", "then"), CONTAINERS.values(), ids=CONTAINERS)
+def test_who_has_a_container_in_the_replicas_sees_what_the_notebook_changes_in_it(notebook, made, change, then):
+    notebook.here(f"import collections\nx = {made}")
+    notebook.cell("class Holder: pass\nholder = Holder(); holder.x = x")
+    notebook.here(change)
+    notebook.cell("seen = x; same = holder.x is x")
+    assert notebook.user_ns["seen"] == then
+    assert notebook.user_ns["same"]
+
+
+def test_a_defaultdict_has_the_factory_that_it_was_given_last(notebook):
+    notebook.here("import collections\nx = collections.defaultdict(int)")
+    notebook.cell("x['a']; x.default_factory = str")
+    assert notebook.user_ns["x"]["b"] == ""
+    notebook.here("x.default_factory = float")
+    notebook.cell("seen = x['c']")
+    assert type(notebook.user_ns["seen"]) is float
+
+
+def test_a_list_that_a_cell_extends_by_an_operator_is_the_same_list(notebook):
+    notebook.here("x = [1]; other = x")
+    notebook.cell("x += [2]")
+    assert notebook.user_ns["other"] is notebook.user_ns["x"]
+    assert notebook.user_ns["other"] == [1, 2]
+
+
+def test_a_container_that_a_cell_makes_anew_is_another_one(notebook):
+    notebook.here("x = [1]; other = x")
+    notebook.cell("x = [*x, 2]")
+    assert (notebook.user_ns["x"], notebook.user_ns["other"]) == ([1, 2], [1])
+
+
+def test_a_container_that_became_another_on_each_replica_leaves_the_notebooks_as_it_was(notebook):
+    notebook.here("x = [1]; other = x")
+    notebook.cell("x.append(replica_id)")
+    assert notebook.user_ns["x"].values == ([1, 0], [1, 1])
+    assert notebook.user_ns["other"] == [1]
+
+
+def test_two_names_of_one_container_stay_two_names_of_one_container(notebook):
+    notebook.here("x = y = [1]")
+    notebook.cell("x.append(2); y.append(3)")
+    assert notebook.user_ns["x"] is notebook.user_ns["y"]
+    assert notebook.user_ns["x"] == [1, 2, 3]
+    notebook.here("x.append(4)")
+    notebook.cell("same = x is y; n = len(x)")
+    assert notebook.user_ns["same"]
+    assert notebook.user_ns["n"] == 4
+
+
+def test_a_container_that_holds_itself_is_changed_too(notebook):
+    notebook.here("x = [1]; x.append(x)")
+    notebook.cell("x")
+    notebook.here("x.append(2)")
+    notebook.cell("seen = x[1] is x, len(x)")
+    assert notebook.user_ns["seen"] == (True, 3)
+
+
+def test_what_one_container_has_of_another_is_that_other_one_in_the_replicas(notebook):
+    notebook.here("losses = [1]; logs = {'loss': losses}")
+    notebook.cell("logs, losses")
+    notebook.here("losses.append(2); logs['n'] = 2")
+    notebook.cell("same = logs['loss'] is losses; n = len(losses)")
+    assert notebook.user_ns["same"]
+    assert notebook.user_ns["n"] == 2
+
+
+IMAGE = "img = MAKE; opt = torch.optim.SGD([img], 0.1)"
+
+
+STEP = "opt.zero_grad(); ((img - 1) ** 2).sum().backward(); opt.step()"
+
+
+@pytest.mark.parametrize("make", ["torch.zeros(3, requires_grad=True)", "nn.Parameter(torch.zeros(3))"])
+def test_what_an_optimizer_trains_in_no_network_is_one_tensor_on_either_side(notebook, make):
+    notebook.here(IMAGE.replace("MAKE", make))
+    notebook.cell(STEP)
+    assert notebook.user_ns["opt"].param_groups[0]["params"][0] is notebook.user_ns["img"]
+    assert notebook.user_ns["img"].tolist() == pytest.approx([0.2] * 3)
+    notebook.here("with torch.no_grad(): img.clamp_(0, 0.1)")
+    notebook.cell(STEP)
+    assert notebook.user_ns["img"].tolist() == pytest.approx([0.28] * 3)
+    notebook.here(STEP)
+    assert notebook.user_ns["img"].tolist() == pytest.approx([0.424] * 3)
+    notebook.here("img.data = torch.zeros(2)")
+    notebook.cell("seen = opt.param_groups[0]['params'][0] is img, img.shape[0]")
+    assert notebook.user_ns["seen"] == (True, 2)
+
+
+def test_a_tensor_of_no_network_that_a_cell_gives_an_optimizer_is_so_here(notebook):
+    notebook.here("temp = nn.Parameter(torch.ones(1)); net = nn.Linear(2, 1)")
+    notebook.here("opt = torch.optim.SGD(net.parameters(), 0.1)")
+    notebook.cell("opt.add_param_group({'params': [temp], 'lr': 0.5})")
+    groups = notebook.user_ns["opt"].param_groups
+    assert [len(group["params"]) for group in groups] == [2, 1]
+    assert groups[1]["params"][0] is notebook.user_ns["temp"]
+    assert groups[1]["lr"] == 0.5
+
+
+def test_an_attribute_that_either_side_deletes_from_a_class_is_gone_on_the_other(notebook):
+    notebook.here(
+        "class Base:\n    lr = 1\nclass CFG(Base):\n    lr, wd, kept = 2, 3, 4\n    def f(self): return self.kept"
+    )
+    notebook.cell("x = CFG.lr, CFG.wd")
+    notebook.here("del CFG.wd, CFG.lr")
+    notebook.cell("x = hasattr(CFG, 'wd'), CFG.lr, CFG().f()")
+    assert notebook.user_ns["x"] == (False, 1, 4)
+    notebook.cell("del CFG.kept\nCFG.new = 5")
+    assert not hasattr(notebook.user_ns["CFG"], "kept")
+    assert notebook.user_ns["CFG"].new == 5

@@ -1,0 +1,249 @@
+"""What either side deletes, and what the other holds by other names."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from two_sides import NET, Notebook
+
+from mirror_nb.errors import TransferError
+
+
+@pytest.fixture
+def notebook() -> Notebook:
+    made = Notebook(2)
+    made.here("import torch\nfrom torch import nn")
+    return made
+
+
+HELD = {
+    "another name": ("other = net", "other"),
+    "a list": ("held = [(1, net)]", "held[0][1]"),
+    "an object": ("class Trainer: pass\ntrainer = Trainer(); trainer.net = net", "trainer.net"),
+    "a part's name": ("part = net[0]", "part"),
+    "a function": ("import functools\npredict = functools.partial(net.forward)", "predict.func.__self__"),
+    "another network": ("around = nn.Sequential(net)", "around[0]"),
+}
+
+
+@pytest.mark.parametrize("gone", ["here", "in a cell", "bound anew"])
+@pytest.mark.parametrize(("hold", "what"), HELD.values(), ids=HELD)
+def test_a_network_that_the_notebook_still_has_lives_on_in_the_replicas(notebook, hold, what, gone):
+    notebook.cell(f"from torch import nn\n{NET}\noptimizer = torch.optim.SGD(net.parameters(), 1.)")
+    notebook.here(hold)
+    if gone == "here":
+        notebook.here("del net")
+    else:
+        notebook.cell("del net" if gone == "in a cell" else NET)
+    gc.collect()
+    notebook.cell("pass")
+    notebook.cell(f"same = all(any(p is q for q in optimizer.param_groups[0]['params']) for p in {what}.parameters())")
+    assert notebook.user_ns["same"] is True
+
+
+def test_what_the_notebook_holds_no_more_is_free_in_the_replicas(notebook):
+    notebook.cell(f"from torch import nn\n{NET}")
+    notebook.here("held = [net]; del net")
+    notebook.cell("pass")
+    notebook.cell("pass")
+    alive = [weakref.ref(replica.mirrors.roots()[0][1]) for replica in notebook.replicas]
+    notebook.here("del held")
+    gc.collect()
+    notebook.cell("pass")
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_optimizers_of_a_list_keep_their_states(notebook):
+    notebook.cell(
+        f"from torch import nn\n{NET}\noptimizer = torch.optim.Adam(net.parameters())\n"
+        "net(torch.ones(1, 2)).sum().backward(); optimizer.step()"
+    )
+    notebook.here("runs = [(net, optimizer)]; del net, optimizer")
+    notebook.cell("pass")
+    notebook.cell("n = len(runs[0][1].state)")
+    assert notebook.user_ns["n"] == 4
+
+
+def test_a_generator_under_another_name_is_the_same_one(notebook):
+    notebook.cell("gen = torch.Generator().manual_seed(3); a = torch.rand(1, generator=gen)")
+    notebook.here("other = gen; del gen")
+    notebook.cell("pass")
+    notebook.cell("b = torch.rand(1, generator=other)")
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(3))
+    assert [float(notebook.user_ns[name]) for name in "ab"] == expected.tolist()
+
+
+@pytest.mark.parametrize("anew", [True, False])
+@pytest.mark.parametrize(("hold", "what"), [("other = a", "other"), ("held = [a]", "held[0]")])
+def test_a_stand_in_means_the_value_that_its_name_had(notebook, hold, what, anew):
+    notebook.cell("a = torch.full((1_000_000,), 1.)")
+    notebook.here(hold)
+    if anew:
+        notebook.cell("a = torch.full((1_000_000,), 2.)")
+    else:
+        notebook.here("del a")
+    notebook.cell("pass")
+    notebook.cell(f"seen = float({what}[0])")
+    assert notebook.user_ns["seen"] == 1
+    notebook.here(f"brought = float({what}.fetch()[0]); text = repr({what})")
+    assert notebook.user_ns["brought"] == 1
+    assert notebook.user_ns["text"].startswith("<a: Tensor")
+
+
+def test_a_stand_ins_value_is_free_once_the_notebook_holds_it_no_more(notebook):
+    notebook.cell("a = torch.full((1_000_000,), 1.)")
+    alive = [weakref.ref(replica.names["a"]) for replica in notebook.replicas]
+    notebook.here("other = a; del a")
+    notebook.cell("pass")
+    assert None not in [ref() for ref in alive]
+    notebook.here("del other")
+    notebook.cell("pass")
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_a_name_that_the_notebook_deletes_is_deleted_in_the_replicas(notebook):
+    notebook.here("k = 1")
+    notebook.cell("made = k + replica_id\nnet = nn.Linear(2, 2)")
+    notebook.here("del k, made, net")
+    notebook.cell("pass")
+    assert [set(replica.names) & {"k", "made", "net"} for replica in notebook.replicas] == [set(), set()]
+
+
+def test_what_a_deleted_network_took_is_free_in_the_replicas(notebook):
+    notebook.cell("net = nn.Linear(2, 2)\noptimizer = torch.optim.Adam(net.parameters())")
+    alive = [weakref.ref(notebook.there("net", r).weight) for r in (0, 1)]
+    notebook.here("del net, optimizer")
+    notebook.cell("pass")
+    gc.collect()
+    notebook.cell("pass")
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_a_name_deleted_after_it_was_bound_anew_leaves_no_earlier_value(notebook):
+    notebook.here("k = 1")
+    notebook.cell("k")
+    notebook.here("k = 2")
+    notebook.cell("pass")
+    notebook.here("del k")
+    with pytest.raises(NameError):
+        notebook.cell("k")
+
+
+def test_a_name_deleted_and_bound_anew_is_there(notebook):
+    notebook.here("k = 1")
+    notebook.cell("k")
+    notebook.here("del k")
+    notebook.here("k = 2")
+    notebook.cell("seen = k")
+    assert notebook.user_ns["seen"] == 2
+
+
+def test_a_deleted_name_is_deleted_in_replicas_that_had_no_part_in_the_next_cell(notebook):
+    notebook.here("k = 1")
+    notebook.cell("k")
+    notebook.here("del k")
+    notebook.cell("pass", replicas=[0])
+    assert "k" in notebook.replicas[1].names
+    notebook.cell("pass")
+    assert "k" not in notebook.replicas[1].names
+
+
+def test_names_that_mirror_nb_gives_each_replica_are_not_deleted(notebook):
+    notebook.cell("device = 'mine'")
+    notebook.user_ns.pop("device", None)
+    notebook.cell("there = replica_id, num_replicas, strategy is not None, device")
+    assert notebook.there("there", 1)[:3] == (1, 2, True)
+
+
+def test_a_name_of_which_the_notebook_took_nothing_is_left_alone_in_the_replica(notebook):
+    notebook.cell("kept = 5")
+    notebook.here("del kept")
+    notebook.names.forget(0, ["kept"])
+    notebook.cell("pass")
+    assert ["kept" in replica.names for replica in notebook.replicas] == [True, False]
+
+
+def test_a_name_that_a_cell_deletes_is_deleted_in_the_notebook(notebook):
+    notebook.here("k, kept = 1, 2")
+    notebook.cell("made = k + replica_id\nnet = nn.Linear(2, 2)")
+    assert notebook.cell("del k, made, net").deleted == ["k", "made", "net"]
+    assert notebook.user_ns.keys().isdisjoint({"k", "made", "net"})
+    assert notebook.user_ns["kept"] == 2
+
+
+def test_a_name_that_a_function_of_a_cell_deletes_is_deleted_in_the_notebook(notebook):
+    notebook.here("k = 1")
+    notebook.cell("def let_go():\n    global k\n    del k\nk\nlet_go()")
+    assert "k" not in notebook.user_ns
+
+
+def test_a_name_that_a_cell_deletes_and_binds_again_holds_what_it_was_bound_to(notebook):
+    notebook.here("k = 1")
+    assert notebook.cell("del k\nk = 2").deleted == []
+    assert notebook.user_ns["k"] == 2
+
+
+def test_a_name_that_one_replica_deletes_stays_and_is_sent_to_it_again(notebook):
+    notebook.here("k = 1")
+    assert notebook.cell("k\nif replica_id: del k").deleted == []
+    assert notebook.user_ns["k"] == 1
+    notebook.cell("seen = k")
+    assert notebook.user_ns["seen"] == 1
+    assert notebook.sent == ["k"]
+
+
+def test_a_name_that_a_cell_deletes_is_deleted_in_replicas_that_had_no_part_in_it(notebook):
+    notebook.here("k = 1")
+    notebook.cell("k")
+    notebook.cell("del k", replicas=[0])
+    assert "k" not in notebook.user_ns
+    notebook.cell("pass")
+    assert "k" not in notebook.replicas[1].names
+
+
+def test_the_very_value_that_a_cell_let_go_of_can_be_bound_again(notebook):
+    notebook.here("k = held = torch.ones(2)")
+    notebook.cell("k\ndel k")
+    notebook.here("k = held")
+    notebook.cell("seen = float(k.sum())")
+    assert notebook.user_ns["seen"] == 2
+
+
+def test_a_name_that_a_cell_could_have_deleted_but_did_not_stays(notebook):
+    notebook.here("k = 1")
+    assert notebook.cell("if False: del k").deleted == []
+    assert notebook.user_ns["k"] == 1
+
+
+def test_a_name_that_one_replica_alone_had_and_deletes_is_deleted_in_the_notebook(notebook):
+    notebook.cell("if replica_id: k = 1")
+    assert notebook.cell("globals().pop('k', None)").deleted == ["k"]
+    assert "k" not in notebook.user_ns
+
+
+def test_a_name_whose_push_failed_is_deleted_in_the_replicas_with_the_notebooks(notebook):
+    notebook.here("import threading\nk = [1]")
+    notebook.cell("k")
+    notebook.here("k.append(threading.Lock())")
+    for replica in range(2):
+        notebook.names.outdate(replica, ["k"])
+    with pytest.raises(TransferError):
+        notebook.names.prepare(["k"], range(2))
+    notebook.here("del k")
+    notebook.cell("pass")
+    assert ["k" in replica.names for replica in notebook.replicas] == [False, False]
+
+
+def test_a_name_that_a_replica_took_over_from_another_is_deleted_with_the_notebooks(notebook):
+    notebook.here("k = 1")
+    notebook.cell("k")
+    notebook.names.forget_replica(1)
+    notebook.names.restored(1, 0)
+    notebook.here("del k")
+    notebook.cell("pass")
+    assert ["k" in replica.names for replica in notebook.replicas] == [False, False]

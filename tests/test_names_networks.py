@@ -1,0 +1,377 @@
+"""Networks and optimizers that a notebook and its replicas have names for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from two_sides import NET, TRAIN, Notebook
+
+from mirror_nb import Remote
+
+
+@pytest.fixture
+def notebook() -> Notebook:
+    made = Notebook(2)
+    made.here("import torch\nfrom torch import nn")
+    return made
+
+
+def weights(notebook: Notebook, replica: int | None = None, name: str = "net") -> list[float]:
+    module = notebook.user_ns[name] if replica is None else notebook.there(name, replica)
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).tolist()
+
+
+def test_a_network_made_in_a_cell_is_here_with_its_values(notebook):
+    notebook.cell(f"import torch\nfrom torch import nn\ntorch.manual_seed(0)\n{NET}")
+    assert isinstance(notebook.user_ns["net"], nn.Sequential)
+    assert weights(notebook) == weights(notebook, 0)
+
+
+def test_training_it_in_a_later_cell_changes_the_same_object_here(notebook):
+    notebook.cell(f"import torch\nfrom torch import nn\n{NET}")
+    net, parameter = notebook.user_ns["net"], notebook.user_ns["net"][0].weight
+    notebook.cell(TRAIN)
+    assert notebook.user_ns["net"] is net
+    assert net[0].weight is parameter
+    assert weights(notebook) == weights(notebook, 0)
+    assert notebook.sent_bytes < 1000
+
+
+def test_a_network_made_here_is_trained_there_and_keeps_its_identity(notebook):
+    notebook.here(NET)
+    net, before = notebook.user_ns["net"], weights(notebook)
+    returned = notebook.cell(TRAIN)
+    assert notebook.user_ns["net"] is net
+    assert weights(notebook) == pytest.approx([w + 1 for w in before])
+    assert returned.bound == ["net"] or "net" in returned.bound
+    assert len(notebook.scopes[0].adopted) > 0
+
+
+def test_values_that_a_cell_only_permutes_come_back(notebook):
+    notebook.here("net = nn.Linear(4, 1, bias=False)")
+    notebook.cell("net")
+    notebook.cell("with torch.no_grad(): net.weight.copy_(net.weight.flip(1))")
+    assert weights(notebook) == weights(notebook, 0)
+
+
+def test_values_written_through_data_in_a_cell_come_back(notebook):
+    notebook.here(NET)
+    notebook.cell("net[0].weight.data.fill_(7)")
+    assert weights(notebook)[:4] == [7, 7, 7, 7]
+
+
+def test_values_loaded_in_the_notebook_are_seen_in_the_replicas(notebook):
+    notebook.here(NET)
+    notebook.cell("net")
+    notebook.here("net.load_state_dict({k: torch.zeros_like(v) for k, v in net.state_dict().items()})")
+    notebook.cell("total = sum(float(p.abs().sum()) for p in net.parameters())")
+    assert notebook.user_ns["total"] == 0
+
+
+@pytest.mark.xfail(
+    strict=True, reason="autograd counts no writes to `.data`, and comparing all bits costs 0.2 ms a MB"
+)
+def test_values_written_through_data_in_the_notebook_are_seen_in_the_replicas(notebook):
+    notebook.here(NET)
+    notebook.cell("net")
+    notebook.here("net[0].weight.data.fill_(7)")
+    notebook.cell("w = float(net[0].weight[0, 0])")
+    assert notebook.user_ns["w"] == 7
+
+
+def test_mode_frozen_parameters_and_dtype_of_a_network_are_alike_on_both_sides(notebook):
+    seen = "seen = net.training, net[1].training, net[0].weight.requires_grad, net[0].weight.dtype"
+    notebook.here(NET)
+    notebook.cell(f"import torch\n{seen}")
+    assert notebook.user_ns["seen"] == (True, True, True, torch.float32)
+    notebook.here("net[1].eval()\nnet[0].requires_grad_(False)\nnet.double()")
+    notebook.cell(seen)
+    assert notebook.user_ns["seen"] == (True, False, False, torch.float64)
+    notebook.cell("net.eval()\nnet.requires_grad_(True)\nnet.float()")
+    notebook.here(seen)
+    assert notebook.user_ns["seen"] == (False, False, True, torch.float32)
+
+
+def test_a_network_whose_part_was_replaced_here_is_sent_again(notebook):
+    notebook.here(NET)
+    notebook.cell("net")
+    notebook.here("net[1] = nn.Linear(2, 5)")
+    notebook.cell("n = net[1].out_features")
+    assert notebook.user_ns["n"] == 5
+
+
+def test_a_network_whose_part_was_replaced_there_comes_back_whole(notebook):
+    notebook.here(NET)
+    notebook.cell("from torch import nn\nnet[1] = nn.Linear(2, 5)")
+    assert notebook.user_ns["net"][1].out_features == 5
+
+
+def test_an_optimizer_made_here_trains_the_network_that_was_sent_with_it(notebook):
+    notebook.here(f"{NET}\noptimizer = torch.optim.SGD(net.parameters(), lr=1.0)")
+    before = weights(notebook)
+    notebook.cell("net(torch.ones(1, 2)).sum().backward()\noptimizer.step()")
+    assert weights(notebook) != before
+    assert weights(notebook) == weights(notebook, 1)
+
+
+def test_an_optimizer_made_here_later_trains_the_network_there(notebook):
+    notebook.here(NET)
+    notebook.cell("net")
+    notebook.here("optimizer = torch.optim.SGD(net.parameters(), lr=1.0)")
+    before = weights(notebook)
+    notebook.cell("net(torch.ones(1, 2)).sum().backward()\noptimizer.step()")
+    assert weights(notebook) != before
+
+
+def test_an_optimizer_made_here_for_a_network_made_there_trains_that(notebook):
+    notebook.cell(f"import torch\nfrom torch import nn\ntorch.manual_seed(0)\n{NET}")
+    notebook.here("optimizer = torch.optim.SGD(net.parameters(), lr=1.0)")
+    before = weights(notebook)
+    notebook.cell("net(torch.ones(1, 2)).sum().backward()\noptimizer.step()")
+    assert weights(notebook) != before
+
+
+def test_a_scheduler_made_here_later_drives_the_optimizer_there(notebook):
+    notebook.here(f"{NET}\noptimizer = torch.optim.SGD(net.parameters(), lr=1.0)")
+    notebook.cell("net, optimizer")
+    notebook.here("scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)")
+    notebook.cell("optimizer.step(); scheduler.step(); lr = optimizer.param_groups[0]['lr']")
+    assert notebook.user_ns["lr"] == 0.5
+
+
+def test_a_part_of_a_network_under_a_name_of_its_own_stays_a_part(notebook):
+    notebook.here(f"{NET}\nhead = net[1]")
+    notebook.cell("net")
+    notebook.cell("part = head is net[1]")
+    assert notebook.user_ns["part"] is True
+
+
+def test_two_names_for_a_network_of_a_cell_are_one_network_here(notebook):
+    notebook.cell(f"from torch import nn\n{NET}\nagain = net\nhead = net[1]")
+    assert notebook.user_ns["again"] is notebook.user_ns["net"]
+    assert notebook.user_ns["head"] is notebook.user_ns["net"][1]
+
+
+def test_a_network_inside_an_object_is_trained_here_too(notebook):
+    notebook.here(f"class Trainer:\n    pass\n{NET}\ntrainer = Trainer()\ntrainer.net = net")
+    before = weights(notebook)
+    notebook.cell("with torch.no_grad(): trainer.net[0].bias += 1")
+    assert weights(notebook) != before
+
+
+def test_a_network_sent_inside_an_object_is_the_same_network_under_its_own_name(notebook):
+    notebook.here(f"class Trainer:\n    pass\n{NET}\ntrainer = Trainer()\ntrainer.net = net")
+    notebook.cell("trainer")
+    notebook.cell("one = trainer.net is net")
+    assert notebook.user_ns["one"] is True
+
+
+def test_a_list_of_networks_trained_in_a_cell_comes_back_trained(notebook):
+    notebook.here("nets = [nn.Linear(2, 2), nn.Linear(2, 2)]")
+    notebook.cell("with torch.no_grad(): nets[1].bias.fill_(3)")
+    assert notebook.user_ns["nets"][1].bias.tolist() == [3, 3]
+
+
+HOLDERS = {
+    "an object": ("class Holder: pass\nx = Holder(); x.net = nn.Linear(2, 2)", "x.net"),
+    "a list": ("x = [nn.Linear(2, 2)]", "x[0]"),
+    "a dict beside its name": ("net = nn.Linear(2, 2)\nx = {'net': net}", "x['net']"),
+    "a part of another": ("net = nn.Sequential(nn.Linear(2, 2))\nx = [net[0]]", "x[0]"),
+    "a name after it": ("x = [nn.Linear(2, 2)]\na = x[0]", "x[0]"),
+    "larger than values may be": ("x = [nn.Linear(2, 200_000)]", "x[0]"),
+}
+
+
+@pytest.mark.parametrize(("make", "net"), HOLDERS.values(), ids=HOLDERS)
+def test_a_network_that_a_cell_made_inside_a_value_is_one_network_from_then_on(notebook, make, net):
+    notebook.cell(f"from torch import nn\n{make}")
+    held = eval(net, notebook.user_ns)
+    assert isinstance(held, nn.Linear)
+    for other in ("net", "a"):
+        if other in notebook.user_ns:
+            assert held in (notebook.user_ns[other], *notebook.user_ns[other].children())
+    notebook.cell(f"with torch.no_grad(): {net}.bias.fill_(3)")
+    assert eval(net, notebook.user_ns) is held
+    assert set(held.bias.tolist()) == {3}
+    notebook.here(f"with torch.no_grad(): {net}.bias.fill_(4)")
+    notebook.cell(f"y = {net}.bias.max().item()")
+    assert notebook.user_ns["y"] == 4
+
+
+def test_an_optimizer_that_comes_back_has_the_parameters_of_the_network_that_came_with_it(notebook):
+    notebook.cell(
+        "class Holder: pass\nh = Holder(); h.net = nn.Linear(1, 1); h.o = torch.optim.SGD(h.net.parameters())"
+    )
+    held = notebook.user_ns["h"]
+    assert held.o.param_groups[0]["params"][0] is held.net.weight
+
+
+@pytest.mark.parametrize("make", ["net = nn.Linear(2, 2)", "net = [nn.Linear(2, 2)]"])
+def test_a_network_of_another_replica_than_the_first_can_be_fetched(notebook, make):
+    notebook.cell(f"from torch import nn\nif replica_id == 1:\n    {make}\nelse: own = nn.Linear(1, 1)")
+    assert "did not travel" in repr(notebook.user_ns["net"])
+    fetched = notebook.user_ns["net"].fetch()
+    network = fetched[0] if isinstance(fetched, list) else fetched
+    there = notebook.there("net", 1)
+    torch.testing.assert_close(network.weight, (there[0] if isinstance(there, list) else there).weight)
+    assert notebook.names.undelivered == set()
+
+
+EXPORTED = "net = nn.Sequential(nn.Linear(2, 1), nn.ReLU()); made = torch.export.export(net, (torch.ones(4, 2),))"
+
+
+def test_what_cannot_be_made_again_costs_the_rest_nothing(notebook):
+    """Of the network that `torch.export` makes pickle can make nothing again."""
+    notebook.cell(f"import torch; from torch import nn; {EXPORTED}; inside = made.graph_module; y = 2")
+    assert notebook.user_ns["y"] == 2
+    assert isinstance(notebook.user_ns["net"], torch.nn.Sequential)
+    assert "cannot be made again" in repr(notebook.user_ns["inside"])
+    assert "cannot be rebuilt here" in repr(notebook.user_ns["made"])
+    notebook.cell("z = made.module()(torch.ones(4, 2)).shape[0]")
+    assert notebook.user_ns["z"] == 4
+
+
+def test_networks_with_a_say_of_their_own_travel_where_they_can(notebook):
+    notebook.cell("import torch, torch.fx; from torch import nn; graph = torch.fx.symbolic_trace(nn.Linear(2, 1))")
+    assert isinstance(notebook.user_ns["graph"], torch.fx.GraphModule)
+    assert notebook.user_ns["graph"](torch.ones(3, 2)).shape == (3, 1)
+
+
+def test_the_class_of_a_network_with_a_say_of_its_own_is_one_class_here(notebook):
+    notebook.cell(
+        """
+from torch import nn
+class Own(nn.Module):
+    def __reduce__(self):
+        return Own, ()
+made = Own()
+kind = Own
+"""
+    )
+    assert isinstance(notebook.user_ns["kind"], type)
+    assert type(notebook.user_ns["made"]) is notebook.user_ns["kind"] is notebook.user_ns["Own"]
+
+
+def test_a_network_that_cannot_be_rebuilt_here_is_told_of_and_the_next_cell_goes_on(notebook):
+    notebook.cell(
+        """
+from torch import nn
+class Picky(nn.Linear):
+    def __setstate__(self, state):
+        raise ValueError("not here")
+picky = Picky(2, 1)
+"""
+    )
+    returned = notebook.cell("picky.bias.requires_grad_(False); other = picky")
+    assert returned.problem is None
+    returned = notebook.cell("fresh = Picky(1, 1)")
+    assert returned.problem == "ValueError: not here"
+    assert notebook.cell("y = 2").bound == ["y"]
+
+
+def test_tensors_that_each_replica_trains_by_itself_are_told_of_once(notebook):
+    made = "w = torch.full((2,), float(replica_id), requires_grad=True); "
+    returned = notebook.cell(f"import torch; {made} held = {{'a': [w]}}; same = torch.ones(2, requires_grad=True)")
+    assert returned.loose == ["held", "w"]
+    assert notebook.cell(made + "plain = torch.full((2,), float(replica_id))").loose == []
+
+
+def test_batch_norm_statistics_are_averaged_here_and_stay_their_own_there(notebook):
+    notebook.here("norm = nn.BatchNorm1d(1)")
+    notebook.cell("norm(torch.tensor([[0.0], [10.0 * (replica_id + 1)]]))")
+    there = [float(notebook.there("norm", r).running_mean) for r in range(2)]
+    assert there == pytest.approx([0.5, 1.0])
+    assert float(notebook.user_ns["norm"].running_mean) == pytest.approx(0.75)
+    notebook.cell("norm")
+    assert [float(notebook.there("norm", r).running_mean) for r in range(2)] == there
+
+
+def test_batch_norm_statistics_stay_the_average_when_other_values_change(notebook):
+    notebook.cell(
+        "from torch import nn\nnet = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))\n"
+        "net(torch.tensor([[0.], [replica_id + 1.]]))"
+    )
+    average = float(notebook.user_ns["net"][0].running_mean)
+    assert average == pytest.approx(0.075)
+    notebook.cell("net.eval()\nwith torch.no_grad(): net[1].weight.fill_(2.)")
+    assert float(notebook.user_ns["net"][0].running_mean) == pytest.approx(average)
+    notebook.cell("net.train()\nif replica_id: net[0].running_mean.fill_(1.)")
+    assert float(notebook.user_ns["net"][0].running_mean) == pytest.approx((0.05 + 1) / 2)
+    notebook.here("net[0].running_mean.fill_(4.)")
+    notebook.cell("with torch.no_grad(): net[1].weight.fill_(3.)")
+    assert float(notebook.user_ns["net"][0].running_mean) == 4
+
+
+def test_a_network_that_cannot_be_pickled_stays_with_a_stand_in(notebook):
+    notebook.cell(f"import threading\nfrom torch import nn\n{NET}\nnet.lock = threading.Lock()\nok = nn.Linear(1, 1)")
+    assert isinstance(notebook.user_ns["net"], Remote)
+    assert isinstance(notebook.user_ns["ok"], nn.Linear)
+
+
+def test_a_network_bound_anew_in_a_cell_is_a_new_network_here(notebook):
+    source = f"from torch import nn\n{NET}"
+    notebook.cell(source)
+    first = notebook.user_ns["net"]
+    notebook.cell(source)
+    assert notebook.user_ns["net"] is not first
+    assert weights(notebook) == weights(notebook, 0)
+
+
+def test_a_network_that_only_one_replica_has_is_sent_to_the_others(notebook):
+    notebook.cell(f"from torch import nn\n{NET}", [1])
+    notebook.cell(TRAIN)
+    assert weights(notebook) == weights(notebook, 0) == weights(notebook, 1)
+    assert notebook.there("net", 0) is not notebook.there("net", 1)
+
+
+def test_a_helper_of_the_notebook_reads_the_replicas_network(notebook):
+    notebook.here("def bias(): return float(net[0].bias.sum())")
+    notebook.cell(f"from torch import nn\n{NET}\nnn.init.constant_(net[0].bias, 4)\nb = bias()")
+    assert notebook.user_ns["b"] == 8
+    assert notebook.user_ns["bias"]() == 8
+
+
+def test_a_network_with_its_own_way_of_being_pickled_keeps_its_training(notebook):
+    notebook.here("net = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))")
+    notebook.cell(TRAIN)
+    trained = weights(notebook)
+    notebook.cell("net")
+    assert weights(notebook) == weights(notebook, 0) == trained
+
+
+@pytest.mark.parametrize(
+    "last", ["net[1] = nn.Linear(2, 3)", "del net[1]", "net[0].bias = None", "net.append(nn.Tanh())"]
+)
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_network_with_other_parts_keeps_what_was_written_to_it_here(notebook, last, order):
+    notebook.here("net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))")
+    notebook.cell("y = net(torch.ones(1, 2)).shape")
+    first = "net[0].weight.requires_grad_(False).fill_(7.0); net[0].eval()"
+    for source in (first, last)[::order]:
+        notebook.here(source)
+    look = (
+        "[(n, p.tolist(), p.requires_grad) for n, p in net.named_parameters()] + [m.training for m in net.modules()]"
+    )
+    notebook.cell(f"y = {look}")
+    assert notebook.user_ns["y"] == eval(look, notebook.user_ns)
+    assert notebook.user_ns["net"][0].weight.tolist() == [[7.0, 7.0], [7.0, 7.0]]
+
+
+def test_parts_that_a_cell_takes_away_or_adds_are_so_here_and_the_network_stays_who_it_is(notebook):
+    notebook.here("net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)); held = [net]; first = net[0]")
+    notebook.cell("del net[2]; net.append(nn.Linear(2, 3))")
+    assert eval("held[0] is net and net[0] is first", notebook.user_ns)
+    assert eval("net(torch.ones(1, 2)).shape", notebook.user_ns) == (1, 3)
+    notebook.cell("y = len(net)")
+    assert notebook.user_ns["y"] == 3
+
+
+def test_a_network_on_the_meta_device_travels_as_it_is(notebook):
+    notebook.cell("with torch.device('meta'): net = torch.nn.Linear(2, 1)")
+    assert notebook.user_ns["net"].weight.is_meta
+    notebook.cell("net.to_empty(device='cpu')\nwith torch.no_grad(): net.weight.fill_(2.)")
+    assert notebook.user_ns["net"].weight.tolist() == [[2, 2]]
+    notebook.here("with torch.device('meta'): other = nn.Linear(2, 1)")
+    notebook.cell("meta = other.weight.is_meta")
+    assert notebook.user_ns["meta"]
