@@ -13,7 +13,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ def inside(value: object, is_wanted: Callable[[object], bool]) -> list[object]:
         if type(obj) in _LEAVES or id(obj) in seen:
             continue
         seen.add(id(obj))
-        if is_wanted(obj):
+        if type(obj) not in _PLAIN and is_wanted(obj):
             found.append(obj)
         else:
             queue += _members(obj)
@@ -45,9 +45,9 @@ def inside(value: object, is_wanted: Callable[[object], bool]) -> list[object]:
 def _members(obj: object) -> Iterable[object]:
     match obj:
         case dict():
-            return list(obj.values()) if len(obj) <= MOST else ()
+            return _unless_plain(obj.values())
         case list() | tuple() | set() | frozenset() | collections.deque():
-            return list(obj) if len(obj) <= MOST else ()
+            return _unless_plain(obj)
         case PerReplica():
             return obj.values
         case types.FunctionType():
@@ -67,6 +67,11 @@ def _members(obj: object) -> Iterable[object]:
         return ()
 
 
+def _unless_plain(members: Collection[object]) -> Iterable[object]:
+    # Of numbers and strings alone: at once, not one by one.
+    return () if len(members) > MOST or _LEAVES.issuperset(map(type, members)) else list(members)
+
+
 def _closed_over(function: types.FunctionType) -> list[object]:
     found: list[object] = []
     for cell in function.__closure__ or ():
@@ -76,6 +81,7 @@ def _closed_over(function: types.FunctionType) -> list[object]:
     return found
 
 
+_PLAIN = frozenset({list, tuple, dict, set})
 _LEAVES = frozenset(
     {str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.Size, torch.dtype, *weakref.ProxyTypes}
 )
