@@ -44,6 +44,18 @@ def test_a_network_that_the_notebook_still_has_lives_on_in_the_replicas(notebook
     assert notebook.user_ns["same"] is True
 
 
+def test_an_object_that_cannot_be_looked_into_ends_no_cell(notebook):
+    notebook.here(
+        "class Proxy:\n    def __getattribute__(self, name): raise RuntimeError('nothing is bound')\nproxy = Proxy()"
+    )
+    notebook.cell(f"from torch import nn\n{NET}")
+    notebook.here("held = [proxy, net]; del net")
+    notebook.cell("pass")
+    notebook.cell("pass")
+    gc.collect()
+    assert len(notebook.replicas[0].mirrors.roots()) == 1
+
+
 def test_what_the_notebook_holds_no_more_is_free_in_the_replicas(notebook):
     notebook.cell(f"from torch import nn\n{NET}")
     notebook.here("held = [net]; del net")

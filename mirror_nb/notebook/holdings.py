@@ -35,10 +35,12 @@ def inside(value: object, is_wanted: Callable[[object], bool]) -> list[object]:
         if type(obj) in _LEAVES or id(obj) in seen:
             continue
         seen.add(id(obj))
-        if type(obj) not in _PLAIN and is_wanted(obj):
-            found.append(obj)
-        else:
-            queue += _members(obj)
+        # A proxy of something that is not there, say, raises whatever it is asked.
+        with contextlib.suppress(Exception):
+            if type(obj) not in _PLAIN and is_wanted(obj):
+                found.append(obj)
+            else:
+                queue += _members(obj)
     return found
 
 
