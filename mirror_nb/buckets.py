@@ -83,8 +83,11 @@ class Plan:
     early: int  # buckets that may leave before the backward pass ends; the others wait for the tail
 
     @staticmethod
-    def cut(numbers: frozenset[int], agreed: Sequence[Agreed], first_bytes: int, bytes_each: int) -> Plan:
-        """Cut `numbers` by bytes, in the order in which replica 0 had them when they were agreed on."""
+    def cut(numbers: frozenset[int], agreed: Sequence[Agreed], first_bytes: int, bytes_each: int, exact: bool) -> Plan:
+        """Cut `numbers` by bytes, in the order in which replica 0 had them when they were agreed on.
+
+        `exact`: whether buckets become exact sums, with which a tail may ride.
+        """
         open_: dict[tuple[torch.dtype, str], list[int]] = {}
         closed: list[list[int]] = []
         for number in sorted(numbers):
@@ -101,7 +104,7 @@ class Plan:
             buckets.append(Bucket(tuple(members), agreed, slots[key]))
         bucket_of = {number: i for i, bucket in enumerate(buckets) for number in bucket.numbers}
         # The tail rides with a last bucket of fp32 on the CPU. Reading it from a GPU would stop the host.
-        carries = bool(buckets) and (buckets[-1].dtype, buckets[-1].device_type) == (torch.float32, "cpu")
+        carries = exact and bool(buckets) and (buckets[-1].dtype, buckets[-1].device_type) == (torch.float32, "cpu")
         return Plan(numbers, tuple(buckets), bucket_of, len(buckets) - carries)
 
 

@@ -191,6 +191,12 @@ class CrossDeviceOps(abc.ABC):
     _member: Member | None = None
     _own_fabric: Fabric | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "start" in vars(cls) and "exact" not in vars(cls):
+            # Whoever writes another algorithm does not inherit what was promised of the one before.
+            setattr(cls, "exact", False)  # noqa: B010
+
     @abc.abstractmethod
     def start(self, op: ReduceOp, flat: Tensor) -> Handle | dist.Work | None:
         """Begin to make `flat` on every replica the sum, or the mean, of all of them, in place.
@@ -203,6 +209,16 @@ class CrossDeviceOps(abc.ABC):
     @abc.abstractmethod
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why it cannot work on these devices, None if it can."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether what it makes is the sum or the mean, to rounding, with the same bits on every replica.
+
+        Of another op that is not taken for granted: what replicas tell each other beside their gradients does not go
+        through it, and what it made of the gradients is compared. To promise it, write `exact = True` in the class
+        that writes `start`.
+        """
+        return False
 
     def parts(self) -> Sequence[CrossDeviceOps]:
         """Return the ops that this one is made of: they are bound with it, and share its memory."""

@@ -47,6 +47,11 @@ class ReductionToOneDevice(CrossDeviceOps):
         self._complete(self.member.group.broadcast([flat], options))
         return Finished()
 
+    @property
+    def exact(self) -> bool:
+        """Whether it adds up: what `accumulation_fn` makes may be anything."""
+        return self.accumulation_fn is None
+
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why not: the device that reduces is none of them."""
         if self.reduce_to_device is None or self._place_among(devices) is not None:
