@@ -783,6 +783,29 @@ def test_without_a_count_of_who_looks_nothing_is_lent(two: Crew) -> None:
     assert buckets._uses is not None
 
 
+FLAT: dict[str, Callable[[Tensor], Tensor]] = {
+    "a view": lambda flat: flat[:2].view(1, 2),
+    "a view of all": lambda flat: flat[:2].view(1, 2),
+    "a part without its base": lambda flat: flat[:2].view(1, 2).detach(),
+}
+
+
+@pytest.mark.parametrize("part", FLAT)
+def test_gradients_in_a_flat_buffer_of_the_users_own_are_reduced_there(two: Crew, part: str) -> None:
+    def train(r: Replica) -> None:
+        with r.scope:
+            model = nn.Linear(2, 1, bias=False)
+            flat = torch.zeros(2 if part == "a view of all" else 5)
+            model.weight.grad = FLAT[part](flat)
+            for i in range(4):
+                flat.zero_()
+                (model(torch.ones(1, 2)) * (i + r.id)).sum().backward()
+                assert flat[:2].tolist() == [i + 0.5] * 2
+                assert model.weight.grad.tolist() == [[i + 0.5] * 2]
+
+    two.run(train)
+
+
 def test_a_gradient_tensor_stays_the_same_object_when_more_is_added(two: Crew) -> None:
     def look(r: Replica) -> None:
         with r.scope:
