@@ -143,6 +143,14 @@ def mark() -> None:
         group.mark()
 
 
+def usable() -> bool:
+    """Whether the default group is there and takes collectives: a failure that was caught may have ended it."""
+    if not dist.is_initialized():
+        return False
+    shared: Any = getattr(dist.group.WORLD, "shared", None)
+    return shared is None or not shared.broken
+
+
 def begun() -> int:
     """Return how many collectives of the default group were begun here since `mark`; -1: nobody has counted."""
     shared: Any = getattr(dist.group.WORLD, "shared", None)
