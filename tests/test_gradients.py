@@ -953,6 +953,32 @@ def test_a_lazy_module_is_tracked_and_equal(two: Crew) -> None:
     assert torch.equal(gradient, other)
 
 
+def test_parameters_that_a_conversion_exchanges_are_synchronised(two: Crew) -> None:
+    def train(r: Replica) -> None:
+        with r.scope:
+            with torch.device("meta"):
+                model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+            model.to_empty(device="cpu")
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(1.0)
+            (model(torch.ones(1, 2)) * (1 + r.id)).sum().backward()
+            assert model[1].bias.grad.tolist() == [1.5]
+            before = model[0].weight
+            torch.__future__.set_overwrite_module_params_on_conversion(True)
+            try:
+                model.double()
+            finally:
+                torch.__future__.set_overwrite_module_params_on_conversion(False)
+            assert model[0].weight is not before
+            model.zero_grad()
+            (model(torch.ones(1, 2).double()) * (1 + r.id)).sum().backward()
+            assert model[1].bias.grad.tolist() == [1.5]
+            assert model[0].weight.grad.tolist() == [[1.5] * 2] * 3
+
+    two.run(train)
+
+
 def test_half_way_to_another_precision_goes_on(two: Crew) -> None:
     def look(r: Replica) -> list[torch.dtype]:
         with r.scope:
