@@ -444,6 +444,24 @@ def test_a_ddp_step_gives_the_mean_of_the_gradients(crew: Crew) -> None:
     assert others == [first] * (N - 1)
 
 
+@pytest.mark.parametrize("kind", ["FP16_COMPRESS", "ALLREDUCE"])
+@pytest.mark.parametrize("subgroup", [False, True], ids=["default group", "subgroup"])
+def test_torchs_builtin_communication_hooks_reduce(crew: Crew, kind: str, subgroup: bool) -> None:
+    def train(replica_id: int) -> tuple[list[float], bool]:
+        group = dist.new_group() if subgroup else None
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=group)
+        model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+        for _ in range(3):
+            model.zero_grad()
+            (model(torch.ones(1, 2)) * (replica_id + 1 / 3)).sum().backward()
+        gradient = model.module.weight.grad
+        return gradient[0].tolist(), bool((gradient == gradient.half().float()).all())
+
+    for gradient, halved in crew.call(train):
+        assert gradient == pytest.approx([4 / 3] * 2, rel=2e-3)
+        assert halved == (kind == "FP16_COMPRESS")
+
+
 def test_uneven_inputs_under_join_end_on_every_replica(crew: Crew) -> None:
     def step(replica_id: int) -> float:
         from torch.distributed.algorithms.join import Join
@@ -870,6 +888,7 @@ def test_what_gloo_cannot_do_is_a_mistake_and_nobody_is_said_to_have_left(crew: 
 def test_torch_still_has_the_private_names_that_are_relied_on() -> None:
     world = distributed_c10d._world
     assert all(hasattr(world, name) for name in process_group._WORLD_TABLES)
+    assert hasattr(nn.parallel.DistributedDataParallel, "_register_builtin_comm_hook")
     for name in (
         "_new_process_group_helper",
         "_update_default_pg",
