@@ -179,6 +179,24 @@ def test_after_an_interrupted_sum_that_a_cell_catches_the_next_cell_has_a_group(
     goes_on(two)
 
 
+def test_an_interrupt_as_gloo_begins_that_a_cell_catches_leaves_the_next_cell_a_new_group(two):
+    ran = run_cell(
+        two,
+        BEGIN
+        + "from mirror_nb.collectives import process_group\n"
+        + "group = dist.group.WORLD\n"
+        + "def interrupted(*args): raise KeyboardInterrupt\n"
+        + "group._begin = interrupted\n"
+        + "try: dist.gather(torch.ones(2), None if replica_id else [torch.empty(2)] * 2, 0)\n"
+        + "except (KeyboardInterrupt, Exception) as error: said = type(error).__name__\n"
+        + "del group._begin\nusable = process_group.usable()\n",
+    )
+    assert ran.report.clean, ran.report.failures
+    assert {values["said"] for values in ran.values.values()} <= {"KeyboardInterrupt", "PeerFailed"}
+    assert not any(values["usable"] for values in ran.values.values())
+    goes_on(two)
+
+
 SIZES_DIFFER = {
     "ops.gather": "strategy.cross_device_ops.gather(torch.ones(2 + replica_id), 0)",
     "gather": "dist.gather(torch.ones(2 + replica_id), [torch.empty(2)] * 2 if replica_id == 0 else None, 0)",

@@ -208,15 +208,19 @@ class InterruptibleGroup(dist.ProcessGroup):
         """Have gloo begin, in order, what all replicas have come to; any thread."""
         with self._order:
             while self._announced and self._announced[0][0].ended:
-                exchange, operation, begin = self._announced.popleft()
-                if exchange.error is not None:
-                    operation.fail(exchange.error)
-                elif not operation.done.is_set():
-                    try:
+                exchange, operation, begin = self._announced[0]
+                try:
+                    self._announced.popleft()
+                    if exchange.error is not None:
+                        operation.fail(exchange.error)
+                    elif not operation.done.is_set():
                         operation.follow(begin())
-                    except BaseException as error:
-                        # For whoever waits for it.
-                        operation.fail(error)
+                except BaseException as error:
+                    # For whoever waits for it.
+                    operation.fail(error)
+                    if not isinstance(error, Exception) and self.shared is not None:
+                        # An interrupt: the others begin it, so that from here on gloo would take one for another.
+                        self.shared.close(PeerFailed(f"{operation.label} was cut short: {type(error).__name__}"))
 
     def mark(self) -> None:
         """Count from here on."""
