@@ -23,6 +23,8 @@ from mirror_nb.collectives.base import CrossDeviceOps
 PATIENCE = 4
 # Plans, and entries of what followed what; when there are more, all are forgotten, alike on all replicas.
 REMEMBERED = 64
+# How many look at a storage, by its address: torch's own, and private. Without it no gradient shows a bucket's memory.
+_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 # What messages say of an all-reduce: the first words in short.
 PURPOSE = "gradients, in which a backward pass that uses no parameter of a mirrored module takes no part"
 
@@ -83,8 +85,11 @@ class Plan:
     early: int  # buckets that may leave before the backward pass ends; the others wait for the tail
 
     @staticmethod
-    def cut(numbers: frozenset[int], agreed: Sequence[Agreed], first_bytes: int, bytes_each: int) -> Plan:
-        """Cut `numbers` by bytes, in the order in which replica 0 had them when they were agreed on."""
+    def cut(numbers: frozenset[int], agreed: Sequence[Agreed], first_bytes: int, bytes_each: int, exact: bool) -> Plan:
+        """Cut `numbers` by bytes, in the order in which replica 0 had them when they were agreed on.
+
+        `exact`: whether buckets become exact sums, with which a tail may ride.
+        """
         open_: dict[tuple[torch.dtype, str], list[int]] = {}
         closed: list[list[int]] = []
         for number in sorted(numbers):
@@ -101,7 +106,7 @@ class Plan:
             buckets.append(Bucket(tuple(members), agreed, slots[key]))
         bucket_of = {number: i for i, bucket in enumerate(buckets) for number in bucket.numbers}
         # The tail rides with a last bucket of fp32 on the CPU. Reading it from a GPU would stop the host.
-        carries = bool(buckets) and (buckets[-1].dtype, buckets[-1].device_type) == (torch.float32, "cpu")
+        carries = exact and bool(buckets) and (buckets[-1].dtype, buckets[-1].device_type) == (torch.float32, "cpu")
         return Plan(numbers, tuple(buckets), bucket_of, len(buckets) - carries)
 
 
@@ -109,7 +114,19 @@ class Plan:
 class Bucket:
     """Gradients that are reduced in one piece; those of one dtype and kind of device."""
 
-    __slots__ = ("_memory", "_placed", "_views", "device_type", "dtype", "key", "numbers", "numel", "shapes")
+    __slots__ = (
+        "_flat",
+        "_memory",
+        "_placed",
+        "_places",
+        "_views",
+        "device_type",
+        "dtype",
+        "key",
+        "numbers",
+        "numel",
+        "shapes",
+    )
 
     def __init__(self, numbers: tuple[int, ...], agreed: Sequence[Agreed], slot: int) -> None:
         self.numbers = numbers
@@ -119,21 +136,33 @@ class Bucket:
         self.numel = sum(shape.numel() for shape in self.shapes)
         self.key = (self.dtype, self.device_type, slot)
         self._memory: _Memory | None = None
+        self._flat: Tensor | None = None
+        # Of the memory, as it was laid out.
         self._views: dict[int, Tensor] = {}
-        # By number: where each gradient lies.
+        # By number: where each gradient is reduced.
+        self._places: dict[int, _Place] = {}
+        # The same memory for gradients to show, where they may.
         self._placed: set[int] = set()
         # Numbers whose gradients show this memory already, in the present round.
 
     def open(self, buffers: Buffers, agreed: Sequence[Agreed], ops: CrossDeviceOps | None, extra: int) -> None:
         """Be ready for the gradients of a round, and `extra` numbers after them; every replica calls it."""
-        memory = buffers.get(self, extra, agreed, ops)
-        if memory is not self._memory:
-            self._memory = memory
-            pieces = memory.flat[: self.numel].split([shape.numel() for shape in self.shapes])
-            shaped = (piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True))
-            self._views = dict(zip(self.numbers, shaped, strict=True))
+        memory = self._memory = buffers.get(self, extra, agreed, ops)
+        if memory.flat is not self._flat:
+            self._lay_out(memory)
         self._placed.clear()
         memory.take_back(self._stays)
+        if memory.flat is not self._flat:
+            self._lay_out(memory)
+        elif not memory.lends:
+            self._places.clear()
+
+    def _lay_out(self, memory: _Memory) -> None:
+        flat = self._flat = memory.flat
+        pieces = flat[: self.numel].split([shape.numel() for shape in self.shapes])
+        shaped = (piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True))
+        self._views = dict(zip(self.numbers, shaped, strict=True))
+        self._places = {n: _Place(view) for n, view in self._views.items() if view.numel()} if memory.lends else {}
 
     def _stays(self, gradient: Tensor, parameter: nn.Parameter | None, number: int) -> bool:
         """Whether a gradient that shows the memory belongs where it is: the one that this round adds to."""
@@ -146,19 +175,19 @@ class Bucket:
 
         The tensor stays who it is; its own memory is free for the next gradient.
         """
-        gradient = parameter.grad
-        if self.device_type == "cpu" and gradient is not None and _may_move(gradient, parameter):
+        gradient, place = parameter.grad, self._places.get(number)
+        if self.device_type == "cpu" and place is not None and gradient is not None and _may_move(gradient, parameter):
             view = self._views[number]
             if not _lies_in(gradient, view):
                 # Neither of the two has a graph, so nothing is recorded.
                 view.copy_(gradient)
-                gradient.data = view
-            self._lend(gradient, tracked, number)
+                gradient.data = place.tensor
+            self._lend(gradient, place, tracked, number)
 
-    def _lend(self, gradient: Tensor, tracked: Tracked, number: int) -> None:
+    def _lend(self, gradient: Tensor, place: _Place, tracked: Tracked, number: int) -> None:
         assert self._memory is not None
         self._placed.add(number)
-        self._memory.lend(gradient, tracked, number)
+        self._memory.lend(gradient, place, tracked, number)
 
     def fill(self, agreed: Sequence[Agreed], tail: Sequence[float]) -> Tensor:
         """Copy in the gradients that are not there yet, zeros where there are none; then the `tail` as it is."""
@@ -179,7 +208,7 @@ class Bucket:
     def hand_out(self, agreed: Sequence[Agreed], used: frozenset[int]) -> None:
         """Let the gradients show this memory, where some replica had one; the tensors stay who they are.
 
-        Those in another layout, or with a graph of their own, get a copy.
+        Those in another layout, or with a graph of their own, get a copy; all do where users look at the memory.
         """
         into, source = [], []
         for number, view in self._views.items():
@@ -192,13 +221,40 @@ class Bucket:
             gradient = parameter.grad
             if gradient is None:
                 gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            if _may_move(gradient, parameter):
-                gradient.data = view
-                self._lend(gradient, tracked, number)
+            place = self._places.get(number)
+            if place is not None and _may_move(gradient, parameter):
+                gradient.data = place.tensor
+                self._lend(gradient, place, tracked, number)
             else:
                 into.append(gradient)
                 source.append(view)
         _copy_all(into, source)
+
+
+@final
+class _Place:
+    """Where one gradient lies: a storage of its own over a bucket's memory, so that it tells who looks at it.
+
+    And so that what saves or copies a gradient takes its own bytes, not those of the whole bucket.
+    """
+
+    __slots__ = ("alone", "storage", "tensor")
+
+    def __init__(self, view: Tensor) -> None:
+        assert _uses is not None
+        self.tensor = torch.from_dlpack(view)
+        self.storage = self.tensor.untyped_storage()._cdata
+        self.alone = _uses(self.storage)
+        # While nobody else looks; asked for, since what Python holds of a storage counts in some versions of torch.
+
+    def is_seen(self) -> bool:
+        """Whether anybody besides us looks at it: a gradient, a view of one, an array."""
+        assert _uses is not None
+        return _uses(self.storage) > self.alone
+
+
+_Lent = tuple[Callable[[], Tensor | None], Callable[[], nn.Parameter | None], int, _Place]
+# A gradient that shows a bucket's memory, its parameter, its number and its place. A tuple: one is made in every step.
 
 
 @final
@@ -207,14 +263,21 @@ class _Memory:
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
+        self.lends = _uses is not None
+        # Whether gradients show it.
+        self._home = flat
+        # What was allocated; `flat` is another one while users look at it.
         self._piece = flat
-        self._lent: dict[int, tuple[Callable[[], Tensor | None], Callable[[], nn.Parameter | None], int]] = {}
+        self._lent: dict[int, _Lent] = {}
+        # By the storages of their places.
+        self._seen: list[_Place] = []
+        # What users look at in `_home`.
 
-    def lend(self, gradient: Tensor, tracked: Tracked, number: int) -> None:
+    def lend(self, gradient: Tensor, place: _Place, tracked: Tracked, number: int) -> None:
         """Remember a gradient that shows this memory."""
-        known = self._lent.get(id(gradient))
+        known = self._lent.get(place.storage)
         if known is None or known[0]() is not gradient:
-            self._lent[id(gradient)] = (TensorWeakRef(gradient), tracked.parameter, number)
+            self._lent[place.storage] = TensorWeakRef(gradient), tracked.parameter, number, place
 
     def piece(self, numel: int, tail: Sequence[float]) -> Tensor:
         """Return the first `numel` elements and, written behind them, the `tail`."""
@@ -227,17 +290,42 @@ class _Memory:
         return self._piece
 
     def take_back(self, stays: Callable[[Tensor, nn.Parameter | None, int], bool]) -> None:
-        """Give memory of their own to the gradients that somebody still holds, but for those that stay.
+        """Be free to be written to: give memory of their own to the gradients that somebody still holds.
 
-        A user may keep last step's gradients; and another plan's parameters keep theirs until they are reduced again.
+        But for those that stay. A user may keep last step's gradients; and another plan's parameters keep theirs until
+        they are reduced again. What users keep by another tensor or an array (`p.grad.detach()`, `.numpy()`) cannot be
+        moved from here: then this memory is left to them until they let go of it.
         """
-        for key, (reference, owner, number) in list(self._lent.items()):
+        seen = []
+        for storage, (reference, owner, number, place) in list(self._lent.items()):
             gradient = reference()
             if gradient is not None and stays(gradient, owner(), number):
                 continue
-            del self._lent[key]
+            del self._lent[storage]
             if gradient is not None:
                 gradient.data = gradient.clone()
+            if place.is_seen():
+                seen.append(place)
+        if seen:
+            self._move_out(seen)
+        elif self._seen:
+            self._move_back()
+
+    def _move_out(self, seen: list[_Place]) -> None:
+        """Reduce elsewhere, and lend no more: who looks at one step's gradients looks at the next step's too.
+
+        This replica alone does so; the others' buckets are reduced through copies meanwhile.
+        """
+        # Those that stay keep their place, for who looks at them as well.
+        self._seen = [*seen, *(place for *_, place in self._lent.values())]
+        self._lent.clear()
+        self.lends = False
+        self.flat = self._piece = torch.empty_like(self.flat)
+
+    def _move_back(self) -> None:
+        self._seen = [place for place in self._seen if place.is_seen()]
+        if not self._seen:
+            self.flat = self._piece = self._home
 
 
 @final
@@ -340,7 +428,14 @@ class for_gradients:  # noqa: N801
 
 
 def _may_move(gradient: Tensor, parameter: nn.Parameter) -> bool:
-    return gradient.is_contiguous() and parameter.is_contiguous() and not gradient.requires_grad
+    return (
+        gradient.is_contiguous()
+        and parameter.is_contiguous()
+        and not gradient.requires_grad
+        # Part of a flat buffer of the user's own, which is to show what the replicas make of it. 0.2 µs.
+        and not gradient._is_view()
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
+    )
 
 
 def _lies_in(gradient: Tensor | None, view: Tensor) -> bool:

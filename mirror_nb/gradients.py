@@ -38,7 +38,7 @@ from torch.utils.weak import TensorWeakRef
 from mirror_nb.buckets import REMEMBERED, Agreed, Bucket, Buffers, History, Plan, for_gradients
 from mirror_nb.collectives.base import CrossDeviceOps, Reduction, word_device
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
-from mirror_nb.matching import Offer, Portrait, Values, made_alike, match
+from mirror_nb.matching import Offer, Portrait, Values, checksum, made_alike, match
 from mirror_nb.recorder import Recorder
 from mirror_nb.steering import QUIET, Steering
 from mirror_nb.values import ReduceOp
@@ -83,6 +83,7 @@ class GradientSynchronizer:
         # Called at the first gradient of every round, for whoever has to know that training began.
         self.before_backward: Callable[[], None] = lambda: None
         self._ops: CrossDeviceOps | None = None
+        self._exact = True
         self.recorder: Recorder | None = None
         # Is told how each pass goes.
         self.steering: Steering | None = None
@@ -180,6 +181,7 @@ class GradientSynchronizer:
         Every replica has to make the same call between the same passes. Without it torch's own all-reduce serves.
         """
         self._ops = ops
+        self._exact = ops.exact
         self._bytes_per_bucket = bytes_per_bucket or self._bytes_per_bucket
         self._buffers.clear()
         self._plans.clear()
@@ -347,6 +349,8 @@ class GradientSynchronizer:
         ops = self._ops_for(bucket)
         flat = bucket.fill(self._agreed, tail)
         if ops is not None:
+            if not self._exact:
+                round_.unproven.append(flat)
             number = len(round_.works)
             if self.recorder is not None:
                 self.recorder.queued(number, flat.numel() * flat.element_size())
@@ -382,6 +386,8 @@ class GradientSynchronizer:
         if any(tail.given_up):
             self._check_given_up(tail)
             return
+        if round_.unproven:
+            self._check_alike(round_.unproven)
         if self.steering is not None:
             self.steering.agree(tail.steering)
         self._unreduced.clear()
@@ -452,8 +458,24 @@ class GradientSynchronizer:
             bucket.open(self._buffers, self._agreed, self._ops_for(bucket), 0)
             self._launch(round_, bucket)
         round_.wait()
+        if round_.unproven:
+            self._check_alike(round_.unproven)
         for bucket in round_.plan.buckets:
             bucket.hand_out(self._agreed, numbers)
+
+    def _check_alike(self, reduced: Sequence[Tensor]) -> None:
+        """Raise, on every replica alike, where an op of the user's has given them different gradients."""
+        own = torch.stack([checksum(flat).cpu() for flat in reduced])
+        device = word_device(reduced[0].device)
+        # The largest of a number and of its opposite are opposite where all have the same.
+        both = torch.cat([own, -own]).to(device)
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        largest, smallest = both.chunk(2)
+        if not torch.equal(largest, -smallest):
+            raise UsageError(
+                f"{self._ops!r} gave the replicas different gradients; its `start` has to leave the same "
+                "numbers on every replica: draw random numbers on one and broadcast them, or from equal seeds"
+            )
 
     # What the replicas agree on
 
@@ -466,7 +488,7 @@ class GradientSynchronizer:
         return plan
 
     def _cut(self, numbers: frozenset[int]) -> Plan:
-        return Plan.cut(numbers, self._agreed, self._first_bucket_bytes, self._bytes_per_bucket)
+        return Plan.cut(numbers, self._agreed, self._first_bucket_bytes, self._bytes_per_bucket, self._exact)
 
     def _agree(self, unknown: list[_Tracked]) -> tuple[frozenset[int], frozenset[int]]:
         """Number the parameters that someone used for the first time; returns the new numbers, the dead."""
@@ -651,6 +673,7 @@ class _Round:
     touched: list[int] = field(default_factory=list)
     unknown: list[_Tracked] = field(default_factory=list)
     works: list[Reduction | Any] = field(default_factory=list)
+    unproven: list[Tensor] = field(default_factory=list)  # what ops reduced that may be no exact sum
     launched: int = 0
     given_up: bool = False
     lacking: list[int] = field(init=False)  # gradients that each bucket waits for

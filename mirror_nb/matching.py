@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mirror_nb.errors import UsageError
 
@@ -106,9 +106,13 @@ class Portrait:
 
     @staticmethod
     def of(parameter: nn.Parameter) -> Portrait:
-        values = parameter.detach()
-        if values.is_complex():
-            values = torch.view_as_real(values)
-        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-        checksum = int(values.view(integers).sum(dtype=torch.int64))
-        return Portrait(tuple(parameter.shape), parameter.dtype, parameter.device.type, checksum)
+        shape = tuple(parameter.shape)
+        return Portrait(shape, parameter.dtype, parameter.device.type, int(checksum(parameter.detach())))
+
+
+def checksum(values: Tensor) -> Tensor:
+    """Return the sum of the bits, as whole numbers of the elements' size: one int64, on the same device."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return values.view(integers).sum(dtype=torch.int64)

@@ -572,7 +572,8 @@ class Done:
     left: tuple[str, ...] = ()
     # Names that could not be put into a snapshot, or not be taken from one.
     grouped: bool = True
-    # False: the request left the replica without a default process group (a cell destroyed it).
+    # False: the request left the replica without a default process group (a cell destroyed it), or with one that an
+    # exception has ended which the cell caught.
     settings: tuple[tuple[str, Any], ...] = ()
     # By handle: what a call changed in the settings of mirrored optimizers.
     lost: tuple[str, ...] = ()

@@ -96,6 +96,8 @@ text = repr(table)
         ({"sizes": []}, UsageError, "`sizes` is empty"),
         ({"sizes": [3]}, UsageError, "an fp32 takes 4 bytes"),
         ({"seconds": 0}, UsageError, "`seconds` is 0"),
+        ({"seconds": float("inf")}, UsageError, "`seconds` is inf; it must be above 0, and have an end"),
+        ({"ops": "glue"}, UsageError, "no cross-device op 'glue'"),
         ({"ops": []}, UsageError, "`ops` is empty"),
         ({"ops": ["gloo", "gloo"]}, UsageError, "`ops` has gloo twice"),
         ({"ops": ["gloo", "auto"]}, UsageError, "takes one of shared_memory, .*: name those"),
@@ -106,6 +108,12 @@ text = repr(table)
 def test_what_cannot_be_measured_is_refused(replicas, wrong, error, said):
     with pytest.raises(error, match=said):
         all_reduce(replicas(2), **wrong)
+
+
+def test_a_single_op_needs_no_list(replicas):
+    for ops in ("gloo", mnb.GlooAllReduce()):
+        (row,) = all_reduce(replicas(2), ops=ops, sizes=[1024], seconds=0.01).rows
+        assert row.op in ("gloo", "GlooAllReduce")
 
 
 def test_one_replica_has_nobody_to_reduce_with(replicas):
@@ -356,6 +364,10 @@ def test_the_magic_returns_the_table(shell):
         assert steps.batch == 4
     with pytest.raises(UsageError, match="--model nothing: the notebook has no such name"):
         shell.run_line_magic("mirror", "bench --model nothing")
+    with pytest.raises(UsageError, match="--shape: for the steps of a --model; name one"):
+        shell.run_line_magic("mirror", "bench --shape 3")
+    with pytest.raises(UsageError, match="--largest: a model has tensors of its own sizes; leave it out"):
+        shell.run_line_magic("mirror", "bench --model net --shape 3 --largest 4K")
 
 
 # The command line
@@ -396,6 +408,11 @@ def test_the_command_shows_a_models_error_in_the_users_lines(tmp_path: Path, mon
         ({"model": "no_such_module:make"}, "No module named 'no_such_module'"),
         ({"model": "json:make"}, "has no attribute 'make'"),
         ({"model": "json:dumps", "shape": "1,x"}, "write the shape of one example"),
+        ({"shape": "4"}, "--shape: for the steps of a --model; name one"),
+        ({"batch": 4, "optimizer": "Adam"}, "--batch and --optimizer: for the steps of a --model"),
+        ({"model": "json:dumps", "largest": "4K"}, "--largest: a model has tensors of its own sizes"),
+        ({"seconds": float("inf")}, "`seconds` is inf"),
+        ({"model": "json:dumps", "shape": "4", "seconds": float("inf")}, "`seconds` is inf"),
         ({"picture": "ops.txt"}, "ending in .png"),
         ({"ops": "glue"}, "no cross-device op 'glue'"),
     ],

@@ -89,17 +89,27 @@ DIFFERENT = {
     "shared memory and gloo": (
         "dist.gather(torch.ones(2), None, 0) if replica_id else dist.all_reduce(torch.ones(2))",
         "all_reduce (SUM) of float32[2]",
-        "gather of float32[2] through gloo",
+        "gather to replica 0 of float32[2] through gloo",
     ),
     "both through gloo": (
         "dist.gather(torch.ones(2), None, 0) if replica_id else dist.all_to_all_single(torch.ones(2), torch.ones(2))",
-        "all_to_all_single of float32[2] and 1 more through gloo",
-        "gather of float32[2] through gloo",
+        "all_to_all_single of float32[2] and 1 more, sending [1, 1] and taking [1, 1] elements through gloo",
+        "gather to replica 0 of float32[2] through gloo",
+    ),
+    "root through gloo": (
+        "dist.gather(torch.ones(2), [torch.empty(2)] * 2 if dist.get_rank() == replica_id else None, dst=replica_id)",
+        "gather to replica 0 of float32[2] and 2 more through gloo",
+        "gather to replica 1 of float32[2] and 2 more through gloo",
+    ),
+    "op through gloo": (
+        "dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.MAX if replica_id else dist.ReduceOp.MIN)",
+        "all_reduce (MIN) of bool[2] through gloo",
+        "all_reduce (MAX) of bool[2] through gloo",
     ),
     "a backward pass and a gather": (
         "dist.gather(torch.ones(2), None, 0) if replica_id else model(torch.ones(1, 2)).sum().backward()",
         "for gradients, in which a backward pass that uses no parameter of a mirrored module takes no part",
-        "gather of float32[2] through gloo",
+        "gather to replica 0 of float32[2] through gloo",
     ),
     "a backward pass and a reduction": (
         "strategy.reduce('sum', 1.0) if replica_id else model(torch.ones(1, 2)).sum().backward()",
@@ -131,17 +141,101 @@ def test_who_ran_another_line_is_told_with_it(two):
     assert "replica 1 (cpu:1) at Cell In[1], line 4: dist.barrier()" in text
 
 
-def test_after_different_collectives_that_gloo_carried_the_rest_of_the_cell_is_refused(two):
-    """gloo cannot take back what it began: later sums would meet earlier ones."""
+@pytest.mark.parametrize("call", ["dist.gather(ones, [ones, ones], dst=replica_id)", "differ()"])
+def test_after_different_collectives_that_a_cell_catches_the_next_ones_are_right(two, call):
     ran = run_cell(
         two,
         BEGIN
-        + "said = []\nfor i in range(2):\n    try:\n"
-        + "        dist.gather(torch.ones(2), None, 0) if replica_id and not i else dist.all_reduce(torch.ones(2))\n"
-        + "    except ValueError as error: said.append(str(error)[:40])",
+        + "ones, said, sums = torch.ones(2), [], []\n"
+        + "def differ(): dist.gather(ones, None, 0) if replica_id else dist.all_reduce(ones.clone())\n"
+        + f"for i in range(3):\n    try:\n        {call}\n"
+        + "    except ValueError as error: said.append(str(error)[:40])\n"
+        + "    sums.append(float(strategy.reduce('sum', 1.0)))\n"
+        + "    parts = [torch.empty(1), torch.empty(1)] if replica_id == 0 else None\n"
+        + "    dist.gather(torch.full((1,), float(replica_id)), parts, 0)\n",
     )
-    assert ran.values[0]["said"] == ran.values[1]["said"] == ["the replicas ran different collectives: "] * 2
-    two.unform()
+    assert ran.report.clean, ran.report.failures
+    assert ran.values[0]["said"] == ran.values[1]["said"] == ["the replicas ran different collectives: "] * 3
+    assert ran.values[0]["sums"] == ran.values[1]["sums"] == [2.0] * 3
+    assert [float(part) for part in ran.values[0]["parts"]] == [0.0, 1.0]
+    ran = run_cell(two, "n = float(strategy.reduce('sum', 1.0))")
+    assert [values["n"] for values in ran.values.values()] == [2.0, 2.0]
+
+
+def test_after_an_interrupted_sum_that_a_cell_catches_the_next_cell_has_a_group(two):
+    """A sum that was cut short leaves the group of no use; nobody has to know."""
+    ran = run_cell(
+        two,
+        BEGIN
+        + "from mirror_nb.collectives.fabric import Fabric\n"
+        + "def broken(*args): raise ZeroDivisionError\n"
+        + "fold, Fabric._fold = Fabric._fold, broken\n"
+        + "try: dist.all_reduce(torch.ones(2))\n"
+        + "except Exception as error: said = type(error).__name__\n"
+        + "Fabric._fold = fold\n",
+    )
+    assert ran.report.clean, ran.report.failures
+    assert {values["said"] for values in ran.values.values()} <= {"ZeroDivisionError", "PeerFailed"}
+    goes_on(two)
+
+
+def test_an_interrupt_as_gloo_begins_that_a_cell_catches_leaves_the_next_cell_a_new_group(two):
+    ran = run_cell(
+        two,
+        BEGIN
+        + "from mirror_nb.collectives import process_group\n"
+        + "group = dist.group.WORLD\n"
+        + "def interrupted(*args): raise KeyboardInterrupt\n"
+        + "group._begin = interrupted\n"
+        + "try: dist.gather(torch.ones(2), None if replica_id else [torch.empty(2)] * 2, 0)\n"
+        + "except (KeyboardInterrupt, Exception) as error: said = type(error).__name__\n"
+        + "del group._begin\nusable = process_group.usable()\n",
+    )
+    assert ran.report.clean, ran.report.failures
+    assert {values["said"] for values in ran.values.values()} <= {"KeyboardInterrupt", "PeerFailed"}
+    assert not any(values["usable"] for values in ran.values.values())
+    goes_on(two)
+
+
+SIZES_DIFFER = {
+    "ops.gather": "strategy.cross_device_ops.gather(torch.ones(2 + replica_id), 0)",
+    "gather": "dist.gather(torch.ones(2 + replica_id), [torch.empty(2)] * 2 if replica_id == 0 else None, 0)",
+    "scatter": "dist.scatter(torch.ones(2 + replica_id), [torch.ones(2)] * 2 if replica_id == 0 else None, 0)",
+    "reduce_scatter": "dist.reduce_scatter(torch.ones(2 + replica_id), [torch.ones(2 + replica_id)] * 2)",
+    "reduce_scatter_tensor": "dist.reduce_scatter_tensor(torch.ones(2 + replica_id), torch.ones(4 + 2 * replica_id))",
+    "all_to_all_single": "dist.all_to_all_single(torch.ones(2 + 2 * replica_id), torch.ones(2 + 2 * replica_id))",
+    "all_to_all_single with splits": "dist.all_to_all_single(torch.ones(4), torch.ones(3), [1, 3], [2, 1])",
+    "all_to_all": "dist.all_to_all([torch.ones(2 + replica_id)] * 2, [torch.ones(2 + replica_id)] * 2)",
+    "all_gather": "t = torch.ones(2 + replica_id) > 0; dist.all_gather([t.clone(), t.clone()], t)",
+    "all_gather_into_tensor": (
+        "dist.all_gather_into_tensor(torch.ones(4 + 2 * replica_id) > 0, torch.ones(2 + replica_id) > 0)"
+    ),
+    "all_reduce": "dist.all_reduce(torch.ones(2 + replica_id) > 0, dist.ReduceOp.MAX)",
+    "large": "dist.all_reduce(torch.ones(200_000 + replica_id) > 0, dist.ReduceOp.MAX)",
+    "asynchronous": "dist.gather(torch.ones(2 + replica_id), [torch.empty(2)] * 2 if not replica_id else None, 0, "
+    "async_op=True).wait()",
+    "in a subgroup": "dist.gather(torch.ones(2 + replica_id), [torch.empty(2)] * 2 if not replica_id else None, 0, "
+    "group=dist.new_group())",
+    "gloo's op": (
+        "import mirror_nb as mnb\nstrategy.cross_device_ops = mnb.GlooAllReduce()\n"
+        "try: strategy.cross_device_ops.all_reduce('sum', torch.ones(200_000 + replica_id)).wait()\n"
+        "finally: strategy.cross_device_ops = 'shared_memory'"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SIZES_DIFFER)
+def test_shapes_that_differ_are_told_and_nobody_dies(two, what):
+    ran = run_cell(two, BEGIN + SIZES_DIFFER[what])
+    assert not ran.report.deaths
+    assert ran.errors == {0: "UsageError", 1: "UsageError"}, ran.report.failures
+    (said,) = {failure.message for failure in ran.report.failures.values()}
+    on_first, _, on_second = said.partition(", replica 1: ")
+    if "splits" in what:
+        assert "sending [2, 1] and taking [1, 3]" in on_first
+    else:
+        assert "[200000]" in on_first or "[2]" in on_first or "[4]" in on_first
+        assert "[200001]" in on_second or "[3]" in on_second or "[4]" in on_second or "[6]" in on_second
     goes_on(two)
 
 

@@ -14,6 +14,7 @@ from driving import eventually, run_cell
 from torch import nn
 
 import mirror_nb as mnb
+from mirror_nb.collectives.auto import AutoAllReduce
 from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.options import CommunicationOptions
 from mirror_nb.errors import DeviceError, UsageError
@@ -201,6 +202,106 @@ strategy.cross_device_ops = "shared_memory"
     assert ran.report.clean, ran.report.failures
     # Twice the sum of two ones, where the mean was asked for: it was this op that reduced.
     assert [values["gradient"] for values in ran.values.values()] == [4.0, 4.0]
+
+
+WHOLE = """
+import torch
+import mirror_nb as mnb
+from mirror_nb.collectives.base import CrossDeviceOps, Finished
+
+{op}
+torch.manual_seed(3)
+first, second = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+# The parameters that a pass uses are not those of the pass before, nor the same on every replica.
+gradients = []
+for step in range(8):
+    torch.manual_seed(10 * step + replica_id)
+    used = [first] if step < 3 else [first, second] if step % 2 or replica_id else [second]
+    loss = sum(layer(torch.full((1, 2), replica_id + 1.0)).sum() for layer in used)
+    for layer in (first, second):
+        layer.zero_grad()
+    loss.backward()
+    gradients.append([None if p.grad is None else p.grad.tolist() for p in (first.weight, second.weight)])
+strategy.cross_device_ops = "shared_memory"
+"""
+
+
+def of_ops(pool: LocalPool, op: str) -> Any:
+    ran = run_cell(pool, WHOLE.format(op=op), timeout=60)
+    if not ran.report.clean:
+        pool.mend()
+        run_cell(pool, 'strategy.cross_device_ops = "shared_memory"')
+    return ran
+
+
+IN_PLACE_OF_THE_SUM = {
+    "noise": "sum(parts) + torch.randn_like(parts[0]) * 0.01",
+    "the first": "parts[0] * 2",
+    "no numbers": "parts[0] * float('nan')",
+    "nothing": "parts[0] * 0",
+}
+
+
+@pytest.mark.parametrize("compressed", [False, True], ids=["as it is", "compressed"])
+@pytest.mark.parametrize("made", IN_PLACE_OF_THE_SUM)
+def test_whatever_a_function_makes_of_gradients_all_replicas_have_it(replicas, made, compressed):
+    op = f"strategy.cross_device_ops = Compressed(ops) if {compressed} else ops"
+    ran = of_ops(
+        replicas(2),
+        f"""
+from mirror_nb.collectives.compressed import Compressed
+def made(parts): return {IN_PLACE_OF_THE_SUM[made]}
+ops = mnb.ReductionToOneDevice(accumulation_fn=made)
+{op}
+""",
+    )
+    assert ran.report.clean, ran.report.failures
+    gradients = [str(values["gradients"]) for values in ran.values.values()]
+    assert gradients[0] == gradients[1]
+    # Of all passes but the first three, both layers: somebody used them.
+    assert gradients[0].count("None") == 3
+    if made == "the first":
+        assert ran.values[0]["gradients"][0][0] == [[1.0, 1.0]]
+
+
+NOISY = """
+class Noisy(CrossDeviceOps):
+    def start(self, op, flat):
+        self.member.group.allreduce([flat]).wait()
+        flat.add_(torch.randn(flat.shape, generator=torch.Generator().manual_seed({seed})))
+    def unfit_for(self, devices):
+        return None
+strategy.cross_device_ops = Noisy()
+"""
+
+
+def test_an_op_that_adds_the_same_noise_everywhere_is_synchronised(replicas):
+    ran = of_ops(replicas(2), NOISY.format(seed=7))
+    assert ran.report.clean, ran.report.failures
+    assert ran.values[0]["gradients"] == ran.values[1]["gradients"]
+
+
+def test_an_op_that_gives_each_replica_something_else_is_an_error_that_names_it(replicas):
+    ran = of_ops(replicas(2), NOISY.format(seed="replica_id"))
+    assert ran.errors == {0: "UsageError", 1: "UsageError"}
+    assert "Noisy() gave the replicas different gradients" in ran.report.failures[0].message
+
+
+def test_of_ops_only_those_of_this_library_are_taken_for_exact():
+    class Own(mnb.SharedMemoryAllReduce):  # type: ignore[misc]
+        def start(self, op, flat):
+            return super().start(op, flat)
+
+    class Promised(Own):
+        exact = True
+
+        def start(self, op, flat):
+            return super().start(op, flat)
+
+    exact = mnb.SharedMemoryAllReduce(), mnb.GlooAllReduce(), mnb.ReductionToOneDevice(), Promised()
+    assert all(ops.exact for ops in exact)
+    assert all(not ops.exact for ops in (Own(), Torchs(), mnb.ReductionToOneDevice(accumulation_fn=sum)))
+    assert not AutoAllReduce([mnb.GlooAllReduce(), Own()]).exact
 
 
 def test_after_a_death_the_new_replica_reduces_by_what_a_cell_chose(replicas, alone):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import threading
 from collections import deque
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from driving import run_cell
 
+import mirror_nb as mnb
 from mirror_nb.collectives import options, symmetric_memory, topology
 from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, Member, Reduction, Timing
 from mirror_nb.collectives.gloo import GlooAllReduce
@@ -22,7 +25,7 @@ from mirror_nb.collectives.options import CommunicationOptions
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce, needs_shared_memory
 from mirror_nb.collectives.symmetric_memory import SymmetricMemoryAllReduce
 from mirror_nb.devices import Device
-from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.errors import DeviceError, TransferError, UsageError
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.strategies.mirrored import SETUP
 from mirror_nb.values import ReduceOp
@@ -111,13 +114,63 @@ def test_communication_options_have_tensorflows_defaults():
     ("wrong", "said"),
     [
         ({"bytes_per_pack": -1}, "`bytes_per_pack` is -1"),
+        ({"bytes_per_pack": None}, "`bytes_per_pack` is None; it must be a number, 0 for the default"),
+        ({"bytes_per_pack": math.nan}, "`bytes_per_pack` is nan"),
         ({"timeout_seconds": 0}, "`timeout_seconds` is 0"),
+        ({"timeout_seconds": "1"}, "`timeout_seconds` is '1'"),
+        ({"timeout_seconds": math.inf}, "`timeout_seconds` is inf; it must be above 0 and at most 1e.09, or None"),
+        ({"timeout_seconds": 1e12}, "`timeout_seconds` is 1000000000000.0; it must be above 0"),
         ({"implementation": "carrier pigeon"}, "no cross-device op 'carrier pigeon'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(wrong, said):
     with pytest.raises(UsageError, match=said):
         CommunicationOptions(**wrong)
+
+
+class Locked(CrossDeviceOps):
+    """Holds what cannot travel."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def start(self, op, flat):
+        return dist.all_reduce(flat, async_op=True)
+
+    def unfit_for(self, devices):
+        return None
+
+
+def test_an_op_that_cannot_travel_is_refused_where_it_is_chosen():
+    said = r"`cross_device_ops` is Locked\(lock=.*, which cannot be sent to the replicas \(.*lock.*\); make in `start`"
+    with pytest.raises(TransferError, match=said):
+        mnb.MirroredStrategy(["cpu:0", "cpu:1"], Locked())
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with pytest.raises(TransferError, match=said):
+            strategy.cross_device_ops = Locked()
+        assert strategy.run(lambda: 1) is not None
+
+
+def test_a_long_time_is_waited_with(replicas):
+    ran = run_cell(
+        replicas(2),
+        """
+import torch
+import mirror_nb as mnb
+options = mnb.CommunicationOptions(timeout_seconds=1e9)
+from mirror_nb.collectives.base import Member
+import torch.distributed as dist
+sums = []
+for made in (mnb.GlooAllReduce(), mnb.SharedMemoryAllReduce()):
+    made.bind(Member(replica_id, num_replicas, device, dist.group.WORLD, timeout_seconds=options.timeout_seconds))
+    flat = torch.ones(100_000)
+    made.all_reduce("sum", flat).wait()
+    sums.append(float(made.reduce("sum", flat[:1], 0) or 0))
+    made.unbind()
+""",
+    )
+    assert ran.report.clean, ran.report.failures
+    assert ran.values[0]["sums"] == [4.0, 4.0]
 
 
 # Topology

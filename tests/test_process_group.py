@@ -444,6 +444,24 @@ def test_a_ddp_step_gives_the_mean_of_the_gradients(crew: Crew) -> None:
     assert others == [first] * (N - 1)
 
 
+@pytest.mark.parametrize("kind", ["FP16_COMPRESS", "ALLREDUCE"])
+@pytest.mark.parametrize("subgroup", [False, True], ids=["default group", "subgroup"])
+def test_torchs_builtin_communication_hooks_reduce(crew: Crew, kind: str, subgroup: bool) -> None:
+    def train(replica_id: int) -> tuple[list[float], bool]:
+        group = dist.new_group() if subgroup else None
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=group)
+        model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+        for _ in range(3):
+            model.zero_grad()
+            (model(torch.ones(1, 2)) * (replica_id + 1 / 3)).sum().backward()
+        gradient = model.module.weight.grad
+        return gradient[0].tolist(), bool((gradient == gradient.half().float()).all())
+
+    for gradient, halved in crew.call(train):
+        assert gradient == pytest.approx([4 / 3] * 2, rel=2e-3)
+        assert halved == (kind == "FP16_COMPRESS")
+
+
 def test_uneven_inputs_under_join_end_on_every_replica(crew: Crew) -> None:
     def step(replica_id: int) -> float:
         from torch.distributed.algorithms.join import Join
@@ -820,12 +838,57 @@ def test_a_replica_that_leaves_is_told_of_at_once(crew: Crew) -> None:
     assert "all_reduce of float32[3, 4] failed: a peer may have left" in message
 
 
+IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
+    "a mean of whole numbers": (
+        lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG),
+        "all_reduce of int64[3]: the mean of torch.int64 is no torch.int64; convert it first: tensor.float()",
+    ),
+    "a scattered mean of whole numbers": (
+        lambda: dist.reduce_scatter_tensor(
+            torch.ones(1, dtype=torch.int64),
+            torch.ones(dist.get_world_size(), dtype=torch.int64),
+            dist.ReduceOp.AVG,
+        ),
+        "the mean of torch.int64 is no torch.int64",
+    ),
+    "bits of numbers that are not whole": (
+        lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND),
+        "all_reduce of float32[3]: Cannot use ReduceOp.BAND with non-integral dtype; use another operation",
+    ),
+    "NCCL's own operation": (
+        lambda: dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0)),
+        "Cannot use ReduceOp.PREMUL_SUM with Gloo; use another operation",
+    ),
+    "the largest of complex numbers": (
+        lambda: dist.reduce(torch.ones(3, dtype=torch.complex64), 0, dist.ReduceOp.MAX),
+        "reduce of complex64[3]: gloo does not do this with torch.complex64; convert it first",
+    ),
+    "a mean of short complex numbers": (
+        lambda: dist.reduce(torch.ones(3, dtype=torch.complex32), 0, dist.ReduceOp.AVG),
+        "reduce of complex32[3]: gloo does not do this with torch.complex32; convert it first",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_what_gloo_cannot_do_is_a_mistake_and_nobody_is_said_to_have_left(crew: Crew, what: str) -> None:
+    def ask(replica_id: int) -> tuple[str, str, float]:
+        return *outcome(IMPOSSIBLE[what][0]), total(replica_id)
+
+    for kind, message, after in crew.call(ask):
+        assert (kind, after) == ("UsageError", 6.0), message
+        assert IMPOSSIBLE[what][1] in message
+        assert "\x04" not in message
+
+
 # What this build of torch must still have
 
 
 def test_torch_still_has_the_private_names_that_are_relied_on() -> None:
     world = distributed_c10d._world
     assert all(hasattr(world, name) for name in process_group._WORLD_TABLES)
+    assert hasattr(nn.parallel.DistributedDataParallel, "_register_builtin_comm_hook")
     for name in (
         "_new_process_group_helper",
         "_update_default_pg",

@@ -6,6 +6,7 @@ Knows replicas and ops; how the table is drawn is not known here.
 from __future__ import annotations
 
 import importlib
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -150,13 +151,13 @@ def all_reduce(
     strategy: Strategy | Pool,
     *,
     sizes: Sequence[int] | None = None,
-    ops: Sequence[CrossDeviceOps | str] | None = None,
+    ops: CrossDeviceOps | str | Sequence[CrossDeviceOps | str] | None = None,
     seconds: float = SECONDS_A_SIZE,
 ) -> AllReduceTable:
     """Time an all-reduce by each op, in turns, on tensors that are filled anew each time, and check every sum.
 
     `sizes`: bytes of a replica's fp32 tensor; None: 1 KiB to 64 MiB, on GPUs to 256 MiB, each four times the last.
-    `ops`: ops or their names; None: all that fit the devices. `seconds`: about so long for each size. In a
+    `ops`: an op or its name, or several; None: all that fit the devices. `seconds`: about so long for each size. In a
     `%%mirrored` cell every replica has to call it.
 
     Raises UsageError for sizes and times that cannot be and for a single replica, DeviceError for an op that cannot
@@ -165,20 +166,29 @@ def all_reduce(
     replicas = of(strategy)
     chosen = chosen_ops(ops, replicas.devices)
     bytes_each = _sizes(sizes, replicas.devices)
-    if not seconds > 0:
-        raise UsageError(f"`seconds` is {seconds}; it must be above 0")
+    check_seconds(seconds)
     found: dict[int, dict[str, Trial]] = replicas.call(_measure, chosen, bytes_each, seconds)[0]
     n = len(replicas.devices)
     rows = tuple(AllReduceRow.of(op, s, trial, n) for s, trials in found.items() for op, trial in trials.items())
     return AllReduceTable(rows, tuple(map(str, replicas.devices)), fitting(replicas.devices)[0])
 
 
-def chosen_ops(ops: Sequence[CrossDeviceOps | str] | None, devices: Sequence[Device]) -> dict[str, CrossDeviceOps]:
+def check_seconds(seconds: float) -> None:
+    """Raise UsageError for a time that cannot be, or that has no end."""
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"`seconds` is {seconds}; it must be above 0, and have an end")
+
+
+def chosen_ops(
+    ops: CrossDeviceOps | str | Sequence[CrossDeviceOps | str] | None, devices: Sequence[Device]
+) -> dict[str, CrossDeviceOps]:
     """Return ops by the names that tables give them.
 
     Raises UsageError for a name that is none or comes twice, DeviceError for an op that does not fit `devices`.
     """
     chosen: dict[str, CrossDeviceOps] = {}
+    if isinstance(ops, str | CrossDeviceOps):
+        ops = [ops]
     for given in fitting(devices) if ops is None else ops:
         if isinstance(given, str) and given.strip().lower() == AUTO:
             raise UsageError(f"`ops` holds {given!r}, which takes one of {', '.join(fitting(devices))}: name those")

@@ -84,6 +84,7 @@ def _run(options: Options, out: TextIO, err: TextIO) -> int:
     names = options.devices if options.devices is not None or gpus else "cpu:0,cpu:1"
     devices = device_names.resolve(names, gpus)
     picture = None if options.picture is None else _writable(options.picture)
+    _check_together(options, options.model is not None)
     model = None if options.model is None else imported(options.model)
     if err.isatty():
         # Else a terminal shows nothing for some 15 s.
@@ -104,6 +105,7 @@ def measure(pool: Pool, options: Options, model: Any = None) -> AllReduceTable |
 
     Raises UsageError for words that mean nothing, and what `all_reduce` and `steps` raise.
     """
+    _check_together(options, model is not None)
     ops = None if options.ops is None else [name.strip() for name in options.ops.split(",") if name.strip()]
     if model is None:
         sizes = None if options.largest is None else sizes_to(nbytes_of(options.largest))
@@ -117,6 +119,20 @@ def measure(pool: Pool, options: Options, model: Any = None) -> AllReduceTable |
         ops=ops,
         seconds=_given(options.seconds, SECONDS),
     )
+
+
+def _check_together(options: Options, of_a_model: bool) -> None:
+    """Refuse options that would have no effect: those of a model's steps without one, and the other way round."""
+    usual = Options()
+    names = ("largest",) if of_a_model else ("shape", "batch", "optimizer")
+    useless = [f"--{name}" for name in names if getattr(options, name) != getattr(usual, name)]
+    if useless:
+        why = (
+            "a model has tensors of its own sizes; leave it out"
+            if of_a_model
+            else "for the steps of a --model; name one"
+        )
+        raise UsageError(f"{' and '.join(useless)}: {why}")
 
 
 def _given(seconds: float | None, otherwise: float) -> float:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from mirror_nb import advice
 from mirror_nb.batches import to_device
 from mirror_nb.bench import table
-from mirror_nb.bench.collectives import chosen_ops
+from mirror_nb.bench.collectives import check_seconds, chosen_ops
 from mirror_nb.bench.replicas import cores, of
 from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.options import Communication, CommunicationOptions
@@ -149,7 +149,7 @@ def steps(
     shape: Sequence[int] | None = None,
     batch: int = 64,
     optimizer: str = "SGD",
-    ops: Sequence[CrossDeviceOps | str] | None = None,
+    ops: CrossDeviceOps | str | Sequence[CrossDeviceOps | str] | None = None,
     seconds: float = SECONDS,
 ) -> StepTable:
     """Time a training step of `model` with each op, without synchronisation, and on one device with all examples.
@@ -171,8 +171,7 @@ def steps(
         raise UsageError(f"torch.optim has no {optimizer!r} to try; it has: {', '.join(_optimizers())}")
     if batch < len(replicas.devices):
         raise UsageError(f"`batch` is {batch}, fewer examples than the {len(replicas.devices)} replicas")
-    if not seconds > 0:
-        raise UsageError(f"`seconds` is {seconds}; it must be above 0")
+    check_seconds(seconds)
     chosen = chosen_ops(ops, replicas.devices)
     task = _Task(model, None if shape is None else tuple(shape), batch, optimizer, chosen, seconds)
     found: _Found = replicas.call(_measure, task)[0]

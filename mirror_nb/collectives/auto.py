@@ -60,6 +60,11 @@ class AutoAllReduce(CrossDeviceOps):
         self.candidates = tuple(candidates)
         self.cache = None if cache is None else os.fspath(cache)
 
+    @property
+    def exact(self) -> bool:
+        """Whether all candidates are."""
+        return all(candidate.exact for candidate in self.candidates)
+
     def parts(self) -> Sequence[CrossDeviceOps]:
         """Return the candidates."""
         return self.candidates

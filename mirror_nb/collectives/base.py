@@ -191,6 +191,12 @@ class CrossDeviceOps(abc.ABC):
     _member: Member | None = None
     _own_fabric: Fabric | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "start" in vars(cls) and "exact" not in vars(cls):
+            # Whoever writes another algorithm does not inherit what was promised of the one before.
+            setattr(cls, "exact", False)  # noqa: B010
+
     @abc.abstractmethod
     def start(self, op: ReduceOp, flat: Tensor) -> Handle | dist.Work | None:
         """Begin to make `flat` on every replica the sum, or the mean, of all of them, in place.
@@ -203,6 +209,16 @@ class CrossDeviceOps(abc.ABC):
     @abc.abstractmethod
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why it cannot work on these devices, None if it can."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether what it makes is the sum or the mean, to rounding, with the same bits on every replica.
+
+        Of another op that is not taken for granted: what replicas tell each other beside their gradients does not go
+        through it, and what it made of the gradients is compared. To promise it, write `exact = True` in the class
+        that writes `start`.
+        """
+        return False
 
     def parts(self) -> Sequence[CrossDeviceOps]:
         """Return the ops that this one is made of: they are bound with it, and share its memory."""
@@ -305,10 +321,13 @@ class CrossDeviceOps(abc.ABC):
         options = dist.ReduceOptions()
         options.rootRank = destination
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._run("reduce", total, lambda group: group.reduce([total], options))
+        real = torch.view_as_real(total) if total.dtype.is_complex else total
+        self._run("reduce", real, lambda group: group.reduce([real], options))
         if self.member.replica_id != destination:
             return None
-        return total.div_(self.member.num_replicas) if op is ReduceOp.MEAN else total
+        if op is ReduceOp.MEAN:
+            real.div_(self.member.num_replicas)
+        return total
 
     @final
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -321,7 +340,8 @@ class CrossDeviceOps(abc.ABC):
             )
         options = dist.BroadcastOptions()
         options.rootRank = source
-        self._run("broadcast", tensor, lambda group: group.broadcast([tensor.detach()], options))
+        sent = as_sent(tensor.detach())
+        self._run("broadcast", sent, lambda group: group.broadcast([sent], options))
 
     @final
     def gather(self, tensor: Tensor, destination: int) -> list[Tensor] | None:
@@ -330,9 +350,10 @@ class CrossDeviceOps(abc.ABC):
         options = dist.GatherOptions()
         options.rootRank = destination
         mine = self.member.replica_id == destination
-        parts = [torch.empty_like(tensor) for _ in range(self.member.num_replicas)] if mine else []
-        given = tensor.detach().contiguous()
-        self._run("gather", tensor, lambda group: group.gather([parts] if mine else [], [given], options))
+        parts = [tensor.new_empty(tensor.shape) for _ in range(self.member.num_replicas)] if mine else []
+        given = as_sent(tensor.detach().contiguous())
+        into = [[as_sent(part) for part in parts]] if mine else []
+        self._run("gather", given, lambda group: group.gather(into, [given], options))
         return parts if mine else None
 
     @final
@@ -393,6 +414,20 @@ class CrossDeviceOps(abc.ABC):
         values = {name: getattr(value, "__qualname__", repr(value)) for name, value in vars(self).items()}
         given = ", ".join(f"{name}={value}" for name, value in values.items() if not name.startswith("_"))
         return f"{type(self).__name__}({given})"
+
+
+_SENT = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+)
+# What gloo sends as it is.
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """A contiguous tensor, or another look at its memory, by real numbers or bytes, where gloo would not send it."""
+    if tensor.dtype in _SENT:
+        return tensor
+    return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor.view(-1).view(torch.uint8)
 
 
 def _wait(work: dist.Work, seconds: float | None) -> None:

@@ -26,6 +26,11 @@ class Compressed(CrossDeviceOps):
     def __init__(self, ops: CrossDeviceOps) -> None:
         self.ops = ops
 
+    @property
+    def exact(self) -> bool:
+        """Whether `ops` is: a rounded sum of numbers that are not negative is zero only if all of them are."""
+        return self.ops.exact
+
     def parts(self) -> Sequence[CrossDeviceOps]:
         """Return the op that reduces."""
         return (self.ops,)

@@ -11,7 +11,7 @@ An *exchange* is one collective under way: a generator that says which counter o
 when somebody waits, asks (`progress`) or begins another one, so `all_reduce` returns at once and a backward pass may
 go on. Up to `SLOT_BYTES` every replica lays its part out and sums all parts itself, after one arrival. Larger tensors
 go through in pieces; those that lie in memory of `allocate` are summed where they are: each replica a slice, for all.
-What another carrier does is announced, so that replicas which take different ways find out, too.
+What another carrier shall do is announced, and compared before it begins: it could not take back what it began.
 
 Sums are always made in the order replica 0 + 1 + 2 + …, element by element. So the bits depend neither on how tensors
 are cut into buckets nor on which way they take. bf16 and fp16 are summed in fp32 and rounded once.
@@ -67,8 +67,6 @@ class Exchange:
     # What most of them never set belongs to the class: to set it takes a tenth of a small collective's time.
     needs: _Need = (Counter.DONE, 0)
     posted = False
-    carried_somewhere = False
-    # The replicas differ, and one of them has handed the collective to another carrier.
     ended = False
     error: BaseException | None = None
     called: tuple[Callable[[], None], ...] = ()
@@ -228,17 +226,18 @@ class Fabric:
             Kind.ALL_REDUCE_BY_GROUPS, flat, lambda number: self._by_groups(number, header, flat, fold, groups)
         )
 
-    def announce(self, name: str, alike: str, what: str) -> Exchange:
-        """Begin to find out whether all replicas run this collective, which somebody else carries.
+    def announce(self, name: str, alike: str, what: str, parts: Sequence[int] = ()) -> Exchange:
+        """Begin to find out whether all replicas run this collective, which somebody else carries from its end on.
 
         `name`: of the collective. `alike`: what has to be the same on all of them. `what`: the same in words, with
-        whatever else there is to say. Where the replicas differ, the group is of no more use: the other carrier cannot
-        take back what it began.
+        whatever else there is to say. `parts`: where each replica sends each something else, how many elements it
+        sends to each of them, then how many it takes from each. It ends with UsageError where the replicas differ;
+        the next exchange is in step.
         """
         header = Kind.CARRIED << 55 | zlib.crc32(f"{name} {alike}".encode())
         with self._lock:
             self._carried[name] += 1
-            return self._queue_up(Kind.CARRIED, what, lambda number: self._announced(number, header))
+            return self._queue_up(Kind.CARRIED, what, lambda number: self._announced(number, header, parts))
 
     # ------------------------------------------------------------------ going on
 
@@ -341,6 +340,11 @@ class Fabric:
         self.abort(error)
         self._regions.clear()
         self._plans.clear()
+
+    @property
+    def broken(self) -> bool:
+        """Whether it was ended, by an error or an abort: it refuses what comes."""
+        return self._error is not None
 
     @property
     def pending(self) -> bool:
@@ -544,8 +548,6 @@ class Fabric:
         except UsageError as mismatch:
             # Every replica sees it, and none has read or written anything: the next exchange is in step.
             self._end(exchange, mismatch)
-            if exchange.carried_somewhere:
-                self._stop(mismatch)
         except BaseException as error:
             self._give_up(exchange, error)
             raise
@@ -597,10 +599,17 @@ class Fabric:
         if flat.numel():
             take(views)
 
-    def _announced(self, number: int, header: int) -> _Steps:
+    def _announced(self, number: int, header: int, parts: Sequence[int]) -> _Steps:
+        rows = None
+        if parts:
+            yield Counter.DONE, number - SLOTS
+            # Behind what is told where replicas differ: others may read one while this replica writes the other.
+            rows = self._slots[number % SLOTS, :, _TOLD_BYTES : _TOLD_BYTES + 8 * len(parts)].view(torch.int64)
+            rows[self.replica_id].copy_(torch.tensor(parts))
         self._post(number, header, 0)
         yield Counter.POSTED, number
-        if not self._all_alike(number, header):
+        sent_is_taken = rows is None or torch.equal(rows[:, : self.num_replicas].T, rows[:, self.num_replicas :])
+        if not self._all_alike(number, header) or not sent_is_taken:
             yield from self._differ(number)
 
     def _large(self, number: int, header: int, location: int, flat: Tensor, fold: Fold) -> _Steps:
@@ -822,10 +831,10 @@ class Fabric:
         posted this number has finished the one that had the slot before.
         """
         exchange = self._queue[0]
-        headers = [self._headers[self._place(r, number)] for r in range(self.num_replicas)]
-        exchange.carried_somewhere = any(header >> 55 == Kind.CARRIED for header in headers)
         rows = self._slots[number % SLOTS, :, :_TOLD_BYTES]
-        mine = words(headers[self.replica_id], exchange.what) + for_purpose(exchange.purpose)
+        mine = words(self._headers[self._place(self.replica_id, number)], exchange.what) + for_purpose(
+            exchange.purpose
+        )
         told = mine.encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
         rows[self.replica_id].copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
         self._flags.show(Counter.TOLD, number)

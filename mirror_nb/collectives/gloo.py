@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,15 +21,21 @@ class GlooAllReduce(CrossDeviceOps):
     Tensors on GPUs go through the CPU. The order of summation is gloo's, and depends on the tensor's size.
     """
 
+    exact = True
+
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Begin an all-reduce, which gloo's threads carry on."""
         group, options = self.member.group, dist.AllreduceOptions()
+        # gloo adds no numbers of 16 bits, of which these hold the sum, or overflow alike.
+        summed = flat.int() if flat.dtype is torch.int16 else flat
         work = (
-            group.carry("allreduce", "all_reduce", ([flat], options), {})
+            group.carry("allreduce", "all_reduce", ([summed], options), {})
             if hasattr(group, "carry")
             # torch's own group knows no shared memory.
-            else group.allreduce([flat], options)
+            else group.allreduce([summed], options)
         )
+        if summed is not flat:
+            return WorkHandle([work], lambda: flat.copy_(summed))
         # gloo's own mean is not in every torch.
         divide = (lambda: flat.div_(self.member.num_replicas)) if op is ReduceOp.MEAN else None
         return WorkHandle([work], divide)

@@ -27,6 +27,8 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     replicas do all of it through shared memory, in pieces that fit their caches.
     """
 
+    exact = True
+
     def __init__(self, num_packs: int = 1) -> None:
         if not isinstance(num_packs, int) or num_packs < 1:
             raise UsageError(f"`num_packs` is {num_packs!r}; it must be a whole number, at least 1")

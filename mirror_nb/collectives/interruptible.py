@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mirror_nb.collectives import through_memory
-from mirror_nb.collectives.fabric import Fabric
+from mirror_nb.collectives.fabric import Exchange, Fabric
 from mirror_nb.collectives.waiting import Operation, state, tensors_in
 from mirror_nb.collectives.works import InterruptibleWork, SharedWork
 from mirror_nb.errors import PeerFailed, UsageError
@@ -114,6 +114,9 @@ class InterruptibleGroup(dist.ProcessGroup):
         # Collectives that shared memory knows nothing of, by kind, since the group was formed.
         self._marked: Counter[str] = Counter()
         # The same at the last `mark`.
+        self._order = threading.RLock()
+        self._announced: deque[tuple[Exchange, Operation, Callable[[], dist.Work]]] = deque()
+        # What gloo is to begin, in the order of the exchanges by which the replicas meet for it.
         self.shared: Fabric | None = None
         # What the members share, for collectives of others than torch's; None where they cannot, and why:
         self.unshared = ""
@@ -150,43 +153,74 @@ class InterruptibleGroup(dist.ProcessGroup):
 
     def carry(self, name: str, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
         """Start a collective by the inner group's method `name`, never through shared memory."""
-        call = getattr(self._living(), name)
+        begin = functools.partial(self._begin, name, args, kwargs)
         if self._nccl is not None and _on_cuda((*args, *kwargs.values())):
             # NCCL's wait makes the stream wait, not this thread: its handle is given as it is.
             self._begun[label] += 1
-            return call(*args, **kwargs)
+            return begin()
         operation = Operation(label, (*args, *kwargs.values()), self._seconds_of(args, kwargs), self)
-        what = f"{operation.name()} through gloo"
         state.begin(operation)
         try:
-            work = call(*args, **kwargs)
-            meet = self._announce(operation, what, args, kwargs) if label not in _BETWEEN_TWO else None
+            if label not in _BETWEEN_TWO and self.shared is not None:
+                return InterruptibleWork(operation, None, self._announce(self.shared, operation, begin, args, kwargs))
+            if label not in _BETWEEN_TWO:
+                self._begun[label] += 1
+                operation.number = self._begun.total()
+            work = begin()
             operation.follow(work)
         except BaseException:
             state.end(operation)
             raise
-        return InterruptibleWork(operation, work, meet)
+        return InterruptibleWork(operation, work, None)
+
+    def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        # Asked for when it begins: what waits must not hold the inner group.
+        begun: dist.Work = getattr(self._living(), name)(*args, **kwargs)
+        return begun
 
     def _announce(
-        self, operation: Operation, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[float], None] | None:
-        """Let the others know of a collective that gloo carries: one that waits for another would never see it."""
-        shared = self.shared
-        if shared is None:
-            self._begun[operation.label] += 1
-            operation.number = self._begun.total()
-            return None
-        exchange = shared.announce(operation.label, through_memory.alike(operation.label, args, kwargs), what)
-        operation.number = exchange.number
+        self,
+        shared: Fabric,
+        operation: Operation,
+        begin: Callable[[], dist.Work],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Callable[[float], None]:
+        """Have gloo begin a collective once all replicas have come to it; returns what waits for that.
 
-        def ended() -> None:
-            if exchange.error is not None:
-                operation.fail(exchange.error)
-
-        shared.when_ended(exchange, ended)
+        Not before: of sizes that differ gloo ends the process, and who waits in another collective would never see it.
+        """
+        label = operation.label
+        parts = through_memory.parts(label, args, kwargs, self.size())
+        what = through_memory.in_words(label, args, kwargs, operation.name(), parts)
+        begin = _as_here(begin, operation.cuda)
+        # gloo tells collectives apart by their order.
+        with self._order:
+            exchange = shared.announce(label, through_memory.alike(label, args, kwargs), what, parts)
+            operation.number = exchange.number
+            self._announced.append((exchange, operation, begin))
+        shared.when_ended(exchange, self._begin_announced)
         if not exchange.ended and _may_be_left_alone(args, kwargs):
-            shared.go_on_by_itself(at_once=False)
+            shared.go_on_by_itself(at_once=True)
         return functools.partial(shared.wait, exchange)
+
+    def _begin_announced(self) -> None:
+        """Have gloo begin, in order, what all replicas have come to; any thread."""
+        with self._order:
+            while self._announced and self._announced[0][0].ended:
+                exchange, operation, begin = self._announced[0]
+                try:
+                    self._announced.popleft()
+                    if exchange.error is not None:
+                        operation.fail(exchange.error)
+                    elif not operation.done.is_set():
+                        operation.follow(begin())
+                except BaseException as error:
+                    # For whoever waits for it.
+                    operation.fail(error)
+                    if not isinstance(error, Exception) and self.shared is not None:
+                        # An interrupt: the others begin it, so that from here on gloo would take one for another.
+                        self.shared.close(PeerFailed(f"{operation.label} was cut short: {type(error).__name__}"))
 
     def mark(self) -> None:
         """Count from here on."""
@@ -244,6 +278,9 @@ class InterruptibleGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         inner: Any = self._living()
         limit = timeout if timeout else timedelta(seconds=self._seconds)
+        if self.shared is not None and self._announced:
+            # It counts among gloo's collectives: what was begun before has to come before it on every replica.
+            self.shared.wait(self._announced[-1][0], limit.total_seconds())
         # Replica 0 waits for its peers one after the other.
         operation = Operation("monitored_barrier", (), limit.total_seconds() * self.size(), self)
         state.begin(operation)
@@ -396,6 +433,22 @@ def bury(inner: list[Any], nccl: Any) -> None:
         inner.clear()
 
     threading.Thread(target=let_go, name="mirror_nb lets a process group go", daemon=True).start()
+
+
+def _as_here(begin: Callable[[], dist.Work], cuda: torch.device | None) -> Callable[[], dist.Work]:
+    """Have `begin` run, in whatever thread, as it would in this one."""
+    inference = torch.is_inference_mode_enabled()
+    stream = None if cuda is None else torch.cuda.current_stream(cuda)
+
+    def run() -> dist.Work:
+        with (
+            torch.inference_mode() if inference else contextlib.nullcontext(),
+            # Behind which gloo reads the tensor.
+            contextlib.nullcontext() if stream is None else torch.cuda.stream(stream),
+        ):
+            return begin()
+
+    return run
 
 
 def _may_be_left_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

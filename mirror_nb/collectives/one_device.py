@@ -8,7 +8,7 @@ from typing import final
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle
+from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, as_sent
 from mirror_nb.devices import Device, parse
 from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp
@@ -47,6 +47,11 @@ class ReductionToOneDevice(CrossDeviceOps):
         self._complete(self.member.group.broadcast([flat], options))
         return Finished()
 
+    @property
+    def exact(self) -> bool:
+        """Whether it adds up: what `accumulation_fn` makes may be anything."""
+        return self.accumulation_fn is None
+
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why not: the device that reduces is none of them."""
         if self.reduce_to_device is None or self._place_among(devices) is not None:
@@ -74,7 +79,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         options.rootRank = root
         mine = self.member.replica_id == root
         parts = [flat.new_empty(flat.shape) for _ in range(self.member.num_replicas)] if mine else []
-        self._complete(self.member.group.gather([parts] if mine else [], [flat], options))
+        into = [[as_sent(part) for part in parts]] if mine else []
+        self._complete(self.member.group.gather(into, [as_sent(flat)], options))
         return parts if mine else None
 
     def _root(self) -> int:

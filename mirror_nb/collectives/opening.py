@@ -120,8 +120,7 @@ def _open_shared(store: dist.Store, rank: int, size: int, seconds: float) -> Fab
         # The store has no key, so nothing of it is unpickled.
         return [segments.read(store.get(f"{rounds}/{peer}").decode()) for peer in range(size)]
 
-    if size == 1:
-        return "there is one replica"
+    # Also of one replica: what several reduce it reduces, too.
     try:
         return Fabric.form(gather, rank, size, seconds)
     except ReplicaError as error:

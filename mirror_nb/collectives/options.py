@@ -17,7 +17,7 @@ from mirror_nb.collectives.one_device import ReductionToOneDevice
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
 from mirror_nb.collectives.symmetric_memory import SymmetricMemoryAllReduce
 from mirror_nb.devices import Device
-from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.errors import DeviceError, TransferError, UsageError
 from mirror_nb.pickler import dumps
 
 IMPLEMENTATIONS: dict[str, type[CrossDeviceOps]] = {
@@ -31,6 +31,8 @@ IMPLEMENTATIONS: dict[str, type[CrossDeviceOps]] = {
 # In the order in which the default is looked for.
 AUTO = "auto"
 COMPRESSIONS = ("bf16",)
+LONGEST_SECONDS = 1e9
+# What every clock that waits here can count to.
 
 
 @final
@@ -52,16 +54,19 @@ class CommunicationOptions:
     # "bf16": gradients of fp32 travel in half the bytes, rounded to 8 bits; None: as they are.
 
     def __post_init__(self) -> None:
-        for name in ("bytes_per_pack", "timeout_seconds"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, int | float):
-                raise UsageError(f"`{name}` is {value!r}; it must be a number")
+        if not isinstance(self.bytes_per_pack, int | float):
+            raise UsageError(f"`bytes_per_pack` is {self.bytes_per_pack!r}; it must be a number, 0 for the default")
+        if not isinstance(self.timeout_seconds, int | float | None):
+            raise UsageError(f"`timeout_seconds` is {self.timeout_seconds!r}; it must be a number or None")
         if not 0 <= self.bytes_per_pack < math.inf:
             raise UsageError(f"`bytes_per_pack` is {self.bytes_per_pack}; it is a number of bytes from 0 on")
         if self.bytes_per_pack == 0:
             object.__setattr__(self, "bytes_per_pack", 25 * 2**20)
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            raise UsageError(f"`timeout_seconds` is {self.timeout_seconds}; it must be above 0, or None")
+        if self.timeout_seconds is not None and not 0 < self.timeout_seconds <= LONGEST_SECONDS:
+            raise UsageError(
+                f"`timeout_seconds` is {self.timeout_seconds}; it must be above 0 and at most {LONGEST_SECONDS:.0e}, "
+                "or None for as long as the process group allows"
+            )
         name = str(getattr(self.implementation, "name", self.implementation)).lower()
         if name != AUTO:
             named(name)
@@ -103,7 +108,8 @@ class Communication:
 def chosen(ops: Any, options: Any, devices: Sequence[Device]) -> Communication:
     """Return what replicas on `devices` reduce by: an op, its name, or None for the options' or the default one.
 
-    Raises UsageError for what is none, DeviceError for an op that cannot work on these devices.
+    Raises UsageError for what is none, TransferError for an op that cannot be sent to replicas, DeviceError for one
+    that cannot work on these devices.
     """
     if options is None:
         options = CommunicationOptions()
@@ -123,7 +129,15 @@ def chosen(ops: Any, options: Any, devices: Sequence[Device]) -> Communication:
             + ", ".join([*IMPLEMENTATIONS, AUTO])
         )
     check(ops, devices)
-    return Communication(ops, options)
+    found = Communication(ops, options)
+    try:
+        found.pickled()
+    except Exception as error:
+        raise TransferError(
+            f"`cross_device_ops` is {ops!r}, which cannot be sent to the replicas ({error}); make in `start` what "
+            "cannot travel, a lock say"
+        ) from error
+    return found
 
 
 def named(name: str) -> CrossDeviceOps:

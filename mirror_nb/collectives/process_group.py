@@ -17,6 +17,7 @@ neither when a group is formed nor why it is aborted: the replica's worker does.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 import sys
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import constants, device_mesh, distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from mirror_nb.collectives.interruptible import BACKEND, InterruptibleGroup, abort_nccl, bury
 from mirror_nb.collectives.opening import Carriers, connect, create
@@ -72,6 +74,8 @@ def install() -> None:
     state.torch_init = distributed_c10d.init_process_group
     _replace("init_process_group", _wrap_init)
     _replace("batch_isend_irecv", _wrap_batch)
+    hooked: Any = DistributedDataParallel
+    hooked._register_builtin_comm_hook = _wrap_builtin_hook(hooked._register_builtin_comm_hook)
     # Without this private function (torch 2.11 and 2.13 have it) groups still form, as backend "mirror_nb".
     helper = getattr(distributed_c10d, "_new_process_group_helper", None)
     if helper is not None and "backend_options" in inspect.signature(helper).parameters:
@@ -141,6 +145,14 @@ def mark() -> None:
     """Count collectives from here on, for `standing`: a request begins."""
     for group in state.groups:
         group.mark()
+
+
+def usable() -> bool:
+    """Whether the default group is there and takes collectives: a failure that was caught may have ended it."""
+    if not dist.is_initialized():
+        return False
+    shared: Any = getattr(dist.group.WORLD, "shared", None)
+    return shared is None or not shared.broken
 
 
 def begun() -> int:
@@ -227,6 +239,24 @@ def _wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(p2p_op_list)
 
     return batch_isend_irecv
+
+
+def _wrap_builtin_hook(original: Callable[..., None]) -> Callable[..., None]:
+    """torch's compression in C++ wants a future that Python cannot make; its twin in Python does the same."""
+
+    @functools.wraps(original)
+    def _register_builtin_comm_hook(self: DistributedDataParallel, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        group: Any = self.process_group
+        if comm_hook_type != dist.BuiltinCommHookType.FP16_COMPRESS or not isinstance(group, InterruptibleGroup):
+            original(self, comm_hook_type)
+            return
+        # Not at each start, which this would take 3 ms of.
+        hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+        # None stands for the default group; the group itself could not travel with the module.
+        state = None if group is dist.group.WORLD else group
+        self.register_comm_hook(state, hooks.fp16_compress_hook)
+
+    return _register_builtin_comm_hook
 
 
 def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:

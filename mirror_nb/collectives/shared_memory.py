@@ -29,6 +29,8 @@ class SharedMemoryAllReduce(CrossDeviceOps):
     of the result depend on nothing but the values: replica 0 + 1 + 2 + …, however tensors are cut into buckets.
     """
 
+    exact = True
+
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Begin an all-reduce; it goes on when waited for, at `progress`, and when another one begins."""
         fabric = fabric_for(self, flat)

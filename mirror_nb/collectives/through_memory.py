@@ -27,8 +27,22 @@ _FOLDS = (
 )
 # No dictionary: torch's options hold an object that equals these from its side only.
 
-_SAME_SIZE = frozenset({"all_reduce", "all_reduce_coalesced", "broadcast", "reduce"})
-# Of these every replica gives tensors of as many elements and of one dtype.
+_SAME_SIZE = {
+    "all_reduce": (0,),
+    "all_reduce_coalesced": (0,),
+    "broadcast": (0,),
+    "reduce": (0,),
+    "all_gather": (0,),
+    "all_gather_coalesced": (0,),
+    "all_gather_into_tensor": (0, 1),
+    "gather": (1,),
+    "scatter": (0,),
+    "reduce_scatter": (1,),
+    "reduce_scatter_tensor": (0, 1),
+}
+# By collective, the places of those arguments of which every replica gives as many elements, of one dtype.
+
+_TO_ROOT = frozenset({"gather", "reduce"})
 
 _Begun = tuple[Exchange, list[Tensor]]
 # With what torch's handle gives as its result.
@@ -43,12 +57,55 @@ def begin(fabric: Fabric, name: str, args: tuple[Any, ...], kwargs: dict[str, An
 def alike(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """What of a collective's arguments is the same on every replica that runs the same one."""
     given = [*args, *kwargs.values()]
-    ops = [getattr(option, "reduceOp", option) for option in given]
-    said = [str(getattr(op, "op", op)) for op in ops if isinstance(op, dist.ReduceOp)]
-    said += [f"root {option.rootRank}" for option in given if hasattr(option, "rootRank")]
-    if label in _SAME_SIZE:
-        said += [f"{t.dtype} {t.numel()}" for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+    said = [*_ops_in(given), *(f"root {root}" for root in _roots_in(given))]
+    for place in _SAME_SIZE.get(label, ()):
+        compared = given[place : place + 1]
+        said += [f"{t.dtype} {t.numel()}" for t in pytree.tree_leaves(compared) if isinstance(t, Tensor)]
     return " ".join(said)
+
+
+def parts(label: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_replicas: int) -> list[int]:
+    """How many elements an all-to-all sends to each replica, then takes from each; empty for others.
+
+    -1 where the arguments make no sense: then the replicas differ, or all have what the carrier refuses.
+    """
+    if label not in ("all_to_all", "all_to_all_single"):
+        return []
+    output = _argument(args, kwargs, 0, "output", "output_tensor", "output_tensors")
+    given = _argument(args, kwargs, 1, "input", "input_tensor", "input_tensors")
+    if label == "all_to_all":
+        sizes = [[t.numel() for t in tensors] for tensors in (given, output)]
+    else:
+        splits = _argument(args, kwargs, 3, "input_split_sizes"), _argument(args, kwargs, 2, "output_split_sizes")
+        sizes = [_pieces(t, split, num_replicas) for t, split in zip((given, output), splits, strict=True)]
+    unclear = [-1] * num_replicas
+    return [size for each in sizes for size in (each if len(each) == num_replicas else unclear)]
+
+
+def _pieces(tensor: Tensor, splits: list[int] | None, num_replicas: int) -> list[int]:
+    rows = tensor.size(0) if tensor.dim() else 1
+    pieces = list(splits or [rows // num_replicas] * num_replicas)
+    return [piece * (tensor.numel() // rows if rows else 0) for piece in pieces] if sum(pieces) == rows else []
+
+
+def in_words(label: str, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, parts: list[int]) -> str:
+    """A collective that gloo carries as a user would say it; `name`: without what its options say."""
+    given = [*args, *kwargs.values()]
+    said = label + "".join(f" ({op})" for op in _ops_in(given))
+    said += "".join(f" {'to' if label in _TO_ROOT else 'from'} replica {root}" for root in _roots_in(given))
+    half = len(parts) // 2
+    each = f", sending {parts[:half]} and taking {parts[half:]} elements" if parts else ""
+    return f"{said}{name.removeprefix(label)}{each} through gloo"
+
+
+def _ops_in(given: list[Any]) -> list[str]:
+    ops: list[Any] = [getattr(option, "reduceOp", option) for option in given]
+    found: list[Any] = [getattr(op, "op", op) for op in ops if isinstance(op, dist.ReduceOp)]
+    return [op.name for op in found]
+
+
+def _roots_in(given: list[Any]) -> list[int]:
+    return [option.rootRank for option in given if hasattr(option, "rootRank")]
 
 
 def _all_reduce(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:

@@ -28,6 +28,16 @@ _GRACE_SECONDS = 5.0
 
 _Value = TypeVar("_Value")
 
+_NOT_WITH = "gloo does not do this with {dtypes}; convert it first"
+_REFUSALS = {
+    "Invalid scalar type": _NOT_WITH,
+    "does not support": _NOT_WITH,
+    "not implemented for": _NOT_WITH,
+    "can't be cast to": "the mean of {dtypes} is no {dtypes}; convert it first: tensor.float()",
+    "Cannot use ReduceOp": "{said}; use another operation",
+}
+# What gloo, and torch around it, say of what they cannot do, by words of it: nobody has left.
+
 
 class State:
     """What this process has of groups: the generation, who is live, and whether all is aborted."""
@@ -198,15 +208,16 @@ class Operation:
     def _translate(self, error: BaseException) -> BaseException:
         if not isinstance(error, RuntimeError):
             return error
-        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+        said = str(error)
+        if "timed out" in said.lower() or "timeout" in said.lower():
             translated: Exception = self._timeout(self.seconds)
-        elif "Invalid scalar type" in str(error):
+        elif (refusal := next((how for words, how in _REFUSALS.items() if words in said), None)) is not None:
             dtypes = " and ".join(sorted({str(tensor.dtype) for tensor in tensors_in(self.arguments)}))
-            translated = UsageError(f"{self.name()}: gloo does not do this with {dtypes}; convert it first")
+            translated = UsageError(f"{self.name()}: {refusal.format(dtypes=dtypes, said=said.strip())}")
         else:
             translated = PeerFailed(
                 f"{self.name()} failed: a peer may have left, or it runs another collective or "
-                f"another shape ({str(error).strip()})"
+                f"another shape ({said.strip()})"
             )
         translated.__cause__ = error
         return translated

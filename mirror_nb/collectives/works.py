@@ -23,10 +23,11 @@ _FUTURE_SECONDS = 0.05
 class InterruptibleWork(dist._Work):
     """A handle on a collective, as torch.distributed's own, whose wait ends with a signal or an `abort`."""
 
-    def __init__(self, operation: Operation, work: dist.Work, meet: Callable[[float], None] | None) -> None:
+    def __init__(self, operation: Operation, work: dist.Work | None, meet: Callable[[float], None] | None) -> None:
         super().__init__()
         self._operation = operation
         self._work = work
+        # None where all replicas have to come to it before it begins: those have no single source either.
         self._meet = meet
         # Waits until all replicas have come to this collective, or raises where they came to different ones.
 
@@ -55,9 +56,11 @@ class InterruptibleWork(dist._Work):
         return self._operation.make_future()
 
     def source_rank(self) -> int:
-        return self._work._source_rank()
+        return self._source_rank()
 
     def _source_rank(self) -> int:
+        if self._work is None:
+            raise RuntimeError("sourceRank() may only be called on work objects that correspond to a recv call")
         return self._work._source_rank()
 
 

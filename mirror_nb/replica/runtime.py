@@ -229,7 +229,7 @@ class Replica:
         sources.note()
         seconds = time.perf_counter() - began
         payload = packed.payload if packed is not None else None
-        grouped = self.identity.num_replicas == 1 or dist.is_initialized()
+        grouped = self.identity.num_replicas == 1 or process_group.usable()
         written = files.taken()
         undivided = self.undivided.taken(self.namespace.names) if self.undivided is not None else ()
         told = left, grouped, settings, lost, written, undivided, process_group.begun()

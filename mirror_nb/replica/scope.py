@@ -196,6 +196,8 @@ class Scope:
         yield hooks.register_module_module_registration_hook(self._module_registered)
         # Copies and unpickled modules register nothing.
         yield Replaced(nn.Module, "__setstate__", after=self._restored)
+        # Neither do conversions that put new parameters in the place of old ones: of what was on the meta device.
+        yield Replaced(nn.Module, "_apply", after=self._converted)
         # Tensors that no module registered are trained all the same when an optimizer holds them.
         yield Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized)
         # Optimizers that step within the backward pass would step by this replica's gradients alone.
@@ -273,6 +275,10 @@ class Scope:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 self._move_later(tensor)
+
+    def _converted(self, module: nn.Module, *_: object, **__: object) -> None:
+        # Not moved: where they lie now is what the caller has asked for.
+        self._track(module)
 
     def _optimized(self, optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
         self._track_all(optimizer.param_groups[-1], optimizer)

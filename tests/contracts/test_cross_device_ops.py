@@ -181,6 +181,64 @@ assert torch.equal(x, torch.full((5,), complex(num_replicas * (num_replicas - 1)
     )
 
 
+DTYPES = ("int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+COMPLEX = ("complex32", "complex64", "complex128")
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_every_method_takes_every_dtype(pool, name):
+    run(
+        pool,
+        OPS[name](),
+        f"""
+import warnings
+warnings.simplefilter("ignore")
+last = num_replicas - 1
+ids = last * num_replicas / 2
+for name in {DTYPES + COMPLEX}:
+    dtype = getattr(torch, name)
+    mine = torch.full((2, 3), replica_id).to(dtype)
+    for op in ("sum",) if name in {DTYPES[:5]} else ("sum", "mean"):
+        expected = torch.full((6,), ids / (num_replicas if op == "mean" else 1)).to(dtype).tolist()
+        flat = mine.clone().view(-1)
+        assert reduced(flat, op).tolist() == expected, (name, op)
+        total = ops.reduce(op, mine, last)
+        assert total is None or (total.dtype, total.view(-1).tolist()) == (dtype, expected), (name, op)
+    parts = ops.gather(mine, last)
+    assert (parts is None) == (replica_id != last)
+    assert parts is None or [part.tolist() for part in parts] == [
+        torch.full((2, 3), r).to(dtype).tolist() for r in range(num_replicas)]
+    ops.broadcast(mine, last)
+    assert mine.tolist() == torch.full((2, 3), last).to(dtype).tolist()
+""",
+    )
+
+
+def test_a_function_accumulates_every_dtype(pool):
+    run(
+        pool,
+        ReductionToOneDevice(accumulation_fn=_stacked),
+        """
+for dtype in (torch.int16, torch.int64, torch.float16, torch.complex64):
+    assert reduced(torch.ones(3, dtype=dtype)).tolist() == [num_replicas] * 3
+""",
+    )
+
+
+def test_one_replica_reduces_what_several_do(pool):
+    run(
+        pool,
+        SharedMemoryAllReduce(),
+        """
+for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+    x = torch.full((3,), 2, dtype=torch.int16)
+    dist.all_reduce(x, op)
+    dist.broadcast(x, 0)
+    assert x.tolist() == [{"SUM": 2 * num_replicas, "MAX": 2, "PRODUCT": 2 ** num_replicas}[op.name]] * 3
+""",
+    )
+
+
 def test_many_may_be_under_way_at_once(pool, name):
     run(
         pool,
