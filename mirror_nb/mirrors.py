@@ -22,6 +22,7 @@ from mirror_nb import lazy
 from mirror_nb.attributes import Attributes, set_attributes
 from mirror_nb.errors import TransferError
 from mirror_nb.handles import Handles
+from mirror_nb.held_variables import is_elsewhere
 from mirror_nb.payload import Arrivals
 from mirror_nb.replaced import Replaced
 
@@ -195,7 +196,7 @@ class Mirrors:
         if handle is not None:
             self.statistics.pop(handle, None)
             _registrations.watch()
-            named = dict(tensors(module))
+            named = dict(kept_equal(module))
             watched = tuple(named.values())
             parts = [weakref.ref(part) for part in module.modules()]
             self._marks[handle] = _Mark(
@@ -236,7 +237,7 @@ class Mirrors:
         if mark is None or self.known(module) is not None:
             return False
         same = [reference() for reference in mark.parts] == list(module.modules())
-        return not same or mark.names != tuple(dict(tensors(module)))
+        return not same or mark.names != tuple(dict(kept_equal(module)))
 
     def left(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Return, once, what was written since `mark` to the tensors of then; the network has other parts since.
@@ -286,7 +287,7 @@ class Mirrors:
             return names
         names |= set() if same_mode and now[2::3] == was[2::3] else {FLAGS}
         before = dict(zip(map(id, mark.tensors), zip(was[::3], was[1::3], strict=True), strict=True))
-        own = [(name, tensor) for name, tensor in tensors(module) if not is_lazy(tensor)]
+        own = [(name, tensor) for name, tensor in kept_equal(module) if not is_lazy(tensor)]
         return names | {name for name, t in own if before.get(id(t)) != (t._version, t.data_ptr())}
 
     def reference(self, obj: object) -> Any:
@@ -326,6 +327,16 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
+def kept_equal(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and tensors of a network whose values both sides bring each other.
+
+    Not a Variable whose components are the other side's, and are asked for by themselves.
+    """
+    for name, tensor in tensors(module):
+        if not is_elsewhere(tensor):
+            yield name, tensor
+
+
 def structure(module: nn.Module) -> tuple[int, ...]:
     """Return what changes when parts of the network are replaced, but not when values are."""
     parts = list(module.modules())
@@ -344,8 +355,8 @@ ATTRIBUTES = "attributes()"
 def mirrored_values(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return what is equal on both sides: the network's tensors by name, those that have values, and its flags."""
     flags = [2 if flag is None else flag for flag in _flags(module.modules())]
-    values = {name: tensor for name, tensor in tensors(module) if not is_lazy(tensor)}
-    return {**values, FLAGS: torch.tensor(flags, dtype=torch.uint8)}
+    held = {name: tensor for name, tensor in kept_equal(module) if not is_lazy(tensor)}
+    return {**held, FLAGS: torch.tensor(flags, dtype=torch.uint8)}
 
 
 def _training(parts: list[weakref.ref[nn.Module]]) -> list[bool | None]:
@@ -392,14 +403,15 @@ def _versions(watched: Iterable[torch.Tensor]) -> list[int]:
 
 def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
     """Give the network other values, in place, so that optimizers and views keep its tensors."""
-    own = dict(tensors(module))
+    own = dict(kept_equal(module))
     with torch.no_grad():
         for name, value in state.items():
             if name == FLAGS:
                 _set_flags(module, value.tolist())
             elif name == ATTRIBUTES:
                 set_attributes(module, value)
-            else:
+            elif name in own:
+                # Others are Variables that are asked for by themselves here.
                 lazy.take_shape(own[name], value)
                 _give(own[name], value)
     lazy.settle(module)
@@ -426,7 +438,7 @@ def graft(new: nn.Module, here: Callable[[nn.Module], nn.Module | None]) -> dict
             return None
         if id(value) not in tensors_of:
             keeps = own is not None and type(own) is type(value) and not is_lazy(value)
-            if keeps and own is not None:
+            if keeps and own is not None and own is not value:
                 _give(own, value)
                 if own.requires_grad != value.requires_grad:
                     own.requires_grad = value.requires_grad

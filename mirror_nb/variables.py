@@ -55,6 +55,9 @@ class VariableHome(Protocol):
     def saved(self, variable: Variable) -> Tensor:
         """Return the value to pickle; talks to no peer, since one replica may save alone."""
 
+    def is_elsewhere(self, variable: Variable) -> bool:
+        """Whether its components are in other processes, and are asked for by themselves: the tensor here is none."""
+
 
 class Variable(torch.Tensor):
     """A tensor to be read and assigned; in a strategy's scope, one for all of its replicas.
@@ -202,6 +205,12 @@ class Variable(torch.Tensor):
             if name in _FREEZES and func in _FREEZING and args[0]._home is not None:
                 args[0]._home.froze(args[0])
             return result
+        if name in _CONVERSIONS and isinstance(args[0], SyncOnReadVariable):
+            with torch._C.DisableTorchFunctionSubclass():
+                unchanged = func(*args, **kwargs) is args[0]
+            if unchanged:
+                # As torch has it: nothing is copied. So a module's `to` leaves it the buffer that it is.
+                return args[0]
         target = args[0] if args and _writes(name) and isinstance(args[0], Variable) else None
         if isinstance(target, SyncOnReadVariable) and name == "copy_":
             # What load_state_dict does: the value that was read from outside comes back as such.
@@ -472,6 +481,12 @@ _ABOUT = _about(
         "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized", "is_nested", "retains_grad", "_backward_hooks",
         "_post_accumulate_grad_hooks", "output_nr", "itemsize", "nbytes", "names", "_base", "is_mps", "is_xpu",
     )
+)  # fmt: skip
+_CONVERSIONS = frozenset(
+    {
+        "to", "type", "type_as", "cpu", "cuda", "contiguous", "float", "double", "half", "bfloat16", "int", "long",
+        "short", "char", "byte", "bool",
+    }
 )  # fmt: skip
 _FREEZES = frozenset({"requires_grad_", "__set__"})
 _FREEZING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]

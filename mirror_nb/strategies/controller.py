@@ -11,7 +11,7 @@ import importlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, final
 
@@ -24,6 +24,7 @@ from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, ReplicaDied, UsageError
 from mirror_nb.event_files import EventFiles, Written
+from mirror_nb.held_variables import scope_variables
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
 from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, called, mirrored_values
 from mirror_nb.payload import Arrivals, Packed, pack, unpack
@@ -59,7 +60,7 @@ from mirror_nb.strategies.states import States, load_state, state_of
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
-from mirror_nb.variables import MirroredVariable, SyncOnReadVariable, Variable
+from mirror_nb.variables import Variable
 
 _NO_ARGUMENTS = pack(((), {}))
 READS = 3
@@ -421,14 +422,16 @@ class ControllerPlace(Place):
         modules = [obj for obj in objects.values() if isinstance(obj, nn.Module)]
         # Their parts too, each by itself: one may live on when the whole is gone.
         objects.update((self._objects.add(part), part) for module in modules for part in module.modules())
-        objects.update((self._objects.add(v), v) for v in _variables_of(modules) if not self._objects.is_sent(v))
+        held = (variable for module in modules for variable in scope_variables(module))
+        objects.update((self._objects.add(v), v) for v in held if not self._objects.is_sent(v))
         packed = pack(objects, reference=self._sent_reference(objects), handle=self._mirrors.handle)
         self._request(Mirror(packed.payload), packed)
+        for obj in objects.values():
+            self._objects.mark_sent(obj)
+        # Only now: Variables that the replicas have are none of their networks' values any more.
         self._mirrors.gave(modules)
         assert self._pool is not None
         self._pool.tell(self._title(), self._operation())
-        for obj in objects.values():
-            self._objects.mark_sent(obj)
         reading.add(self)
         for module in modules:
             torchmetrics_objects.watch(module, self._ask)
@@ -699,23 +702,6 @@ class ControllerPlace(Place):
             self._dashboard.close()
         if self._pool is not None:
             self._pool.close()
-
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
-
-
-def _variables_of(modules: Iterable[nn.Module]) -> Iterator[Variable]:
-    """Yield the Variables of the scope that networks have as plain attributes, in lists and dicts too."""
-    held = (vars(part) for module in modules for part in module.modules())
-    queue = [value for attributes in held for name, value in attributes.items() if name not in _REGISTERED]
-    while queue:
-        value = queue.pop()
-        if isinstance(value, MirroredVariable | SyncOnReadVariable):
-            yield value
-        elif type(value) in (list, tuple):
-            queue += value
-        elif type(value) is dict:
-            queue += value.values()
 
 
 def _clear_gradients(owner: Any, set_to_none: bool) -> None:

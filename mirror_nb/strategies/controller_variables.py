@@ -107,6 +107,9 @@ class ControllerHome:
     def saved(self, variable: Variable) -> Tensor:
         return self.read(variable) if self._replicas.has_sent(variable) else component(variable)
 
+    def is_elsewhere(self, variable: Variable) -> bool:
+        return self._replicas.has_sent(variable)
+
 
 def update_component(variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `fn` with this replica's component of a Variable."""

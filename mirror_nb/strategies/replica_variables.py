@@ -67,6 +67,9 @@ class ReplicaHome:
     def saved(self, variable: Variable) -> Tensor:
         return component(variable)
 
+    def is_elsewhere(self, variable: Variable) -> bool:
+        return False
+
     def read(self, variable: Variable) -> Tensor:
         alone = self._peers.num_replicas == 1 or on_one_replica() or self._unattended()
         if alone or not isinstance(variable, SyncOnReadVariable):

@@ -1,0 +1,49 @@
+"""Variables that networks hold, as buffers and as plain attributes, in lists and dicts too.
+
+    self.register_buffer("total", Variable(0.0, …))    self.steps = Variable(0)    self.totals = [Variable(0.0), …]
+
+Knows torch and Variables; knows no replicas and no channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from mirror_nb.attributes import ITEMS
+from mirror_nb.variables import Variable
+
+_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def attribute_variables(module: nn.Module) -> Iterator[tuple[str, Variable]]:
+    """Yield the Variables that a network's parts have as plain attributes, and a name for each: "block.totals.0"."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _REGISTERED:
+                yield from _inside(f"{path}.{name}" if path else name, value, ITEMS)
+
+
+def scope_variables(module: nn.Module) -> Iterator[Variable]:
+    """Yield the Variables of a scope that a network has, but those that it trains: they go with its parameters."""
+    buffers = (buffer for part in module.modules() for buffer in part._buffers.values())
+    for held in (*buffers, *(variable for _, variable in attribute_variables(module))):
+        if isinstance(held, Variable) and held.home is not None:
+            yield held
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether it is a Variable whose components other processes have, and are asked for by themselves."""
+    return isinstance(tensor, Variable) and tensor.home is not None and tensor.home.is_elsewhere(tensor)
+
+
+def _inside(name: str, value: Any, most: int) -> Iterator[tuple[str, Variable]]:
+    if isinstance(value, Variable):
+        yield name, value
+    elif type(value) in (list, tuple, dict) and len(value) <= most:
+        # Less is looked into at each level: a container may hold itself.
+        items = value.items() if type(value) is dict else enumerate(value)
+        for key, item in items:
+            yield from _inside(f"{name}.{key}", item, most // 10)

@@ -1,0 +1,115 @@
+"""Variables in modules, copies and merge_call: the same lines in a script, in a mirrored cell and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driving import launch, run_cell
+
+import mirror_nb as mnb
+
+CASES = '''
+import copy, json, os, pickle, sys
+import torch
+from torch import nn
+import mirror_nb as mnb
+
+def mine():
+    return torch.tensor(mnb.get_replica_context().replica_id_in_sync_group + 1.0)
+
+def kind(variable):
+    return type(variable).__name__
+
+class Counter(nn.Module):
+    """Variables as buffers and as plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", mnb.Variable(0.0, aggregation="sum", synchronization="on_read"))
+        self.register_buffer("average", mnb.Variable(0.0, trainable=False, aggregation="mean"))
+        self.steps = mnb.Variable(0, aggregation="sum")
+
+    def forward(self):
+        self.total.assign_add(mine())
+        self.average.assign(mine())
+        self.steps.assign_add(torch.tensor(1))
+
+    def told(self):
+        state = {name: value.item() for name, value in self.state_dict().items()}
+        return [float(self.total), float(self.average), int(self.steps), state]
+
+def buffers(strategy):
+    with strategy.scope():
+        counter = Counter().to("cpu")
+    kinds = strategy.run(lambda: [kind(counter.total), kind(counter.average), kind(counter.steps)])
+    for _ in range(2):
+        strategy.run(counter)
+    counted = counter.told()
+    counter.load_state_dict({"total": torch.tensor(8.0), "average": torch.tensor(7.0)})
+    counter.steps.assign(10)
+    parts = [float(part) for part in strategy.local_results(strategy.run(lambda: counter.total.read_value()))]
+    strategy.run(counter)
+    return [kinds, counted, parts[0], counter.told()]
+'''
+
+EXPECTED: dict[str, Any] = {
+    "buffers": [
+        ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"],
+        [6.0, 1.5, 4, {"total": 6.0, "average": 1.5}],
+        4.0,
+        [11.0, 1.5, 12, {"total": 11.0, "average": 1.5}],
+    ],
+}
+
+UNDER_TORCHRUN = """
+strategy = mnb.MirroredStrategy()
+found = {name: globals()[name](strategy) for name in sys.argv[2:]}
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump(found, file)
+strategy.close()
+# torch 2.13 now and then aborts while the interpreter ends, in plain scripts under torchrun too.
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def found_under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found that were started as torchrun does."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    script = folder / "script.py"
+    script.write_text(CASES + UNDER_TORCHRUN)
+    launch([sys.executable, str(script), str(folder), *EXPECTED], 2, {"TMPDIR": str(folder)})
+    return [json.loads((folder / str(i)).read_text()) for i in range(2)]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The cases as a script has them."""
+    names: dict[str, Any] = {"__name__": "cases"}
+    path = Path(tmp_path_factory.mktemp("script")) / "cases.py"
+    path.write_text(CASES)
+    exec(compile(CASES, str(path), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_the_same_in_a_script(case, cases):
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        assert cases[case](strategy) == EXPECTED[case]
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_the_same_in_a_mirrored_cell(case, replicas):
+    ran = run_cell(replicas(2), f"{CASES}\njson.dumps({case}(strategy))")
+    assert not ran.errors, ran.report.failures
+    assert [json.loads(found) for found in ran.results.values()] == [EXPECTED[case]] * 2
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_the_same_under_torchrun(case, found_under_torchrun):
+    assert [found[case] for found in found_under_torchrun] == [EXPECTED[case]] * 2
