@@ -7,13 +7,14 @@ Knows torch and Variables; knows no replicas and no channel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from mirror_nb.attributes import ITEMS
-from mirror_nb.variables import Variable
+from mirror_nb.values import VariableAggregation
+from mirror_nb.variables import Variable, aggregate, apply_assign, component
 
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
 
@@ -32,6 +33,19 @@ def scope_variables(module: nn.Module) -> Iterator[Variable]:
     for held in (*buffers, *(variable for _, variable in attribute_variables(module))):
         if isinstance(held, Variable) and held.home is not None:
             yield held
+
+
+def read_together(components: Sequence[Any]) -> Variable | None:
+    """Return the Variable that components, one of each replica, make; None for others, and for what has no one value."""
+    first = components[0]
+    if not all(isinstance(one, Variable) and _has_one_value(one) for one in components):
+        return None
+    apply_assign(first, "assign", aggregate(first, [component(one) for one in components]).to(first.dtype))
+    return cast(Variable, first)
+
+
+def _has_one_value(variable: Variable) -> bool:
+    return variable.is_read_together and variable.aggregation is not VariableAggregation.NONE
 
 
 def is_elsewhere(tensor: Tensor) -> bool:

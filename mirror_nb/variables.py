@@ -34,6 +34,10 @@ _WRITES: dict[str, Callable[..., Tensor]] = {
 class VariableHome(Protocol):
     """What a Variable asks of the place that made it."""
 
+    @property
+    def num_replicas(self) -> int:
+        """Number of its components."""
+
     def components(self, variable: Variable) -> Mapping[int, Tensor]:
         """Return the components that this place can see, by replica id; talks to no peer."""
 
@@ -52,8 +56,11 @@ class VariableHome(Protocol):
     def froze(self, variable: Variable) -> None:
         """The tensor here was told whether it is trained: its `requires_grad` was set."""
 
-    def saved(self, variable: Variable) -> Tensor:
-        """Return the value to pickle; talks to no peer, since one replica may save alone."""
+    def saved(self, variable: Variable) -> tuple[Tensor, bool]:
+        """Return the value to pickle, and whether it is what all components make together.
+
+        Talks to no peer, since one replica may save alone.
+        """
 
     def is_elsewhere(self, variable: Variable) -> bool:
         """Whether its components are in other processes, and are asked for by themselves: the tensor here is none."""
@@ -79,6 +86,8 @@ class Variable(torch.Tensor):
     _aggregation: VariableAggregation
     _synchronization: VariableSynchronization
     _label: str | None
+    _kind: str
+    # Its class in the place that made it: one of a cell, say, which the notebook has as a PlainVariable.
     warned: bool
 
     def __new__(
@@ -135,6 +144,11 @@ class Variable(torch.Tensor):
     def home(self) -> VariableHome | None:
         """The place that made it; None for a PlainVariable."""
         return self._home
+
+    @property
+    def is_read_together(self) -> bool:
+        """Whether it is one of a place whose components are made one when it is read from outside."""
+        return self._kind == SyncOnReadVariable.__name__
 
     @property
     def name(self) -> str:
@@ -242,12 +256,12 @@ class Variable(torch.Tensor):
         }
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        value = component(self) if self._home is None else self._home.saved(self)
-        return rebuild, (type(self).__name__, value, self._options(), self.requires_grad)
+        value, whole = (component(self), True) if self._home is None else self._home.saved(self)
+        return rebuild, (self._kind, value, self._options(), self.requires_grad, whole)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         if id(self) not in memo:
-            memo[id(self)] = rebuild(type(self).__name__, self.read_value(), self._options())
+            memo[id(self)] = rebuild(self._kind, self.read_value(), self._options())
         copied: Variable = memo[id(self)]
         return copied
 
@@ -314,6 +328,7 @@ def _build(kind: type[Variable], value: Tensor, home: VariableHome | None, optio
     made._aggregation = options["aggregation"]
     made._synchronization = options["synchronization"]
     made._label = options["name"]
+    made._kind = kind.__name__
     made.warned = False
     if learns:
         # torch's own mark for what isinstance(…, nn.Parameter) is true of: modules register it.
@@ -341,18 +356,24 @@ def _making() -> Make | None:
     return _scopes[-1]() if _scopes else None
 
 
-def rebuild(kind: str, value: Tensor, options: dict[str, Any], trained: bool | None = None) -> Variable:
+def rebuild(
+    kind: str, value: Tensor, options: dict[str, Any], trained: bool | None = None, whole: bool = False
+) -> Variable:
     """Make a Variable of what was pickled or copied: on a replica one of its place, elsewhere a plain one.
 
-    `value` is this process's component as it is: no peer is asked, whatever the aggregation. `trained`: its
-    `requires_grad`, None as it was made.
+    `value` is this process's component as it is, or with `whole` what all components make together: no peer is asked,
+    whatever the aggregation. `trained`: its `requires_grad`, None as it was made. A plain one remembers its `kind`,
+    so that it is that again where it comes to a replica.
     """
     made: Variable
     if kind == PlainVariable.__name__ or not _arrivals:
         made = plain(value, **options)
+        made._kind = kind
     else:
         sums = kind == SyncOnReadVariable.__name__ and options["aggregation"] is _SUM
         made = _arrivals[-1](torch.zeros_like(value) if sums and _of_a_peer else value, **options)
+        if whole:
+            take_from_outside(made, value)
     if trained is not None and made.requires_grad != trained:
         made.requires_grad = trained
     return made
@@ -395,6 +416,12 @@ def apply_assign(variable: Variable, how: str, value: Any) -> None:
     tensor = as_value(variable, how, value)
     with torch.no_grad():
         _WRITES[how](_bare(variable), tensor)
+
+
+def take_from_outside(variable: Variable, value: Tensor) -> None:
+    """Give this process's component what it has of a value that was read from outside, with no word to the peers."""
+    assert variable.home is not None
+    apply_assign(variable, "assign", from_outside(variable, "assign", value, variable.home.num_replicas))
 
 
 def as_value(variable: Variable, how: str, value: Any) -> Tensor:

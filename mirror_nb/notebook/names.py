@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from mirror_nb import torchmetrics_objects
 from mirror_nb.contents import Content, class_content, content, data_sets, filling, is_refillable, refill
 from mirror_nb.errors import TransferError
+from mirror_nb.held_variables import read_together
 from mirror_nb.messages import (
     Changed,
     Export,
@@ -656,12 +657,17 @@ class Names:
             case Stayed() as stayed:
                 return self._remote(name, stayed, chosen)
             case Plain(payload) if _all_alike(exports):
-                return self._open(payload, name, chosen)
+                value = self._open(payload, name, chosen)
+                whole = read_together([value] * len(exports))
+                return value if whole is None else whole
         values = [
             self._open(e.payload, name, r) if isinstance(e, Plain) else self._remote(name, _stand_in(e), r)
             for r, e in sorted(exports.items())
         ]
-        return values[0] if all(isinstance(value, Remote) for value in values) else merged(values)
+        if all(isinstance(value, Remote) for value in values):
+            return values[0]
+        whole = read_together(values)
+        return merged(values) if whole is None else whole
 
     def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
         try:

@@ -44,6 +44,10 @@ class ControllerHome:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
 
+    @property
+    def num_replicas(self) -> int:
+        return self._replicas.num_replicas
+
     def make(self, value: Tensor, **options: Any) -> Variable:
         """Make a Variable; the replicas get their components when it is first captured."""
         made = distributed(value, self, **options)
@@ -104,8 +108,9 @@ class ControllerHome:
         if self._replicas.has_sent(variable):
             self._replicas.command(set_trained, (variable, variable.requires_grad), changes=False)
 
-    def saved(self, variable: Variable) -> Tensor:
-        return self.read(variable) if self._replicas.has_sent(variable) else component(variable)
+    def saved(self, variable: Variable) -> tuple[Tensor, bool]:
+        sent = self._replicas.has_sent(variable)
+        return self.read(variable) if sent else component(variable), sent
 
     def is_elsewhere(self, variable: Variable) -> bool:
         return self._replicas.has_sent(variable)

@@ -45,6 +45,10 @@ class ReplicaHome:
         self._merging = merging
         self._commanded = commanded
 
+    @property
+    def num_replicas(self) -> int:
+        return self._peers.num_replicas
+
     def equal(self, value: Tensor) -> Tensor:
         """Return replica 0's initial value, if the replicas have different ones."""
         sums, _ = self._peers.agree("Variable", form_of_nest("*", [value], [False]), bits([value]))
@@ -64,8 +68,8 @@ class ReplicaHome:
     def froze(self, variable: Variable) -> None:
         """Likewise."""
 
-    def saved(self, variable: Variable) -> Tensor:
-        return component(variable)
+    def saved(self, variable: Variable) -> tuple[Tensor, bool]:
+        return component(variable), False
 
     def is_elsewhere(self, variable: Variable) -> bool:
         return False
