@@ -315,7 +315,7 @@ def distributed(value: Tensor, home: VariableHome, **options: Any) -> Variable:
 def component_variable(variable: Variable) -> PlainVariable:
     """Return this process's component as a Variable of its own: to write to it writes to `variable` here."""
     options = {**variable._options(), "trainable": False}
-    made = _build(PlainVariable, _bare(variable), None, options)
+    made = _build(PlainVariable, bare(variable), None, options)
     assert isinstance(made, PlainVariable)
     return made
 
@@ -403,7 +403,7 @@ def set_trained(variable: Variable, trained: bool) -> None:
 
 def component(variable: Variable) -> Tensor:
     """Return a copy of the component in this process, a plain tensor."""
-    return _bare(variable).clone()
+    return bare(variable).clone()
 
 
 def read_component(variable: Variable) -> Tensor:
@@ -415,7 +415,7 @@ def apply_assign(variable: Variable, how: str, value: Any) -> None:
     """Write to the component in this process, with no word to the peers."""
     tensor = as_value(variable, how, value)
     with torch.no_grad():
-        _WRITES[how](_bare(variable), tensor)
+        _WRITES[how](bare(variable), tensor)
 
 
 def take_from_outside(variable: Variable, value: Tensor) -> None:
@@ -429,22 +429,22 @@ def as_value(variable: Variable, how: str, value: Any) -> Tensor:
 
     Raises UsageError for another shape, and for a dtype that would lose what the value holds.
     """
-    bare = _bare(variable)
+    own = bare(variable)
     try:
         with torch.no_grad():
             tensor = value.read_value() if isinstance(value, Variable) else torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"cannot {how} {value!r} to {variable.name}: {error}") from error
-    if tensor.shape != bare.shape:
+    if tensor.shape != own.shape:
         raise UsageError(
-            f"cannot {how} a value of shape {tuple(tensor.shape)} to {variable.name} of shape {tuple(bare.shape)}"
+            f"cannot {how} a value of shape {tuple(tensor.shape)} to {variable.name} of shape {tuple(own.shape)}"
         )
-    if not torch.can_cast(tensor.dtype, bare.dtype):
+    if not torch.can_cast(tensor.dtype, own.dtype):
         raise UsageError(
-            f"cannot {how} a value of {tensor.dtype} to {variable.name} of {bare.dtype}; make the Variable of that "
+            f"cannot {how} a value of {tensor.dtype} to {variable.name} of {own.dtype}; make the Variable of that "
             "dtype, or convert the value with .to(dtype)"
         )
-    return tensor.to(bare.device, bare.dtype)
+    return tensor.to(own.device, own.dtype)
 
 
 def from_outside(variable: Variable, how: str, value: Any, num_replicas: int) -> Any:
@@ -453,7 +453,7 @@ def from_outside(variable: Variable, how: str, value: Any, num_replicas: int) ->
     Of a sum each gets its n-th part, so that it reads back as `value`; nothing can be added to one.
     Source: TensorFlow's SyncOnReadVariable. Raises UsageError (`assign_add` to a sum).
     """
-    if not isinstance(variable, SyncOnReadVariable) or variable.aggregation is not _SUM:
+    if not variable.is_read_together or variable.aggregation is not _SUM:
         return value
     if how != "assign":
         raise UsageError(
@@ -487,11 +487,10 @@ def check_readable(variable: Variable) -> None:
 # --------------------------------------------------------------------------- as a tensor
 
 
-def _bare(variable: Variable) -> Tensor:
-    """The component as a plain tensor on the same memory."""
+def bare(tensor: Tensor) -> Tensor:
+    """Return a tensor, of a Variable the component in this process, as a plain one on the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        bare: Tensor = variable.detach()
-    return bare
+        return tensor.detach()
 
 
 def _shown(value: Tensor) -> Tensor:
