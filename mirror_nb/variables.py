@@ -62,6 +62,9 @@ class VariableHome(Protocol):
         Talks to no peer, since one replica may save alone.
         """
 
+    def copy(self, variable: Variable) -> Variable:
+        """Return a copy, of the scope that the caller is in, with the same components if that is this place's."""
+
     def is_elsewhere(self, variable: Variable) -> bool:
         """Whether its components are in other processes, and are asked for by themselves: the tensor here is none."""
 
@@ -261,9 +264,9 @@ class Variable(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         if id(self) not in memo:
-            memo[id(self)] = rebuild(self._kind, self.read_value(), self._options())
-        copied: Variable = memo[id(self)]
-        return copied
+            memo[id(self)] = copy_of(self, component(self)) if self._home is None else self._home.copy(self)
+        made: Variable = memo[id(self)]
+        return made
 
 
 @final
@@ -353,27 +356,49 @@ def provide_arrivals(make: Make) -> None:
 
 
 def _making() -> Make | None:
-    return _scopes[-1]() if _scopes else None
+    return _scopes[-1]() if _scopes and not _arriving else None
+
+
+_arriving = False
+
+
+@contextmanager
+def arriving() -> Iterator[None]:
+    """Within it what is unpickled comes from another process: nobody makes it in the scope that the caller is in."""
+    global _arriving
+    before, _arriving = _arriving, True
+    try:
+        yield
+    finally:
+        _arriving = before
+
+
+def copy_of(variable: Variable, value: Tensor, whole: bool = True) -> Variable:
+    """Return a Variable like this one; see `rebuild`."""
+    return rebuild(variable._kind, value, variable._options(), variable.requires_grad, whole)
 
 
 def rebuild(
     kind: str, value: Tensor, options: dict[str, Any], trained: bool | None = None, whole: bool = False
 ) -> Variable:
-    """Make a Variable of what was pickled or copied: on a replica one of its place, elsewhere a plain one.
+    """Make a Variable of what was pickled or copied: on a replica and in a scope one of that place, else a plain one.
 
     `value` is this process's component as it is, or with `whole` what all components make together: no peer is asked,
     whatever the aggregation. `trained`: its `requires_grad`, None as it was made. A plain one remembers its `kind`,
     so that it is that again where it comes to a replica.
     """
     made: Variable
-    if kind == PlainVariable.__name__ or not _arrivals:
-        made = plain(value, **options)
-        made._kind = kind
-    else:
+    make = _making()
+    if _arrivals and (kind != PlainVariable.__name__ or make is not None):
         sums = kind == SyncOnReadVariable.__name__ and options["aggregation"] is _SUM
         made = _arrivals[-1](torch.zeros_like(value) if sums and _of_a_peer else value, **options)
-        if whole:
-            take_from_outside(made, value)
+    elif make is not None:
+        made = make(value, **options)
+    else:
+        made = plain(value, **options)
+        made._kind = kind
+    if whole and made.home is not None:
+        take_from_outside(made, value)
     if trained is not None and made.requires_grad != trained:
         made.requires_grad = trained
     return made
@@ -409,6 +434,11 @@ def component(variable: Variable) -> Tensor:
 def read_component(variable: Variable) -> Tensor:
     """For the controller: the component of the replica that this is called on."""
     return component(variable)
+
+
+def copy_component(variable: Variable, copy: Variable) -> None:
+    """For the controller: give the copy the component of the replica that this is called on."""
+    bare(copy).copy_(bare(variable))
 
 
 def apply_assign(variable: Variable, how: str, value: Any) -> None:

@@ -14,8 +14,9 @@ import mirror_nb as mnb
 
 CASES = '''
 import copy, json, os, pickle, sys
-import torch
+import cloudpickle, torch
 from torch import nn
+import mirror_nb.variables
 import mirror_nb as mnb
 
 def mine():
@@ -54,15 +55,59 @@ def buffers(strategy):
     parts = [float(part) for part in strategy.local_results(strategy.run(lambda: counter.total.read_value()))]
     strategy.run(counter)
     return [kinds, counted, parts[0], counter.told()]
+
+def copies(strategy):
+    found = []
+    with strategy.scope():
+        counter = Counter()
+    strategy.run(counter)
+    with strategy.scope():
+        twins = [copy.deepcopy(counter), pickle.loads(cloudpickle.dumps(counter)), copy.copy(counter.total)]
+    for twin in twins[:2]:
+        strategy.run(lambda: [twin(), twin()][:0])
+        found.append([kind(twin.total), kind(twin.average), kind(twin.steps), twin.told()])
+    twins[0].steps.assign(0)
+    counter.total.assign(100.0)
+    return [*found, counter.told(), float(twins[2]), twins[0].told()[:3]]
+
+def copies_of_what_differs(strategy):
+    with strategy.scope():
+        own = mnb.Variable(0.0, synchronization="on_read")
+        frozen = mnb.Variable(1.0).requires_grad_(False)
+    strategy.run(lambda: own.assign(mine()))
+    with strategy.scope():
+        twin, still = copy.deepcopy([own, frozen])
+    strategy.run(lambda: twin.assign_add(mine()))
+    parts = strategy.run(lambda: [own.read_value(), twin.read_value()])
+    return [strategy.reduce("sum", parts[0]).item(), strategy.reduce("sum", parts[1]).item(), still.requires_grad]
+
+def a_copy_of_a_plain_one(strategy):
+    plain = mirror_nb.variables.plain(
+        torch.tensor(1.0), trainable=False, aggregation=mnb.VariableAggregation.SUM,
+        synchronization=mnb.VariableSynchronization.AUTO, name=None,
+    )
+    with strategy.scope():
+        made = copy.deepcopy(plain)
+    strategy.run(lambda: made.assign_add(mine()))
+    return [kind(plain), kind(made), float(made)]
 '''
 
+KINDS = ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"]
 EXPECTED: dict[str, Any] = {
     "buffers": [
-        ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"],
+        KINDS,
         [6.0, 1.5, 4, {"total": 6.0, "average": 1.5}],
         4.0,
         [11.0, 1.5, 12, {"total": 11.0, "average": 1.5}],
     ],
+    "copies": [
+        *[[*KINDS, [9.0, 1.5, 6, {"total": 9.0, "average": 1.5}]]] * 2,
+        [100.0, 1.5, 2, {"total": 100.0, "average": 1.5}],
+        3.0,
+        [9.0, 1.5, 0],
+    ],
+    "copies_of_what_differs": [3.0, 6.0, False],
+    "a_copy_of_a_plain_one": ["PlainVariable", "MirroredVariable", 4.0],
 }
 
 UNDER_TORCHRUN = """

@@ -16,11 +16,16 @@ from mirror_nb.variables import (
     apply_assign,
     component,
     component_variable,
+    copy_component,
+    copy_of,
     distributed,
     from_outside,
     read_component,
     set_trained,
 )
+
+NEVER = -1
+# Of `_seen`, the number of calls after which the tensor here had the replicas' value.
 
 
 class Replicas(Protocol):
@@ -51,7 +56,7 @@ class ControllerHome:
     def make(self, value: Tensor, **options: Any) -> Variable:
         """Make a Variable; the replicas get their components when it is first captured."""
         made = distributed(value, self, **options)
-        made._seen = 0  # type: ignore[attr-defined]
+        made._seen = NEVER  # type: ignore[attr-defined]
         return made
 
     def keep(self, variable: Variable) -> None:
@@ -90,7 +95,7 @@ class ControllerHome:
         return component(variable)
 
     def refresh(self, variable: Variable) -> None:
-        seen: int = getattr(variable, "_seen", 0)
+        seen: int = getattr(variable, "_seen", NEVER)
         if seen == self._replicas.calls or not self._replicas.has_sent(variable):
             return
         values = list(self.components(variable).values())
@@ -111,6 +116,16 @@ class ControllerHome:
     def saved(self, variable: Variable) -> tuple[Tensor, bool]:
         sent = self._replicas.has_sent(variable)
         return self.read(variable) if sent else component(variable), sent
+
+    def copy(self, variable: Variable) -> Variable:
+        made = copy_of(variable, component(variable), whole=False)
+        if made.home is not self:
+            return copy_of(variable, self.read(variable))
+        if self._replicas.has_sent(variable):
+            # There: of a sum the parts could not be told from the whole.
+            self._replicas.command(copy_component, (variable, made), changes=False)
+            made._seen = NEVER  # type: ignore[attr-defined]
+        return made
 
     def is_elsewhere(self, variable: Variable) -> bool:
         return self._replicas.has_sent(variable)

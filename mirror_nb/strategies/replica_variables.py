@@ -28,6 +28,7 @@ from mirror_nb.variables import (
     as_value,
     check_readable,
     component,
+    copy_of,
     from_outside,
 )
 
@@ -70,6 +71,9 @@ class ReplicaHome:
 
     def saved(self, variable: Variable) -> tuple[Tensor, bool]:
         return component(variable), False
+
+    def copy(self, variable: Variable) -> Variable:
+        return copy_of(variable, component(variable), whole=False)
 
     def is_elsewhere(self, variable: Variable) -> bool:
         return False
