@@ -53,6 +53,9 @@ class VariableHome(Protocol):
     def wrote(self, variable: Variable) -> None:
         """The tensor here was written to in place, by `copy_` or another operation of torch."""
 
+    def draft(self, variable: Variable) -> Tensor | None:
+        """Return what an operation in place is to write to, and is then assigned; None: the tensor here."""
+
     def froze(self, variable: Variable) -> None:
         """The tensor here was told whether it is trained: its `requires_grad` was set."""
 
@@ -233,6 +236,12 @@ class Variable(torch.Tensor):
             # What load_state_dict does: the value that was read from outside comes back as such.
             target.assign(args[1])
             return target
+        draft = None if target is None or target._home is None else target._home.draft(target)
+        if target is not None and draft is not None:
+            with torch.no_grad():
+                func(draft, *_current(args[1:], None), **_current(kwargs, None))
+            target.assign(draft)
+            return target
         args, kwargs = _current(args, target), _current(kwargs, target)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -315,10 +324,10 @@ def distributed(value: Tensor, home: VariableHome, **options: Any) -> Variable:
     return _build(SyncOnReadVariable if on_read else MirroredVariable, value, home, options)
 
 
-def component_variable(variable: Variable) -> PlainVariable:
-    """Return this process's component as a Variable of its own: to write to it writes to `variable` here."""
+def component_variable(variable: Variable, own: Tensor | None = None) -> PlainVariable:
+    """Return a component as a Variable of its own, on the same memory; without `own` this process's component."""
     options = {**variable._options(), "trainable": False}
-    made = _build(PlainVariable, bare(variable), None, options)
+    made = _build(PlainVariable, bare(variable if own is None else own), None, options)
     assert isinstance(made, PlainVariable)
     return made
 

@@ -7,11 +7,12 @@ results ◀─ regrouped ◀───── replicas;  networks are read back wh
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, final
 
@@ -675,25 +676,33 @@ class ControllerPlace(Place):
             self._end()
 
     def _keep_what_was_learned(self) -> None:
-        """Bring networks, Variables and states of optimizers here, where they stay readable."""
+        """Bring networks, Variables, states of optimizers and metrics here, where they stay readable.
+
+        Each by itself: what one of them cannot tell costs no other its value.
+        """
         if self._pool is None:
             return
-        try:
-            if self.stale:
-                self.refresh()
-            for obj in self._objects.all():
-                if isinstance(obj, Variable) and self._objects.is_sent(obj):
-                    self._home.keep(obj)
-            # Last: a state may be one that cannot be told, which is to cost nothing else its value.
+        lost: dict[str, list[str]] = {}
+        for what, keep in list(self._learned()):
             try:
-                for obj in self._objects.all():
-                    if isinstance(obj, torch.optim.Optimizer):
-                        self._states.read(obj)
-            finally:
-                torchmetrics_objects.settle(obj for obj in self._objects.all() if isinstance(obj, nn.Module))
-        except Exception as reason:
-            left = "networks, Variables, optimizers and metrics"
-            warnings.warn(f"closed without the latest values of {left}: {reason}", stacklevel=4)
+                keep()
+            except Exception as reason:
+                lost.setdefault(str(reason), []).append(what)
+        for why, those in lost.items():
+            warnings.warn(f"closed without the latest values of {', '.join(those)}: {why}", stacklevel=4)
+
+    def _learned(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        if self.stale:
+            yield "networks", self.refresh
+        objects = self._objects.all()
+        for obj in objects:
+            if isinstance(obj, Variable) and self._objects.is_sent(obj):
+                yield f"the Variable {obj.name!r}", functools.partial(self._home.keep, obj)
+        for obj in objects:
+            if isinstance(obj, torch.optim.Optimizer):
+                yield f"the {type(obj).__name__}", functools.partial(self._states.read, obj)
+        modules = [obj for obj in objects if isinstance(obj, nn.Module)]
+        yield "metrics", functools.partial(torchmetrics_objects.settle, modules)
 
     def _end(self) -> None:
         self.closed = True

@@ -8,7 +8,7 @@ from typing import Any, Protocol, final
 from torch import Tensor
 
 from mirror_nb.strategies.reductions import check_size, select
-from mirror_nb.values import DistributedValues
+from mirror_nb.values import DistributedValues, VariableAggregation
 from mirror_nb.variables import (
     SyncOnReadVariable,
     Variable,
@@ -61,13 +61,15 @@ class ControllerHome:
 
     def keep(self, variable: Variable) -> None:
         """Bring the components here for good: the replicas are about to end."""
-        variable._kept = self.components(variable)  # type: ignore[attr-defined]
-        self.refresh(variable)
+        components = self.components(variable)
+        variable._kept = {i: component_variable(variable, own) for i, own in components.items()}  # type: ignore[attr-defined]
+        if not variable.is_read_together:
+            apply_assign(variable, "assign", components[0])
 
     def components(self, variable: Variable) -> Mapping[int, Tensor]:
-        kept: Mapping[int, Tensor] | None = getattr(variable, "_kept", None)
-        if kept is not None:
-            return kept
+        kept = _kept(variable)
+        if kept:
+            return {i: component(own) for i, own in kept.items()}
         if self._replicas.has_sent(variable):
             values = self._replicas.command(read_component, (variable,), changes=False)
         else:
@@ -80,10 +82,13 @@ class ControllerHome:
             share = share.detach().clone()
         elif isinstance(share, DistributedValues):
             check_size(share, self._replicas.num_replicas)
-            # Each replica gets its own, of a Variable that it has to have first.
-            self._replicas.command(read_component, (variable,), changes=False)
+            if not _kept(variable):
+                # Each replica gets its own, of a Variable that it has to have first.
+                self._replicas.command(read_component, (variable,), changes=False)
         # Here first: what cannot be assigned is refused before any replica has changed.
         apply_assign(variable, how, select(share, 0))
+        for replica_id, own in _kept(variable).items():
+            apply_assign(own, how, select(share, replica_id))
         if self._replicas.has_sent(variable):
             self._replicas.command(apply_assign, (variable, how, share), changes=False)
         return variable
@@ -98,16 +103,23 @@ class ControllerHome:
         seen: int = getattr(variable, "_seen", NEVER)
         if seen == self._replicas.calls or not self._replicas.has_sent(variable):
             return
-        values = list(self.components(variable).values())
-        mirrored = not isinstance(variable, SyncOnReadVariable)
-        apply_assign(variable, "assign", values[0] if mirrored else aggregate(variable, values))
+        apply_assign(variable, "assign", self.components(variable)[0])
         variable._seen = self._replicas.calls  # type: ignore[attr-defined]
 
     def wrote(self, variable: Variable) -> None:
+        value = component(variable)
+        for own in _kept(variable).values():
+            apply_assign(own, "assign", value)
         if self._replicas.has_sent(variable):
-            value = component(variable)
-            share = from_outside(variable, "assign", value, self._replicas.num_replicas)
-            self._replicas.command(apply_assign, (variable, "assign", share), changes=False)
+            self._replicas.command(apply_assign, (variable, "assign", value), changes=False)
+
+    def draft(self, variable: Variable) -> Tensor | None:
+        sent = self._replicas.has_sent(variable)
+        apart = variable.aggregation is VariableAggregation.NONE and not sent and not _kept(variable)
+        if apart or not variable.is_read_together:
+            return None
+        # A mean of integers could not be assigned.
+        return self.read(variable).to(variable.dtype)
 
     def froze(self, variable: Variable) -> None:
         if self._replicas.has_sent(variable):
@@ -129,6 +141,12 @@ class ControllerHome:
 
     def is_elsewhere(self, variable: Variable) -> bool:
         return self._replicas.has_sent(variable)
+
+
+def _kept(variable: Variable) -> Mapping[int, Variable]:
+    """Return the components of a Variable whose replicas have ended, by replica id."""
+    kept: Mapping[int, Variable] = getattr(variable, "_kept", {})
+    return kept
 
 
 def update_component(variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -66,6 +66,9 @@ class ReplicaHome:
     def wrote(self, variable: Variable) -> None:
         """It was written here, where it lives."""
 
+    def draft(self, variable: Variable) -> Tensor | None:
+        return None
+
     def froze(self, variable: Variable) -> None:
         """Likewise."""
 
