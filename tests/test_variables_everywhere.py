@@ -90,6 +90,27 @@ def a_copy_of_a_plain_one(strategy):
         made = copy.deepcopy(plain)
     strategy.run(lambda: made.assign_add(mine()))
     return [kind(plain), kind(made), float(made)]
+
+def in_a_merge_call(strategy):
+    with strategy.scope():
+        total = mnb.Variable(0.0, aggregation="sum", synchronization="on_read")
+        rows = mnb.Variable([1.0], aggregation="mean")
+    strategy.run(lambda: total.assign(mine()))
+
+    def merged(merging):
+        nest = {"rows": rows, "totals": [total, 5]}
+        return [
+            merging.reduce("sum", total).item(),
+            merging.reduce("mean", {"total": total})["total"].item(),
+            merging.gather(rows, 0).tolist(),
+            [float(part) for part in merging.local_results(total)],
+            [[part["rows"].item(), part["totals"][0].item()] for part in merging.local_results(nest)],
+            float(total),
+        ]
+
+    found = strategy.run(lambda: json.dumps(mnb.get_replica_context().merge_call(merged)))
+    outside = [strategy.reduce("sum", total).item(), strategy.gather(rows, 0).tolist()]
+    return [json.loads(found), outside]
 '''
 
 KINDS = ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"]
@@ -107,6 +128,10 @@ EXPECTED: dict[str, Any] = {
         [9.0, 1.5, 0],
     ],
     "copies_of_what_differs": [3.0, 6.0, False],
+    "in_a_merge_call": [
+        [3.0, 1.5, [1.0, 1.0], [1.0, 2.0], [[1.0, 1.0], [1.0, 2.0]], 3.0],
+        [3.0, [1.0, 1.0]],
+    ],
     "a_copy_of_a_plain_one": ["PlainVariable", "MirroredVariable", 4.0],
 }
 
