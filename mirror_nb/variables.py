@@ -231,23 +231,21 @@ class Variable(torch.Tensor):
             if unchanged:
                 # As torch has it: nothing is copied. So a module's `to` leaves it the buffer that it is.
                 return args[0]
-        target = args[0] if args and _writes(name) and isinstance(args[0], Variable) else None
-        if isinstance(target, SyncOnReadVariable) and name == "copy_":
+        targets = _targets(name, args, kwargs)
+        if name == "copy_" and targets and isinstance(targets[0], SyncOnReadVariable):
             # What load_state_dict does: the value that was read from outside comes back as such.
-            target.assign(args[1])
-            return target
-        draft = None if target is None or target._home is None else target._home.draft(target)
-        if target is not None and draft is not None:
-            with torch.no_grad():
-                func(draft, *_current(args[1:], None), **_current(kwargs, None))
-            target.assign(draft)
-            return target
-        args, kwargs = _current(args, target), _current(kwargs, target)
+            targets[0].assign(args[1])
+            return targets[0]
+        written = {id(target): _to_write(target) for target in targets}
+        args, kwargs = _current(args, written), _current(kwargs, written)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if target is not None and target._home is not None:
-            target._home.wrote(target)
-        return result
+        for target in targets:
+            if written[id(target)] is not target:
+                target.assign(written[id(target)])
+            elif target._home is not None:
+                target._home.wrote(target)
+        return next((target for target in targets if written[id(target)] is result), result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # TensorFlow's layout, torch's own repr inside.
@@ -333,6 +331,10 @@ def component_variable(variable: Variable, own: Tensor | None = None) -> PlainVa
 
 
 def _build(kind: type[Variable], value: Tensor, home: VariableHome | None, options: Mapping[str, Any]) -> Variable:
+    if value.is_inference():
+        # Of such tensors autograd does not count the writes.
+        with torch.inference_mode(False):
+            value = value.clone()
     learns = options["trainable"] and (value.is_floating_point() or value.is_complex())
     made: Variable = torch.Tensor._make_subclass(kind, value, learns)
     made._home = home
@@ -526,6 +528,12 @@ def check_readable(variable: Variable) -> None:
 # --------------------------------------------------------------------------- as a tensor
 
 
+def writes_to(variable: Variable) -> int:
+    """Return how often the tensor here was written to, as autograd counts it; writes by its views are among them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return variable._version
+
+
 def bare(tensor: Tensor) -> Tensor:
     """Return a tensor, of a Variable the component in this process, as a plain one on the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -569,22 +577,44 @@ _IN_PLACE = frozenset(f"__{name}__" for name in ("iadd", "isub", "imul", "itrued
 }
 
 
-def _current(nest: Any, target: Variable | None) -> Any:
-    """Return the arguments of an operation with the Variables among them up to date."""
+def _targets(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[Variable]:
+    """Return the Variables that an operation of this name is to write to.
+
+    `v.add_(1)`, `torch.add(a, b, out=v)`, `torch._foreach_add_([v, w], 1)`, `nn.init.zeros_(v)`
+    """
+    found: list[Any] = [kwargs.get("out")]
+    if _writes(name):
+        # The functions of `nn.init` come without arguments that have no name.
+        found.append(args[0] if args else kwargs.get("tensor"))
+    flat = (item for one in found for item in (one if type(one) in (tuple, list) else (one,)))
+    return [item for item in flat if isinstance(item, Variable)]
+
+
+def _to_write(variable: Variable) -> Tensor:
+    """Return what an operation in place writes to: the Variable, up to date, or a draft, to be assigned to it."""
+    home = variable._home
+    draft = None if home is None else home.draft(variable)
+    if home is not None and draft is None:
+        home.refresh(variable)
+    return variable if draft is None else draft
+
+
+def _current(nest: Any, written: Mapping[int, Tensor]) -> Any:
+    """Return the arguments of an operation with the Variables among them up to date; `written`: its targets, by id."""
     if isinstance(nest, Variable):
-        return _current_value(nest, target)
+        return written[id(nest)] if id(nest) in written else _current_value(nest)
     if type(nest) in (tuple, list):
-        return type(nest)(_current(item, target) for item in nest)
+        return type(nest)(_current(item, written) for item in nest)
     if type(nest) is dict:
-        return {key: _current(item, target) for key, item in nest.items()}
+        return {key: _current(item, written) for key, item in nest.items()}
     return nest
 
 
-def _current_value(variable: Variable, target: Variable | None) -> Tensor:
+def _current_value(variable: Variable) -> Tensor:
     home = variable._home
     if home is None:
         return variable
-    if isinstance(variable, SyncOnReadVariable) and variable is not target:
+    if isinstance(variable, SyncOnReadVariable):
         return home.read(variable)
     home.refresh(variable)
     return variable

@@ -1393,3 +1393,38 @@ def test_other_ops_leave_no_memory_of_the_ones_before(two):
     finally:
         two.cross_device_ops = before
     assert len(set(counts)) == 1
+
+
+def test_what_is_written_to_a_sum_in_place_is_the_whole_of_it_before_and_after_the_replicas_have_it(two):
+    with two.scope():
+        total = mnb.Variable([0.0, 0.0], aggregation="sum", synchronization="on_read")
+    for _ in range(2):
+        total.fill_(4.0)
+        assert total.tolist() == [4.0, 4.0]
+        nn.init.constant_(total, 6.0)
+        torch._foreach_add_([total], 2.0)
+        torch.add(total, 2.0, out=total)
+        assert total.tolist() == [10.0, 10.0]
+        total[0] = 2.0
+        assert total.tolist() == [2.0, 10.0]
+        assert two.run(lambda: total.tolist()) == [1.0, 5.0]
+
+
+def test_a_variable_made_in_inference_mode_is_written_as_any_other(two):
+    with two.scope(), torch.inference_mode():
+        value = mnb.Variable([1.0, 2.0])
+    assert two.run(lambda: value.tolist()) == [1.0, 2.0]
+    with torch.inference_mode():
+        value[1:].fill_(7.0)
+        value.add_(1.0)
+    assert two.run(lambda: value.tolist()) == value.tolist() == [2.0, 8.0]
+
+
+def test_a_write_to_a_view_of_a_closed_variable_is_seen_everywhere():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            value = mnb.Variable([1.0, 2.0], trainable=False)
+        strategy.run(lambda: value.assign_add([1.0, 1.0]))
+    value[1:].fill_(9.0)
+    assert value.tolist() == [2.0, 9.0]
+    assert [own.tolist() for own in value.values] == [[2.0, 9.0]] * 2

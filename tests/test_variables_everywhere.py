@@ -111,6 +111,38 @@ def in_a_merge_call(strategy):
     found = strategy.run(lambda: json.dumps(mnb.get_replica_context().merge_call(merged)))
     outside = [strategy.reduce("sum", total).item(), strategy.gather(rows, 0).tolist()]
     return [json.loads(found), outside]
+
+def in_place(strategy):
+    with strategy.scope():
+        v = mnb.Variable([1.0, 2.0], trainable=False)
+        w = mnb.Variable([1.0], trainable=False)
+    there = lambda: strategy.run(lambda: [v.tolist(), w.tolist()])
+    found = [there()]
+
+    def note():
+        found.append([v.tolist(), there()[0]])
+
+    v[1:].fill_(7.0)
+    note()
+    nn.init.constant_(v, 8.0)
+    note()
+    torch.add(v.detach(), 1.0, out=v)
+    note()
+    torch._foreach_add_([v, w], 1.0)
+    note()
+    v[0] = 3.0
+    v[1:].mul_(2.0)
+    v.assign_add([1.0, 1.0])
+    note()
+    view = v[1:]
+    v.zero_()
+    view += 5.0
+    found.append([float(part[1]) for part in [v.read_value(), v.values[0]]])
+    note()
+    with torch.inference_mode():
+        v[:1].sub_(1.0)
+    note()
+    return [*found, w.tolist()]
 '''
 
 KINDS = ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"]
@@ -131,6 +163,13 @@ EXPECTED: dict[str, Any] = {
     "in_a_merge_call": [
         [3.0, 1.5, [1.0, 1.0], [1.0, 2.0], [[1.0, 1.0], [1.0, 2.0]], 3.0],
         [3.0, [1.0, 1.0]],
+    ],
+    "in_place": [
+        [[1.0, 2.0], [1.0]],
+        *[[value, value] for value in ([1.0, 7.0], [8.0, 8.0], [9.0, 9.0], [10.0, 10.0], [4.0, 21.0])],
+        [5.0, 5.0],
+        *[[value, value] for value in ([0.0, 5.0], [-1.0, 5.0])],
+        [2.0],
     ],
     "a_copy_of_a_plain_one": ["PlainVariable", "MirroredVariable", 4.0],
 }

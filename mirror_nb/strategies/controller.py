@@ -282,6 +282,7 @@ class ControllerPlace(Place):
                 self._functions.keep(fn, function)
             self._push_changes()
             self._states.push()
+            self._home.push()
             changed = self._objects.changed_settings()
             released = tuple(self._objects.take_released())
             around, now = (None, None) if plain else (modes.current(), surroundings.moment)
@@ -429,6 +430,8 @@ class ControllerPlace(Place):
         self._request(Mirror(packed.payload), packed)
         for obj in objects.values():
             self._objects.mark_sent(obj)
+            if isinstance(obj, Variable):
+                self._home.sent(obj)
         # Only now: Variables that the replicas have are none of their networks' values any more.
         self._mirrors.gave(modules)
         assert self._pool is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, final
 
@@ -22,6 +23,7 @@ from mirror_nb.variables import (
     from_outside,
     read_component,
     set_trained,
+    writes_to,
 )
 
 NEVER = -1
@@ -48,6 +50,8 @@ class ControllerHome:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
+        self._sent: dict[int, weakref.ref[Variable]] = {}
+        # By id: a set of weak references would ask tensors whether they are equal.
 
     @property
     def num_replicas(self) -> int:
@@ -57,7 +61,29 @@ class ControllerHome:
         """Make a Variable; the replicas get their components when it is first captured."""
         made = distributed(value, self, **options)
         made._seen = NEVER  # type: ignore[attr-defined]
+        self._settle(made)
         return made
+
+    def sent(self, variable: Variable) -> None:
+        """The replicas have the Variable as it is here."""
+        self._sent[id(variable)] = weakref.ref(variable)
+        self._settle(variable)
+
+    def push(self) -> None:
+        """Give the replicas what was written here in ways that the Variables could not see.
+
+        By their views, `v[1:].fill_(0)`, for instance; autograd counts those.
+        """
+        for known, reference in list(self._sent.items()):
+            variable = reference()
+            if variable is None:
+                del self._sent[known]
+            else:
+                self.wrote(variable)
+
+    def _settle(self, variable: Variable) -> None:
+        """All that was written to the tensor here is known wherever the components are."""
+        variable._writes = writes_to(variable)  # type: ignore[attr-defined]
 
     def keep(self, variable: Variable) -> None:
         """Bring the components here for good: the replicas are about to end."""
@@ -65,8 +91,10 @@ class ControllerHome:
         variable._kept = {i: component_variable(variable, own) for i, own in components.items()}  # type: ignore[attr-defined]
         if not variable.is_read_together:
             apply_assign(variable, "assign", components[0])
+            self._settle(variable)
 
     def components(self, variable: Variable) -> Mapping[int, Tensor]:
+        self.wrote(variable)
         kept = _kept(variable)
         if kept:
             return {i: component(own) for i, own in kept.items()}
@@ -85,8 +113,10 @@ class ControllerHome:
             if not _kept(variable):
                 # Each replica gets its own, of a Variable that it has to have first.
                 self._replicas.command(read_component, (variable,), changes=False)
+        self.wrote(variable)
         # Here first: what cannot be assigned is refused before any replica has changed.
         apply_assign(variable, how, select(share, 0))
+        self._settle(variable)
         for replica_id, own in _kept(variable).items():
             apply_assign(own, how, select(share, replica_id))
         if self._replicas.has_sent(variable):
@@ -104,14 +134,24 @@ class ControllerHome:
         if seen == self._replicas.calls or not self._replicas.has_sent(variable):
             return
         apply_assign(variable, "assign", self.components(variable)[0])
+        self._settle(variable)
         variable._seen = self._replicas.calls  # type: ignore[attr-defined]
 
     def wrote(self, variable: Variable) -> None:
+        known = variable._writes  # type: ignore[attr-defined]
+        if known == writes_to(variable):
+            return
+        # First, since the command asks for what is to be pushed.
+        self._settle(variable)
         value = component(variable)
         for own in _kept(variable).values():
             apply_assign(own, "assign", value)
         if self._replicas.has_sent(variable):
-            self._replicas.command(apply_assign, (variable, "assign", value), changes=False)
+            try:
+                self._replicas.command(apply_assign, (variable, "assign", value), changes=False)
+            except BaseException:
+                variable._writes = known  # type: ignore[attr-defined]
+                raise
 
     def draft(self, variable: Variable) -> Tensor | None:
         sent = self._replicas.has_sent(variable)
