@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mirror_nb.errors import UsageError
-from mirror_nb.values import VariableAggregation, VariableSynchronization
+from mirror_nb.values import DistributedValues, VariableAggregation, VariableSynchronization, same
 
 _SUM, _MEAN, _NONE = VariableAggregation.SUM, VariableAggregation.MEAN, VariableAggregation.NONE
 _FIRST = VariableAggregation.ONLY_FIRST_REPLICA
@@ -503,6 +503,21 @@ def from_outside(variable: Variable, how: str, value: Any, num_replicas: int) ->
         )
     share = as_value(variable, how, value) / num_replicas
     return share.to(variable.dtype)
+
+
+def check_parts(variable: Variable, how: str, value: DistributedValues) -> None:
+    """Raise UsageError where a value of each replica is assigned in cross-replica context to what is one for all.
+
+    Copies that are kept equal take equal values; a sum that is synchronised on read takes the whole.
+    """
+    rule = variable.aggregation
+    apart = rule is _SUM if variable.is_read_together else not all(same(value[0], one) for one in value.values)
+    if apart and rule is not _NONE:
+        raise UsageError(
+            f"cannot {how} a value of each replica to {variable.name} outside of strategy.run: {value!r}; do it in a "
+            f"function given to strategy.run to have them aggregated by {rule.value}, or pass the one value that "
+            "strategy.reduce(...) returns"
+        )
 
 
 def aggregate(variable: Variable, components: Sequence[Tensor]) -> Tensor:

@@ -1330,10 +1330,10 @@ def test_a_variable_that_is_frozen_here_is_frozen_there(two):
     assert float(free[0].detach()) > float(before[0])
 
 
-@pytest.mark.parametrize("synchronization", ["auto", "on_read"])
-def test_a_value_of_each_replica_is_assigned_before_the_first_run_too(two, synchronization):
+@pytest.mark.parametrize(("aggregation", "synchronization"), [("none", "auto"), ("mean", "on_read")])
+def test_a_value_of_each_replica_is_assigned_before_the_first_run_too(two, aggregation, synchronization):
     with two.scope():
-        own = mnb.Variable(0.0, trainable=False, aggregation="mean", synchronization=synchronization)
+        own = mnb.Variable(0.0, trainable=False, aggregation=aggregation, synchronization=synchronization)
     own.assign(mnb.PerReplica([torch.tensor(1.0), torch.tensor(3.0)]))
     assert [float(value) for value in own.values] == [1.0, 3.0]
     with pytest.raises(mnb.UsageError, match="3 values"):

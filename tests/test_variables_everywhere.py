@@ -143,6 +143,34 @@ def in_place(strategy):
         v[:1].sub_(1.0)
     note()
     return [*found, w.tolist()]
+
+def a_value_of_each_replica(strategy):
+    def refused(aggregation, synchronization="auto", value=mnb.PerReplica([torch.tensor(1.0), torch.tensor(3.0)])):
+        with strategy.scope():
+            v = mnb.Variable(0.0, trainable=False, aggregation=aggregation, synchronization=synchronization)
+        try:
+            v.assign(value)
+        except mnb.UsageError as error:
+            return "to Variable outside of strategy.run" in str(error), aggregation in str(error).lower()
+        return float(v)
+
+    def returned(aggregation):
+        with strategy.scope():
+            v = mnb.Variable(0.0, trainable=False, aggregation=aggregation)
+        try:
+            v.assign(strategy.run(mine))
+        except mnb.UsageError as error:
+            return "outside of strategy.run" in str(error), float(v)
+
+    equal = mnb.PerReplica([torch.tensor(2.0), torch.tensor(2.0)])
+    rules = ["sum", "mean", "only_first_replica"]
+    return [
+        [refused(rule) for rule in rules],
+        [returned(rule) for rule in rules],
+        [refused(rule, value=equal) for rule in rules],
+        refused("sum", "on_read"),
+        [refused(rule, "on_read") for rule in rules[1:]],
+    ]
 '''
 
 KINDS = ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"]
@@ -170,6 +198,13 @@ EXPECTED: dict[str, Any] = {
         [5.0, 5.0],
         *[[value, value] for value in ([0.0, 5.0], [-1.0, 5.0])],
         [2.0],
+    ],
+    "a_value_of_each_replica": [
+        [[True, True]] * 3,
+        [[True, 0.0]] * 3,
+        [2.0] * 3,
+        [True, True],
+        [2.0, 1.0],
     ],
     "a_copy_of_a_plain_one": ["PlainVariable", "MirroredVariable", 4.0],
 }
@@ -209,7 +244,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("case", EXPECTED)
 def test_the_same_in_a_script(case, cases):
     with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        assert cases[case](strategy) == EXPECTED[case]
+        assert json.loads(json.dumps(cases[case](strategy))) == EXPECTED[case]
 
 
 @pytest.mark.parametrize("case", EXPECTED)

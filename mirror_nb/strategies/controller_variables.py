@@ -15,6 +15,7 @@ from mirror_nb.variables import (
     Variable,
     aggregate,
     apply_assign,
+    check_parts,
     component,
     component_variable,
     copy_component,
@@ -105,14 +106,15 @@ class ControllerHome:
         return dict(enumerate(values))
 
     def assign(self, variable: Variable, how: str, value: Any) -> Any:
+        if isinstance(value, DistributedValues):
+            check_size(value, self._replicas.num_replicas)
+            check_parts(variable, how, value)
         share = from_outside(variable, how, value, self._replicas.num_replicas)
         if isinstance(share, Tensor):
             share = share.detach().clone()
-        elif isinstance(share, DistributedValues):
-            check_size(share, self._replicas.num_replicas)
-            if not _kept(variable):
-                # Each replica gets its own, of a Variable that it has to have first.
-                self._replicas.command(read_component, (variable,), changes=False)
+        elif isinstance(share, DistributedValues) and not _kept(variable):
+            # Each replica gets its own, of a Variable that it has to have first.
+            self._replicas.command(read_component, (variable,), changes=False)
         self.wrote(variable)
         # Here first: what cannot be assigned is refused before any replica has changed.
         apply_assign(variable, how, select(share, 0))

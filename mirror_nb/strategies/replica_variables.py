@@ -19,13 +19,14 @@ from mirror_nb.errors import UsageError
 from mirror_nb.mirrors import bits
 from mirror_nb.strategies.context import has_strategy, on_one_replica
 from mirror_nb.strategies.peers import Form, Leaf, Peers, form_of_nest
-from mirror_nb.strategies.reductions import is_number, not_distributed, select
+from mirror_nb.strategies.reductions import check_size, is_number, not_distributed, select
 from mirror_nb.values import DistributedValues, ReduceOp, VariableAggregation
 from mirror_nb.variables import (
     SyncOnReadVariable,
     Variable,
     apply_assign,
     as_value,
+    check_parts,
     check_readable,
     component,
     copy_of,
@@ -140,6 +141,9 @@ class ReplicaHome:
 
     def _assign_from_outside(self, variable: Variable, how: str, value: Any) -> None:
         given = isinstance(value, DistributedValues)
+        if given:
+            check_size(value, self._peers.num_replicas)
+            check_parts(variable, how, value)
         own = select(value, self._peers.replica_id)
         own = from_outside(variable, how, own, self._peers.num_replicas)
         if self._peers.num_replicas > 1 and not given and not self._merging():
