@@ -1,4 +1,4 @@
-"""Variables in modules, copies and merge_call: the same lines in a script, in a mirrored cell and under torchrun."""
+"""Variables in modules, copies, merge_call and nests: the same in a script, in a mirrored cell and under torchrun."""
 
 from __future__ import annotations
 
@@ -171,6 +171,20 @@ def a_value_of_each_replica(strategy):
         refused("sum", "on_read"),
         [refused(rule, "on_read") for rule in rules[1:]],
     ]
+
+class Output:
+    def __init__(self, loss):
+        self.loss = loss
+
+if Output not in torch.utils._pytree.SUPPORTED_NODES:
+    torch.utils._pytree.register_pytree_node(Output, lambda o: ([o.loss], None), lambda held, _: Output(*held))
+
+def a_class_without_names_for_its_members(strategy):
+    with strategy.scope():
+        v = mnb.Variable([1.0], trainable=False)
+    output = Output({"own": strategy.run(lambda: mine()[None]), "kept": v})
+    found = strategy.reduce("sum", output), strategy.gather(output, 0)
+    return [{name: value.tolist() for name, value in each.loss.items()} for each in found]
 '''
 
 KINDS = ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"]
@@ -206,6 +220,7 @@ EXPECTED: dict[str, Any] = {
         [True, True],
         [2.0, 1.0],
     ],
+    "a_class_without_names_for_its_members": [{"own": [3.0], "kept": [2.0]}, {"own": [1.0, 2.0], "kept": [1.0, 1.0]}],
     "a_copy_of_a_plain_one": ["PlainVariable", "MirroredVariable", 4.0],
 }
 
