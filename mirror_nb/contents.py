@@ -172,7 +172,8 @@ def stays_itself(value: object) -> bool:
 
 def is_trained(value: object) -> bool:
     """Whether it is a tensor whose gradients are of interest: a parameter, or one that was made to be one."""
-    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+    # Of these classes alone: a Variable has its own ways.
+    return type(value) in (torch.Tensor, nn.Parameter) and value.requires_grad and value.is_leaf  # type: ignore[attr-defined]
 
 
 def filling(value: object) -> Any:

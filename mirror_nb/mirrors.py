@@ -22,8 +22,10 @@ from mirror_nb import lazy
 from mirror_nb.attributes import Attributes, set_attributes
 from mirror_nb.errors import TransferError
 from mirror_nb.handles import Handles
+from mirror_nb.held_variables import attribute_variables, is_elsewhere, part_of, read_together_in, whole
 from mirror_nb.payload import Arrivals
 from mirror_nb.replaced import Replaced
+from mirror_nb.variables import SyncOnReadVariable, bare, take_from_outside
 
 
 @final
@@ -195,7 +197,7 @@ class Mirrors:
         if handle is not None:
             self.statistics.pop(handle, None)
             _registrations.watch()
-            named = dict(tensors(module))
+            named = dict(kept_equal(module))
             watched = tuple(named.values())
             parts = [weakref.ref(part) for part in module.modules()]
             self._marks[handle] = _Mark(
@@ -236,7 +238,7 @@ class Mirrors:
         if mark is None or self.known(module) is not None:
             return False
         same = [reference() for reference in mark.parts] == list(module.modules())
-        now = dict(tensors(module))
+        now = dict(kept_equal(module))
         # What was on the meta device and has got memory is another tensor.
         moved = [tensor.is_meta for tensor in mark.tensors] != [tensor.is_meta for tensor in now.values()]
         return not same or mark.names != tuple(now) or moved
@@ -289,7 +291,7 @@ class Mirrors:
             return names
         names |= set() if same_mode and now[2::3] == was[2::3] else {FLAGS}
         before = dict(zip(map(id, mark.tensors), zip(was[::3], was[1::3], strict=True), strict=True))
-        own = [(name, tensor) for name, tensor in tensors(module) if not is_lazy(tensor)]
+        own = [(name, tensor) for name, tensor in kept_equal(module) if not is_lazy(tensor)]
         return names | {name for name, t in own if before.get(id(t)) != (t._version, t.data_ptr())}
 
     def reference(self, obj: object) -> Any:
@@ -329,6 +331,18 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
+def kept_equal(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and tensors of a network whose values both sides bring each other, Variables it has too.
+
+    Not a Variable whose components are the other side's, and are asked for by themselves.
+    """
+    seen = set()
+    for name, tensor in itertools.chain(tensors(module), attribute_variables(module)):
+        if id(tensor) not in seen and not is_elsewhere(tensor):
+            seen.add(id(tensor))
+            yield name, tensor
+
+
 def structure(module: nn.Module) -> tuple[int, ...]:
     """Return what changes when parts of the network are replaced, but not when values are."""
     parts = list(module.modules())
@@ -347,8 +361,8 @@ ATTRIBUTES = "attributes()"
 def mirrored_values(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return what is equal on both sides: the network's tensors by name, those that have values, and its flags."""
     flags = [2 if flag is None else flag for flag in _flags(module.modules())]
-    values = {name: tensor for name, tensor in tensors(module) if not is_lazy(tensor)}
-    return {**values, FLAGS: torch.tensor(flags, dtype=torch.uint8)}
+    held = {name: bare(tensor) for name, tensor in kept_equal(module) if not is_lazy(tensor)}
+    return {**held, FLAGS: torch.tensor(flags, dtype=torch.uint8)}
 
 
 def _training(parts: list[weakref.ref[nn.Module]]) -> list[bool | None]:
@@ -395,21 +409,25 @@ def _versions(watched: Iterable[torch.Tensor]) -> list[int]:
 
 def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
     """Give the network other values, in place, so that optimizers and views keep its tensors."""
-    own = dict(tensors(module))
+    own = dict(kept_equal(module))
     with torch.no_grad():
         for name, value in state.items():
             if name == FLAGS:
                 _set_flags(module, value.tolist())
             elif name == ATTRIBUTES:
                 set_attributes(module, value)
-            else:
+            elif name in own:
+                # Others are Variables that are asked for by themselves, or that the other side alone has got since.
                 lazy.take_shape(own[name], value)
                 _give(own[name], value)
     lazy.settle(module)
 
 
 def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    if tensor.dtype == value.dtype and tensor.shape == value.shape:
+    if isinstance(tensor, SyncOnReadVariable):
+        # The other side has what all components make together.
+        take_from_outside(tensor, value)
+    elif tensor.dtype == value.dtype and tensor.shape == value.shape:
         tensor.copy_(value)
     else:
         # It was converted on the other side, by `module.double()` for instance, or has grown there.
@@ -428,10 +446,9 @@ def graft(new: nn.Module, here: Callable[[nn.Module], nn.Module | None]) -> dict
         if value is None:
             return None
         if id(value) not in tensors_of:
-            keeps = (
-                own is not None and type(own) is type(value) and not is_lazy(value) and own.is_meta == value.is_meta
-            )
-            if keeps and own is not None:
+            alike = own is not None and type(own) is type(value) and own.is_meta == value.is_meta
+            keeps = alike and not is_lazy(value)
+            if keeps and own is not None and own is not value:
                 _give(own, value)
                 if own.requires_grad != value.requires_grad:
                     own.requires_grad = value.requires_grad
@@ -470,17 +487,24 @@ def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.
         state = dict(states.get(owner, {}).get(handle, {}))
         # Replicas tell of statistics that have changed: of the others those count that they told last.
         shares = dict(mirrors.statistics.get(handle, {}))
+        own = dict(kept_equal(module))
+        together = read_together_in(own.items())
         averaged = averaged_statistics(module).keys() | {
             name for r, sent in states.items() if r != owner for name in sent.get(handle, {})
         }
+        averaged |= together.keys()
         for r, sent in states.items():
             if handle in sent:
                 shares[r] = {name: value for name, value in sent[handle].items() if name in averaged}
-        if owner not in shares:
-            # It has what is here: this network has just come from it, or all had the same before.
-            shares[owner] = {name: value.clone() for name, value in tensors(module) if name in averaged}
+        # Else it has what is here: this network has just come from it, or all had the same before.
+        silent = averaged & own.keys() - together.keys() - shares.get(owner, {}).keys()
+        shares[owner] = {name: bare(own[name]).clone() for name in silent} | shares.get(owner, {})
+        for r in states if together else ():
+            # Who is silent has its part of what is here.
+            shares[r] = {name: part_of(held, len(states)) for name, held in together.items()} | shares.get(r, {})
         for name in {name for share in shares.values() for name in share}:
-            state[name] = torch.stack([share[name] for share in shares.values() if name in share]).mean(0)
+            parts = [shares[r][name] for r in sorted(shares) if name in shares[r]]
+            state[name] = whole(together[name], parts) if name in together else torch.stack(parts).mean(0)
         told[handle] = shares
         if mirrors.known(module) is not None:
             load(module, state)
@@ -502,6 +526,16 @@ def averaged_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
             for name in ("running_mean", "running_var"):
                 kept[f"{prefix}.{name}" if prefix else name] = part._buffers[name]
     return {name: value for name, value in kept.items() if value is not None and not is_lazy(value)}
+
+
+def told_by_all(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what every replica tells of a network, not its owner alone: what is averaged, and components."""
+    return {**averaged_statistics(module), **components_in(module)}
+
+
+def components_in(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return this process's components of a network's Variables that are made one when they are read from outside."""
+    return {name: bare(held) for name, held in read_together_in(kept_equal(module)).items()}
 
 
 def called(module: nn.Module) -> str:

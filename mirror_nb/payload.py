@@ -36,6 +36,7 @@ from mirror_nb.sharded import refuse
 from mirror_nb.surroundings import look_in
 from mirror_nb.told import count_steps, is_told, whole_state, without_moments
 from mirror_nb.values import PerReplica
+from mirror_nb.variables import arriving
 
 IN_BAND_BYTES = 128 * 1024
 # So much of an object's buffers stays in the pickle: for 100 KB a slab takes 90 µs, a socket 15.
@@ -606,7 +607,7 @@ def unpack(
     opener = _Opener(pickled, buffers, namespace, resolve, device, lenient, replica_id)
     before, _opening = _opening, opener
     try:
-        with repairing():
+        with repairing(), arriving():
             value, arrivals = opener.load(), opener.arrivals
             if arrivals.lacking:
                 # Any of them may hold what is not there.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mirror_nb.errors import UsageError
-from mirror_nb.values import VariableAggregation, VariableSynchronization
+from mirror_nb.values import DistributedValues, VariableAggregation, VariableSynchronization, same
 
 _SUM, _MEAN, _NONE = VariableAggregation.SUM, VariableAggregation.MEAN, VariableAggregation.NONE
 _FIRST = VariableAggregation.ONLY_FIRST_REPLICA
@@ -33,6 +33,10 @@ _WRITES: dict[str, Callable[..., Tensor]] = {
 
 class VariableHome(Protocol):
     """What a Variable asks of the place that made it."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of its components."""
 
     def components(self, variable: Variable) -> Mapping[int, Tensor]:
         """Return the components that this place can see, by replica id; talks to no peer."""
@@ -49,11 +53,23 @@ class VariableHome(Protocol):
     def wrote(self, variable: Variable) -> None:
         """The tensor here was written to in place, by `copy_` or another operation of torch."""
 
+    def draft(self, variable: Variable) -> Tensor | None:
+        """Return what an operation in place is to write to, and is then assigned; None: the tensor here."""
+
     def froze(self, variable: Variable) -> None:
         """The tensor here was told whether it is trained: its `requires_grad` was set."""
 
-    def saved(self, variable: Variable) -> Tensor:
-        """Return the value to pickle; talks to no peer, since one replica may save alone."""
+    def saved(self, variable: Variable) -> tuple[Tensor, bool]:
+        """Return the value to pickle, and whether it is what all components make together.
+
+        Talks to no peer, since one replica may save alone.
+        """
+
+    def copy(self, variable: Variable) -> Variable:
+        """Return a copy, of the scope that the caller is in, with the same components if that is this place's."""
+
+    def is_elsewhere(self, variable: Variable) -> bool:
+        """Whether its components are in other processes, and are asked for by themselves: the tensor here is none."""
 
 
 class Variable(torch.Tensor):
@@ -76,6 +92,8 @@ class Variable(torch.Tensor):
     _aggregation: VariableAggregation
     _synchronization: VariableSynchronization
     _label: str | None
+    _kind: str
+    # Its class in the place that made it: one of a cell, say, which the notebook has as a PlainVariable.
     warned: bool
 
     def __new__(
@@ -132,6 +150,11 @@ class Variable(torch.Tensor):
     def home(self) -> VariableHome | None:
         """The place that made it; None for a PlainVariable."""
         return self._home
+
+    @property
+    def is_read_together(self) -> bool:
+        """Whether it is one of a place whose components are made one when it is read from outside."""
+        return self._kind == SyncOnReadVariable.__name__
 
     @property
     def name(self) -> str:
@@ -202,17 +225,27 @@ class Variable(torch.Tensor):
             if name in _FREEZES and func in _FREEZING and args[0]._home is not None:
                 args[0]._home.froze(args[0])
             return result
-        target = args[0] if args and _writes(name) and isinstance(args[0], Variable) else None
-        if isinstance(target, SyncOnReadVariable) and name == "copy_":
+        if name in _CONVERSIONS and isinstance(args[0], SyncOnReadVariable):
+            with torch._C.DisableTorchFunctionSubclass():
+                unchanged = func(*args, **kwargs) is args[0]
+            if unchanged:
+                # As torch has it: nothing is copied. So a module's `to` leaves it the buffer that it is.
+                return args[0]
+        targets = _targets(name, args, kwargs)
+        if name == "copy_" and targets and isinstance(targets[0], SyncOnReadVariable):
             # What load_state_dict does: the value that was read from outside comes back as such.
-            target.assign(args[1])
-            return target
-        args, kwargs = _current(args, target), _current(kwargs, target)
+            targets[0].assign(args[1])
+            return targets[0]
+        written = {id(target): _to_write(target) for target in targets}
+        args, kwargs = _current(args, written), _current(kwargs, written)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if target is not None and target._home is not None:
-            target._home.wrote(target)
-        return result
+        for target in targets:
+            if written[id(target)] is not target:
+                target.assign(written[id(target)])
+            elif target._home is not None:
+                target._home.wrote(target)
+        return next((target for target in targets if written[id(target)] is result), result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # TensorFlow's layout, torch's own repr inside.
@@ -233,14 +266,14 @@ class Variable(torch.Tensor):
         }
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        value = component(self) if self._home is None else self._home.saved(self)
-        return rebuild, (type(self).__name__, value, self._options(), self.requires_grad)
+        value, whole = (component(self), True) if self._home is None else self._home.saved(self)
+        return rebuild, (self._kind, value, self._options(), self.requires_grad, whole)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         if id(self) not in memo:
-            memo[id(self)] = rebuild(type(self).__name__, self.read_value(), self._options())
-        copied: Variable = memo[id(self)]
-        return copied
+            memo[id(self)] = copy_of(self, component(self)) if self._home is None else self._home.copy(self)
+        made: Variable = memo[id(self)]
+        return made
 
 
 @final
@@ -289,15 +322,19 @@ def distributed(value: Tensor, home: VariableHome, **options: Any) -> Variable:
     return _build(SyncOnReadVariable if on_read else MirroredVariable, value, home, options)
 
 
-def component_variable(variable: Variable) -> PlainVariable:
-    """Return this process's component as a Variable of its own: to write to it writes to `variable` here."""
+def component_variable(variable: Variable, own: Tensor | None = None) -> PlainVariable:
+    """Return a component as a Variable of its own, on the same memory; without `own` this process's component."""
     options = {**variable._options(), "trainable": False}
-    made = _build(PlainVariable, _bare(variable), None, options)
+    made = _build(PlainVariable, bare(variable if own is None else own), None, options)
     assert isinstance(made, PlainVariable)
     return made
 
 
 def _build(kind: type[Variable], value: Tensor, home: VariableHome | None, options: Mapping[str, Any]) -> Variable:
+    if value.is_inference():
+        # Of such tensors autograd does not count the writes.
+        with torch.inference_mode(False):
+            value = value.clone()
     learns = options["trainable"] and (value.is_floating_point() or value.is_complex())
     made: Variable = torch.Tensor._make_subclass(kind, value, learns)
     made._home = home
@@ -305,6 +342,7 @@ def _build(kind: type[Variable], value: Tensor, home: VariableHome | None, optio
     made._aggregation = options["aggregation"]
     made._synchronization = options["synchronization"]
     made._label = options["name"]
+    made._kind = kind.__name__
     made.warned = False
     if learns:
         # torch's own mark for what isinstance(…, nn.Parameter) is true of: modules register it.
@@ -329,21 +367,49 @@ def provide_arrivals(make: Make) -> None:
 
 
 def _making() -> Make | None:
-    return _scopes[-1]() if _scopes else None
+    return _scopes[-1]() if _scopes and not _arriving else None
 
 
-def rebuild(kind: str, value: Tensor, options: dict[str, Any], trained: bool | None = None) -> Variable:
-    """Make a Variable of what was pickled or copied: on a replica one of its place, elsewhere a plain one.
+_arriving = False
 
-    `value` is this process's component as it is: no peer is asked, whatever the aggregation. `trained`: its
-    `requires_grad`, None as it was made.
+
+@contextmanager
+def arriving() -> Iterator[None]:
+    """Within it what is unpickled comes from another process: nobody makes it in the scope that the caller is in."""
+    global _arriving
+    before, _arriving = _arriving, True
+    try:
+        yield
+    finally:
+        _arriving = before
+
+
+def copy_of(variable: Variable, value: Tensor, whole: bool = True) -> Variable:
+    """Return a Variable like this one; see `rebuild`."""
+    return rebuild(variable._kind, value, variable._options(), variable.requires_grad, whole)
+
+
+def rebuild(
+    kind: str, value: Tensor, options: dict[str, Any], trained: bool | None = None, whole: bool = False
+) -> Variable:
+    """Make a Variable of what was pickled or copied: on a replica and in a scope one of that place, else a plain one.
+
+    `value` is this process's component as it is, or with `whole` what all components make together: no peer is asked,
+    whatever the aggregation. `trained`: its `requires_grad`, None as it was made. A plain one remembers its `kind`,
+    so that it is that again where it comes to a replica.
     """
     made: Variable
-    if kind == PlainVariable.__name__ or not _arrivals:
-        made = plain(value, **options)
-    else:
+    make = _making()
+    if _arrivals and (kind != PlainVariable.__name__ or make is not None):
         sums = kind == SyncOnReadVariable.__name__ and options["aggregation"] is _SUM
         made = _arrivals[-1](torch.zeros_like(value) if sums and _of_a_peer else value, **options)
+    elif make is not None:
+        made = make(value, **options)
+    else:
+        made = plain(value, **options)
+        made._kind = kind
+    if whole and made.home is not None:
+        take_from_outside(made, value)
     if trained is not None and made.requires_grad != trained:
         made.requires_grad = trained
     return made
@@ -373,7 +439,7 @@ def set_trained(variable: Variable, trained: bool) -> None:
 
 def component(variable: Variable) -> Tensor:
     """Return a copy of the component in this process, a plain tensor."""
-    return _bare(variable).clone()
+    return bare(variable).clone()
 
 
 def read_component(variable: Variable) -> Tensor:
@@ -381,11 +447,22 @@ def read_component(variable: Variable) -> Tensor:
     return component(variable)
 
 
+def copy_component(variable: Variable, copy: Variable) -> None:
+    """For the controller: give the copy the component of the replica that this is called on."""
+    bare(copy).copy_(bare(variable))
+
+
 def apply_assign(variable: Variable, how: str, value: Any) -> None:
     """Write to the component in this process, with no word to the peers."""
     tensor = as_value(variable, how, value)
     with torch.no_grad():
-        _WRITES[how](_bare(variable), tensor)
+        _WRITES[how](bare(variable), tensor)
+
+
+def take_from_outside(variable: Variable, value: Tensor) -> None:
+    """Give this process's component what it has of a value that was read from outside, with no word to the peers."""
+    assert variable.home is not None
+    apply_assign(variable, "assign", from_outside(variable, "assign", value, variable.home.num_replicas))
 
 
 def as_value(variable: Variable, how: str, value: Any) -> Tensor:
@@ -393,22 +470,22 @@ def as_value(variable: Variable, how: str, value: Any) -> Tensor:
 
     Raises UsageError for another shape, and for a dtype that would lose what the value holds.
     """
-    bare = _bare(variable)
+    own = bare(variable)
     try:
         with torch.no_grad():
             tensor = value.read_value() if isinstance(value, Variable) else torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"cannot {how} {value!r} to {variable.name}: {error}") from error
-    if tensor.shape != bare.shape:
+    if tensor.shape != own.shape:
         raise UsageError(
-            f"cannot {how} a value of shape {tuple(tensor.shape)} to {variable.name} of shape {tuple(bare.shape)}"
+            f"cannot {how} a value of shape {tuple(tensor.shape)} to {variable.name} of shape {tuple(own.shape)}"
         )
-    if not torch.can_cast(tensor.dtype, bare.dtype):
+    if not torch.can_cast(tensor.dtype, own.dtype):
         raise UsageError(
-            f"cannot {how} a value of {tensor.dtype} to {variable.name} of {bare.dtype}; make the Variable of that "
+            f"cannot {how} a value of {tensor.dtype} to {variable.name} of {own.dtype}; make the Variable of that "
             "dtype, or convert the value with .to(dtype)"
         )
-    return tensor.to(bare.device, bare.dtype)
+    return tensor.to(own.device, own.dtype)
 
 
 def from_outside(variable: Variable, how: str, value: Any, num_replicas: int) -> Any:
@@ -417,7 +494,7 @@ def from_outside(variable: Variable, how: str, value: Any, num_replicas: int) ->
     Of a sum each gets its n-th part, so that it reads back as `value`; nothing can be added to one.
     Source: TensorFlow's SyncOnReadVariable. Raises UsageError (`assign_add` to a sum).
     """
-    if not isinstance(variable, SyncOnReadVariable) or variable.aggregation is not _SUM:
+    if not variable.is_read_together or variable.aggregation is not _SUM:
         return value
     if how != "assign":
         raise UsageError(
@@ -426,6 +503,21 @@ def from_outside(variable: Variable, how: str, value: Any, num_replicas: int) ->
         )
     share = as_value(variable, how, value) / num_replicas
     return share.to(variable.dtype)
+
+
+def check_parts(variable: Variable, how: str, value: DistributedValues) -> None:
+    """Raise UsageError where a value of each replica is assigned in cross-replica context to what is one for all.
+
+    Copies that are kept equal take equal values; a sum that is synchronised on read takes the whole.
+    """
+    rule = variable.aggregation
+    apart = rule is _SUM if variable.is_read_together else not all(same(value[0], one) for one in value.values)
+    if apart and rule is not _NONE:
+        raise UsageError(
+            f"cannot {how} a value of each replica to {variable.name} outside of strategy.run: {value!r}; do it in a "
+            f"function given to strategy.run to have them aggregated by {rule.value}, or pass the one value that "
+            "strategy.reduce(...) returns"
+        )
 
 
 def aggregate(variable: Variable, components: Sequence[Tensor]) -> Tensor:
@@ -451,11 +543,16 @@ def check_readable(variable: Variable) -> None:
 # --------------------------------------------------------------------------- as a tensor
 
 
-def _bare(variable: Variable) -> Tensor:
-    """The component as a plain tensor on the same memory."""
+def writes_to(variable: Variable) -> int:
+    """Return how often the tensor here was written to, as autograd counts it; writes by its views are among them."""
     with torch._C.DisableTorchFunctionSubclass():
-        bare: Tensor = variable.detach()
-    return bare
+        return variable._version
+
+
+def bare(tensor: Tensor) -> Tensor:
+    """Return a tensor, of a Variable the component in this process, as a plain one on the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
 
 
 def _shown(value: Tensor) -> Tensor:
@@ -473,6 +570,12 @@ _ABOUT = _about(
         "_post_accumulate_grad_hooks", "output_nr", "itemsize", "nbytes", "names", "_base", "is_mps", "is_xpu",
     )
 )  # fmt: skip
+_CONVERSIONS = frozenset(
+    {
+        "to", "type", "type_as", "cpu", "cuda", "contiguous", "float", "double", "half", "bfloat16", "int", "long",
+        "short", "char", "byte", "bool",
+    }
+)  # fmt: skip
 _FREEZES = frozenset({"requires_grad_", "__set__"})
 _FREEZING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _ABOUT_CALLS = frozenset(
@@ -489,22 +592,44 @@ _IN_PLACE = frozenset(f"__{name}__" for name in ("iadd", "isub", "imul", "itrued
 }
 
 
-def _current(nest: Any, target: Variable | None) -> Any:
-    """Return the arguments of an operation with the Variables among them up to date."""
+def _targets(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[Variable]:
+    """Return the Variables that an operation of this name is to write to.
+
+    `v.add_(1)`, `torch.add(a, b, out=v)`, `torch._foreach_add_([v, w], 1)`, `nn.init.zeros_(v)`
+    """
+    found: list[Any] = [kwargs.get("out")]
+    if _writes(name):
+        # The functions of `nn.init` come without arguments that have no name.
+        found.append(args[0] if args else kwargs.get("tensor"))
+    flat = (item for one in found for item in (one if type(one) in (tuple, list) else (one,)))
+    return [item for item in flat if isinstance(item, Variable)]
+
+
+def _to_write(variable: Variable) -> Tensor:
+    """Return what an operation in place writes to: the Variable, up to date, or a draft, to be assigned to it."""
+    home = variable._home
+    draft = None if home is None else home.draft(variable)
+    if home is not None and draft is None:
+        home.refresh(variable)
+    return variable if draft is None else draft
+
+
+def _current(nest: Any, written: Mapping[int, Tensor]) -> Any:
+    """Return the arguments of an operation with the Variables among them up to date; `written`: its targets, by id."""
     if isinstance(nest, Variable):
-        return _current_value(nest, target)
+        return written[id(nest)] if id(nest) in written else _current_value(nest)
     if type(nest) in (tuple, list):
-        return type(nest)(_current(item, target) for item in nest)
+        return type(nest)(_current(item, written) for item in nest)
     if type(nest) is dict:
-        return {key: _current(item, target) for key, item in nest.items()}
+        return {key: _current(item, written) for key, item in nest.items()}
     return nest
 
 
-def _current_value(variable: Variable, target: Variable | None) -> Tensor:
+def _current_value(variable: Variable) -> Tensor:
     home = variable._home
     if home is None:
         return variable
-    if isinstance(variable, SyncOnReadVariable) and variable is not target:
+    if isinstance(variable, SyncOnReadVariable):
         return home.read(variable)
     home.refresh(variable)
     return variable

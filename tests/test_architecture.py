@@ -18,6 +18,7 @@ FLOORS = (
         "messages",
         "values",
         "variables",
+        "held_variables",
         "cluster",
         "payload",
         "pickler",

@@ -1119,7 +1119,7 @@ def test_a_state_that_cannot_be_told_costs_nothing_else_its_value_at_the_end():
     before = model(torch.ones(1, 2)).item()
     strategy.run(step_of(model, optimizer))
     strategy.run(lambda: value.assign_add(1.0))
-    with pytest.warns(UserWarning, match="closed without the latest values of .* optimizers and metrics: no state"):
+    with pytest.warns(UserWarning, match="closed without the latest values of the Silent: no state"):
         strategy.close()
     assert model(torch.ones(1, 2)).item() == pytest.approx(before - 3)
     assert float(value) == 2.0
@@ -1154,6 +1154,76 @@ def test_variables_stay_readable_when_their_strategy_is_closed():
     assert float(value) == 2.0
     assert float(total) == 6.0
     assert repr(value) == "MirroredVariable:{\n  0: tensor(2.),\n  1: tensor(2.)\n}"
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "start", "expected"), [("none", 0.0, [1.0, 2.0]), ("mean", 0, [1, 2]), ("sum", 0, [1, 2])]
+)
+def test_whatever_a_variable_holds_closing_keeps_it_and_what_comes_after_it(aggregation, start, expected):
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            own = mnb.Variable(start, aggregation=aggregation, synchronization="on_read")
+            step = mnb.Variable(0.0)
+
+        def count() -> None:
+            own.assign_add(torch.tensor(mnb.get_replica_context().replica_id_in_sync_group + 1).to(own.dtype))
+            step.assign_add(1.0)
+
+        strategy.run(count)
+    assert [value.item() for value in own.values] == expected
+    assert float(step) == 1.0
+    if aggregation != "none":
+        assert float(own) == {"mean": 1.5, "sum": 3.0}[aggregation]
+
+
+def test_what_fails_when_a_strategy_is_closed_is_told_and_costs_nothing_else_its_value(monkeypatch):
+    strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        broken, value = mnb.Variable(1.0, name="broken"), mnb.Variable(1.0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
+    strategy.run(lambda: [broken.assign_add(1.0), value.assign_add(1.0)])
+    strategy.run(step_of(model, optimizer))
+    home = strategy._place._home
+    keep = home.keep
+
+    def lose(variable: mnb.Variable) -> None:
+        if variable is broken:
+            raise RuntimeError("lost on the way")
+        keep(variable)
+
+    monkeypatch.setattr(type(home), "keep", lambda self, variable: lose(variable))
+    with pytest.warns(UserWarning, match="without the latest values of the Variable 'broken': lost on the way"):
+        strategy.close()
+    assert float(value) == 2.0
+    assert optimizer.state[model.weight]["momentum_buffer"].shape == (1, 2)
+
+
+def test_a_variable_has_one_value_everywhere_when_it_is_written_after_its_strategy_is_closed():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            value, unsent = mnb.Variable(1.0), mnb.Variable(1.0)
+            total = mnb.Variable(0.0, aggregation="sum", synchronization="on_read")
+            mean = mnb.Variable(0.0, aggregation="mean", synchronization="on_read")
+        strategy.run(lambda: [value.assign_add(1.0), total.assign_add(3.0), mean.assign_add(3.0)])
+
+    def seen(variable: mnb.Variable) -> list[float]:
+        return [float(variable), float(variable.read_value()), *map(float, variable.values)]
+
+    for variable in (value, unsent, mean):
+        variable.assign(9.0)
+        assert seen(variable) == [9.0, 9.0, 9.0, 9.0]
+        variable.assign_sub(1.0)
+        with torch.no_grad():
+            variable.add_(4.0)
+        assert seen(variable) == [12.0, 12.0, 12.0, 12.0]
+    assert repr(value) == "MirroredVariable:{\n  0: tensor(12.),\n  1: tensor(12.)\n}"
+    total.assign(9.0)
+    assert seen(total) == [9.0, 9.0, 4.5, 4.5]
+    total.mul_(2.0)
+    assert seen(total) == [18.0, 18.0, 9.0, 9.0]
+    value.assign(mnb.PerReplica([torch.tensor(1.0), torch.tensor(2.0)]))
+    assert [float(own) for own in value.values] == [1.0, 2.0]
 
 
 def test_a_function_may_use_the_strategy_that_runs_it(two):
@@ -1303,10 +1373,10 @@ def test_a_variable_that_is_frozen_here_is_frozen_there(two):
     assert float(free[0].detach()) > float(before[0])
 
 
-@pytest.mark.parametrize("synchronization", ["auto", "on_read"])
-def test_a_value_of_each_replica_is_assigned_before_the_first_run_too(two, synchronization):
+@pytest.mark.parametrize(("aggregation", "synchronization"), [("none", "auto"), ("mean", "on_read")])
+def test_a_value_of_each_replica_is_assigned_before_the_first_run_too(two, aggregation, synchronization):
     with two.scope():
-        own = mnb.Variable(0.0, trainable=False, aggregation="mean", synchronization=synchronization)
+        own = mnb.Variable(0.0, trainable=False, aggregation=aggregation, synchronization=synchronization)
     own.assign(mnb.PerReplica([torch.tensor(1.0), torch.tensor(3.0)]))
     assert [float(value) for value in own.values] == [1.0, 3.0]
     with pytest.raises(mnb.UsageError, match="3 values"):
@@ -1366,3 +1436,38 @@ def test_other_ops_leave_no_memory_of_the_ones_before(two):
     finally:
         two.cross_device_ops = before
     assert len(set(counts)) == 1
+
+
+def test_what_is_written_to_a_sum_in_place_is_the_whole_of_it_before_and_after_the_replicas_have_it(two):
+    with two.scope():
+        total = mnb.Variable([0.0, 0.0], aggregation="sum", synchronization="on_read")
+    for _ in range(2):
+        total.fill_(4.0)
+        assert total.tolist() == [4.0, 4.0]
+        nn.init.constant_(total, 6.0)
+        torch._foreach_add_([total], 2.0)
+        torch.add(total, 2.0, out=total)
+        assert total.tolist() == [10.0, 10.0]
+        total[0] = 2.0
+        assert total.tolist() == [2.0, 10.0]
+        assert two.run(lambda: total.tolist()) == [1.0, 5.0]
+
+
+def test_a_variable_made_in_inference_mode_is_written_as_any_other(two):
+    with two.scope(), torch.inference_mode():
+        value = mnb.Variable([1.0, 2.0])
+    assert two.run(lambda: value.tolist()) == [1.0, 2.0]
+    with torch.inference_mode():
+        value[1:].fill_(7.0)
+        value.add_(1.0)
+    assert two.run(lambda: value.tolist()) == value.tolist() == [2.0, 8.0]
+
+
+def test_a_write_to_a_view_of_a_closed_variable_is_seen_everywhere():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            value = mnb.Variable([1.0, 2.0], trainable=False)
+        strategy.run(lambda: value.assign_add([1.0, 1.0]))
+    value[1:].fill_(9.0)
+    assert value.tolist() == [2.0, 9.0]
+    assert [own.tolist() for own in value.values] == [[2.0, 9.0]] * 2

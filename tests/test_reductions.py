@@ -9,11 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
 from mirror_nb.strategies.reductions import (
     gather_local,
     gather_values,
+    in_order,
     local_parts,
     reduce_local,
     reduce_values,
@@ -213,3 +215,34 @@ def test_a_value_of_another_number_of_replicas_is_refused(call, values):
 
 def test_a_structure_in_words():
     assert structure({"a": [t(1), 2], "b": ()}) == "{'a': [*, *], 'b': ()}"
+
+
+class Output:
+    """A class of the user's that torch's pytrees know, without names for its members."""
+
+    def __init__(self, loss, logits):
+        self.loss, self.logits = loss, logits
+
+
+pytree.register_pytree_node(Output, lambda out: ([out.loss, out.logits], None), lambda held, _: Output(*held))
+
+
+def test_the_leaves_of_a_class_registered_without_names_for_its_members_are_numbered():
+    leaves, places, made = in_order({"b": Output(1, {"z": 2, "a": [3]}), "a": None})
+    assert leaves == [None, 1, 3, 2]
+    assert places == ["['a']", "['b'][0]", "['b'][1]['a'][0]", "['b'][1]['z']"]
+    back = made([10 * (leaf or 0) for leaf in leaves])
+    assert (back["a"], back["b"].loss, back["b"].logits) == (0, 10, {"z": 20, "a": [30]})
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [[1, (2, {"b": 3, "a": 4})], Pt(1, [2]), OrderedDict(b=1, a=()), {}, 5, PerReplica([1]), defaultdict(int, x=1)],
+)
+def test_other_leaves_are_where_torch_says_that_they_are(nest):
+    found = pytree.tree_flatten_with_path(nest)[0]
+    leaves, places, made = in_order(nest)
+    assert sorted(zip(places, map(repr, leaves), strict=True)) == sorted(
+        (pytree.keystr(path) or "*", repr(leaf)) for path, leaf in found
+    )
+    assert made(leaves) == nest

@@ -188,11 +188,14 @@ class Home:
     def refresh(self, variable):
         self.asked.append("refresh")
 
+    def draft(self, variable):
+        return None
+
     def wrote(self, variable):
         self.asked.append("wrote")
 
     def saved(self, variable):
-        return torch.tensor(42.0)
+        return torch.tensor(42.0), True
 
 
 def made(home, aggregation="SUM", synchronization="AUTO", value=1.0):

@@ -13,6 +13,7 @@ from typing import Any, final
 
 from mirror_nb.contents import is_trained
 from mirror_nb.errors import TransferError
+from mirror_nb.held_variables import read_together
 from mirror_nb.messages import Export, Imported, KnownModule, NewModule, Plain, Stayed
 from mirror_nb.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
@@ -54,12 +55,17 @@ class Incoming:
             case Stayed() as stayed:
                 return self._remote(name, stayed, chosen)
             case Plain(payload) if all_alike(exports):
-                return self._open(payload, name, chosen)
+                value = self._open(payload, name, chosen)
+                whole = read_together([value] * len(exports))
+                return value if whole is None else whole
         values = [
             self._open(e.payload, name, r) if isinstance(e, Plain) else self._remote(name, _stand_in(e), r)
             for r, e in sorted(exports.items())
         ]
-        return values[0] if all(isinstance(value, Remote) for value in values) else merged(values)
+        if all(isinstance(value, Remote) for value in values):
+            return values[0]
+        whole = read_together(values)
+        return merged(values) if whole is None else whole
 
     def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
         try:

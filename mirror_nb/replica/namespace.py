@@ -37,12 +37,13 @@ from mirror_nb.messages import (
 from mirror_nb.mirrors import (
     ATTRIBUTES,
     Mirrors,
-    averaged_statistics,
     bits,
     checksums,
+    components_in,
     load,
     mirrored_values,
     mixed,
+    told_by_all,
 )
 from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, pack, unpack
 from mirror_nb.pickler import TooLarge, label_class
@@ -304,8 +305,8 @@ class Namespace:
         networks = fresh.networks
         if owner:
             exports.modules.update(networks)
-        else:
-            exports.states.update({handle: averaged_statistics(module) for handle, module in networks.items()})
+        told = components_in if owner else told_by_all
+        exports.states.update({handle: told(module) for handle, module in networks.items()})
         for handle, (_, payload) in fresh.objects.items():
             exports.objects[handle] = payload if owner else None
         exports.objects.update(dict.fromkeys(fresh.inside))
@@ -481,7 +482,7 @@ class Namespace:
         for handle, module in self.mirrors.roots():
             if handle in fresh or not (trained or self.mirrors.changed(module)) or has_sharded(module):
                 continue
-            state = mirrored_values(module) if owner else averaged_statistics(module)
+            state = mirrored_values(module) if owner else told_by_all(module)
             found = checksums(state.values())
             if sums is not None:
                 own = _complete(module)

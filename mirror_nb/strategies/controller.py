@@ -7,6 +7,7 @@ results ◀─ regrouped ◀───── replicas;  networks are read back wh
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
@@ -24,6 +25,7 @@ from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, ReplicaDied, UsageError
 from mirror_nb.event_files import EventFiles, Written
+from mirror_nb.held_variables import scope_variables
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
 from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, called, mirrored_values
 from mirror_nb.payload import Arrivals, Packed, pack, unpack
@@ -59,7 +61,7 @@ from mirror_nb.strategies.states import States, load_state, state_of
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
-from mirror_nb.variables import MirroredVariable, SyncOnReadVariable, Variable
+from mirror_nb.variables import Variable
 
 _NO_ARGUMENTS = pack(((), {}))
 READS = 3
@@ -286,6 +288,7 @@ class ControllerPlace(Place):
                 self._functions.keep(fn, function)
             self._push_changes()
             self._states.push()
+            self._home.push()
             changed = self._objects.changed_settings()
             released = tuple(self._objects.take_released())
             around, now = (None, None) if plain else (modes.current(), surroundings.moment)
@@ -431,14 +434,18 @@ class ControllerPlace(Place):
         modules = [obj for obj in objects.values() if isinstance(obj, nn.Module)]
         # Their parts too, each by itself: one may live on when the whole is gone.
         objects.update((self._objects.add(part), part) for module in modules for part in module.modules())
-        objects.update((self._objects.add(v), v) for v in _variables_of(modules) if not self._objects.is_sent(v))
+        held = (variable for module in modules for variable in scope_variables(module))
+        objects.update((self._objects.add(v), v) for v in held if not self._objects.is_sent(v))
         packed = pack(objects, reference=self._sent_reference(objects), handle=self._mirrors.handle)
         self._request(Mirror(packed.payload), packed)
+        for obj in objects.values():
+            self._objects.mark_sent(obj)
+            if isinstance(obj, Variable):
+                self._home.sent(obj)
+        # Only now: Variables that the replicas have are none of their networks' values any more.
         self._mirrors.gave(modules)
         assert self._pool is not None
         self._pool.tell(self._title(), self._operation())
-        for obj in objects.values():
-            self._objects.mark_sent(obj)
         reading.add(self)
         for module in modules:
             torchmetrics_objects.watch(module, self._ask)
@@ -682,25 +689,33 @@ class ControllerPlace(Place):
             self._end()
 
     def _keep_what_was_learned(self) -> None:
-        """Bring networks, Variables and states of optimizers here, where they stay readable."""
+        """Bring networks, Variables, states of optimizers and metrics here, where they stay readable.
+
+        Each by itself: what one of them cannot tell costs no other its value.
+        """
         if self._pool is None:
             return
-        try:
-            if self.stale:
-                self.refresh()
-            for obj in self._objects.all():
-                if isinstance(obj, Variable) and self._objects.is_sent(obj):
-                    self._home.keep(obj)
-            # Last: a state may be one that cannot be told, which is to cost nothing else its value.
+        lost: dict[str, list[str]] = {}
+        for what, keep in list(self._learned()):
             try:
-                for obj in self._objects.all():
-                    if isinstance(obj, torch.optim.Optimizer):
-                        self._states.read(obj)
-            finally:
-                torchmetrics_objects.settle(obj for obj in self._objects.all() if isinstance(obj, nn.Module))
-        except Exception as reason:
-            left = "networks, Variables, optimizers and metrics"
-            warnings.warn(f"closed without the latest values of {left}: {reason}", stacklevel=4)
+                keep()
+            except Exception as reason:
+                lost.setdefault(str(reason), []).append(what)
+        for why, those in lost.items():
+            warnings.warn(f"closed without the latest values of {', '.join(those)}: {why}", stacklevel=4)
+
+    def _learned(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        if self.stale:
+            yield "networks", self.refresh
+        objects = self._objects.all()
+        for obj in objects:
+            if isinstance(obj, Variable) and self._objects.is_sent(obj):
+                yield f"the Variable {obj.name!r}", functools.partial(self._home.keep, obj)
+        for obj in objects:
+            if isinstance(obj, torch.optim.Optimizer):
+                yield f"the {type(obj).__name__}", functools.partial(self._states.read, obj)
+        modules = [obj for obj in objects if isinstance(obj, nn.Module)]
+        yield "metrics", functools.partial(torchmetrics_objects.settle, modules)
 
     def _end(self) -> None:
         self.closed = True
@@ -709,23 +724,6 @@ class ControllerPlace(Place):
             self._dashboard.close()
         if self._pool is not None:
             self._pool.close()
-
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
-
-
-def _variables_of(modules: Iterable[nn.Module]) -> Iterator[Variable]:
-    """Yield the Variables of the scope that networks have as plain attributes, in lists and dicts too."""
-    held = (vars(part) for module in modules for part in module.modules())
-    queue = [value for attributes in held for name, value in attributes.items() if name not in _REGISTERED]
-    while queue:
-        value = queue.pop()
-        if isinstance(value, MirroredVariable | SyncOnReadVariable):
-            yield value
-        elif type(value) in (list, tuple):
-            queue += value
-        elif type(value) is dict:
-            queue += value.values()
 
 
 def _clear_gradients(owner: Any, set_to_none: bool) -> None:

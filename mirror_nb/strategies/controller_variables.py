@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, final
 
 from torch import Tensor
 
 from mirror_nb.strategies.reductions import check_size, select
-from mirror_nb.values import DistributedValues
+from mirror_nb.values import DistributedValues, VariableAggregation
 from mirror_nb.variables import (
     SyncOnReadVariable,
     Variable,
     aggregate,
     apply_assign,
+    check_parts,
     component,
     component_variable,
+    copy_component,
+    copy_of,
     distributed,
     from_outside,
     read_component,
     set_trained,
+    writes_to,
 )
+
+NEVER = -1
+# Of `_seen`, the number of calls after which the tensor here had the replicas' value.
 
 
 class Replicas(Protocol):
@@ -43,22 +51,54 @@ class ControllerHome:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
+        self._sent: dict[int, weakref.ref[Variable]] = {}
+        # By id: a set of weak references would ask tensors whether they are equal.
+
+    @property
+    def num_replicas(self) -> int:
+        return self._replicas.num_replicas
 
     def make(self, value: Tensor, **options: Any) -> Variable:
         """Make a Variable; the replicas get their components when it is first captured."""
         made = distributed(value, self, **options)
-        made._seen = 0  # type: ignore[attr-defined]
+        made._seen = NEVER  # type: ignore[attr-defined]
+        self._settle(made)
         return made
+
+    def sent(self, variable: Variable) -> None:
+        """The replicas have the Variable as it is here."""
+        self._sent[id(variable)] = weakref.ref(variable)
+        self._settle(variable)
+
+    def push(self) -> None:
+        """Give the replicas what was written here in ways that the Variables could not see.
+
+        By their views, `v[1:].fill_(0)`, for instance; autograd counts those.
+        """
+        for known, reference in list(self._sent.items()):
+            variable = reference()
+            if variable is None:
+                del self._sent[known]
+            else:
+                self.wrote(variable)
+
+    def _settle(self, variable: Variable) -> None:
+        """All that was written to the tensor here is known wherever the components are."""
+        variable._writes = writes_to(variable)  # type: ignore[attr-defined]
 
     def keep(self, variable: Variable) -> None:
         """Bring the components here for good: the replicas are about to end."""
-        variable._kept = self.components(variable)  # type: ignore[attr-defined]
-        self.refresh(variable)
+        components = self.components(variable)
+        variable._kept = {i: component_variable(variable, own) for i, own in components.items()}  # type: ignore[attr-defined]
+        if not variable.is_read_together:
+            apply_assign(variable, "assign", components[0])
+            self._settle(variable)
 
     def components(self, variable: Variable) -> Mapping[int, Tensor]:
-        kept: Mapping[int, Tensor] | None = getattr(variable, "_kept", None)
-        if kept is not None:
-            return kept
+        self.wrote(variable)
+        kept = _kept(variable)
+        if kept:
+            return {i: component(own) for i, own in kept.items()}
         if self._replicas.has_sent(variable):
             values = self._replicas.command(read_component, (variable,), changes=False)
         else:
@@ -66,15 +106,21 @@ class ControllerHome:
         return dict(enumerate(values))
 
     def assign(self, variable: Variable, how: str, value: Any) -> Any:
+        if isinstance(value, DistributedValues):
+            check_size(value, self._replicas.num_replicas)
+            check_parts(variable, how, value)
         share = from_outside(variable, how, value, self._replicas.num_replicas)
         if isinstance(share, Tensor):
             share = share.detach().clone()
-        elif isinstance(share, DistributedValues):
-            check_size(share, self._replicas.num_replicas)
+        elif isinstance(share, DistributedValues) and not _kept(variable):
             # Each replica gets its own, of a Variable that it has to have first.
             self._replicas.command(read_component, (variable,), changes=False)
+        self.wrote(variable)
         # Here first: what cannot be assigned is refused before any replica has changed.
         apply_assign(variable, how, select(share, 0))
+        self._settle(variable)
+        for replica_id, own in _kept(variable).items():
+            apply_assign(own, how, select(share, replica_id))
         if self._replicas.has_sent(variable):
             self._replicas.command(apply_assign, (variable, how, share), changes=False)
         return variable
@@ -86,26 +132,63 @@ class ControllerHome:
         return component(variable)
 
     def refresh(self, variable: Variable) -> None:
-        seen: int = getattr(variable, "_seen", 0)
+        seen: int = getattr(variable, "_seen", NEVER)
         if seen == self._replicas.calls or not self._replicas.has_sent(variable):
             return
-        values = list(self.components(variable).values())
-        mirrored = not isinstance(variable, SyncOnReadVariable)
-        apply_assign(variable, "assign", values[0] if mirrored else aggregate(variable, values))
+        apply_assign(variable, "assign", self.components(variable)[0])
+        self._settle(variable)
         variable._seen = self._replicas.calls  # type: ignore[attr-defined]
 
     def wrote(self, variable: Variable) -> None:
+        known = variable._writes  # type: ignore[attr-defined]
+        if known == writes_to(variable):
+            return
+        # First, since the command asks for what is to be pushed.
+        self._settle(variable)
+        value = component(variable)
+        for own in _kept(variable).values():
+            apply_assign(own, "assign", value)
         if self._replicas.has_sent(variable):
-            value = component(variable)
-            share = from_outside(variable, "assign", value, self._replicas.num_replicas)
-            self._replicas.command(apply_assign, (variable, "assign", share), changes=False)
+            try:
+                self._replicas.command(apply_assign, (variable, "assign", value), changes=False)
+            except BaseException:
+                variable._writes = known  # type: ignore[attr-defined]
+                raise
+
+    def draft(self, variable: Variable) -> Tensor | None:
+        sent = self._replicas.has_sent(variable)
+        apart = variable.aggregation is VariableAggregation.NONE and not sent and not _kept(variable)
+        if apart or not variable.is_read_together:
+            return None
+        # A mean of integers could not be assigned.
+        return self.read(variable).to(variable.dtype)
 
     def froze(self, variable: Variable) -> None:
         if self._replicas.has_sent(variable):
             self._replicas.command(set_trained, (variable, variable.requires_grad), changes=False)
 
-    def saved(self, variable: Variable) -> Tensor:
-        return self.read(variable) if self._replicas.has_sent(variable) else component(variable)
+    def saved(self, variable: Variable) -> tuple[Tensor, bool]:
+        sent = self._replicas.has_sent(variable)
+        return self.read(variable) if sent else component(variable), sent
+
+    def copy(self, variable: Variable) -> Variable:
+        made = copy_of(variable, component(variable), whole=False)
+        if made.home is not self:
+            return copy_of(variable, self.read(variable))
+        if self._replicas.has_sent(variable):
+            # There: of a sum the parts could not be told from the whole.
+            self._replicas.command(copy_component, (variable, made), changes=False)
+            made._seen = NEVER  # type: ignore[attr-defined]
+        return made
+
+    def is_elsewhere(self, variable: Variable) -> bool:
+        return self._replicas.has_sent(variable)
+
+
+def _kept(variable: Variable) -> Mapping[int, Variable]:
+    """Return the components of a Variable whose replicas have ended, by replica id."""
+    kept: Mapping[int, Variable] = getattr(variable, "_kept", {})
+    return kept
 
 
 def update_component(variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -50,7 +50,7 @@ from mirror_nb.strategies.replica_variables import ReplicaHome
 from mirror_nb.strategies.seat import PeerSeat
 from mirror_nb.strategies.standalone import Standalone, standalone
 from mirror_nb.telemetry.comparison import Comparison, compared
-from mirror_nb.values import DistributedValues, ReduceOp
+from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
 from mirror_nb.variables import Variable, component, component_variable, distributed, provide_arrivals
 from mirror_nb.weighing import Weighing
 
@@ -253,7 +253,7 @@ class ReplicaPlace(Place):
     # ------------------------------------------------------------------ reductions
 
     def reduce(self, op: ReduceOp, value: Any, axis: tuple[int, ...] | None, where: str) -> Any:
-        if self._merges or isinstance(value, DistributedValues):
+        if self._is_here(value):
             return reduce_local(op, value, axis, self.num_replicas).to(self.device)
         leaf = component(value) if isinstance(value, Variable) else value
 
@@ -269,10 +269,14 @@ class ReplicaPlace(Place):
         return total if op is ReduceOp.SUM else mean(total, sum(counts))
 
     def gather(self, value: Any, axis: int, where: str) -> Any:
-        if self._merges or isinstance(value, DistributedValues):
+        if self._is_here(value):
             return gather_local(value, axis).to(self.device)
         leaf = component(value) if isinstance(value, Variable) else value
         return self._gathered("gather", leaf, axis, where).detach()
+
+    def _is_here(self, value: Any) -> bool:
+        """Whether all replicas' parts of a value are in this one: not of a Variable, in a merge_call either."""
+        return isinstance(value, DistributedValues) or (self._merges > 0 and not isinstance(value, Variable))
 
     def all_reduce(self, op: Any, value: Any) -> Any:
         which = ReduceOp.of(op)
@@ -370,7 +374,16 @@ class ReplicaPlace(Place):
     # ------------------------------------------------------------------ values and input
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
+        if self._merges:
+            leaves, places, made = in_order(value, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
+            value = made([self._every_component(leaf, where) for leaf, where in zip(leaves, places, strict=True)])
         return local_parts(value, self.num_replicas)
+
+    def _every_component(self, leaf: Any, where: str) -> Any:
+        """Return all replicas' components of a Variable, as a PerReplica; another leaf as it is."""
+        if not isinstance(leaf, Variable) or self.num_replicas == 1:
+            return leaf
+        return PerReplica(tuple(self._gathered("local_results", component(leaf)[None], 0, where).detach()))
 
     def values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         return value_fn(ValueContext(self.replica_id, self.num_replicas))

@@ -318,7 +318,8 @@ def in_order(
     """
     if type(nest) is Tensor:
         return [nest], ["*"], lambda made: made[0]
-    found, spec = pytree.tree_flatten_with_path(nest, is_leaf=is_leaf)
+    found = _placed(nest, is_leaf or (lambda node: False))
+    spec = pytree.tree_structure(nest, is_leaf=is_leaf)
     order = sorted(range(len(found)), key=lambda i: [_rank(key) for key in found[i][0]])
 
     def made(leaves: Sequence[Any]) -> Any:
@@ -328,6 +329,25 @@ def in_order(
         return pytree.tree_unflatten(back, spec)
 
     return [found[i][1] for i in order], [pytree.keystr(found[i][0]) or "*" for i in order], made
+
+
+def _placed(
+    nest: Any, is_leaf: Callable[[Any], bool], path: tuple[Any, ...] = ()
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return each leaf and the keys that lead to it, in the order of torch's pytrees."""
+    children, spec = ([nest], None) if is_leaf(nest) else _children(nest)
+    if spec is None:
+        return [(path, nest)]
+    known = pytree.SUPPORTED_NODES.get(type(nest))
+    keys: list[Any]
+    if known is not None and known.flatten_with_keys_fn is None:
+        # torch refuses those whose class was registered without names for its members.
+        keys = [pytree.SequenceKey(i) for i in range(len(children))]
+    else:
+        keys = [own[0] for own, _ in pytree.tree_flatten_with_path(nest, is_leaf=lambda node: node is not nest)[0]]
+    return [
+        found for key, child in zip(keys, children, strict=True) for found in _placed(child, is_leaf, (*path, key))
+    ]
 
 
 def _rank(key: Any) -> tuple[int, str]:

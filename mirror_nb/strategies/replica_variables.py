@@ -19,15 +19,17 @@ from mirror_nb.errors import UsageError
 from mirror_nb.mirrors import bits
 from mirror_nb.strategies.context import has_strategy, on_one_replica
 from mirror_nb.strategies.peers import Form, Leaf, Peers, form_of_nest
-from mirror_nb.strategies.reductions import is_number, not_distributed, select
+from mirror_nb.strategies.reductions import check_size, is_number, not_distributed, select
 from mirror_nb.values import DistributedValues, ReduceOp, VariableAggregation
 from mirror_nb.variables import (
     SyncOnReadVariable,
     Variable,
     apply_assign,
     as_value,
+    check_parts,
     check_readable,
     component,
+    copy_of,
     from_outside,
 )
 
@@ -45,6 +47,10 @@ class ReplicaHome:
         self._merging = merging
         self._commanded = commanded
 
+    @property
+    def num_replicas(self) -> int:
+        return self._peers.num_replicas
+
     def equal(self, value: Tensor) -> Tensor:
         """Return replica 0's initial value, if the replicas have different ones."""
         sums, _ = self._peers.agree("Variable", form_of_nest("*", [value], [False]), bits([value]))
@@ -61,11 +67,20 @@ class ReplicaHome:
     def wrote(self, variable: Variable) -> None:
         """It was written here, where it lives."""
 
+    def draft(self, variable: Variable) -> Tensor | None:
+        return None
+
     def froze(self, variable: Variable) -> None:
         """Likewise."""
 
-    def saved(self, variable: Variable) -> Tensor:
-        return component(variable)
+    def saved(self, variable: Variable) -> tuple[Tensor, bool]:
+        return component(variable), False
+
+    def copy(self, variable: Variable) -> Variable:
+        return copy_of(variable, component(variable), whole=False)
+
+    def is_elsewhere(self, variable: Variable) -> bool:
+        return False
 
     def read(self, variable: Variable) -> Tensor:
         alone = self._peers.num_replicas == 1 or on_one_replica() or self._unattended()
@@ -126,6 +141,9 @@ class ReplicaHome:
 
     def _assign_from_outside(self, variable: Variable, how: str, value: Any) -> None:
         given = isinstance(value, DistributedValues)
+        if given:
+            check_size(value, self._peers.num_replicas)
+            check_parts(variable, how, value)
         own = select(value, self._peers.replica_id)
         own = from_outside(variable, how, own, self._peers.num_replicas)
         if self._peers.num_replicas > 1 and not given and not self._merging():

@@ -1,0 +1,274 @@
+"""Variables in modules, copies, merge_call and nests: the same in a script, in a mirrored cell and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driving import launch, run_cell
+
+import mirror_nb as mnb
+
+CASES = '''
+import copy, json, os, pickle, sys
+import cloudpickle, torch
+from torch import nn
+import mirror_nb.variables
+import mirror_nb as mnb
+
+def mine():
+    return torch.tensor(mnb.get_replica_context().replica_id_in_sync_group + 1.0)
+
+def kind(variable):
+    return type(variable).__name__
+
+class Counter(nn.Module):
+    """Variables as buffers and as plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", mnb.Variable(0.0, aggregation="sum", synchronization="on_read"))
+        self.register_buffer("average", mnb.Variable(0.0, trainable=False, aggregation="mean"))
+        self.steps = mnb.Variable(0, aggregation="sum")
+
+    def forward(self):
+        self.total.assign_add(mine())
+        self.average.assign(mine())
+        self.steps.assign_add(torch.tensor(1))
+
+    def told(self):
+        state = {name: value.item() for name, value in self.state_dict().items()}
+        return [float(self.total), float(self.average), int(self.steps), state]
+
+def buffers(strategy):
+    with strategy.scope():
+        counter = Counter().to("cpu")
+    kinds = strategy.run(lambda: [kind(counter.total), kind(counter.average), kind(counter.steps)])
+    for _ in range(2):
+        strategy.run(counter)
+    counted = counter.told()
+    counter.load_state_dict({"total": torch.tensor(8.0), "average": torch.tensor(7.0)})
+    counter.steps.assign(10)
+    parts = [float(part) for part in strategy.local_results(strategy.run(lambda: counter.total.read_value()))]
+    strategy.run(counter)
+    return [kinds, counted, parts[0], counter.told()]
+
+def copies(strategy):
+    found = []
+    with strategy.scope():
+        counter = Counter()
+    strategy.run(counter)
+    with strategy.scope():
+        twins = [copy.deepcopy(counter), pickle.loads(cloudpickle.dumps(counter)), copy.copy(counter.total)]
+    for twin in twins[:2]:
+        strategy.run(lambda: [twin(), twin()][:0])
+        found.append([kind(twin.total), kind(twin.average), kind(twin.steps), twin.told()])
+    twins[0].steps.assign(0)
+    counter.total.assign(100.0)
+    return [*found, counter.told(), float(twins[2]), twins[0].told()[:3]]
+
+def copies_of_what_differs(strategy):
+    with strategy.scope():
+        own = mnb.Variable(0.0, synchronization="on_read")
+        frozen = mnb.Variable(1.0).requires_grad_(False)
+    strategy.run(lambda: own.assign(mine()))
+    with strategy.scope():
+        twin, still = copy.deepcopy([own, frozen])
+    strategy.run(lambda: twin.assign_add(mine()))
+    parts = strategy.run(lambda: [own.read_value(), twin.read_value()])
+    return [strategy.reduce("sum", parts[0]).item(), strategy.reduce("sum", parts[1]).item(), still.requires_grad]
+
+def a_copy_of_a_plain_one(strategy):
+    plain = mirror_nb.variables.plain(
+        torch.tensor(1.0), trainable=False, aggregation=mnb.VariableAggregation.SUM,
+        synchronization=mnb.VariableSynchronization.AUTO, name=None,
+    )
+    with strategy.scope():
+        made = copy.deepcopy(plain)
+    strategy.run(lambda: made.assign_add(mine()))
+    return [kind(plain), kind(made), float(made)]
+
+def in_a_merge_call(strategy):
+    with strategy.scope():
+        total = mnb.Variable(0.0, aggregation="sum", synchronization="on_read")
+        rows = mnb.Variable([1.0], aggregation="mean")
+    strategy.run(lambda: total.assign(mine()))
+
+    def merged(merging):
+        nest = {"rows": rows, "totals": [total, 5]}
+        return [
+            merging.reduce("sum", total).item(),
+            merging.reduce("mean", {"total": total})["total"].item(),
+            merging.gather(rows, 0).tolist(),
+            [float(part) for part in merging.local_results(total)],
+            [[part["rows"].item(), part["totals"][0].item()] for part in merging.local_results(nest)],
+            float(total),
+        ]
+
+    found = strategy.run(lambda: json.dumps(mnb.get_replica_context().merge_call(merged)))
+    outside = [strategy.reduce("sum", total).item(), strategy.gather(rows, 0).tolist()]
+    return [json.loads(found), outside]
+
+def in_place(strategy):
+    with strategy.scope():
+        v = mnb.Variable([1.0, 2.0], trainable=False)
+        w = mnb.Variable([1.0], trainable=False)
+    there = lambda: strategy.run(lambda: [v.tolist(), w.tolist()])
+    found = [there()]
+
+    def note():
+        found.append([v.tolist(), there()[0]])
+
+    v[1:].fill_(7.0)
+    note()
+    nn.init.constant_(v, 8.0)
+    note()
+    torch.add(v.detach(), 1.0, out=v)
+    note()
+    torch._foreach_add_([v, w], 1.0)
+    note()
+    v[0] = 3.0
+    v[1:].mul_(2.0)
+    v.assign_add([1.0, 1.0])
+    note()
+    view = v[1:]
+    v.zero_()
+    view += 5.0
+    found.append([float(part[1]) for part in [v.read_value(), v.values[0]]])
+    note()
+    with torch.inference_mode():
+        v[:1].sub_(1.0)
+    note()
+    return [*found, w.tolist()]
+
+def a_value_of_each_replica(strategy):
+    def refused(aggregation, synchronization="auto", value=mnb.PerReplica([torch.tensor(1.0), torch.tensor(3.0)])):
+        with strategy.scope():
+            v = mnb.Variable(0.0, trainable=False, aggregation=aggregation, synchronization=synchronization)
+        try:
+            v.assign(value)
+        except mnb.UsageError as error:
+            return "to Variable outside of strategy.run" in str(error), aggregation in str(error).lower()
+        return float(v)
+
+    def returned(aggregation):
+        with strategy.scope():
+            v = mnb.Variable(0.0, trainable=False, aggregation=aggregation)
+        try:
+            v.assign(strategy.run(mine))
+        except mnb.UsageError as error:
+            return "outside of strategy.run" in str(error), float(v)
+
+    equal = mnb.PerReplica([torch.tensor(2.0), torch.tensor(2.0)])
+    rules = ["sum", "mean", "only_first_replica"]
+    return [
+        [refused(rule) for rule in rules],
+        [returned(rule) for rule in rules],
+        [refused(rule, value=equal) for rule in rules],
+        refused("sum", "on_read"),
+        [refused(rule, "on_read") for rule in rules[1:]],
+    ]
+
+class Output:
+    def __init__(self, loss):
+        self.loss = loss
+
+if Output not in torch.utils._pytree.SUPPORTED_NODES:
+    torch.utils._pytree.register_pytree_node(Output, lambda o: ([o.loss], None), lambda held, _: Output(*held))
+
+def a_class_without_names_for_its_members(strategy):
+    with strategy.scope():
+        v = mnb.Variable([1.0], trainable=False)
+    output = Output({"own": strategy.run(lambda: mine()[None]), "kept": v})
+    found = strategy.reduce("sum", output), strategy.gather(output, 0)
+    return [{name: value.tolist() for name, value in each.loss.items()} for each in found]
+'''
+
+KINDS = ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"]
+EXPECTED: dict[str, Any] = {
+    "buffers": [
+        KINDS,
+        [6.0, 1.5, 4, {"total": 6.0, "average": 1.5}],
+        4.0,
+        [11.0, 1.5, 12, {"total": 11.0, "average": 1.5}],
+    ],
+    "copies": [
+        *[[*KINDS, [9.0, 1.5, 6, {"total": 9.0, "average": 1.5}]]] * 2,
+        [100.0, 1.5, 2, {"total": 100.0, "average": 1.5}],
+        3.0,
+        [9.0, 1.5, 0],
+    ],
+    "copies_of_what_differs": [3.0, 6.0, False],
+    "in_a_merge_call": [
+        [3.0, 1.5, [1.0, 1.0], [1.0, 2.0], [[1.0, 1.0], [1.0, 2.0]], 3.0],
+        [3.0, [1.0, 1.0]],
+    ],
+    "in_place": [
+        [[1.0, 2.0], [1.0]],
+        *[[value, value] for value in ([1.0, 7.0], [8.0, 8.0], [9.0, 9.0], [10.0, 10.0], [4.0, 21.0])],
+        [5.0, 5.0],
+        *[[value, value] for value in ([0.0, 5.0], [-1.0, 5.0])],
+        [2.0],
+    ],
+    "a_value_of_each_replica": [
+        [[True, True]] * 3,
+        [[True, 0.0]] * 3,
+        [2.0] * 3,
+        [True, True],
+        [2.0, 1.0],
+    ],
+    "a_class_without_names_for_its_members": [{"own": [3.0], "kept": [2.0]}, {"own": [1.0, 2.0], "kept": [1.0, 1.0]}],
+    "a_copy_of_a_plain_one": ["PlainVariable", "MirroredVariable", 4.0],
+}
+
+UNDER_TORCHRUN = """
+strategy = mnb.MirroredStrategy()
+found = {name: globals()[name](strategy) for name in sys.argv[2:]}
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump(found, file)
+strategy.close()
+# torch 2.13 now and then aborts while the interpreter ends, in plain scripts under torchrun too.
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def found_under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found that were started as torchrun does."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    script = folder / "script.py"
+    script.write_text(CASES + UNDER_TORCHRUN)
+    launch([sys.executable, str(script), str(folder), *EXPECTED], 2, {"TMPDIR": str(folder)})
+    return [json.loads((folder / str(i)).read_text()) for i in range(2)]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The cases as a script has them."""
+    names: dict[str, Any] = {"__name__": "cases"}
+    path = Path(tmp_path_factory.mktemp("script")) / "cases.py"
+    path.write_text(CASES)
+    exec(compile(CASES, str(path), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_the_same_in_a_script(case, cases):
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        assert json.loads(json.dumps(cases[case](strategy))) == EXPECTED[case]
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_the_same_in_a_mirrored_cell(case, replicas):
+    ran = run_cell(replicas(2), f"{CASES}\njson.dumps({case}(strategy))")
+    assert not ran.errors, ran.report.failures
+    assert [json.loads(found) for found in ran.results.values()] == [EXPECTED[case]] * 2
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_the_same_under_torchrun(case, found_under_torchrun):
+    assert [found[case] for found in found_under_torchrun] == [EXPECTED[case]] * 2
