@@ -10,31 +10,18 @@ Knows tensors and the sizes of shares; knows no gradients and no data sets.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 Shares = tuple[int, int]
 # This replica's examples and all replicas'.
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    leaves: tuple[weakref.ref[Tensor], ...]
-    shares: Shares
-
-    def lives(self) -> bool:
-        return any(leaf() is not None for leaf in self.leaves)
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether the tensor is one of its own, or looks at the memory of one."""
-        return any((own := leaf()) is not None and _within(tensor, own) for leaf in self.leaves)
+_Held = tuple[weakref.ref[Tensor], Shares, int]
+# A tensor of a batch, its batch's shares, and the address of its storage.
 
 
 @final
@@ -44,55 +31,111 @@ class Weighing:
     def __init__(self, num_replicas: int, use: Callable[[Shares], None]) -> None:
         self._num_replicas = num_replicas
         self._use = use
-        self._batches: list[_Batch] = []
-        self._hook: Any = None
+        self._held: dict[int, _Held] = {}
+        # By id: the tensors of batches.
+        self._in: dict[int, dict[int, None]] = {}
+        # By the address of a storage: the ids of those that lie in it.
+        self._weights: Counter[float] = Counter()
+        # How many of them have each weight.
+        self._unhook: Callable[[], object] | None = None
 
     def handed_out(self, batch: Any, shares: Shares) -> None:
         """A batch is handed out, and in use as far as is known."""
-        leaves = tuple(weakref.ref(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-        self._batches = [*(other for other in self._batches if other.lives()), _Batch(leaves, shares)]
+        for leaf in pytree.tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                self._hold(leaf, shares)
         self._watch(self._weight(shares))
         self._use(shares)
 
     def exhausted(self) -> None:
         """There are no more: from now on all replicas weigh in alike, but for batches that somebody still uses."""
-        self._batches = [batch for batch in self._batches if batch.lives()]
         self._watch(1.0)
 
     def called_with(self, values: Any) -> Shares | None:
         """Return the shares of the batch that is among these arguments; None: it cannot be told, or need not be."""
-        return None if self._hook is None else self._found(pytree.tree_leaves(values))
+        return None if self._unhook is None else self._found(pytree.tree_leaves(values))
+
+    def _hold(self, tensor: Tensor, shares: Shares) -> None:
+        key = id(tensor)
+        self._let_go(key)
+
+        def gone(reference: object) -> None:
+            if key in self._held and self._held[key][0] is reference:
+                self._let_go(key)
+
+        storage = _storage_of(tensor)
+        self._held[key] = weakref.ref(tensor, gone), shares, storage
+        self._in.setdefault(storage, {})[key] = None
+        self._weights[self._weight(shares)] += 1
+
+    def _let_go(self, key: int) -> None:
+        known = self._held.pop(key, None)
+        if known is not None:
+            _, shares, storage = known
+            del self._in[storage][key]
+            if not self._in[storage]:
+                del self._in[storage]
+            self._weights[self._weight(shares)] -= 1
+            # Only what is above zero stays.
+            self._weights = +self._weights
 
     def _watch(self, latest: float) -> None:
         """Look at what networks are called with, as long as there is a batch of another weight than the latest."""
-        apart = any(self._weight(batch.shares) != latest for batch in self._batches)
-        if apart and self._hook is None:
-            self._hook = register_module_forward_pre_hook(self._called)
-        elif not apart and self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        apart = any(weight != latest for weight in list(self._weights))
+        if apart and self._unhook is None:
+            own = weakref.WeakMethod(self._called)
 
-    def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+            def called(module: nn.Module, args: tuple[Any, ...]) -> None:
+                look = own()
+                if look is not None:
+                    look(args)
+
+            # Nothing of it stays in a notebook whose one replica, in its own process, has ended.
+            self._unhook = weakref.finalize(self, register_module_forward_pre_hook(called).remove)
+        elif not apart and self._unhook is not None:
+            self._unhook()
+            self._unhook = None
+
+    def _called(self, args: tuple[Any, ...]) -> None:
         shares = self._found(args)
         if shares is not None:
             self._use(shares)
 
     def _found(self, values: Iterable[Any]) -> Shares | None:
         for value in values:
-            if isinstance(value, Tensor):
-                for batch in self._batches:
-                    if batch.has(value):
-                        return batch.shares
+            if isinstance(value, Tensor) and (shares := self._shares_of(value)) is not None:
+                return shares
+        return None
+
+    def _shares_of(self, tensor: Tensor) -> Shares | None:
+        """Return the shares of the batch of which this is a tensor, or part of one."""
+        for key in (id(tensor), *self._in.get(_storage_of(tensor), ())):
+            # Any may go meanwhile, with the last who holds it.
+            reference, shares, _ = self._held.get(key, _NONE)
+            own = reference()
+            if own is not None and (own is tensor or _within(tensor, own)):
+                return shares
         return None
 
     def _weight(self, shares: Shares) -> float:
         return self._num_replicas * shares[0] / shares[1]
 
 
+_NONE: tuple[Callable[[], Tensor | None], Shares | None, int] = (lambda: None), None, 0
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; 0 for one that is empty, -1 for one that has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        # Sparse, or what stands for a tensor while something is traced, exported or mapped.
+        return -1
+
+
 def _within(tensor: Tensor, own: Tensor) -> bool:
-    if tensor is own:
-        return True
-    if tensor.layout is not torch.strided or own.layout is not torch.strided:
+    """Whether a tensor, of the same storage as a batch's own one, is part of that."""
+    if _storage_of(own) == -1:
         return False
     if not own.numel():
         # A share of no examples has no memory, and no weight, whichever batch it is of.

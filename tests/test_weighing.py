@@ -1,0 +1,74 @@
+"""Which of several batches that are held a network is called with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+
+from mirror_nb.weighing import Shares, Weighing
+
+FULL, LAST = (2, 4), (1, 3)
+# Of two replicas: a batch that is cut evenly, and one that is not.
+
+
+@pytest.fixture
+def used() -> list[Shares]:
+    return []
+
+
+@pytest.fixture
+def weighing(used: list[Shares]) -> Weighing:
+    return Weighing(2, used.append)
+
+
+@pytest.mark.parametrize("look", [lambda x: x, lambda x: x.view(-1, 1), lambda x: x[1:], lambda x: x.detach()])
+def test_a_network_is_called_with_a_batch_or_part_of_one(weighing, used, look):
+    data = torch.randn(3, 1)
+    first, last = data[:2], data[2:]
+    weighing.handed_out({"x": first}, FULL)
+    weighing.handed_out({"x": last}, LAST)
+    nn.Linear(1, 1)(look(first))
+    assert used == [FULL, LAST, FULL]
+    assert weighing.called_with([last]) == LAST
+    assert weighing.called_with([torch.ones(1)]) is None
+
+
+def test_a_batch_of_no_examples_is_known_too(weighing, used):
+    full, empty = torch.ones(2, 1), torch.ones(0, 1)
+    weighing.handed_out(full, FULL)
+    weighing.handed_out(empty, (0, 1))
+    nn.Identity()(full)
+    nn.Identity()(empty * 2)
+    assert used[2:] == [FULL, (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda net, x: torch.func.vmap(net)(x[None]),
+        lambda net, x: torch.export.export(net, (x,)),
+        lambda net, x: torch.jit.trace(net, (x,)),
+        lambda net, x: net(x.to_sparse()),
+    ],
+    ids=["vmap", "export", "trace", "sparse"],
+)
+def test_what_is_mapped_traced_or_sparse_harms_nobody_who_looks(weighing, call):
+    held = torch.ones(2, 1), torch.ones(1, 1)
+    weighing.handed_out(held[0], FULL)
+    weighing.handed_out(held[1], LAST)
+    call(nn.Linear(1, 1), held[0])
+
+
+def test_nobody_looks_where_all_that_is_held_weighs_alike(weighing):
+    held = [torch.ones(2, 1) for _ in range(3)]
+    for batch in held:
+        weighing.handed_out(batch, FULL)
+    assert not hooks._global_forward_pre_hooks
+    weighing.handed_out(torch.ones(1, 1), LAST)
+    assert hooks._global_forward_pre_hooks
+    held.clear()
+    del batch
+    weighing.exhausted()
+    assert not hooks._global_forward_pre_hooks
