@@ -48,10 +48,17 @@ def _functions(value: object) -> list[types.FunctionType]:
             queue.append(value.func)
         elif isinstance(value, types.FunctionType) and value not in found:
             found.append(value)
-            for cell in value.__closure__ or ():
-                # One that is not bound yet has none.
-                with contextlib.suppress(ValueError):
-                    queue.append(cell.cell_contents)
+            queue += closed_over(value)
+    return found
+
+
+def closed_over(function: types.FunctionType) -> list[object]:
+    """Return what a function has of the functions around it."""
+    found: list[object] = []
+    for cell in function.__closure__ or ():
+        # One that is not bound yet has none.
+        with contextlib.suppress(ValueError):
+            found.append(cell.cell_contents)
     return found
 
 

@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from two_sides import Notebook
+from two_sides import Notebook, with_torch
 
 from mirror_nb import PerReplica, Remote
 from mirror_nb.errors import TransferError
@@ -18,9 +18,7 @@ from mirror_nb.errors import TransferError
 
 @pytest.fixture
 def notebook() -> Notebook:
-    made = Notebook(2)
-    made.here("import torch\nfrom torch import nn")
-    return made
+    return with_torch()
 
 
 def descriptors() -> int:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 
 import pytest
-from two_sides import Notebook
+from two_sides import Notebook, with_torch
 
 
 @pytest.fixture
 def notebook() -> Notebook:
-    made = Notebook(2)
-    made.here("import torch\nfrom torch import nn")
-    return made
+    return with_torch()
 
 
 CONFIG = """
@@ -390,3 +388,13 @@ def test_an_attribute_that_either_side_deletes_from_a_class_is_gone_on_the_other
     notebook.cell("del CFG.kept\nCFG.new = 5")
     assert not hasattr(notebook.user_ns["CFG"], "kept")
     assert notebook.user_ns["CFG"].new == 5
+
+
+def test_a_container_whose_name_a_thread_has_given_to_another_kind_is_there_anew(notebook):
+    notebook.here("x = [1]")
+    notebook.cell("x")
+    for replica in notebook.replicas:
+        replica.names["x"] = {}
+    notebook.here("x.append(2)")
+    notebook.cell("seen = x")
+    assert notebook.user_ns["seen"] == [1, 2]

@@ -7,16 +7,14 @@ import weakref
 
 import pytest
 import torch
-from two_sides import NET, Notebook
+from two_sides import NET, Notebook, with_torch
 
 from mirror_nb.errors import TransferError
 
 
 @pytest.fixture
 def notebook() -> Notebook:
-    made = Notebook(2)
-    made.here("import torch\nfrom torch import nn")
-    return made
+    return with_torch()
 
 
 HELD = {

@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from two_sides import NET, TRAIN, Notebook
+from two_sides import NET, TRAIN, Notebook, with_torch
 
 from mirror_nb import Remote
 
 
 @pytest.fixture
 def notebook() -> Notebook:
-    made = Notebook(2)
-    made.here("import torch\nfrom torch import nn")
-    return made
+    return with_torch()
 
 
 def weights(notebook: Notebook, replica: int | None = None, name: str = "net") -> list[float]:

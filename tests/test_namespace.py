@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from two_sides import Scope
 
 from mirror_nb.contents import ARRAY_BYTES, WATCHED_BYTES, content
 from mirror_nb.errors import TransferError
@@ -18,17 +19,6 @@ from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pickler import TooLarge
 from mirror_nb.replica import outgoing as outgoing_module
 from mirror_nb.replica.namespace import Namespace, describe
-
-
-class Scope:
-    def __init__(self) -> None:
-        self.adopted: list[nn.Module] = []
-
-    def adopt(self, module: nn.Module) -> None:
-        self.adopted.append(module)
-
-    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """There are no gradients to synchronise."""
 
 
 def replica() -> Namespace:

@@ -117,3 +117,10 @@ class Notebook:
 
     def there(self, name: str, replica: int = 0) -> Any:
         return self.replicas[replica].names[name]
+
+
+def with_torch() -> Notebook:
+    """Return a notebook with two replicas that has imported what tests use."""
+    made = Notebook(2)
+    made.here("import torch\nfrom torch import nn")
+    return made

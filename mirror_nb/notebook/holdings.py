@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable
 import numpy as np
 import torch
 
+from mirror_nb.reads import closed_over
 from mirror_nb.sources import is_users
 from mirror_nb.values import PerReplica
 
@@ -53,7 +54,7 @@ def _members(obj: object) -> Iterable[object]:
         case PerReplica():
             return obj.values
         case types.FunctionType():
-            return [*_closed_over(obj), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()]
+            return [*closed_over(obj), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()]
         case types.MethodType():
             return (obj.__self__,)
         case functools.partial():
@@ -72,15 +73,6 @@ def _members(obj: object) -> Iterable[object]:
 def _unless_plain(members: Collection[object]) -> Iterable[object]:
     # Of numbers and strings alone: at once, not one by one.
     return () if len(members) > MOST or _LEAVES.issuperset(map(type, members)) else list(members)
-
-
-def _closed_over(function: types.FunctionType) -> list[object]:
-    found: list[object] = []
-    for cell in function.__closure__ or ():
-        # One that is not bound yet has none.
-        with contextlib.suppress(ValueError):
-            found.append(cell.cell_contents)
-    return found
 
 
 _PLAIN = frozenset({list, tuple, dict, set})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -192,18 +193,19 @@ def _parsed(magic: Any, line: str) -> Any:
 
 def _instead(magic: Any, line: str) -> str:
     """Return what a line with arguments that the magic does not have could have meant."""
-    own = _options(magic)
-    elsewhere = [word.partition("=")[0] for word in arg_split(line) if word.partition("=")[0] in _STARTING - own]
-    if elsewhere:
-        return f"{' and '.join(elsewhere)} belongs to `%mirror start`, which the cells after it go by"
+    own, mirrors = _options(magic), _options(MirrorMagics.mirror)
+    given = [word.partition("=")[0] for word in arg_split(line)]
+    for word in given:
+        if word in mirrors and word not in own:
+            # Its help begins with what it belongs to: "start, restart: …".
+            return f"{word} belongs to `%mirror {re.split('[,:]', mirrors[word])[0]}`"
     return f"there are {', '.join(sorted(own))}"
 
 
-def _options(magic: Any) -> set[str]:
-    return {option for action in magic.parser._actions for option in action.option_strings if option.startswith("--")}
-
-
-_STARTING = {"--devices", "--ops", "--bucket-mb", "--compression", "--seed", "--in-process"}
+def _options(magic: Any) -> dict[str, str]:
+    """Return the options of a magic, and what their help says."""
+    actions = magic.parser._actions
+    return {option: action.help for action in actions for option in action.option_strings if option.startswith("--")}
 
 
 @contextlib.contextmanager

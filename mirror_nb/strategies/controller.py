@@ -260,7 +260,6 @@ class ControllerPlace(Place):
         wanted: list[Any] = []
         function, packed = None, []
         replicas = range(self.num_replicas)
-
         captured: list[DistributedValues] = []
 
         def reference(obj: object) -> Any:
