@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, final
 
 import torch
@@ -49,6 +49,7 @@ class Agreed:
     shape: torch.Size
     dtype: torch.dtype
     device_type: str
+    sparse: bool = False  # its gradients are of some rows only, and go by themselves
 
     def parameter(self) -> nn.Parameter | None:
         return None if self.tracked is None else self.tracked.parameter()
@@ -60,8 +61,15 @@ class Agreed:
             and parameter.device.type == self.device_type
         )
 
+    def like(self) -> Tensor:
+        """Return a tensor of its shape, dtype and device, without memory of that size."""
+        parameter = self.parameter()
+        if parameter is not None:
+            return parameter.detach()
+        return torch.empty(1, dtype=self.dtype, device=self.device_type).expand(self.shape)
+
     def without_parameter(self) -> Agreed:
-        return Agreed(None, self.shape, self.dtype, self.device_type)
+        return replace(self, tracked=None)
 
     def take_values(self, source: int, replica_id: int) -> None:
         parameter = self.parameter()
@@ -86,13 +94,13 @@ class Plan:
 
     @staticmethod
     def cut(numbers: frozenset[int], agreed: Sequence[Agreed], first_bytes: int, bytes_each: int, exact: bool) -> Plan:
-        """Cut `numbers` by bytes, in the order in which replica 0 had them when they were agreed on.
+        """Cut `numbers` by bytes, in the order in which replica 0 had them when they were agreed on; no sparse ones.
 
         `exact`: whether buckets become exact sums, with which a tail may ride.
         """
         open_: dict[tuple[torch.dtype, str], list[int]] = {}
         closed: list[list[int]] = []
-        for number in sorted(numbers):
+        for number in sorted(number for number in numbers if not agreed[number].sparse):
             key = (agreed[number].dtype, agreed[number].device_type)
             open_.setdefault(key, []).append(number)
             size = sum(agreed[i].shape.numel() for i in open_[key]) * agreed[number].dtype.itemsize

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Protocol, cast, final
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,9 @@ from torch.utils.weak import TensorWeakRef
 from mirror_nb.buckets import REMEMBERED, Agreed, Bucket, Buffers, History, Plan, for_gradients
 from mirror_nb.collectives.base import CrossDeviceOps, Reduction, word_device
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
-from mirror_nb.matching import Offer, Portrait, Values, checksum, made_alike, match
+from mirror_nb.matching import Offer, Portrait, Values, checksum, is_sparse, made_alike, match
 from mirror_nb.recorder import Recorder
+from mirror_nb.sparse_gradients import averaged
 from mirror_nb.steering import QUIET, Steering
 from mirror_nb.values import ReduceOp
 
@@ -331,6 +332,9 @@ class GradientSynchronizer:
         if number is None:
             round_.unknown.append(tracked)
             return
+        if is_sparse(parameter.grad) and not self._agreed[number].sparse:
+            # It was dense before, so what others have is dense too.
+            parameter.grad = cast(Tensor, parameter.grad).to_dense()
         round_.touched.append(number)
         bucket = round_.plan.bucket_of.get(number)
         if bucket is not None:
@@ -393,14 +397,17 @@ class GradientSynchronizer:
         self._unreduced.clear()
         for bucket in round_.plan.buckets:
             bucket.hand_out(self._agreed, tail.used)
-        late = tail.used - round_.plan.numbers
+        new: frozenset[int] = frozenset()
         dead: frozenset[int] = frozenset()
         if tail.unknown:
             new, dead = self._agree(round_.unknown)
-            late |= new
+        used = tail.used | new
+        sparse = [number for number in sorted(used) if self._agreed[number].sparse]
+        late = used - round_.plan.numbers - set(sparse)
         if late:
             self._reduce_late(late)
-        used = tail.used | late
+        if sparse:
+            self._reduce_sparse(sparse)
         self._history.learn(used)
         reduced = [self._agreed[number] for number in sorted(used)] if self._has_deferred else []
         if dead:
@@ -462,6 +469,16 @@ class GradientSynchronizer:
             self._check_alike(round_.unproven)
         for bucket in round_.plan.buckets:
             bucket.hand_out(self._agreed, numbers)
+
+    def _reduce_sparse(self, numbers: list[int]) -> None:
+        agreed = [self._agreed[number] for number in numbers]
+        parameters = [each.parameter() for each in agreed]
+        own = [None if parameter is None else parameter.grad for parameter in parameters]
+        with for_gradients():
+            means = averaged(own, [each.like() for each in agreed], self.num_replicas)
+        for parameter, mean in zip(parameters, means, strict=True):
+            if parameter is not None:
+                parameter.grad = mean
 
     def _check_alike(self, reduced: Sequence[Tensor]) -> None:
         """Raise, on every replica alike, where an op of the user's has given them different gradients."""
@@ -528,7 +545,8 @@ class GradientSynchronizer:
                     + ", ".join(f"{portrait.form} on replica {i}" for i, portrait in there)
                     + "; create and convert modules alike on every replica"
                 )
-            entry = Agreed(tracked, torch.Size(first.shape), first.dtype, first.device_type)
+            sparse = any(portrait.sparse for _, portrait in there)
+            entry = Agreed(tracked, torch.Size(first.shape), first.dtype, first.device_type, sparse)
             if any(portrait.checksum != first.checksum for _, portrait in there):
                 differing.append(name)
                 entry.take_values(source, self.replica_id)
@@ -617,11 +635,6 @@ class _Tracked:
         gradient = parameter.grad
         if gradient is None:
             return
-        if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"parameter {self.name} has a gradient in layout {gradient.layout}, which the replicas cannot "
-                "reduce; build its module with dense gradients (sparse=False)"
-            )
         if synchronizer._weight != 1.0:
             self._weigh(parameter, gradient, synchronizer._weight)
         synchronizer._accumulated(self, parameter)
@@ -631,14 +644,18 @@ class _Tracked:
 
     def _weigh(self, parameter: nn.Parameter, fresh: Tensor, weight: float) -> None:
         # Without its graph, since a second backward pass through it (create_graph) is weighted by itself.
-        if weight:
+        if is_sparse(fresh):
+            # Several rows of it may lie in the same memory.
+            parameter.grad = fresh = fresh.detach() * weight if weight else torch.zeros_like(fresh)
+        elif weight:
             fresh.detach().mul_(weight)
         else:
             fresh.detach().zero_()  # the loss of no examples is NaN, and so is NaN * 0
         if self.aside is None:
             return
-        if fresh.requires_grad:
-            parameter.grad = self.aside + fresh
+        if fresh.requires_grad or is_sparse(self.aside):
+            # This way round: torch adds no dense gradient to a sparse one.
+            parameter.grad = fresh + self.aside
         else:
             parameter.grad = self.aside.add_(fresh)
         self.aside = None

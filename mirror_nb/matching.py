@@ -99,6 +99,7 @@ class Portrait:
     dtype: torch.dtype
     device_type: str
     checksum: int
+    sparse: bool  # the gradient that it has
 
     @property
     def form(self) -> str:
@@ -107,7 +108,13 @@ class Portrait:
     @staticmethod
     def of(parameter: nn.Parameter) -> Portrait:
         shape = tuple(parameter.shape)
-        return Portrait(shape, parameter.dtype, parameter.device.type, int(checksum(parameter.detach())))
+        values = int(checksum(parameter.detach()))
+        return Portrait(shape, parameter.dtype, parameter.device.type, values, is_sparse(parameter.grad))
+
+
+def is_sparse(gradient: Tensor | None) -> bool:
+    """Whether a gradient is of some rows only, as `nn.Embedding(sparse=True)` makes them."""
+    return gradient is not None and gradient.layout is torch.sparse_coo
 
 
 def checksum(values: Tensor) -> Tensor:

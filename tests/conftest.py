@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from crew import Crew
 from driving import eventually
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
@@ -128,3 +129,12 @@ def replicas() -> Iterator[Callable[[int], LocalPool]]:
     yield pool_of
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[dict[int, Crew]]:
+    """Two and three processes that are replicas without a pool."""
+    crews = {size: Crew(size) for size in (2, 3)}
+    yield crews
+    for crew in crews.values():
+        crew.close()

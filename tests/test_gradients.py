@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-import io
-import multiprocessing
-import os
 import pickle
-import socket
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -24,166 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from driving import run_cell
+from crew import Crew, Replica, batches, in_scope, network, small_buckets, values
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mirror_nb import buckets
 from mirror_nb.buckets import PATIENCE, History
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
 from mirror_nb.gradients import GradientSynchronizer
-from mirror_nb.pool.local import LocalPool
-from mirror_nb.replica.scope import Scope
 from mirror_nb.steering import QUIET
 
-DEADLINE = 60.0
-CPU = torch.device("cpu")
-# Global batches that two and three replicas cannot share evenly; of the one example, somebody gets none.
-SIZES = (8, 7, 5, 1, 8)
-
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-# ---------------------------------------------------------------- processes
-
-
-class Failed(Exception):
-    """What a function raised in a replica: its type's name, its message, its traceback."""
-
-
-def serve(channel: Connection, replica_id: int, num_replicas: int, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=DEADLINE))
-    formed = 0
-    while True:
-        try:
-            function, args = pickle.loads(channel.recv_bytes())
-        except EOFError:
-            break
-        if not dist.is_initialized():
-            formed += 1
-            prefixed = dist.PrefixStore(f"group{formed}", store)
-            timeout = timedelta(seconds=20)
-            dist.init_process_group("gloo", store=prefixed, rank=replica_id, world_size=num_replicas, timeout=timeout)
-        try:
-            answer = ("value", function(Replica(replica_id, num_replicas), *args))
-        except BaseException as error:
-            answer = ("error", (type(error).__name__, str(error), traceback.format_exc()))
-        channel.send_bytes(cloudpickle.dumps(answer))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-class Crew:
-    """Some replicas that meet at a store which this process hosts."""
-
-    def __init__(self, size: int) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        self.store = dist.TCPStore(
-            "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-        self.processes, self.channels = [], []
-        for i in range(size):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, i, size, port), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.channels.append(mine)
-
-    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(replica, *args)` gave on each replica, or the Failed that it raised."""
-        for channel in self.channels:
-            channel.send_bytes(cloudpickle.dumps((function, args)))
-        return [self._outcome(i) for i in range(len(self.channels))]
-
-    def _outcome(self, i: int) -> Any:
-        ready = wait([self.channels[i], self.processes[i].sentinel], DEADLINE)
-        if self.channels[i] not in ready:
-            raise TimeoutError(f"replica {i} gave no answer (exit code {self.processes[i].exitcode})")
-        kind, value = pickle.loads(self.channels[i].recv_bytes())
-        return Failed(*value) if kind == "error" else value
-
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        outcomes = self.outcomes(function, *args)
-        for outcome in outcomes:
-            if isinstance(outcome, Failed):
-                raise outcome
-        return outcomes
-
-    def close(self) -> None:
-        for channel in self.channels:
-            channel.close()
-        for process in self.processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        del self.store
-
-
-@pytest.fixture(scope="module")
-def crews() -> Iterator[dict[int, Crew]]:
-    crews = {2: Crew(2), 3: Crew(3)}
-    yield crews
-    for crew in crews.values():
-        crew.close()
 
 
 @pytest.fixture
 def two(crews: dict[int, Crew]) -> Crew:
     return crews[2]
-
-
-# ---------------------------------------------------------------- what runs in a replica
-
-
-@dataclass
-class Replica:
-    """One replica of `n`; with none at all (`plain`), PyTorch as it is."""
-
-    id: int
-    n: int
-    plain: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.gradients = GradientSynchronizer(self.id, self.n, **self.options)
-        self.scope: Any = contextlib.nullcontext() if self.plain else self.new_scope()
-
-    def new_scope(self) -> Scope:
-        return Scope(self.id, self.n, CPU, self.gradients, seed=17)
-
-    def remade(self, **options: Any) -> Replica:
-        return Replica(self.id, self.n, self.plain, options)
-
-    def share(self, *tensors: Tensor) -> list[Tensor]:
-        """The part of a global batch that this replica gets; its gradients weigh accordingly."""
-        size = len(tensors[0])
-        each = -(-size // self.n)
-        parts = [tensor[self.id * each : (self.id + 1) * each] for tensor in tensors]
-        self.gradients.set_shares(len(parts[0]), size)
-        return parts
-
-
-def batches(features: int = 6, targets: int = 3) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    for size in SIZES:
-        yield (
-            torch.randn(size, features, generator=generator),
-            torch.randn(size, targets, generator=generator),
-        )
-
-
-def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def values(*modules: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for module in modules for parameter in module.parameters()]
 
 
 def ordinary(r: Replica) -> list[Tensor]:
@@ -529,12 +375,6 @@ RECIPES = [
 ]
 
 
-def in_scope(r: Replica, recipe: Callable[[Replica], Any], **options: Any) -> Any:
-    r = r.remade(**options)
-    with r.scope:
-        return recipe(r)
-
-
 # ---------------------------------------------------------------- exactness
 
 
@@ -550,10 +390,6 @@ def test_training_gives_the_weights_of_plain_pytorch_on_the_whole_batch(
         for result in results:
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(result, results[0], rtol=0, atol=0)
-
-
-def small_buckets(r: Replica, recipe: Callable[[Replica], Any]) -> Any:
-    return in_scope(r, recipe, bytes_per_bucket=128, first_bucket_bytes=32)
 
 
 def half_precision(r: Replica) -> list[Tensor]:
@@ -630,192 +466,6 @@ def test_autograd_grad_stays_local_and_leaves_gradients_alone(two: Crew) -> None
         torch.testing.assert_close(local, other.weight.grad)
         assert model.weight.grad is held
         assert torch.equal(held, before)
-
-    two.run(look)
-
-
-def test_a_gradient_that_the_user_holds_is_not_overwritten(two: Crew) -> None:
-    def look(r: Replica) -> None:
-        with r.scope:
-            model = nn.Linear(4, 4)
-            held = []
-            for i in range(4):
-                model.zero_grad()
-                (model(torch.ones(2, 4)) * (i + 1 + r.id)).sum().backward()
-                held.append((model.weight.grad, torch.full((4, 4), 2 * (i + 1.5))))
-            for gradient, expected in held:
-                torch.testing.assert_close(gradient, expected)
-
-    two.run(look)
-
-
-KEPT: dict[str, Callable[[Tensor], Any]] = {
-    "detach": lambda gradient: gradient.detach(),
-    "data": lambda gradient: gradient.data,
-    "flatten": lambda gradient: gradient.flatten(),
-    "T": lambda gradient: gradient.T,
-    "a row": lambda gradient: gradient[0],
-    "numpy": lambda gradient: gradient.numpy(),
-    "detach and numpy": lambda gradient: gradient.detach().numpy(),
-    "a view and itself": lambda gradient: (gradient, gradient.view(-1))[1],
-}
-
-
-@pytest.mark.parametrize("look", KEPT)
-def test_what_the_user_keeps_of_a_gradient_by_a_view_is_not_overwritten(two: Crew, look: str) -> None:
-    def train(r: Replica) -> None:
-        with r.scope:
-            model = nn.Linear(4, 4)
-            kept = []
-            for i in range(6):
-                model.zero_grad()
-                (model(torch.ones(2, 4)) * (i + 1 + r.id)).sum().backward()
-                torch.testing.assert_close(model.weight.grad, torch.full((4, 4), 2 * (i + 1.5)))
-                # Not of every step: and what is kept of one is let go of.
-                if i != 3:
-                    kept.append((KEPT[look](model.weight.grad), 2 * (i + 1.5)))
-                if i == 4:
-                    del kept[0]
-            for values, expected in kept:
-                assert (values == expected).all(), (values, expected)
-
-    two.run(train)
-
-
-def test_what_one_replica_alone_keeps_of_large_gradients_is_not_overwritten(
-    replicas: Callable[[int], LocalPool],
-) -> None:
-    cell = """
-import torch
-model = torch.nn.Linear(300, 200)
-kept, total = [], []
-for step in range(8):
-    model.zero_grad()
-    (model(torch.ones(1, 300)) * (step + replica_id)).sum().backward()
-    total.append(float(model.weight.grad.mean()))
-    if replica_id == 0 and step in (2, 3):
-        kept.append(model.weight.grad.detach().numpy())
-    if step == 5:
-        seen = [float(values.mean()) for values in kept]
-        kept.clear()
-"""
-    ran = run_cell(replicas(2), cell)
-    assert ran.report.clean, ran.report.failures
-    assert [values["total"] for values in ran.values.values()] == [[step + 0.5 for step in range(8)]] * 2
-    assert ran.values[0]["seen"] == [2.5, 3.5]
-
-
-def test_gradients_that_nobody_else_keeps_lie_where_they_are_reduced(two: Crew) -> None:
-    def train(r: Replica) -> None:
-        with r.scope:
-            model = nn.Linear(4, 4)
-            places = set()
-            for i in range(5):
-                model.zero_grad(set_to_none=i % 2 == 0)
-                model(torch.ones(2, 4)).sum().backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                # A look that is over by the next pass.
-                assert model.weight.grad.detach().numpy().shape == (4, 4)
-                # The first pass has no plan yet: the second takes memory that has room for what is told as well.
-                if i:
-                    places.add(model.weight.grad.data_ptr())
-            assert len(places) == 1
-            held = model.weight.grad.detach()
-            for _ in range(2):
-                model.zero_grad()
-                model(torch.ones(2, 4)).sum().backward()
-                places.add(model.weight.grad.data_ptr())
-            assert len(places) > 1
-            assert held.data_ptr() in places
-
-    two.run(train)
-
-
-def test_a_gradient_that_is_zeroed_in_place_shows_in_its_views_as_on_one_device(two: Crew) -> None:
-    def train(r: Replica) -> None:
-        with r.scope:
-            first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-            view = kept = None
-            for i in range(5):
-                first.zero_grad(set_to_none=False)
-                second.zero_grad()
-                ((first(torch.ones(1, 2)) + second(torch.ones(1, 2))) * (i + r.id)).sum().backward()
-                if i == 1:
-                    view = first.weight.grad.view(-1)
-                if i == 2:
-                    # From here on the two lie in memory of their own.
-                    kept = second.weight.grad.detach()
-                assert view is None or view.tolist() == [i + 0.5] * 4
-            assert kept.tolist() == [[2.5, 2.5]] * 2
-
-    two.run(train)
-
-
-def test_a_saved_gradient_takes_its_own_bytes(two: Crew) -> None:
-    def save(r: Replica) -> int:
-        with r.scope:
-            model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 100_000))
-            for _ in range(2):
-                model(torch.ones(1, 2)).sum().backward()
-            file = io.BytesIO()
-            torch.save(model[0].weight.grad, file)
-            return len(file.getvalue())
-
-    assert max(two.run(save)) < 10_000
-
-
-def test_without_a_count_of_who_looks_nothing_is_lent(two: Crew) -> None:
-    def train(r: Replica) -> None:
-        uses, buckets._uses = buckets._uses, None
-        try:
-            with r.scope:
-                model = nn.Linear(4, 4)
-                kept = []
-                for i in range(4):
-                    model.zero_grad()
-                    (model(torch.ones(2, 4)) * (i + 1 + r.id)).sum().backward()
-                    kept.append(model.weight.grad.detach())
-                assert [float(values.mean()) for values in kept] == [2 * (i + 1.5) for i in range(4)]
-        finally:
-            buckets._uses = uses
-
-    two.run(train)
-    assert buckets._uses is not None
-
-
-FLAT: dict[str, Callable[[Tensor], Tensor]] = {
-    "a view": lambda flat: flat[:2].view(1, 2),
-    "a view of all": lambda flat: flat[:2].view(1, 2),
-    "a part without its base": lambda flat: flat[:2].view(1, 2).detach(),
-}
-
-
-@pytest.mark.parametrize("part", FLAT)
-def test_gradients_in_a_flat_buffer_of_the_users_own_are_reduced_there(two: Crew, part: str) -> None:
-    def train(r: Replica) -> None:
-        with r.scope:
-            model = nn.Linear(2, 1, bias=False)
-            flat = torch.zeros(2 if part == "a view of all" else 5)
-            model.weight.grad = FLAT[part](flat)
-            for i in range(4):
-                flat.zero_()
-                (model(torch.ones(1, 2)) * (i + r.id)).sum().backward()
-                assert flat[:2].tolist() == [i + 0.5] * 2
-                assert model.weight.grad.tolist() == [[i + 0.5] * 2]
-
-    two.run(train)
-
-
-def test_a_gradient_tensor_stays_the_same_object_when_more_is_added(two: Crew) -> None:
-    def look(r: Replica) -> None:
-        with r.scope:
-            model = nn.Linear(4, 4)
-            model(torch.ones(2, 4)).sum().backward()
-            held = model.weight.grad
-            r.gradients.set_shares(1 + r.id, 3)
-            model(torch.ones(2, 4)).sum().backward()
-            assert model.weight.grad is held
-            torch.testing.assert_close(held, torch.full((4, 4), 4.0))
 
     two.run(look)
 
@@ -1093,19 +743,6 @@ def test_shapes_that_differ_are_named_on_all(two: Crew) -> None:
         kind, message, _ = outcome.args
         assert kind == "UsageError"
         assert "Linear.bias: torch.float32 (2,) on cpu on replica 0, torch.float32 (3,) on cpu on replica 1" in message
-
-
-def test_a_sparse_gradient_is_an_error_that_says_what_to_do(two: Crew) -> None:
-    def look(r: Replica) -> str:
-        with r.scope:
-            model = nn.Embedding(4, 2, sparse=True)
-            with pytest.raises(UsageError) as caught:
-                model(torch.tensor([1])).sum().backward()
-            return str(caught.value)
-
-    for message in two.run(look):
-        assert "Embedding.weight" in message
-        assert "sparse=False" in message
 
 
 # ---------------------------------------------------------------- when it goes wrong
