@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.tracked import Tracked
 
 # So many backward passes in a row leave the same parameters out before the plan leaves them out too.
 PATIENCE = 4
@@ -27,17 +28,6 @@ REMEMBERED = 64
 _uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 # What messages say of an all-reduce: the first words in short.
 PURPOSE = "gradients, in which a backward pass that uses no parameter of a mirrored module takes no part"
-
-
-class Tracked(Protocol):
-    """A parameter of this replica: what it is called, and its place."""
-
-    name: str
-    ordinal: int
-    # Among those of the same name.
-    number: int | None
-    # Among what is agreed, the same on all replicas.
-    parameter: Callable[[], nn.Parameter | None]
 
 
 @final

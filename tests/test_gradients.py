@@ -577,7 +577,7 @@ def test_a_model_made_anew_takes_the_place_of_the_old_one(two: Crew) -> None:
                 for _ in range(2):
                     model(torch.ones(1, 6)).sum().backward()
                     torch.testing.assert_close(model[2].bias.grad, torch.full((3,), 1.0 + _))
-                agreed.append(len(r.gradients._agreed))
+                agreed.append(len(r.gradients._agreement.agreed))
                 del model
                 gc.collect()
         return agreed
@@ -638,7 +638,7 @@ def test_half_way_to_another_precision_goes_on(two: Crew) -> None:
             model.zero_grad()
             model(torch.full((1, 2), 1.0 + r.id, dtype=torch.float64)).sum().backward()
             torch.testing.assert_close(model.weight.grad, torch.full((2, 2), 1.5, dtype=torch.float64))
-            return [agreed.dtype for agreed in r.gradients._agreed if agreed.tracked is not None]
+            return [agreed.dtype for agreed in r.gradients._agreement.agreed if agreed.tracked is not None]
 
     assert two.run(look) == [[torch.float64] * 2] * 2
 
@@ -652,14 +652,14 @@ def test_ddp_synchronises_what_it_wraps_and_nobody_else_does(two: Crew) -> None:
             for _ in range(2):
                 wrapped.zero_grad()
                 wrapped(torch.full((1, 1), r.id + 1.0)).sum().backward()
-            left = len(r.gradients._agreed)
+            left = len(r.gradients._agreement.agreed)
             del wrapped
             gc.collect()
             r.gradients.clear_shares()
             model.weight.grad = None
             model(torch.full((1, 1), r.id + 1.0)).sum().backward()
             assert float(model.weight.grad) == 1.5
-            assert len(r.gradients._agreed) == 1
+            assert len(r.gradients._agreement.agreed) == 1
             return float(wrapped_gradient(model)), left
 
     def wrapped_gradient(model: nn.Module) -> Tensor:

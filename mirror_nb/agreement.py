@@ -1,0 +1,166 @@
+"""What the replicas agree on: parameters that all of them know by the same numbers, with equal values.
+
+Knows the default process group, and which parameters are tracked here. Knows no gradients and no rounds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from mirror_nb.buckets import Agreed
+from mirror_nb.errors import UsageError
+from mirror_nb.matching import Offer, Portrait, Values, made_alike, match
+from mirror_nb.tracked import Tracked
+
+
+@final
+class Agreement:
+    """The tracked parameters of one replica, and those that are agreed on; every replica makes the same calls."""
+
+    def __init__(self, replica_id: int, num_replicas: int) -> None:
+        self.replica_id = replica_id
+        self.num_replicas = num_replicas
+        self.agreed: list[Agreed] = []
+        # By their numbers.
+        self._before: list[Agreed] = []
+        self._tracked: dict[tuple[str, int], Tracked] = {}
+        self._by_id: dict[int, Tracked] = {}
+        self._registered: dict[str, int] = {}
+
+    def new_ordinal(self, name: str) -> int:
+        """Return how many parameters of this name there were before."""
+        ordinal = self._registered.get(name, 0)
+        self._registered[name] = ordinal + 1
+        return ordinal
+
+    def add(self, tracked: Tracked, parameter: nn.Parameter) -> None:
+        """Have a parameter be agreed on once it is used."""
+        self._tracked[tracked.key] = tracked
+        self._by_id[id(parameter)] = tracked
+
+    def find(self, parameter: Tensor) -> Tracked | None:
+        """Return what is known of a parameter that is tracked."""
+        tracked = self._by_id.get(id(parameter))
+        return tracked if tracked is not None and tracked.parameter() is parameter else None
+
+    def tracked(self) -> Iterable[Tracked]:
+        """Return all that is tracked, what is gone too."""
+        return self._tracked.values()
+
+    def synchronized(self) -> dict[str, nn.Parameter]:
+        """Return what was agreed on and lives: "Linear.weight", the further ones of a name "Linear.weight (2)"."""
+        found: dict[str, nn.Parameter] = {}
+        for agreed in self.agreed or self._before:
+            parameter, tracked = agreed.parameter(), agreed.tracked
+            if parameter is not None and tracked is not None:
+                found[f"{tracked.name} ({tracked.ordinal + 1})" if tracked.ordinal else tracked.name] = parameter
+        return found
+
+    def forget(self) -> None:
+        """All that was agreed on is void."""
+        # It still tells which parameters are to be equal.
+        self._before = self.agreed or self._before
+        self.agreed = []
+        for tracked in self._tracked.values():
+            tracked.number = None
+
+    def agree(self, unknown: list[Tracked]) -> tuple[frozenset[int], frozenset[int]]:
+        """Number the parameters that someone used for the first time; returns the new numbers, the dead."""
+        self._drop_dead()
+        dead = [number for number, agreed in enumerate(self.agreed) if agreed.parameter() is None]
+        offer = Offer(
+            tuple((*tracked.key, tuple(tracked.alive().shape), str(tracked.alive().dtype)) for tracked in unknown),
+            dict(self._registered),
+            frozenset(dead),
+        )
+        offers = _gather(offer, self.num_replicas)
+        contested = {entry[0] for other in offers for entry in other.unknown if not made_alike(offers, entry[0])}
+        there = _gather(self._values_of(contested), self.num_replicas) if contested else []
+        mine = [keys[self.replica_id] for keys in match(offers, there)]
+        new = self._compare([self._tracked.get(key) for key in mine], [f"{name}" for name, _ in mine])
+        numbers = range(len(self.agreed), len(self.agreed) + len(new))
+        for number, agreed in zip(numbers, new, strict=True):
+            self.agreed.append(agreed)
+            if agreed.tracked is not None:
+                agreed.tracked.number = number
+        return frozenset(numbers), frozenset.intersection(*(other.dead for other in offers))
+
+    def _compare(self, candidates: list[Tracked | None], names: list[str]) -> list[Agreed]:
+        """Raise where shapes differ; where values differ, take those of the first replica that has them."""
+        parameters = [None if tracked is None else tracked.parameter() for tracked in candidates]
+        portraits = [None if parameter is None else Portrait.of(parameter) for parameter in parameters]
+        differing: list[str] = []
+        agreed: list[Agreed] = []
+        for tracked, name, column in zip(
+            candidates, names, zip(*_gather(portraits, self.num_replicas), strict=True), strict=True
+        ):
+            there = [(i, portrait) for i, portrait in enumerate(column) if portrait is not None]
+            source, first = there[0]
+            if any(portrait.form != first.form for _, portrait in there):
+                raise UsageError(
+                    f"replicas disagree about parameter {name}: "
+                    + ", ".join(f"{portrait.form} on replica {i}" for i, portrait in there)
+                    + "; create and convert modules alike on every replica"
+                )
+            sparse = any(portrait.sparse for _, portrait in there)
+            entry = Agreed(tracked, torch.Size(first.shape), first.dtype, first.device_type, sparse)
+            if any(portrait.checksum != first.checksum for _, portrait in there):
+                differing.append(name)
+                entry.take_values(source, self.replica_id)
+            agreed.append(entry)
+        if differing:
+            warnings.warn(
+                f"the replicas had different values in {listed(differing[:5])}"
+                + (f" and {len(differing) - 5} more parameters" if len(differing) > 5 else "")
+                + "; replica 0's were taken. Build modules in the same order on every replica, from random "
+                "numbers of torch, NumPy or Python",
+                stacklevel=2,
+            )
+        return agreed
+
+    def _values_of(self, names: set[str]) -> Values:
+        """Return the checksums of the parameters of these names that are not agreed on, used or not."""
+        values: Values = {}
+        for tracked in self._tracked.values():
+            parameter = tracked.parameter()
+            if parameter is None or is_lazy(parameter) or tracked.name not in names or tracked.number is not None:
+                continue
+            portrait = Portrait.of(parameter)
+            alike = values.setdefault((tracked.name, portrait.shape, str(portrait.dtype)), {})
+            alike.setdefault(portrait.checksum, []).append(tracked.ordinal)
+        return values
+
+    def _drop_dead(self) -> None:
+        dead = [tracked for tracked in self._tracked.values() if tracked.parameter() is None]
+        for tracked in dead:
+            del self._tracked[tracked.key]
+        self._by_id = {id(tracked.parameter()): tracked for tracked in self._tracked.values()}
+
+    def let_go(self, dead: frozenset[int]) -> dict[int, int]:
+        """Let go of numbers whose parameters are gone on every replica; returns the new ones of the others, by old."""
+        kept = [number for number in range(len(self.agreed)) if number not in dead]
+        self.agreed = [self.agreed[number] for number in kept]
+        renamed = {old: new for new, old in enumerate(kept)}
+        for agreed in self.agreed:
+            if agreed.tracked is not None and agreed.tracked.number is not None:
+                agreed.tracked.number = renamed[agreed.tracked.number]
+        return renamed
+
+
+def _gather(value: Any, num_replicas: int) -> list[Any]:
+    gathered: list[Any] = [None] * num_replicas
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def listed(things: Sequence[object]) -> str:
+    """Return them in words: 0, 1 and 3."""
+    words = [str(thing) for thing in things]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f" and {words[-1]}"
