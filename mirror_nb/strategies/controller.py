@@ -25,10 +25,9 @@ from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, ReplicaDied, UsageError
 from mirror_nb.event_files import EventFiles, Written
-from mirror_nb.held_variables import scope_variables
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, called, mirrored_values
-from mirror_nb.payload import Arrivals, Packed, pack, unpack
+from mirror_nb.mirrors import absorb_states, called
+from mirror_nb.payload import Packed, pack, unpack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
@@ -38,14 +37,10 @@ from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome, update_component
 from mirror_nb.strategies.functions import Functions
 from mirror_nb.strategies.misuse import (
-    not_mirrored,
-    not_owned,
-    of_another_strategy,
     refuse_steps,
     warn_of_lost,
     warn_of_mixed,
 )
-from mirror_nb.strategies.objects import Objects
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import (
@@ -57,6 +52,7 @@ from mirror_nb.strategies.reductions import (
     regroup,
     select,
 )
+from mirror_nb.strategies.references import References
 from mirror_nb.strategies.states import States, load_state, state_of
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
@@ -66,11 +62,6 @@ from mirror_nb.variables import Variable
 _NO_ARGUMENTS = pack(((), {}))
 READS = 3
 # Attempts to read networks from replicas that die meanwhile.
-_BELONGS_TO_SCOPE = (
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
-    torch.optim.lr_scheduler.ReduceLROnPlateau,
-)
 
 
 @final
@@ -101,13 +92,13 @@ class ControllerPlace(Place):
         self._replaced: dict[int, str] = {}
         self._survived = True
         # Since `mend` told it.
-        self._objects = Objects()
+        self._references = References(lambda strategy: strategy._place is self)
+        self._objects = self._references.objects
         self._followed: tuple[int, int] | None = None
         # When the replicas were last told what this process has set for all of its code.
         self._signs = surroundings.Signs()
         surroundings.follow_cells()
-        self._functions = Functions(self._travels_by_reference)
-        self._mirrors = Mirrors("k")
+        self._functions = Functions(self._references.has_token)
         self._states = States(self)
         self._home = ControllerHome(self)
         # The forkserver loads torch while the caller goes on.
@@ -228,7 +219,7 @@ class ControllerPlace(Place):
         return compare(self._ready())
 
     def _title(self) -> str:
-        networks = self._mirrors.roots()
+        networks = self._references.mirrors.roots()
         return called(networks[-1][1]) if networks else ""
 
     def _operation(self) -> str:
@@ -265,7 +256,7 @@ class ControllerPlace(Place):
         def reference(obj: object) -> Any:
             if type(obj) is PerReplica:
                 captured.append(obj)
-            return self._reference(obj, wanted)
+            return self._references.token(obj, wanted)
 
         try:
             kept = self._functions.get(fn)
@@ -338,7 +329,7 @@ class ControllerPlace(Place):
                 for handle, settings in done.settings:
                     self._objects.take_settings(handle, settings)
                 if done.payload is not None:
-                    results.append(unpack(done.payload, answer.taken(), resolve=self._resolve)[0])
+                    results.append(unpack(done.payload, answer.taken(), resolve=self._references.resolve)[0])
         except BaseException:
             report.close()
             raise
@@ -346,162 +337,28 @@ class ControllerPlace(Place):
 
     # ------------------------------------------------------------------ objects by reference
 
-    def _reference(self, obj: Any, wanted: list[Any]) -> Any:
-        """For `pack`: a token for what is mirrored; what the replicas lack of it is added to `wanted`.
-
-        Raises UsageError for what is not, but would have to be.
-        """
-        if type(obj) is torch.Tensor and not obj.requires_grad and self._objects.handle(obj) is None:
-            # Most of what is asked for; to ask whether it is a Parameter takes longer than all else here.
-            return None
-        if isinstance(obj, Strategy):
-            if obj._place is not self:
-                raise UsageError(f"the function captures {obj!r}, which is another strategy than the one that runs it")
-            return ("strategy",)
-        token = self._mirrors.reference(obj)
-        if token is not None:
-            return token
-        handle = self._objects.handle(obj)
-        if handle is None:
-            if isinstance(obj, _BELONGS_TO_SCOPE) or (isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()):
-                raise not_mirrored(obj)
-            if isinstance(obj, Variable) and obj.home is not None:
-                raise of_another_strategy(obj)
-            owner = self._owner(obj) if isinstance(obj, nn.Parameter) else None
-            if owner is None:
-                if isinstance(obj, torch.Tensor) and obj.requires_grad:
-                    self._check_untrained(obj)
-                return None
-            module, name = owner
-            wanted.append(module)
-            return ("parameter", self._mirrors.handle(module), name)
-        if isinstance(obj, nn.Module):
-            wanted.append(obj)
-            return ("module", self._mirrors.handle(obj))
-        if isinstance(obj, torch.optim.Optimizer):
-            self._objects.check_groups(obj)
-        if not self._objects.is_sent(obj):
-            wanted.append(obj)
-        return ("object", handle)
-
-    def _travels_by_reference(self, obj: object) -> bool:
-        """Whether the replicas have the object, so that a token stands for it."""
-        if isinstance(obj, Strategy):
-            return obj._place is self
-        if isinstance(obj, nn.Module):
-            return self._mirrors.known(obj) is not None
-        if isinstance(obj, torch.optim.Optimizer):
-            self._objects.check_groups(obj)
-        return self._objects.is_sent(obj)
-
-    def _owner(self, parameter: nn.Parameter) -> tuple[nn.Module, str] | None:
-        """Return the module that registered this parameter, and its name there.
-
-        One made in the scope, or a part of one: that may have come later.
-        """
-        seen: set[int] = set()
-        for obj in self._objects.all():
-            if isinstance(obj, nn.Module) and id(obj) not in seen:
-                for module in obj.modules():
-                    seen.add(id(module))
-                    for name, own in module._parameters.items():
-                        if own is parameter:
-                            return module, name
-        return None
-
-    def _check_untrained(self, tensor: torch.Tensor) -> None:
-        """Refuse what an optimizer of the scope trains, but no module has: the optimizer would train another copy."""
-        for obj in self._objects.all():
-            if isinstance(obj, torch.optim.Optimizer):
-                for group in obj.param_groups:
-                    if any(tensor is parameter for parameter in group["params"]):
-                        raise not_owned(tensor, obj)
-
     def _send_objects(self, wanted: list[Any]) -> None:
-        """Send objects that the replicas lack, in one pickle: an optimizer keeps the parameters of its network."""
-        objects: dict[str, Any] = {}
-        queue = list(wanted)
-        while queue:
-            obj = queue.pop(0)
-            handle = self._objects.add(obj)
-            if handle in objects:
-                continue
-            objects[handle] = obj
-            if isinstance(obj, torch.optim.Optimizer):
-                # Its network comes along whole, whatever the function captured of it.
-                queue += self._networks_of(obj)
-        modules = [obj for obj in objects.values() if isinstance(obj, nn.Module)]
-        # Their parts too, each by itself: one may live on when the whole is gone.
-        objects.update((self._objects.add(part), part) for module in modules for part in module.modules())
-        held = (variable for module in modules for variable in scope_variables(module))
-        objects.update((self._objects.add(v), v) for v in held if not self._objects.is_sent(v))
-        packed = pack(objects, reference=self._sent_reference(objects), handle=self._mirrors.handle)
+        """Send objects that the replicas lack."""
+        objects, networks = self._references.whole(wanted)
+        packed = self._references.packed(objects)
         self._request(Mirror(packed.payload), packed)
         for obj in objects.values():
-            self._objects.mark_sent(obj)
             if isinstance(obj, Variable):
                 self._home.sent(obj)
         # Only now: Variables that the replicas have are none of their networks' values any more.
-        self._mirrors.gave(modules)
+        self._references.sent(objects, networks)
         assert self._pool is not None
         self._pool.tell(self._title(), self._operation())
         reading.add(self)
-        for module in modules:
-            torchmetrics_objects.watch(module, self._ask)
-
-    def _networks_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-        owners = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                owner = self._owner(parameter)
-                if owner is not None and self._mirrors.known(owner[0]) is None:
-                    owners.append(self._root(owner[0]))
-        return owners
-
-    def _root(self, module: nn.Module) -> nn.Module:
-        """Return the outermost module made in the scope that contains this one."""
-        modules = [obj for obj in self._objects.all() if isinstance(obj, nn.Module)]
-        parents = [m for m in modules if m is not module and any(part is module for part in m.children())]
-        return self._root(parents[0]) if parents else module
+        for network in networks:
+            torchmetrics_objects.watch(network, self._ask)
 
     def _ask(self, metric: Any, method: str) -> Any:
         return self.command(torchmetrics_objects.asked, (metric, method), changes=False)[0]
 
-    def _sent_reference(self, new: dict[str, Any]) -> Callable[[object], Any]:
-        coming = set(map(id, new.values()))
-
-        def reference(obj: object) -> Any:
-            if id(obj) in coming:
-                return None
-            token = self._mirrors.reference(obj)
-            if token is None and self._objects.is_sent(obj) and not isinstance(obj, nn.Module):
-                return ("object", self._objects.handle(obj))
-            return token
-
-        return reference
-
-    def _resolve(self, token: Any) -> object:
-        if token[0] == "object":
-            return self._objects.find(token[1])
-        return self._mirrors.resolve(token)
-
     def _push_changes(self) -> None:
-        """Give the replicas the values of networks that were written to here, by load_state_dict for instance."""
-        changed = {}
-        for handle, module in self._mirrors.roots():
-            left = self._mirrors.left(module)
-            if left:
-                changed[handle] = left
-            # These alone: of the others the replicas may have newer values.
-            written = self._mirrors.written(module)
-            if written:
-                values = {name: value.detach() for name, value in mirrored_values(module).items() if name in written}
-                attributes = self._mirrors.attributes(module)
-                if attributes is not None:
-                    values[ATTRIBUTES] = attributes
-                if values:
-                    changed[handle] = values
-                self._mirrors.mark(module)
+        """Give the replicas the values of networks that were written to here."""
+        changed = self._references.changes()
         if changed:
             packed = pack(changed)
             self._request(LoadModules(packed.payload), packed)
@@ -510,7 +367,7 @@ class ControllerPlace(Place):
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the replicas have this network."""
-        return self._mirrors.find_handle(module) is not None
+        return self._references.mirrors.find_handle(module) is not None
 
     def refresh(self) -> None:
         """Bring the networks here up to date with replica 0, statistics averaged over the replicas."""
@@ -523,24 +380,15 @@ class ControllerPlace(Place):
             states = {}
             for replica_id, answer in report.answers.items():
                 if answer.done is not None and answer.done.payload is not None:
-                    exports, arrivals = unpack(answer.done.payload, answer.taken(), resolve=self._resolve)
+                    exports, arrivals = unpack(answer.done.payload, answer.taken(), resolve=self._references.resolve)
                     states[replica_id] = exports.states
                     for handle, module in exports.modules.items():
-                        self._graft(handle, module, arrivals)
-            absorb_states(self._mirrors, states, 0)
+                        self._references.graft(handle, module, arrivals)
+            absorb_states(self._references.mirrors, states, 0)
             # Only now: after a read that was interrupted the next one has to ask again.
             self.stale = self._half_read = False
         finally:
             self._refreshing = False
-
-    def _graft(self, handle: str, module: nn.Module, arrivals: Arrivals) -> None:
-        """A call has given a network other parts, or other tensors: the one here gets them too."""
-        if self._mirrors.find(handle) is not None:
-            here = self._mirrors.graft(module, arrivals)
-            self._mirrors.take(arrivals)
-            for part in here.modules():
-                self._objects.add(part)
-                self._objects.mark_sent(part)
 
     def clear_gradients(self, owner: Any, set_to_none: bool) -> None:
         if self.open and (self.holds(owner) if isinstance(owner, nn.Module) else self._trains(owner)):
@@ -551,7 +399,7 @@ class ControllerPlace(Place):
         if not self.mirrors(optimizer):
             return False
         return self.has_sent(optimizer) or any(
-            self._mirrors.reference(p) is not None for p in optimizer.param_groups[0]["params"][:1]
+            self._references.mirrors.reference(p) is not None for p in optimizer.param_groups[0]["params"][:1]
         )
 
     def _fetched(self, anew: bool) -> Report:
@@ -664,8 +512,7 @@ class ControllerPlace(Place):
         if not (pool.blank or pool.apart) or recover(pool).source is not None:
             return True
         self._survived = False
-        self._mirrors = Mirrors("k")
-        self._objects.forget_sent()
+        self._references.forget_sent()
         return False
 
     def _request(self, what: object, packed: Packed) -> None:

@@ -1,0 +1,205 @@
+"""What replicas have of the controller's objects: a token travels in the place of each, itself but once.
+
+Knows handles, marks and payloads. Sends nothing; knows no replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from mirror_nb.errors import UsageError
+from mirror_nb.held_variables import scope_variables
+from mirror_nb.mirrors import ATTRIBUTES, Mirrors, mirrored_values
+from mirror_nb.payload import Arrivals, Packed, pack
+from mirror_nb.strategies.base import Strategy
+from mirror_nb.strategies.misuse import not_mirrored, not_owned, of_another_strategy
+from mirror_nb.strategies.objects import Objects
+from mirror_nb.variables import Variable
+
+_BELONGS_TO_SCOPE = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.optim.lr_scheduler.ReduceLROnPlateau,
+)
+
+
+@final
+class References:
+    """The objects made in the scope, networks among them; `owns(strategy)`: whether that commands the replicas."""
+
+    def __init__(self, owns: Callable[[Strategy], bool]) -> None:
+        self._owns = owns
+        self.objects = Objects()
+        self.mirrors = Mirrors("k")
+
+    def forget_sent(self) -> None:
+        """The replicas have nothing any more."""
+        self.mirrors = Mirrors("k")
+        self.objects.forget_sent()
+
+    def token(self, obj: Any, wanted: list[Any]) -> Any:
+        """For `pack`: a token for what is mirrored; what the replicas lack of it is added to `wanted`.
+
+        Raises UsageError for what is not, but would have to be.
+        """
+        if type(obj) is torch.Tensor and not obj.requires_grad and self.objects.handle(obj) is None:
+            # Most of what is asked for; to ask whether it is a Parameter takes longer than all else here.
+            return None
+        if isinstance(obj, Strategy):
+            if not self._owns(obj):
+                raise UsageError(f"the function captures {obj!r}, which is another strategy than the one that runs it")
+            return ("strategy",)
+        token = self.mirrors.reference(obj)
+        if token is not None:
+            return token
+        handle = self.objects.handle(obj)
+        if handle is None:
+            if isinstance(obj, _BELONGS_TO_SCOPE) or (isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()):
+                raise not_mirrored(obj)
+            if isinstance(obj, Variable) and obj.home is not None:
+                raise of_another_strategy(obj)
+            owner = self._owner(obj) if isinstance(obj, nn.Parameter) else None
+            if owner is None:
+                if isinstance(obj, torch.Tensor) and obj.requires_grad:
+                    self._check_untrained(obj)
+                return None
+            module, name = owner
+            wanted.append(module)
+            return ("parameter", self.mirrors.handle(module), name)
+        if isinstance(obj, nn.Module):
+            wanted.append(obj)
+            return ("module", self.mirrors.handle(obj))
+        if isinstance(obj, torch.optim.Optimizer):
+            self.objects.check_groups(obj)
+        if not self.objects.is_sent(obj):
+            wanted.append(obj)
+        return ("object", handle)
+
+    def has_token(self, obj: object) -> bool:
+        """Whether the replicas have the object, so that a token stands for it."""
+        if isinstance(obj, Strategy):
+            return self._owns(obj)
+        if isinstance(obj, nn.Module):
+            return self.mirrors.known(obj) is not None
+        if isinstance(obj, torch.optim.Optimizer):
+            self.objects.check_groups(obj)
+        return self.objects.is_sent(obj)
+
+    def _owner(self, parameter: nn.Parameter) -> tuple[nn.Module, str] | None:
+        """Return the module that registered this parameter, and its name there.
+
+        One made in the scope, or a part of one: that may have come later.
+        """
+        seen: set[int] = set()
+        for obj in self.objects.all():
+            if isinstance(obj, nn.Module) and id(obj) not in seen:
+                for module in obj.modules():
+                    seen.add(id(module))
+                    for name, own in module._parameters.items():
+                        if own is parameter:
+                            return module, name
+        return None
+
+    def _check_untrained(self, tensor: torch.Tensor) -> None:
+        """Refuse what an optimizer of the scope trains, but no module has: the optimizer would train another copy."""
+        for obj in self.objects.all():
+            if isinstance(obj, torch.optim.Optimizer):
+                for group in obj.param_groups:
+                    if any(tensor is parameter for parameter in group["params"]):
+                        raise not_owned(tensor, obj)
+
+    def whole(self, wanted: list[Any]) -> tuple[dict[str, Any], list[nn.Module]]:
+        """Return by handle what replicas have to get that lack what is wanted; and the networks, without parts."""
+        objects: dict[str, Any] = {}
+        queue = list(wanted)
+        while queue:
+            obj = queue.pop(0)
+            handle = self.objects.add(obj)
+            if handle in objects:
+                continue
+            objects[handle] = obj
+            if isinstance(obj, torch.optim.Optimizer):
+                # Its network comes along whole, whatever the function captured of it.
+                queue += self._networks_of(obj)
+        modules = [obj for obj in objects.values() if isinstance(obj, nn.Module)]
+        # Their parts too, each by itself: one may live on when the whole is gone.
+        objects.update((self.objects.add(part), part) for module in modules for part in module.modules())
+        held = (variable for module in modules for variable in scope_variables(module))
+        objects.update((self.objects.add(v), v) for v in held if not self.objects.is_sent(v))
+        return objects, modules
+
+    def packed(self, objects: dict[str, Any]) -> Packed:
+        """Return them in one pickle, since an optimizer keeps the parameters of its network."""
+        return pack(objects, reference=self._sent_reference(objects), handle=self.mirrors.handle)
+
+    def sent(self, objects: dict[str, Any], networks: list[nn.Module]) -> None:
+        """The replicas have these now."""
+        for obj in objects.values():
+            self.objects.mark_sent(obj)
+        self.mirrors.gave(networks)
+
+    def changes(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return, once, by handle, what was written to networks here, by load_state_dict for instance."""
+        changed = {}
+        for handle, module in self.mirrors.roots():
+            left = self.mirrors.left(module)
+            if left:
+                changed[handle] = left
+            # These alone: of the others the replicas may have newer values.
+            written = self.mirrors.written(module)
+            if written:
+                values = {name: value.detach() for name, value in mirrored_values(module).items() if name in written}
+                attributes = self.mirrors.attributes(module)
+                if attributes is not None:
+                    values[ATTRIBUTES] = attributes
+                if values:
+                    changed[handle] = values
+                self.mirrors.mark(module)
+        return changed
+
+    def graft(self, handle: str, module: nn.Module, arrivals: Arrivals) -> None:
+        """A call has given a network other parts, or other tensors: the one here gets them too."""
+        if self.mirrors.find(handle) is not None:
+            here = self.mirrors.graft(module, arrivals)
+            self.mirrors.take(arrivals)
+            for part in here.modules():
+                self.objects.add(part)
+                self.objects.mark_sent(part)
+
+    def resolve(self, token: Any) -> object:
+        """For `unpack`: the object here that a token of the replicas means."""
+        if token[0] == "object":
+            return self.objects.find(token[1])
+        return self.mirrors.resolve(token)
+
+    def _networks_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+        owners = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = self._owner(parameter)
+                if owner is not None and self.mirrors.known(owner[0]) is None:
+                    owners.append(self._root(owner[0]))
+        return owners
+
+    def _root(self, module: nn.Module) -> nn.Module:
+        """Return the outermost module made in the scope that contains this one."""
+        modules = [obj for obj in self.objects.all() if isinstance(obj, nn.Module)]
+        parents = [m for m in modules if m is not module and any(part is module for part in m.children())]
+        return self._root(parents[0]) if parents else module
+
+    def _sent_reference(self, new: dict[str, Any]) -> Callable[[object], Any]:
+        coming = set(map(id, new.values()))
+
+        def reference(obj: object) -> Any:
+            if id(obj) in coming:
+                return None
+            token = self.mirrors.reference(obj)
+            if token is None and self.objects.is_sent(obj) and not isinstance(obj, nn.Module):
+                return ("object", self.objects.handle(obj))
+            return token
+
+        return reference
