@@ -284,7 +284,7 @@ class _Memory:
             # Kept, since every step asks for the same: a slice takes longer than to look whether it is this one.
             self._piece = self.flat[:wanted]
         if tail:
-            self._piece[numel:] = torch.tensor(tail)
+            self._piece[numel:] = torch.tensor(tail, device="cpu")
         return self._piece
 
     def take_back(self, stays: Callable[[Tensor, nn.Parameter | None, int], bool]) -> None:

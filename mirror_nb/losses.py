@@ -26,7 +26,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     Raises RuntimeError in cross-replica context where `global_batch_size` is left out, UsageError for a scalar loss,
     for weights that do not fit, and for a size that is no whole number from 0. Source: tf.nn.compute_average_loss.
     """
-    losses = torch.as_tensor(per_example_loss)
+    losses = _as_tensor(per_example_loss)
     if losses.ndim == 0:
         raise UsageError(
             "`per_example_loss` is a scalar; it must have one loss for each example (reduction='none' in torch's "
@@ -51,7 +51,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Tensor:
     Raises RuntimeError in cross-replica context. Source: tf.nn.scale_regularization_loss.
     """
     _require_replica("scale_regularization_loss")
-    return torch.as_tensor(regularization_loss).sum() / get_strategy().num_replicas_in_sync
+    return _as_tensor(regularization_loss).sum() / get_strategy().num_replicas_in_sync
 
 
 def _check_reduction() -> None:
@@ -84,8 +84,13 @@ def _weighted(losses: Tensor, weights: Tensor) -> Tensor:
     return weighted.to(losses.dtype) if losses.is_floating_point() else weighted
 
 
+def _as_tensor(value: Any) -> Tensor:
+    # A default device of the user's would move tensors, too.
+    return value if isinstance(value, Tensor) else torch.as_tensor(value)
+
+
 def _size(size: Any) -> int:
-    number = torch.as_tensor(size)
+    number = torch.as_tensor(size, device="cpu")
     whole = not number.is_floating_point() and not number.is_complex() and number.dtype is not torch.bool
     if number.ndim or not whole or int(number) < 0:
         raise UsageError(f"`global_batch_size` must be a whole number of examples, not {size!r}")

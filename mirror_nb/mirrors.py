@@ -260,7 +260,9 @@ class Mirrors:
         }
         if training != mark.training or now[2::3] != mark.versions[2::3]:
             modes = [2 if mode is None else mode for mode in training]
-            values[FLAGS] = torch.tensor([*modes, *(p.requires_grad for p in mark.trained)], dtype=torch.uint8)
+            values[FLAGS] = torch.tensor(
+                [*modes, *(p.requires_grad for p in mark.trained)], dtype=torch.uint8, device="cpu"
+            )
         if values:
             self._marks[handle] = replace(mark, versions=now, training=training)
         return values
@@ -362,7 +364,7 @@ def mirrored_values(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return what is equal on both sides: the network's tensors by name, those that have values, and its flags."""
     flags = [2 if flag is None else flag for flag in _flags(module.modules())]
     held = {name: bare(tensor) for name, tensor in kept_equal(module) if not is_lazy(tensor)}
-    return {**held, FLAGS: torch.tensor(flags, dtype=torch.uint8)}
+    return {**held, FLAGS: torch.tensor(flags, dtype=torch.uint8, device="cpu")}
 
 
 def _training(parts: list[weakref.ref[nn.Module]]) -> list[bool | None]:
@@ -562,7 +564,7 @@ def checksums(values: Iterable[torch.Tensor]) -> list[int]:
     """Return such a checksum of each tensor; a GPU is waited for once."""
     sums = [
         # On the meta device there is a shape alone.
-        torch.tensor(0) if value.is_meta else _placed(_words(value.detach().contiguous().reshape(-1)))
+        torch.tensor(0, device="cpu") if value.is_meta else _placed(_words(value.detach().contiguous().reshape(-1)))
         for value in values
     ]
     here = torch.stack([each.cpu() if len({s.device for s in sums}) > 1 else each for each in sums]) if sums else None
@@ -602,5 +604,7 @@ def _placed(words: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
     """Return numbers without a pattern, the same in every process; products with them may wrap around."""
-    mixed = (torch.arange(1, _ROW + 1) * -7046029254386353131).bitwise_xor(torch.arange(_ROW) << 29)
+    mixed = (torch.arange(1, _ROW + 1, device="cpu") * -7046029254386353131).bitwise_xor(
+        torch.arange(_ROW, device="cpu") << 29
+    )
     return (mixed * -4658895280553007687).to(device)

@@ -19,7 +19,7 @@ DEPTH = 32
 # Of a nest that is made ready.
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
-_NUMPY = tuple(torch.empty(0, dtype=dtype).numpy().dtype for dtype in _DTYPES)
+_NUMPY = tuple(torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 

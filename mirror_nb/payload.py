@@ -124,7 +124,7 @@ def _open_tensor(
     requires_grad: bool,
     on_device: bool,
 ) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, size, stride)
     if on_device and _opening is not None and _opening.device is not None:
         tensor = tensor.to(_opening.device)
     return _leaf(tensor.requires_grad_()) if requires_grad else tensor
@@ -369,7 +369,9 @@ class _Packer(Pickler):
         start, nbytes = int(data.storage_offset()) * data.itemsize, extent * data.itemsize
         key = (data.untyped_storage().data_ptr(), start, nbytes)
         if on_device or key not in self._storages:
-            raw = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage(), start, (nbytes,), (1,))
+            storage = data.untyped_storage()
+            # By name: the user may have set another default.
+            raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
             self._storages[key] = _Storage(raw)
         leaf_grad = tensor.requires_grad and tensor.is_leaf
         return _open_tensor, (

@@ -219,7 +219,9 @@ class Recorder:
 
     def _bring(self, name: str, value: torch.Tensor) -> None:
         # float(value) would make the host wait for the GPU in every step.
-        copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        copy = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(
+            value, non_blocking=True
+        )
         arrived = torch.cuda.Event()
         arrived.record()
         self._pending.append((name, copy, self.step, arrived))

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
+import sys
 from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
 
 from mirror_nb.errors import TransferError
+from mirror_nb.nameless import nameless_file
 
 ALIGNMENT = 64
 
@@ -43,16 +47,8 @@ def write(buffers: list[memoryview]) -> tuple[tuple[tuple[int, int], ...], int |
 
 
 def anonymous_file(size: int) -> int:
-    """Return the descriptor of a new file of `size` bytes that no folder shows and that ends with its last user.
-
-    A memfd where there is one: it is bound by memory, not by /dev/shm (64 MB in Docker). Raises TransferError
-    when there is no room.
-    """
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("mirror_nb", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
+    """Return the descriptor of a nameless file of `size` bytes. Raises TransferError when there is no room."""
+    descriptor = nameless_file("mirror_nb")
     try:
         os.truncate(descriptor, size)
         if hasattr(os, "posix_fallocate"):
@@ -69,7 +65,15 @@ def opened(slab: int | None, nbytes: int, extents: Iterable[tuple[int, int]]) ->
     if slab is None:
         return []
     try:
-        view = memoryview(mmap.mmap(slab, nbytes, access=mmap.ACCESS_COPY))
+        view = _private(slab, nbytes)
     finally:
         os.close(slab)
     return [view[start : start + length] for start, length in extents]
+
+
+def _private(slab: int, nbytes: int) -> memoryview:
+    if sys.platform != "linux":
+        return memoryview(mmap.mmap(slab, nbytes, access=mmap.ACCESS_COPY))
+    # `mmap` keeps a descriptor as long as a tensor of it is kept, and a process may have some thousand; torch none.
+    mapped = torch.from_file(f"/proc/self/fd/{slab}", shared=False, size=nbytes, dtype=torch.uint8, device="cpu")
+    return memoryview(cast(Any, mapped.numpy()))

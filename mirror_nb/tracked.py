@@ -83,17 +83,16 @@ class Tracked:
         return self.owner is not None and self.owner() is not None
 
     def _weigh(self, parameter: nn.Parameter, fresh: Tensor, weight: float) -> None:
-        # Without its graph, since a second backward pass through it (create_graph) is weighted by itself.
-        if is_sparse(fresh):
-            # Several rows of it may lie in the same memory.
-            parameter.grad = fresh = fresh.detach() * weight if weight else torch.zeros_like(fresh)
-        elif weight:
-            fresh.detach().mul_(weight)
+        # The loss of no examples is NaN, and so is NaN * 0.
+        if fresh.requires_grad:
+            # Without its graph, since a second backward pass through it (create_graph) is weighted by itself.
+            fresh.detach().mul_(weight) if weight else fresh.detach().zero_()
         else:
-            fresh.detach().zero_()  # the loss of no examples is NaN, and so is NaN * 0
+            # Not in place: other branches of the pass may go on with its memory (`a + b[None]`).
+            fresh = fresh * weight if weight else torch.zeros_like(fresh)
         if self.aside is None:
-            return
-        if fresh.requires_grad or is_sparse(self.aside):
+            parameter.grad = fresh
+        elif fresh.requires_grad or is_sparse(self.aside):
             # This way round: torch adds no dense gradient to a sparse one.
             parameter.grad = fresh + self.aside
         else:

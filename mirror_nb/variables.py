@@ -473,7 +473,10 @@ def as_value(variable: Variable, how: str, value: Any) -> Tensor:
     own = bare(variable)
     try:
         with torch.no_grad():
-            tensor = value.read_value() if isinstance(value, Variable) else torch.as_tensor(value).detach()
+            if isinstance(value, Variable):
+                tensor = value.read_value()
+            else:
+                tensor = torch.as_tensor(value, device=value.device if isinstance(value, Tensor) else "cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"cannot {how} {value!r} to {variable.name}: {error}") from error
     if tensor.shape != own.shape:

@@ -330,6 +330,21 @@ def double_precision_and_complex_numbers(r: Replica) -> list[Tensor]:
     return [torch.view_as_real(v) if v.is_complex() else v for v in values(model)]
 
 
+def branches_whose_gradients_lie_in_the_same_memory(r: Replica) -> list[Tensor]:
+    """What adds up hands its gradient on as it is, in another shape at most."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"first": nn.Linear(6, 3), "last": nn.Linear(3, 3)})
+    places = nn.ParameterList([torch.randn(3), torch.randn(1, 3), torch.randn(3, 1)])
+    optimizer = torch.optim.SGD([*model.parameters(), *places.parameters()], lr=0.1)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        code = model["first"](x) + places[0][None] + places[1] + places[2].view(3) + (places[0] * 2).view(1, 3)
+        F.mse_loss(model["last"](code), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model, places)
+
+
 class Weighted(nn.Module):
     """Its gradient is NaN where the share is empty."""
 
@@ -354,6 +369,7 @@ def a_loss_that_is_nan_for_no_examples(r: Replica) -> list[Tensor]:
 RECIPES = [
     ordinary,
     a_loss_that_is_nan_for_no_examples,
+    branches_whose_gradients_lie_in_the_same_memory,
     gradients_that_are_zeroed_not_dropped,
     gradients_that_are_never_cleared,
     accumulation,

@@ -328,3 +328,27 @@ def test_the_default_is_found_without_asking_the_gpus(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: pytest.fail("CUDA would begin here"))
     assert type(options.default_for((Device("cuda", 0), Device("cuda", 1)))).__name__ == "NcclAllReduce"
+
+
+def test_the_device_that_reduces_is_found_among_those_of_the_strategy():
+    devices = (Device("cpu", 3), Device("cpu", 2))
+    op = ReductionToOneDevice("cpu:2")
+    placed = options.chosen(op, None, devices).ops
+    assert (placed._root, placed.reduce_to_device) == (1, "cpu:2")
+    # The same op for another strategy.
+    assert options.chosen(op, None, devices[::-1]).ops._root == 0
+    assert options.chosen(ReductionToOneDevice(1), None, devices).ops._root == 1
+    assert options.chosen(ReductionToOneDevice(), None, devices).ops._root == 0
+
+
+def test_a_strategy_on_other_devices_reduces_to_the_one_that_is_named():
+    def reduced():
+        layer = torch.nn.Linear(1, 1)
+        for parameter in layer.parameters():
+            parameter.data.zero_()
+        layer(torch.ones(1, 1)).sum().backward()
+        return layer.weight.grad.item()
+
+    ops = ReductionToOneDevice("cpu:3", accumulation_fn=lambda parts: parts[1] * 3)
+    with mnb.MirroredStrategy(["cpu:2", "cpu:3"], cross_device_ops=ops) as strategy:
+        assert strategy.run(reduced) == 1.5

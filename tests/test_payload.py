@@ -590,3 +590,18 @@ def test_a_gpus_generator_is_that_of_the_replicas_gpu():
     arrived = unpack(pack(dice).payload, None, device=last)[0]
     assert arrived.device == last
     assert torch.equal(arrived.get_state(), dice.get_state())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where descriptors are to be counted in /proc")
+def test_tensors_that_are_kept_hold_no_descriptors():
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def sent() -> torch.Tensor:
+        packed = pack(torch.arange(100_000))
+        return unpack(packed.payload, packed.slab)[0]
+
+    before = descriptors()
+    kept = [sent() for _ in range(10)]
+    assert descriptors() == before
+    assert all(torch.equal(tensor, torch.arange(100_000)) for tensor in kept)

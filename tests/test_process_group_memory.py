@@ -270,3 +270,20 @@ def test_ddp_sums_in_the_same_order_whatever_its_buckets(crew: Crew) -> None:
 
     first = crew.call(step)[0]
     assert first[0] == first[1]
+
+
+def test_what_was_first_reduced_in_inference_mode_is_reduced_outside_too(crew: Crew) -> None:
+    def use(replica_id: int) -> list[float]:
+        # Of sizes and dtypes that no other test has: memory is cut for them anew.
+        tensors = [torch.ones(n, dtype=dtype) for n in (29, 311_111) for dtype in (torch.float32, torch.bfloat16)]
+        with torch.inference_mode():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for work in works:
+            work.wait()
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        return [tensor.float().mean().item() for tensor in tensors]
+
+    assert crew.call(use) == [[float(N**3)] * 4] * N

@@ -228,3 +228,13 @@ def test_names_are_interned_up_to_a_limit_that_the_error_tells(ring):
     assert list(reader.names()) == names
     with pytest.raises(UsageError, match=rf"'another' would be name number {NAMES + 1}; a ring keeps {NAMES}: log"):
         writer.scalar("another", 0.0, 1)
+
+
+def test_a_ring_needs_no_memfd(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    with Ring.create(8) as ring:
+        Writer(ring.descriptor).step_begun(3, clock())
+        reader = Reader(ring.descriptor)
+        steps = reader.read()["step"].tolist()
+        reader.close()
+    assert steps == [3]

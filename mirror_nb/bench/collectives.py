@@ -199,7 +199,7 @@ def chosen_ops(
         name = given if isinstance(given, str) else type(op).__name__
         if name in chosen:
             raise UsageError(f"`ops` has {name} twice")
-        chosen[name] = op
+        chosen[name] = op.on(devices)
     if not chosen:
         raise UsageError("`ops` is empty; name at least one")
     return chosen

@@ -100,9 +100,11 @@ class AutoAllReduce(CrossDeviceOps):
         leads = member.replica_id == 0
         known = load(self._folder(), what) if leads else None
         # One replica reads, all decide by what it read: two that choose differently would wait for ever.
-        shared = torch.full((1 + 2 * len(SIZES) * len(self.candidates),), math.nan, dtype=torch.float64)
+        shared = torch.full((1 + 2 * len(SIZES) * len(self.candidates),), math.nan, dtype=torch.float64, device="cpu")
         if known is not None:
-            shared = torch.tensor([1.0, *(x for size in SIZES for pair in known[size] for x in pair)]).double()
+            shared = torch.tensor(
+                [1.0, *(x for size in SIZES for pair in known[size] for x in pair)], device="cpu"
+            ).double()
         shared = shared.to(member.device)
         self.broadcast(shared, 0)
         if not math.isnan(float(shared[0])):

@@ -59,8 +59,6 @@ class Member:
     group: dist.ProcessGroup
     # Over these replicas, in the order of their ids; the default group as a rule.
     record: Callable[[Timing], None] | None = None
-    devices: tuple[Device, ...] = ()
-    # Of all replicas, where they are known.
     timeout_seconds: float | None = None
     # How long a wait on the CPU may last; None: as long as the group allows.
 
@@ -209,6 +207,10 @@ class CrossDeviceOps(abc.ABC):
     @abc.abstractmethod
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why it cannot work on these devices, None if it can."""
+
+    def on(self, devices: Sequence[Device]) -> CrossDeviceOps:
+        """Return the op for replicas on these devices, as the strategy names them: itself, as a rule."""
+        return self
 
     @property
     def exact(self) -> bool:

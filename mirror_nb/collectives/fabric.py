@@ -26,7 +26,7 @@ import time
 import zlib
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -605,7 +605,7 @@ class Fabric:
             yield Counter.DONE, number - SLOTS
             # Behind what is told where replicas differ: others may read one while this replica writes the other.
             rows = self._slots[number % SLOTS, :, _TOLD_BYTES : _TOLD_BYTES + 8 * len(parts)].view(torch.int64)
-            rows[self.replica_id].copy_(torch.tensor(parts))
+            rows[self.replica_id].copy_(torch.tensor(parts, device="cpu"))
         self._post(number, header, 0)
         yield Counter.POSTED, number
         sent_is_taken = rows is None or torch.equal(rows[:, : self.num_replicas].T, rows[:, self.num_replicas :])
@@ -734,14 +734,12 @@ class Fabric:
             if region is None:
                 raise ReplicaError("memory of `allocate` was released while it was reduced; wait first, then release")
             offset = location & ((1 << 40) - 1)
-            nbytes = flat.numel() * flat.element_size()
-            whole = [part[offset : offset + nbytes].view(flat.dtype) for part in region.parts]
+            whole = _cut([part[offset:] for part in region.parts], flat.dtype, flat.numel())
             begin, end = _slice(flat.numel(), self.replica_id, self.num_replicas)
             step = BLOCK_BYTES // flat.element_size()
-            blocks = []
-            for low in range(begin, end, step):
-                parts = [part[low : min(low + step, end)] for part in whole]
-                blocks.append((parts, parts[self.replica_id]))
+            with torch.inference_mode(False):
+                cuts = [[part[low : min(low + step, end)] for part in whole] for low in range(begin, end, step)]
+            blocks = [(parts, parts[self.replica_id]) for parts in cuts]
             if len(self._plans) >= _REMEMBERED:
                 self._plans.clear()
             self._plans[key] = blocks
@@ -776,7 +774,8 @@ class Fabric:
     def _scratch_for(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize
         if self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            with torch.inference_mode(False):
+                self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._scratch[:nbytes].view(dtype)
 
     def _slot(self, index: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
@@ -786,7 +785,7 @@ class Fabric:
         if views is None:
             if len(known) >= _REMEMBERED // SLOTS:
                 known.clear()
-            views = known[dtype, numel] = [row[: numel * dtype.itemsize].view(dtype) for row in self._slots[index]]
+            views = known[dtype, numel] = _cut(self._slots[index], dtype, numel)
         return views
 
     def _views_of(self, memory: Tensor, index: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
@@ -795,8 +794,7 @@ class Fabric:
         if views is None:
             if len(self._views) >= _REMEMBERED:
                 self._views.clear()
-            views = [row[: numel * dtype.itemsize].view(dtype) for row in memory[index]]
-            self._views[key] = views
+            views = self._views[key] = _cut(memory[index], dtype, numel)
         return views
 
     # ------------------------------------------------------------------ headers
@@ -880,6 +878,13 @@ def fresh(error: BaseException) -> BaseException:
         copied = PeerFailed(f"{type(error).__name__}: {error}")
     copied.__cause__ = error.__cause__
     return copied.with_traceback(None)
+
+
+def _cut(rows: Iterable[Tensor], dtype: torch.dtype, numel: int) -> list[Tensor]:
+    """Return so many elements at the beginning of each row of bytes."""
+    # They are kept: made in inference mode they could not be written to outside.
+    with torch.inference_mode(False):
+        return [row[: numel * dtype.itemsize].view(dtype) for row in rows]
 
 
 def _slice(numel: int, replica: int, num_replicas: int) -> tuple[int, int]:

@@ -36,7 +36,9 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Begin an all-reduce; on GPUs it is enqueued at once."""
-        groups = groups_of(self._devices())
+        member = self.member
+        # As torch numbers them here: every replica sees the one of replica i as number i.
+        groups = groups_of([Device(member.device.type, i) for i in range(member.num_replicas)])
         if flat.device.type == "cpu":
             fabric = fabric_for(self, flat)
             return ExchangeHandle(fabric, fabric.all_reduce_by_groups(flat, fold_of(op), groups))
@@ -77,7 +79,3 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
             return
         for peer in members[1:]:
             group.send([pack], peer, 0).wait()
-
-    def _devices(self) -> tuple[Device, ...]:
-        member = self.member
-        return member.devices or tuple(Device(member.device.type, i) for i in range(member.num_replicas))

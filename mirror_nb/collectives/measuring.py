@@ -36,7 +36,7 @@ class Trial:
 
     def quantile(self, q: float) -> float:
         """Return the time that a part `q` of the rounds took at most, µs."""
-        return float(torch.tensor(self.microseconds, dtype=torch.float64).quantile(q))
+        return float(torch.tensor(self.microseconds, dtype=torch.float64, device="cpu").quantile(q))
 
     @property
     def spread(self) -> float:
@@ -70,9 +70,11 @@ def compare(
                 for name in ops:
                     course.run(ops[name])
                 took = time.perf_counter() - begun
-            took = float(_worst(member, torch.tensor([took], dtype=torch.float64)))
+            took = float(_worst(member, torch.tensor([took], dtype=torch.float64, device="cpu")))
             rounds = max(least, min(most, int(seconds / max(took, 1e-6))))
-            found = torch.tensor([[course.run(ops[name]) for name in ops] for _ in range(rounds)], dtype=torch.float64)
+            found = torch.tensor(
+                [[course.run(ops[name]) for name in ops] for _ in range(rounds)], dtype=torch.float64, device="cpu"
+            )
             worst = _worst(member, found.reshape(-1))
     finally:
         first.release(flat)
@@ -91,13 +93,14 @@ class _Course:
         self._flat = flat
         self._dice = torch.Generator().manual_seed(flat.numel())
         # The same on every replica, so that each knows what all of them bring.
-        tiles = torch.randn(member.num_replicas, min(_TILE, max(flat.numel(), 1)), generator=self._dice)
+        size = min(_TILE, max(flat.numel(), 1))
+        tiles = torch.randn(member.num_replicas, size, generator=self._dice, device="cpu")
         self._tiles = tiles.to(flat.device, flat.dtype)
 
     def run(self, ops: CrossDeviceOps) -> tuple[float, float, float]:
         """Fill, reduce, check; return when it began and ended here, ns, and 1 if its result was wrong."""
         member, flat = self._member, self._flat
-        scale, *offsets = (torch.rand(1 + member.num_replicas, generator=self._dice) + 0.5).tolist()
+        scale, *offsets = (torch.rand(1 + member.num_replicas, generator=self._dice, device="cpu") + 0.5).tolist()
         parts = [tile * scale + offset for tile, offset in zip(self._tiles, offsets, strict=True)]
         _fill(flat, parts[member.replica_id])
         _settle(member)

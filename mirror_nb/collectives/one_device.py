@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -32,10 +33,18 @@ class ReductionToOneDevice(CrossDeviceOps):
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise UsageError(f"`accumulation_fn` must be a function of a list of tensors, not {accumulation_fn!r}")
         self.accumulation_fn = accumulation_fn
+        self._root = reduce_to_device if isinstance(reduce_to_device, int) else 0
+        # The id of the replica that sums.
+
+    def on(self, devices: Sequence[Device]) -> ReductionToOneDevice:
+        """Return the op that knows which replica has the device."""
+        found = copy.copy(self)
+        found._root = self._place_among(devices) or 0
+        return found
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Reduce, at once: the handle is of something finished."""
-        root = self._root()
+        root = self._root
         if self.accumulation_fn is None:
             self._add_up(flat, root)
         else:
@@ -54,7 +63,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why not: the device that reduces is none of them."""
-        if self.reduce_to_device is None or self._place_among(devices) is not None:
+        if self._place_among(devices) is not None:
             return None
         return f"`reduce_to_device` is {self.reduce_to_device!r}, which is none of them"
 
@@ -83,23 +92,11 @@ class ReductionToOneDevice(CrossDeviceOps):
         self._complete(self.member.group.gather(into, [as_sent(flat)], options))
         return parts if mine else None
 
-    def _root(self) -> int:
-        if self.reduce_to_device is None:
-            return 0
-        devices = self.member.devices or tuple(Device(self.member.device.type, i) for i in self._ids())
-        place = self._place_among(devices)
-        if place is None:
-            raise UsageError(
-                f"`reduce_to_device` is {self.reduce_to_device!r}, which is none of the replicas' devices"
-            )
-        return place
-
     def _place_among(self, devices: Sequence[Device]) -> int | None:
         wanted = self.reduce_to_device
+        if wanted is None:
+            return 0
         if isinstance(wanted, int):
             return wanted if 0 <= wanted < len(devices) else None
         device = parse(wanted)
         return devices.index(device) if device in devices else None
-
-    def _ids(self) -> range:
-        return range(self.member.num_replicas)

@@ -129,7 +129,7 @@ def chosen(ops: Any, options: Any, devices: Sequence[Device]) -> Communication:
             + ", ".join([*IMPLEMENTATIONS, AUTO])
         )
     check(ops, devices)
-    found = Communication(ops, options)
+    found = Communication(ops.on(devices), options)
     try:
         found.pickled()
     except Exception as error:

@@ -152,7 +152,9 @@ def _map(descriptor: int, nbytes: int) -> Tensor:
     if sys.platform != "linux":
         raise ReplicaError(f"shared memory between replicas needs Linux, this is {sys.platform}")
     # torch keeps no descriptor of its own, unlike `mmap`.
-    return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+    path = f"/proc/self/fd/{descriptor}"
+    with torch.inference_mode(False):
+        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _no_room(nbytes: int, kind: str, reason: Exception) -> str:

@@ -202,6 +202,10 @@ def _serves(tensor: Any) -> bool:
 
 def _flat(tensor: Tensor) -> Tensor:
     # Not detach(): that counts writes as changes of the user's tensor, which a carrier's are not.
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            # It may be waited for outside.
+            return tensor.data.view(-1)
     return tensor.data if tensor.dim() == 1 else tensor.data.view(-1)
 
 

@@ -12,10 +12,11 @@ import faulthandler
 import os
 import re
 import signal
-import tempfile
 import time
 from multiprocessing import reduction
 from typing import Any, final
+
+from mirror_nb.nameless import nameless_file
 
 TELL = signal.SIGUSR2
 TELL_SECONDS = 0.05
@@ -55,7 +56,7 @@ class LastWords:
     """The pool's side, for one replica."""
 
     def __init__(self) -> None:
-        self._stack = _nameless_file()
+        self._stack = nameless_file("mirror_nb stack")
         self._readable, self._writable = os.pipe()
         os.set_blocking(self._readable, False)
 
@@ -113,10 +114,3 @@ def _of_the_user(stack: list[str]) -> list[str]:
         if line.strip():
             kept.append(line)
     return kept[:MOST_LINES] if any(line.startswith("  File") for line in kept) else [x for x in stack if x][:4]
-
-
-def _nameless_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("mirror_nb stack", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

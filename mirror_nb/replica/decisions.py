@@ -85,7 +85,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 def _summed(value: Any, weight: float, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """Return the sum over the replicas of each one's value times its weight, where the optimizer's parameters are."""
-    given = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+    given = (
+        value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
+    )
     local = given.to(_parameters(optimizer)[0].device, torch.float64)
     # The loss of no examples is NaN, and so is NaN * 0.
     total = local * weight if weight else torch.zeros_like(local)

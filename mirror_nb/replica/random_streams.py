@@ -217,7 +217,7 @@ def _plant_torch(seed: int, replica_id: int = 0) -> None:
         # Scripts written for torchrun derive orders from torch.initial_seed() and want it equal everywhere. The
         # first word of the state is that seed; the numbers come from the rest.
         state = torch.get_rng_state()
-        state[:8].view(torch.int64)[0] = torch.tensor(seed % 2**64, dtype=torch.uint64).view(torch.int64)
+        state[:8].view(torch.int64)[0] = torch.tensor(seed % 2**64, dtype=torch.uint64, device="cpu").view(torch.int64)
         torch.set_rng_state(state)
 
 

@@ -117,7 +117,7 @@ class AlonePlace(Place):
         return results
 
     def draw_seed(self) -> int:
-        return int(torch.randint(1 << 62, ()))
+        return int(torch.randint(1 << 62, (), device="cpu"))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context that changes nothing: there is nobody to synchronise with."""

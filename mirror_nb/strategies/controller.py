@@ -233,7 +233,7 @@ class ControllerPlace(Place):
         return results
 
     def draw_seed(self) -> int:
-        return int(torch.randint(1 << 62, ()))
+        return int(torch.randint(1 << 62, (), device="cpu"))
 
     def _call(
         self,

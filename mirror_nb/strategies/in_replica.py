@@ -224,7 +224,7 @@ class ReplicaPlace(Place):
 
     def draw_seed(self) -> int:
         with self._replica.scope.shared_randomness():
-            return int(torch.randint(1 << 62, ()))
+            return int(torch.randint(1 << 62, (), device="cpu"))
 
     def _send_note(self, value: Any) -> None:
         if self._listeners:
@@ -264,7 +264,7 @@ class ReplicaPlace(Place):
             return form_of_nest(where, [part], [is_number(leaf)]), (part, count)
 
         form, offer = _offer(offered)
-        part, count = offer or (torch.empty(0), 0)
+        part, count = offer or (torch.empty(0, device="cpu"), 0)
         total, counts = self._peers.total(f"reduce {op.value} axis={axis}", form, part, count)
         return total if op is ReduceOp.SUM else mean(total, sum(counts))
 

@@ -126,7 +126,8 @@ def as_tensor(value: Any, what: str, device: torch.device | None = None) -> Tens
             "of them"
         )
     try:
-        tensor = torch.as_tensor(value, device=device)
+        # A default device of the user's is for what they make themselves; torch would move tensors there, too.
+        tensor = torch.as_tensor(value, device=device or (value.device if isinstance(value, Tensor) else "cpu"))
     except TypeError as error:
         raise UsageError(f"cannot {what} an array of dtype {value.dtype}: {error}") from error
     if tensor.layout is not torch.strided:

@@ -96,7 +96,7 @@ class Seat(ABC):
         state = {
             "torch": torch.get_rng_state(),
             "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
-            "python": (version, torch.tensor(words, dtype=torch.int64), spare),
+            "python": (version, torch.tensor(words, dtype=torch.int64, device="cpu"), spare),
         }
         if self.device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self.device)

@@ -24,6 +24,7 @@ from typing import Self, final
 import numpy as np
 
 from mirror_nb.errors import UsageError
+from mirror_nb.nameless import nameless_file
 from mirror_nb.telemetry.samples import (
     BLOCKING,
     COLLECTIVE,
@@ -85,7 +86,7 @@ class Ring:
         """
         if capacity < 8 or capacity & (capacity - 1):
             raise UsageError(f"`capacity` is {capacity}; it must be a power of two, 8 or more")
-        descriptor = os.memfd_create("mirror_nb telemetry")
+        descriptor = nameless_file("mirror_nb telemetry")
         try:
             os.ftruncate(descriptor, _RECORDS_AT + capacity * _SIZE)
             os.pwrite(descriptor, _HEADER.pack(_MAGIC, capacity, _SIZE), 0)

@@ -188,7 +188,7 @@ def _seeds(seed: int, epoch: int) -> list[int]:
 
 
 def _permutation(length: int, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(length, generator=torch.Generator().manual_seed(_seeds(seed, epoch)[0]))
+    return torch.randperm(length, generator=torch.Generator().manual_seed(_seeds(seed, epoch)[0]), device="cpu")
 
 
 # ---- arrays -------------------------------------------------------------------------------------------
@@ -604,7 +604,11 @@ class _EpochOrder(Sampler[int]):
         self._seed, self._epoch = seed, epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = _permutation(self._length, self._seed, self._epoch) if self._shuffle else torch.arange(self._length)
+        order = (
+            _permutation(self._length, self._seed, self._epoch)
+            if self._shuffle
+            else torch.arange(self._length, device="cpu")
+        )
         return iter(order.tolist())
 
     def __len__(self) -> int:

@@ -248,7 +248,7 @@ def _align(seat: Seat, model: Model, optimizer: Optimizer | None, scheduler: Any
     """Give replicas that lag behind the weights, the optimizer and the scheduler of the most advanced one."""
     if seat.num_replicas == 1:
         return
-    steps = torch.zeros(seat.num_replicas, dtype=torch.int64)
+    steps = torch.zeros(seat.num_replicas, dtype=torch.int64, device="cpu")
     steps[seat.replica_id] = model._updates
     counts = seat.add_up(steps).tolist()
     if len(set(counts)) == 1:

@@ -112,7 +112,7 @@ class Training(Scoring):
         # Global batches whose gradients wait for the optimizer.
         self._norms: BatchNorms | None = None
         self._scaler = torch.amp.GradScaler(self._device.type) if settings.precision == "fp16" else None
-        self._root: tuple[float, Tensor] = (0.0, torch.zeros(()))
+        self._root: tuple[float, Tensor] = (0.0, torch.zeros((), device="cpu"))
         # What the latest backward pass began with: as a number, and as a tensor.
         self._noise = task.seed
         # What every step's random numbers are drawn from, so that a step can be done again; None: from nothing new.
@@ -492,7 +492,9 @@ class Training(Scoring):
         if not self._grouped or self._optimizer is None:
             return []
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        there = self._seat.add_up(torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64)).tolist()
+        there = self._seat.add_up(
+            torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64, device="cpu")
+        ).tolist()
         found: list[Tensor | None] = []
         for parameter, somewhere in zip(parameters, there, strict=True):
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

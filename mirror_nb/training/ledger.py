@@ -126,7 +126,7 @@ def _reduced(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _as_scalar(number: float, code: int) -> Tensor:
-    return torch.tensor(number, dtype=_SCALARS[code])
+    return torch.tensor(number, dtype=_SCALARS[code], device="cpu")
 
 
 def _as_bfloat16(array: Any) -> Tensor:

@@ -166,7 +166,7 @@ class Called(Metric):
                 f"the metric {self.name} returned a {type(value).__qualname__}; a function of (outputs, targets) "
                 "returns one value for each example, or a scalar for all"
             )
-        return torch.as_tensor(value)
+        return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
     def state(self) -> State:
         if self._outputs:

@@ -494,7 +494,7 @@ def _length(outputs: Any, targets: Any) -> int:
 def _nothing(outputs: Any) -> Tensor:
     found = [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor)]
     if not found:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     return torch.stack([(leaf.sum() * 0).float() for leaf in found]).sum()
 
 

@@ -93,7 +93,7 @@ class TorchMetric(Metric):
     def state(self) -> State:
         if not self._examples:
             return {}
-        state: State = {"examples": torch.tensor(self._examples)}
+        state: State = {"examples": torch.tensor(self._examples, device="cpu")}
         for path, one in _torch_metrics_in(self._metric).items():
             for name in one._reductions:
                 state[f"{path}.{name}"] = map_leaves(getattr(one, name), on_cpu)

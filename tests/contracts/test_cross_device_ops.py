@@ -37,11 +37,9 @@ OURS = ("shared memory", "hierarchical copy")
 BOUND = """
 import torch, torch.distributed as dist
 from mirror_nb.collectives.base import Member
-from mirror_nb.devices import Device
 
 timings = []
-devices = tuple(Device("cpu", i) for i in range(num_replicas))
-ops.bind(Member(replica_id, num_replicas, device, dist.group.WORLD, timings.append, devices))
+ops.bind(Member(replica_id, num_replicas, device, dist.group.WORLD, timings.append))
 
 def parts_of(numel, dtype, seed=0):
     "What every replica brings; each knows all of them."
