@@ -64,9 +64,9 @@ def whole(variable: Variable, components: Sequence[Tensor]) -> Tensor:
     return aggregate(variable, components).to(variable.dtype)
 
 
-def part_of(variable: Variable, num_replicas: int) -> Tensor:
-    """Return the component that each replica has while the Variable here is what all of them make."""
-    return cast(Tensor, from_outside(variable, "assign", component(variable), num_replicas))
+def part_of(variable: Variable, num_replicas: int, replica_id: int) -> Tensor:
+    """Return the component that a replica has while the Variable here is what all of them make."""
+    return cast(Tensor, from_outside(variable, "assign", component(variable), num_replicas, replica_id))
 
 
 def _has_one_value(variable: Variable) -> bool:

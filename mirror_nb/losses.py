@@ -51,7 +51,9 @@ def scale_regularization_loss(regularization_loss: Any) -> Tensor:
     Raises RuntimeError in cross-replica context. Source: tf.nn.scale_regularization_loss.
     """
     _require_replica("scale_regularization_loss")
-    return _as_tensor(regularization_loss).sum() / get_strategy().num_replicas_in_sync
+    losses = regularization_loss if isinstance(regularization_loss, (list, tuple)) else [regularization_loss]
+    total = sum((_as_tensor(loss).sum() for loss in losses), start=torch.zeros(()))
+    return total / get_strategy().num_replicas_in_sync
 
 
 def _check_reduction() -> None:
@@ -85,6 +87,9 @@ def _weighted(losses: Tensor, weights: Tensor) -> Tensor:
 
 
 def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, (list, tuple)) and any(isinstance(one, Tensor) for one in value):
+        # torch.as_tensor would take them out of their graph.
+        return torch.stack([_as_tensor(one) for one in value])
     # A default device of the user's would move tensors, too.
     return value if isinstance(value, Tensor) else torch.as_tensor(value)
 

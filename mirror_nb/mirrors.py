@@ -339,10 +339,14 @@ def kept_equal(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Not a Variable whose components are the other side's, and are asked for by themselves.
     """
     seen = set()
-    for name, tensor in itertools.chain(tensors(module), attribute_variables(module)):
+    for name, tensor in _all_values(module):
         if id(tensor) not in seen and not is_elsewhere(tensor):
             seen.add(id(tensor))
             yield name, tensor
+
+
+def _all_values(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return itertools.chain(tensors(module), attribute_variables(module))
 
 
 def structure(module: nn.Module) -> tuple[int, ...]:
@@ -495,6 +499,8 @@ def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.
             name for r, sent in states.items() if r != owner for name in sent.get(handle, {})
         }
         averaged |= together.keys()
+        # These are asked for by themselves.
+        averaged -= {name for name, held in _all_values(module) if is_elsewhere(held)}
         for r, sent in states.items():
             if handle in sent:
                 shares[r] = {name: value for name, value in sent[handle].items() if name in averaged}
@@ -503,7 +509,8 @@ def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.
         shares[owner] = {name: bare(own[name]).clone() for name in silent} | shares.get(owner, {})
         for r in states if together else ():
             # Who is silent has its part of what is here.
-            shares[r] = {name: part_of(held, len(states)) for name, held in together.items()} | shares.get(r, {})
+            parts_of = {name: part_of(held, len(states), r) for name, held in together.items()}
+            shares[r] = parts_of | shares.get(r, {})
         for name in {name for share in shares.values() for name in share}:
             parts = [shares[r][name] for r in sorted(shares) if name in shares[r]]
             state[name] = whole(together[name], parts) if name in together else torch.stack(parts).mean(0)

@@ -134,8 +134,10 @@ def _open_parameter(make: Callable[..., torch.Tensor], *args: object) -> torch.T
     return _leaf(make(*args))
 
 
-def _open_per_replica(values: tuple[Any, ...]) -> PerReplica:
-    return PerReplica(values, own=None if _opening is None else _opening.replica_id)
+def _open_per_replica(values: tuple[Any, ...]) -> Any:
+    """Make a PerReplica; in the replica that it was captured for, its own value: as arguments are there."""
+    own = None if _opening is None else _opening.replica_id
+    return PerReplica(values) if own is None else values[own]
 
 
 def _open_generator(device: torch.device) -> torch.Generator:

@@ -6,7 +6,7 @@ import copyreg
 import enum
 import html
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import Any, Never, final
 
 import numpy as np
 import torch
@@ -90,15 +90,12 @@ class PerReplica(DistributedValues):
 
     `values`, `len()`, iteration and indexing by replica id give the single values. `shares`: of a batch, the number
     of examples in each replica's part, by which `run` weighs the gradients; it does not travel with the value.
-    `own`: of one that a function has captured and that is in a replica, whose it is: in arithmetic it is that value.
+    One that a function has captured is in each replica that replica's value.
     """
 
-    def __init__(
-        self, values: Sequence[Any], *, shares: tuple[int, ...] | None = None, own: int | None = None
-    ) -> None:
+    def __init__(self, values: Sequence[Any], *, shares: tuple[int, ...] | None = None) -> None:
         super().__init__(values)
         self.shares = shares
-        self._own = own
 
     def __getitem__(self, replica_id: Any) -> Any:
         if isinstance(replica_id, int | slice) or hasattr(replica_id, "__index__"):
@@ -108,8 +105,6 @@ class PerReplica(DistributedValues):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "_values" not in vars(self):
             raise AttributeError(f"'PerReplica' object has no attribute '{name}'")
-        if self._own is not None:
-            return getattr(self._values[self._own], name)
         raise AttributeError(f"{self._what()}: take one of them, as in value[0].{name}, or {_ONE}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -131,18 +126,17 @@ class PerReplica(DistributedValues):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(PerReplica, _own_value, (args, kwargs or {}), is_leaf=_is_per_replica)
-        return func(*args, **kwargs)
+        raise _in_arithmetic()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return np.asarray(_own_value(self)).__array__(*args, **kwargs)
+        raise _in_arithmetic()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         # torch.as_tensor asks for these two; without them it takes a PerReplica for a sequence and joins its values.
-        return _own_value(self).__dlpack__(*args, **kwargs)
+        raise _in_arithmetic()
 
     def __dlpack_device__(self) -> Any:
-        return _own_value(self).__dlpack_device__()
+        raise _in_arithmetic()
 
 
 _ONE = 'make one value of all with strategy.reduce("mean", value)'
@@ -156,24 +150,8 @@ def _in_arithmetic() -> UsageError:
     )
 
 
-def _is_per_replica(obj: object) -> bool:
-    return isinstance(obj, PerReplica)
-
-
-def _own_value(value: Any) -> Any:
-    """Return what a PerReplica is in arithmetic. Raises UsageError outside of replicas."""
-    if not isinstance(value, PerReplica):
-        return value
-    if value._own is None:
-        raise _in_arithmetic()
-    return value[value._own]
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def applied(self: PerReplica, *others: object) -> Any:
-        return getattr(_own_value(self), name)(*map(_own_value, others))
-
-    return applied
+def _refuse(self: PerReplica, *others: object) -> Never:
+    raise _in_arithmetic()
 
 
 for _name in (
@@ -184,7 +162,7 @@ for _name in (
     ),
     *("__neg__", "__pos__", "__abs__", "__float__", "__int__", "__bool__", "__lt__", "__le__", "__gt__", "__ge__"),
 ):
-    setattr(PerReplica, _name, _operator(_name))
+    setattr(PerReplica, _name, _refuse)
 
 
 @final

@@ -68,6 +68,9 @@ class VariableHome(Protocol):
     def copy(self, variable: Variable) -> Variable:
         """Return a copy, of the scope that the caller is in, with the same components if that is this place's."""
 
+    def take(self, variable: Variable, value: Tensor) -> None:
+        """Give its components here what they have of a value that was read from outside; replicas ask no peer."""
+
     def is_elsewhere(self, variable: Variable) -> bool:
         """Whether its components are in other processes, and are asked for by themselves: the tensor here is none."""
 
@@ -460,9 +463,9 @@ def apply_assign(variable: Variable, how: str, value: Any) -> None:
 
 
 def take_from_outside(variable: Variable, value: Tensor) -> None:
-    """Give this process's component what it has of a value that was read from outside, with no word to the peers."""
+    """Give the components of this place what they have of a value that was read from outside."""
     assert variable.home is not None
-    apply_assign(variable, "assign", from_outside(variable, "assign", value, variable.home.num_replicas))
+    variable.home.take(variable, value)
 
 
 def as_value(variable: Variable, how: str, value: Any) -> Tensor:
@@ -488,14 +491,17 @@ def as_value(variable: Variable, how: str, value: Any) -> Tensor:
             f"cannot {how} a value of {tensor.dtype} to {variable.name} of {own.dtype}; make the Variable of that "
             "dtype, or convert the value with .to(dtype)"
         )
+    if not isinstance(value, Tensor) and (own.is_floating_point() or own.is_complex()):
+        # Once more: numbers of Python's became torch's default dtype, which may round them.
+        return torch.as_tensor(value, dtype=own.dtype, device=own.device)
     return tensor.to(own.device, own.dtype)
 
 
-def from_outside(variable: Variable, how: str, value: Any, num_replicas: int) -> Any:
-    """Return what each component takes when `value` is assigned in cross-replica context.
+def from_outside(variable: Variable, how: str, value: Any, num_replicas: int, replica_id: int) -> Any:
+    """Return what a replica's component takes when `value` is assigned in cross-replica context.
 
-    Of a sum each gets its n-th part, so that it reads back as `value`; nothing can be added to one.
-    Source: TensorFlow's SyncOnReadVariable. Raises UsageError (`assign_add` to a sum).
+    Of a sum each gets its n-th part, so that it reads back as `value`, of whole numbers replica 0's what is left;
+    nothing can be added to one. Source: TensorFlow's SyncOnReadVariable. Raises UsageError (`assign_add` to a sum).
     """
     if not variable.is_read_together or variable.aggregation is not _SUM:
         return value
@@ -504,8 +510,13 @@ def from_outside(variable: Variable, how: str, value: Any, num_replicas: int) ->
             f"SyncOnReadVariable does not support `{how}` in cross-replica context when aggregation is set to "
             "`VariableAggregation.SUM`. Add inside strategy.run, on each replica, or assign the new value"
         )
-    share = as_value(variable, how, value) / num_replicas
-    return share.to(variable.dtype)
+    total = as_value(variable, how, value)
+    if total.is_floating_point() or total.is_complex():
+        return total / num_replicas
+    if total.dtype is torch.bool:
+        return total if replica_id == 0 else torch.zeros_like(total)
+    share = total // num_replicas
+    return total - share * (num_replicas - 1) if replica_id == 0 else share
 
 
 def check_parts(variable: Variable, how: str, value: DistributedValues) -> None:

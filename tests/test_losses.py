@@ -64,6 +64,17 @@ def test_no_examples_give_a_loss_of_0_and_gradients_of_0():
 def test_a_regularization_loss_is_divided_by_the_replicas():
     assert scale_regularization_loss(torch.tensor([1.0, 2.0])) == 1.5
     assert scale_regularization_loss(3.0) == 1.5
+    assert scale_regularization_loss([1.0, [1.0, 1.0]]) == 1.5
+
+
+@pytest.mark.usefixtures("replica")
+def test_a_list_of_losses_keeps_its_gradients():
+    weights = [torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)]
+    scale_regularization_loss([weight**2 for weight in weights]).backward()
+    assert [weight.grad.tolist() for weight in weights] == [[1.0, 2.0], 3.0]
+    one, other = (torch.tensor(2.0, requires_grad=True) for _ in range(2))
+    compute_average_loss([one * 2, other * 3], global_batch_size=2).backward()
+    assert (one.grad, other.grad) == (1, 1.5)
 
 
 @pytest.mark.parametrize("function", [compute_average_loss, scale_regularization_loss])

@@ -48,6 +48,12 @@ CAPTURED = {
     "an attribute": lambda p: p.data.clone(),
     "a function of NumPy": lambda p: torch.from_numpy(np.asarray(p)) * 2,
     "another one": lambda p: p * p,
+    "its length": lambda p: torch.tensor(len(p)),
+    "an index": lambda p: p[0],
+    "a slice": lambda p: p[1:, None],
+    "its members": lambda p: torch.stack([one + 1 for one in p]),
+    "a comparison": lambda p: p == 2.0,
+    "its type": lambda p: torch.tensor(isinstance(p, torch.Tensor)),
 }
 
 
@@ -75,6 +81,21 @@ def test_results_with_a_value_for_each_example_weigh_gradients_as_the_batch_they
         assert two.run(gradient, (made["twice"],)) == 2 * own
         assert two.run(lambda batch=batch: gradient(batch)) == own
         assert made["mean"].shares is None
+
+
+def test_a_sum_of_whole_numbers_takes_operations_in_place_from_outside(two):
+    with two.scope():
+        count = mnb.Variable(7, synchronization="on_read", aggregation="sum")
+    two.run(lambda: count.assign(torch.tensor(3 + replica_id())))
+    count += 2
+    assert int(count) == 9
+
+
+def test_on_a_batch_replicas_draw_different_random_numbers(two):
+    torch.manual_seed(3)
+    batch = next(iter(two.distribute_dataset(torch.zeros(4), batch_size=4)))
+    first, second = two.local_results(two.run(lambda x: x + torch.randn_like(x), args=(batch,)))
+    assert not same(first, second)
 
 
 class Net(nn.Module):

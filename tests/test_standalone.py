@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from driving import launch
 
 import mirror_nb as mnb
 
@@ -54,3 +56,54 @@ for backend in ("gloo", "cpu:gloo,cuda:gloo", "cuda:gloo"):
 
 def test_words_go_by_the_gpu_where_the_scripts_group_is_for_gpus_alone():
     assert printed(GROUPS).split() == ["cpu", "cpu", "cuda:0"]
+
+
+TWO_STRATEGIES = """
+import os, sys
+import torch
+import mirror_nb as mnb
+from torch import nn
+
+first, second, alone = mnb.MirroredStrategy(), mnb.MirroredStrategy(), mnb.OneDeviceStrategy("cpu:0")
+found = [first.run(lambda: 1), second.run(lambda: 2), alone.run(lambda: 3)]
+for strategy in (first, second):
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+    model(torch.full((1, 1), 1.0 + strategy.replica_id)).sum().backward()
+    found.append(model.weight.grad.item())
+with alone.scope():
+    model = nn.Linear(1, 1, bias=False)
+model(torch.full((1, 1), 3.0)).sum().backward()
+found.append(model.weight.grad.item())
+try:
+    with first.scope(), alone.scope():
+        pass
+except RuntimeError as error:
+    found.append(str(error).partition(":")[0])
+summed = mnb.MirroredStrategy(gradient_reduction="sum")
+with summed.scope():
+    model = nn.Linear(1, 1, bias=False)
+model(torch.ones(1, 1)).sum().backward()
+found.append(model.weight.grad.item())
+second.close()
+found.append(mnb.has_strategy())
+try:
+    first.run(lambda: 1)
+except mnb.PoolClosed:
+    found.append("closed")
+print(found)
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    file.write(repr(found))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_several_strategies_in_a_script_have_one_place_and_another_kind_may_stand_beside_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TWO_STRATEGIES)
+    launch([sys.executable, str(script), str(tmp_path)], 2, {})
+    mixing = "Mixing different mirror_nb Strategy objects"
+    for rank in "01":
+        found = ast.literal_eval((tmp_path / rank).read_text())
+        assert found == [1, 2, 3, 1.5, 1.5, 3.0, mixing, 2.0, False, "closed"]

@@ -257,10 +257,12 @@ def test_components_are_aggregated(aggregation, expected):
 
 def test_assigning_to_a_sum_from_outside():
     variable = made(Home(), "SUM", "ON_READ")
-    assert variables.from_outside(variable, "assign", 6.0, 2) == 3
+    assert variables.from_outside(variable, "assign", 6.0, 2, 1) == 3
+    whole = variables.distributed(torch.tensor(0), Home(), **variable._options())
+    assert [int(variables.from_outside(whole, "assign", -7, 3, i)) for i in range(3)] == [-1, -3, -3]
     with pytest.raises(ValueError, match=r"does not support `assign_add` in cross-replica context .* set to `.*SUM`"):
-        variables.from_outside(variable, "assign_add", 6.0, 2)
-    assert variables.from_outside(made(Home(), "MEAN", "ON_READ"), "assign_add", 6.0, 2) == 6
+        variables.from_outside(variable, "assign_add", 6.0, 2, 0)
+    assert variables.from_outside(made(Home(), "MEAN", "ON_READ"), "assign_add", 6.0, 2, 0) == 6
 
 
 def test_what_the_controller_calls_on_replicas_pickles_by_reference():

@@ -172,6 +172,42 @@ def a_value_of_each_replica(strategy):
         [refused(rule, "on_read") for rule in rules[1:]],
     ]
 
+def counts(strategy):
+    """A sum of whole numbers, in a module too, beside a network that has nothing to do with it."""
+    class Counted(nn.Module):
+        def __init__(self, registered):
+            super().__init__()
+            count = mnb.Variable(0, synchronization="on_read", aggregation="sum")
+            self.register_buffer("count", count) if registered else setattr(self, "count", count)
+
+    with strategy.scope():
+        count = mnb.Variable(0, synchronization="on_read", aggregation="sum")
+        metrics = [Counted(registered) for registered in (True, False)]
+        flag = mnb.Variable(False, synchronization="on_read", aggregation="sum")
+        network = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(network.weight)
+
+    def step():
+        network.weight.data.add_(1.0)
+        for held in (count, *(metric.count for metric in metrics)):
+            held.assign_add(torch.tensor(2))
+
+    strategy.run(step)
+    found = [float(network.weight), int(count), *(int(metric.count) for metric in metrics)]
+    with strategy.scope():
+        found += [int(count.assign(7)), int(pickle.loads(pickle.dumps(count)))]
+        found += [int(count.assign(-3)), bool(flag.assign(True))]
+        metrics[0].load_state_dict({"count": torch.tensor(5)})
+    return [*found, int(metrics[0].count), metrics[0].state_dict()["count"].item()]
+
+def numbers_of_pythons(strategy):
+    with strategy.scope():
+        exact = mnb.Variable(0.0, dtype=torch.float64)
+        turned = mnb.Variable(0j, dtype=torch.complex128)
+    exact.assign(0.1)
+    turned.assign([0.1j, 0.1][0])
+    return [float(exact), float(exact.assign_add(0.2)), turned.read_value().imag.item()]
+
 class Output:
     def __init__(self, loss):
         self.loss = loss
@@ -221,6 +257,8 @@ EXPECTED: dict[str, Any] = {
         [2.0, 1.0],
     ],
     "a_class_without_names_for_its_members": [{"own": [3.0], "kept": [2.0]}, {"own": [1.0, 2.0], "kept": [1.0, 1.0]}],
+    "counts": [2.0, 4, 4, 4, 7, 7, -3, True, 5, 5],
+    "numbers_of_pythons": [0.1, 0.1 + 0.2, 0.1],
     "a_copy_of_a_plain_one": ["PlainVariable", "MirroredVariable", 4.0],
 }
 

@@ -358,6 +358,9 @@ class Replica:
                 self.gradients.set_shares(*call.shares)
             around = _usual if call.modes is None else modes.entered(call.modes)
             with self.scope, self._interruptible(number), around:
+                if call.shares is not None:
+                    # It works on a batch, as a cell that was handed one.
+                    self.scope.start_running()
                 value = function(*args, **kwargs) if call.plain else self.invoke(function, args, kwargs)
             _check_visitors([*visitors.modules, *more.modules])
             _check_unchanged(versions)

@@ -17,6 +17,7 @@ from mirror_nb.variables import provide_scope
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
+    from mirror_nb.strategies.place import Place
 
 
 @final
@@ -82,6 +83,11 @@ class _Frame:
     cross: bool
     # A %%mirrored cell is both: every replica runs it, and it may call what belongs to all.
 
+    @property
+    def is_scope(self) -> bool:
+        """Whether somebody has entered it, and does not just stand there: in a cell, in a script under torchrun."""
+        return not self.cross or self.replica is None
+
 
 class _Stack(threading.local):
     def __init__(self) -> None:
@@ -118,7 +124,7 @@ class entered:  # noqa: N801
 
     def __enter__(self) -> Strategy:
         top, strategy = _top(), self._frame.strategy
-        if top is not None and top.strategy._place is not strategy._place:
+        if top is not None and top.is_scope and top.strategy._place is not strategy._place:
             raise ContextError(f"Mixing different mirror_nb Strategy objects: {top.strategy!r} is not {strategy!r}")
         _stack.frames.append(self._frame)
         return strategy
@@ -167,6 +173,12 @@ class StrategyScope(ContextDecorator):
 def stand_on(strategy: Strategy, replica: ReplicaContext) -> None:
     """Say that this whole process is one replica: code outside every scope stands in both contexts."""
     _stack.ground = _Frame(strategy, replica, True)
+
+
+def stand_nowhere(place: Place) -> None:
+    """Take that back for strategies of this place."""
+    if _stack.ground is not None and _stack.ground.strategy._place is place:
+        _stack.ground = None
 
 
 def get_strategy() -> Strategy:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, final
 from torch import Tensor
 
 from mirror_nb.strategies.reductions import check_size, select
-from mirror_nb.values import DistributedValues, VariableAggregation
+from mirror_nb.values import DistributedValues, PerReplica, VariableAggregation, same
 from mirror_nb.variables import (
     SyncOnReadVariable,
     Variable,
@@ -109,7 +109,7 @@ class ControllerHome:
         if isinstance(value, DistributedValues):
             check_size(value, self._replicas.num_replicas)
             check_parts(variable, how, value)
-        share = from_outside(variable, how, value, self._replicas.num_replicas)
+        share = self._share(variable, how, value)
         if isinstance(share, Tensor):
             share = share.detach().clone()
         elif isinstance(share, DistributedValues) and not _kept(variable):
@@ -124,6 +124,16 @@ class ControllerHome:
         if self._replicas.has_sent(variable):
             self._replicas.command(apply_assign, (variable, how, share), changes=False)
         return variable
+
+    def _share(self, variable: Variable, how: str, value: Any) -> Any:
+        """Return what every component takes, or a PerReplica where they take different ones."""
+        n = self._replicas.num_replicas
+        shares = [from_outside(variable, how, value, n, i) for i in range(n)]
+        alike = all(one is shares[0] or same(shares[0], one) for one in shares)
+        return shares[0] if alike else PerReplica(shares)
+
+    def take(self, variable: Variable, value: Tensor) -> None:
+        self.assign(variable, "assign", value)
 
     def read(self, variable: Variable) -> Tensor:
         if isinstance(variable, SyncOnReadVariable):

@@ -25,7 +25,7 @@ from mirror_nb.payload import Payload, pack, unpack
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
 from mirror_nb.steering import Steering
-from mirror_nb.strategies.context import ReplicaContext, entered
+from mirror_nb.strategies.context import ReplicaContext, entered, stand_nowhere
 from mirror_nb.strategies.differentiable import all_gathered, all_reduced
 from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
 from mirror_nb.strategies.peers import MERGE_CALL, Form, Peers, form_of_nest
@@ -438,7 +438,13 @@ class ReplicaPlace(Place):
         # In a mirrored cell it is the notebook's.
         if isinstance(self._replica, Standalone):
             self.closed = True
+            stand_nowhere(self)
             self._replica.leave()
+
+    def reduce_by(self, reduction: str) -> None:
+        """Have gradients become a "mean" or a "sum" from now on; every replica calls it."""
+        self._replica.gradients.reduction = reduction
+        self._replica.gradients.clear_shares()
 
 
 def _offer(make: Callable[[], tuple[Form, _Value]]) -> tuple[Form, _Value | None]:

@@ -124,12 +124,17 @@ def _place(devices: Any, reduction: str | None, seed: int, ops: Any, options: An
 
 
 def _place_in_replica(reduction: str | None, seed: int) -> ReplicaPlace:
-    if not _here:
-        return ReplicaPlace(standalone(reduction or "mean", seed))
+    place = _place_here(_here[-1]) if _here else _place_of_process(seed)
     if reduction is not None:
-        _here[-1].gradients.reduction = reduction
-        _here[-1].gradients.clear_shares()
-    return _place_here(_here[-1])
+        place.reduce_by(reduction)
+    return place
+
+
+def _place_of_process(seed: int) -> ReplicaPlace:
+    """Return the place of a process that a launcher started: one, until it is closed."""
+    if not _alone or _alone[-1].closed:
+        _alone[:] = [ReplicaPlace(standalone(seed=seed))]
+    return _alone[-1]
 
 
 @functools.cache
@@ -145,6 +150,8 @@ def _started_by_a_launcher() -> bool:
 
 _here: list[Replica] = []
 # The replica that this process is, if it is one.
+_alone: list[ReplicaPlace] = []
+# The place of this process, if a launcher started it.
 
 
 def setup(replica: Replica) -> dict[str, Any]:

@@ -149,10 +149,16 @@ class ReplicaHome:
             check_size(value, self._peers.num_replicas)
             check_parts(variable, how, value)
         own = select(value, self._peers.replica_id)
-        own = from_outside(variable, how, own, self._peers.num_replicas)
+        part = self._part(variable, how, own)
         if self._peers.num_replicas > 1 and not given and not self._merging():
             self._check_equal(variable, how, own)
-        apply_assign(variable, how, own)
+        apply_assign(variable, how, part)
+
+    def _part(self, variable: Variable, how: str, value: Any) -> Any:
+        return from_outside(variable, how, value, self._peers.num_replicas, self._peers.replica_id)
+
+    def take(self, variable: Variable, value: Tensor) -> None:
+        apply_assign(variable, "assign", self._part(variable, "assign", value))
 
     def _check_equal(self, variable: Variable, how: str, value: Any) -> None:
         """See that all replicas assign the same: what they do in a cell is one assignment."""

@@ -70,11 +70,11 @@ class Standalone:
         """There is no controller to hear it."""
 
 
-def standalone(reduction: str = "mean", seed: int = 0) -> Standalone:
+def standalone(seed: int = 0) -> Standalone:
     """Join the others that the environment tells of (RANK, WORLD_SIZE, LOCAL_RANK, …), if that is not done yet.
 
-    The device is the GPU of number LOCAL_RANK, or the CPU where there are none. `reduction`: of gradients, "mean" or
-    "sum". Raises UsageError for an environment that is not a launcher's, and for fewer GPUs than processes.
+    The device is the GPU of number LOCAL_RANK, or the CPU where there are none. Raises UsageError for an environment
+    that is not a launcher's, and for fewer GPUs than processes.
     """
     replica_id, num_replicas = _number("RANK"), _number("WORLD_SIZE")
     device = _device(_number("LOCAL_RANK", replica_id))
@@ -84,7 +84,7 @@ def standalone(reduction: str = "mean", seed: int = 0) -> Standalone:
     if device.type == "cpu":
         # A script seldom closes its strategy.
         atexit.register(_let_gloo_rest if joined else _leave)
-    gradients = GradientSynchronizer(replica_id, num_replicas, reduction=reduction)
+    gradients = GradientSynchronizer(replica_id, num_replicas)
     scope = Scope(replica_id, num_replicas, device, gradients, seed)
     identity = OwnIdentity(replica_id, num_replicas, device)
     devices = [Device(device.type, i) for i in range(num_replicas)]
