@@ -234,6 +234,13 @@ class Variable(torch.Tensor):
             if unchanged:
                 # As torch has it: nothing is copied. So a module's `to` leaves it the buffer that it is.
                 return args[0]
+        if func == _DATA.__get__ and isinstance(args[0], MirroredVariable):
+            # Autograd counts what is written to this, so that it is noticed.
+            return args[0].detach()
+        if func == _DATA.__set__ and isinstance(args[0], MirroredVariable) and _alike(args[0], args[1]):
+            with torch.no_grad():
+                args[0].copy_(args[1])
+            return None
         targets = _targets(name, args, kwargs)
         if name == "copy_" and targets and isinstance(targets[0], SyncOnReadVariable):
             # What load_state_dict does: the value that was read from outside comes back as such.
@@ -555,6 +562,13 @@ def check_readable(variable: Variable) -> None:
 
 
 # --------------------------------------------------------------------------- as a tensor
+
+
+_DATA: Any = torch.Tensor.data
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def writes_to(variable: Variable) -> int:

@@ -83,6 +83,40 @@ def test_results_with_a_value_for_each_example_weigh_gradients_as_the_batch_they
         assert made["mean"].shares is None
 
 
+WRITES = {
+    "data": lambda model, v: (model[0].weight.data.fill_(2.0), v.data.fill_(2.0)),
+    "another data": lambda model, v: (
+        setattr(model[0].weight, "data", torch.full((1, 1), 2.0)),
+        setattr(v, "data", v * 0 + 2),
+    ),
+    "data of a buffer": lambda model, v: (model[1].running_mean.data.fill_(2.0), v.data.copy_(v + 1)),
+    "an array": lambda model, v: (model[0].weight.detach().numpy().fill(2.0), v.data.add_(1.0)),
+    "initialisation as in the DCGAN tutorial": lambda model, v: (
+        model.apply(lambda part: [nn.init.constant_(p.data, 2.0) for p in part.parameters(recurse=False)]),
+        v.data.mul_(2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_is_written_here_past_autograd_is_in_the_replicas(two, write):
+    with two.scope():
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1)).eval()
+        v = mnb.Variable(1.0)
+        nn.init.ones_(model[0].weight)
+
+    def there() -> list[Any]:
+        return [*(tensor.flatten().tolist() for tensor in model.state_dict().values()), float(v)]
+
+    two.run(there)
+    # It may be kept: read again it is what the module has.
+    float(v)
+    write(model, v)
+    assert two.local_results(two.run(there))[0] == there()
+    assert 2.0 in [there()[0][0], there()[3][0]]
+    assert float(v) == 2
+
+
 def test_a_sum_of_whole_numbers_takes_operations_in_place_from_outside(two):
     with two.scope():
         count = mnb.Variable(7, synchronization="on_read", aggregation="sum")

@@ -81,10 +81,8 @@ def test_a_reference_to_a_network_that_is_gone_says_so():
     "write",
     [
         lambda m: m.load_state_dict(net().state_dict()),
-        pytest.param(
-            lambda m: m[0].weight.data.fill_(3),
-            marks=pytest.mark.xfail(strict=True, reason="autograd does not count what is written to `.data`"),
-        ),
+        lambda m: m[0].weight.data.fill_(3),
+        lambda m: m[0].bias.detach().numpy().fill(3),
         lambda m: nn.init.zeros_(m[0].bias),
         lambda m: m.eval(),
         lambda m: m(torch.randn(4, 3)),
@@ -93,14 +91,16 @@ def test_a_reference_to_a_network_that_is_gone_says_so():
             torch.zeros(sum(p.numel() for p in m.parameters())), m.parameters()
         ),
     ],
-    ids=["load_state_dict", "data", "init", "eval", "statistics", "another data", "vector"],
+    ids=["load_state_dict", "data", "an array", "init", "eval", "statistics", "another data", "vector"],
 )
 def test_a_write_to_a_network_is_noticed(write):
     module = net()
     here, _, _ = sent(module)
+    here.remember()
     assert not here.changed(module)
     write(module)
     assert here.changed(module)
+    assert here.written(module)
     here.mark(module)
     assert not here.changed(module)
 

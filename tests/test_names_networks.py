@@ -67,9 +67,6 @@ def test_values_loaded_in_the_notebook_are_seen_in_the_replicas(notebook):
     assert notebook.user_ns["total"] == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="autograd counts no writes to `.data`, and comparing all bits costs 0.2 ms a MB"
-)
 def test_values_written_through_data_in_the_notebook_are_seen_in_the_replicas(notebook):
     notebook.here(NET)
     notebook.cell("net")

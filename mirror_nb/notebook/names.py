@@ -35,6 +35,7 @@ from mirror_nb.notebook.incoming import Incoming, all_alike
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Arrivals, Packed, Payload, pack, unpack
 from mirror_nb.reads import names_read
+from mirror_nb.strategies.reading import reading
 from mirror_nb.told import is_told
 from mirror_nb.values import PerReplica, Remote
 
@@ -114,6 +115,8 @@ class Names:
         # Names of ours in the replicas, by which stand-ins mean their values.
         self._renamed: dict[int, dict[str, str]] = {}
         # By replica: those that it is yet to give, and the names that have the values until then.
+        self.stale = False
+        # Nobody has read a network since the latest cell.
         self.withheld: list[str] = []
         # Names that were not sent to the latest cell, since both sides have changed their objects.
 
@@ -340,12 +343,14 @@ class Names:
 
     def changed_modules(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the values of networks that were written to in the notebook since both sides had the same."""
+        self.stale = False
         values = {}
         for handle, module in self.mirrors.roots():
             if self.mirrors.known(module) is None:
                 values[handle] = self.mirrors.left(module)
             elif self.mirrors.changed(module):
                 values[handle] = self._given(module, self.mirrors.written(module))
+        self.mirrors.let_go()
         # Nothing is to be said of an attribute that is not plain.
         return {handle: given for handle, given in values.items() if given}
 
@@ -547,7 +552,23 @@ class Names:
         if results:
             returned.result = self._incoming.value("_", results, owner)
         del objects, held
+        self.stale = True
+        reading.add(self)
         return returned
+
+    # ------------------------------------------------------------------ networks that are read here
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether the replicas have this network too."""
+        return self.mirrors.find_handle(module) is not None
+
+    def refresh(self) -> None:
+        """A network is read, the first since the latest cell: it may be written to in ways that only this shows."""
+        self.stale = False
+        self.mirrors.remember()
+
+    def clear_gradients(self, owner: Any, set_to_none: bool) -> None:
+        """Those of replicas are cleared in cells."""
 
     def _follow_deleted(self, opened: Mapping[int, Exports]) -> list[str]:
         """Delete here what the cell has deleted, unless one of its replicas still has it."""

@@ -217,7 +217,8 @@ def rebuilds(network: nn.Module, namespace: MutableMapping[str, Any], label: str
 
 def _pickles_plainly(part: nn.Module) -> bool:
     kind = type(part)
-    own = kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__
+    # Not object's: in the controller's process those of modules are watched.
+    own = kind.__reduce__ is not nn.Module.__reduce__ or kind.__reduce_ex__ is not nn.Module.__reduce_ex__
     return not own or reduce_keras(part) is not None or reduce_parametrized(part) is not None
 
 

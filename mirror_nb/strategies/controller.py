@@ -159,6 +159,8 @@ class ControllerPlace(Place):
         except UsageError as error:
             # The caller's lines tell where; those of the pickling below them help nobody.
             raise error.with_traceback(None) from None
+        finally:
+            self._let_go()
 
     def command(
         self,
@@ -174,6 +176,12 @@ class ControllerPlace(Place):
         finally:
             if not changes:
                 self.stale, self.calls = behind, calls
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self.stale:
+            # Who reads a network again gets its new values first.
+            self._references.mirrors.let_go()
 
     @property
     def open(self) -> bool:
@@ -387,6 +395,7 @@ class ControllerPlace(Place):
             absorb_states(self._references.mirrors, states, 0)
             # Only now: after a read that was interrupted the next one has to ask again.
             self.stale = self._half_read = False
+            self._references.mirrors.remember()
         finally:
             self._refreshing = False
 
