@@ -120,7 +120,8 @@ class Agreement:
                 f"the replicas had different values in {listed(differing[:5])}"
                 + (f" and {len(differing) - 5} more parameters" if len(differing) > 5 else "")
                 + "; replica 0's were taken. Build modules in the same order on every replica, from random "
-                "numbers of torch, NumPy or Python",
+                "numbers of torch, NumPy or Python. After training without synchronisation (--no-sync) this is how "
+                "they become equal again",
                 stacklevel=2,
             )
         return agreed

@@ -584,6 +584,8 @@ class Done:
     # Loaders that a cell has trained on as a whole: their names, and prints of their data.
     collectives: int = -1
     # How many of the default group it has begun; -1: nobody has counted.
+    interrupted: bool = False
+    # KeyboardInterrupt was raised in the user's code; without a failure it was caught there.
 
 
 # --------------------------------------------------------------------------- the channel

@@ -537,6 +537,13 @@ def test_input_is_refused_with_a_way_out(notebook):
     "source", ["while True: pass", "if replica_id == 0: strategy.reduce('sum', 1)\nwhile True: pass"]
 )
 def test_the_stop_square_stops_a_cell_and_names_are_kept(notebook, source):
+    shown = interrupted(notebook, f"%%mirrored\nheld = 9\nprint('started')\n{source}")
+    assert shown.error[0] == "KeyboardInterrupt"
+    assert "interrupted on all 2 replicas" in shown.error[2]
+    assert notebook.run("%%mirrored\nheld * int(strategy.reduce('sum', 1))").result == "18"
+
+
+def interrupted(notebook: Any, source: str) -> Shown:
     pressed: list[bool] = []
 
     def during(shown: Shown) -> None:
@@ -544,10 +551,19 @@ def test_the_stop_square_stops_a_cell_and_names_are_kept(notebook, source):
             pressed.append(True)
             notebook.manager.interrupt_kernel()
 
-    shown = notebook.run(f"%%mirrored\nheld = 9\nprint('started')\n{source}", during)
+    return notebook.run(source, during)
+
+
+def test_an_interrupt_that_the_cell_catches_is_no_error(notebook):
+    loop = "try:\n    print('started')\n    while True: pass\nexcept KeyboardInterrupt:\n    print('early')\nleft = 5"
+    shown = interrupted(notebook, f"%%mirrored\n{loop}")
+    assert shown.error is None
+    assert "early" in shown.stdout
+    # In the rest of that cell there is nothing to be reduced with.
+    shown = interrupted(notebook, f"%%mirrored\n{loop}\nstrategy.reduce('sum', 1)")
     assert shown.error[0] == "KeyboardInterrupt"
-    assert "interrupted on all 2 replicas" in shown.error[2]
-    assert notebook.run("%%mirrored\nheld * int(strategy.reduce('sum', 1))").result == "18"
+    assert "PeerFailed: this was interrupted; replicas reduce and gather again in the next one" in shown.error[2]
+    assert notebook.run("%%mirrored\nleft * int(strategy.reduce('sum', 1))").result == "10"
 
 
 def test_a_replica_that_dies_while_no_cell_runs_is_told_at_once_and_once(notebook):

@@ -162,6 +162,11 @@ class Report:
         """Replicas that ended meanwhile."""
         return [a.death for a in self.answers.values() if a.death is not None]
 
+    @property
+    def handled(self) -> bool:
+        """Whether the user's code caught the interrupt on a replica."""
+        return any(answer.done is not None and answer.done.interrupted for answer in self.answers.values())
+
     def close(self) -> None:
         """Close the slabs that nobody has taken: of what could not be opened, or need not be."""
         for answer in self.answers.values():
@@ -666,7 +671,7 @@ class _Following:
         count = self._interrupts.taken()
         if count and self._interrupted_at == math.inf:
             self._interrupted_at = now
-            self._end_now("interrupted", now)
+            self._end_now("this was interrupted; replicas reduce and gather again in the next one", now)
         elif count >= 2 and now >= self._interrupted_at + SECOND_AFTER:
             self._kill()
         elif now > self._deadline:

@@ -23,9 +23,9 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
     """Raise what the replicas raised, if they did; else what happened to them; else nothing.
 
     One exception stands for all: the first that does not merely tell of another's. Equal ones are grouped, the
-    others are told in a line each.
+    others are told in a line each. An interrupt that the user's code caught everywhere is none, as in a kernel.
     """
-    if report.clean and not report.interrupted and not report.timed_out:
+    if report.clean and not report.timed_out and (not report.interrupted or report.handled):
         return
     failures = report.failures
     among = len(report.answers)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import multiprocessing
 import multiprocessing.process
@@ -173,6 +174,8 @@ class _Process:
         # Number of the request whose user code runs now.
         self._interrupted: int | None = None
         # Number of the request that shall be interrupted.
+        self._took: int | None = None
+        # Number of the latest request that was.
         self._shown = True
         # Whether anybody will see where.
         self._held_back = False
@@ -306,6 +309,8 @@ class _Process:
                 # Nobody listens any more once this request is done.
                 answering.join()
             self._streams.close()
+            if message.request == self._took:
+                message = dataclasses.replace(message, interrupted=True)
         elif not isinstance(message, Stream):
             self._streams.flush()
         with contextlib.suppress(ChannelClosed):
@@ -417,7 +422,7 @@ class _Process:
 
     def _take(self) -> None:
         self._held_back = False
-        self._interrupted = None
+        self._interrupted, self._took = None, self._running
         interrupt = KeyboardInterrupt()
         interrupt.unseen = not self._shown  # type: ignore[attr-defined]
         raise interrupt
