@@ -22,17 +22,17 @@ class ReduceOp(enum.Enum):
     MEAN = "MEAN"
 
     @staticmethod
-    def of(op: object) -> ReduceOp:
+    def of(op: object, argument: str = "op") -> ReduceOp:
         """Return the op that `op` means: a ReduceOp, or "sum" or "mean" in any case.
 
-        Raises UsageError for anything else.
+        Raises UsageError for anything else, which names the argument that it was given as.
         """
         known = _BY_NAME.get(op) if isinstance(op, (ReduceOp, str)) else None
         if known is not None:
             return known
         name = str(getattr(op, "name", op)).upper().rpartition(".")[2]
         if name not in ReduceOp.__members__:
-            raise UsageError(f"`op` is {op!r}; it must be ReduceOp.SUM or ReduceOp.MEAN")
+            raise UsageError(f"`{argument}` is {op!r}; it must be ReduceOp.SUM or ReduceOp.MEAN")
         return ReduceOp[name]
 
 

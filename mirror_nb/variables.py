@@ -75,7 +75,7 @@ class VariableHome(Protocol):
 class Variable(torch.Tensor):
     """A tensor to be read and assigned; in a strategy's scope, one for all of its replicas.
 
-    `value` is a number, a list, an array, a tensor, or a function that returns one. Made in a scope it is a
+    `initial_value` is a number, a list, an array, a tensor, or a function that returns one. Made in a scope it is a
     MirroredVariable, or with `synchronization` ON_READ a SyncOnReadVariable; outside, a PlainVariable. It takes part
     in torch's arithmetic and autograd as any tensor, and what comes out is a plain tensor; a trainable one of
     floating point requires gradients, and a module that holds it has it among its parameters.
@@ -98,7 +98,7 @@ class Variable(torch.Tensor):
 
     def __new__(
         cls,
-        value: Any,
+        initial_value: Any,
         *,
         trainable: bool | None = None,
         aggregation: Any = VariableAggregation.NONE,
@@ -118,7 +118,7 @@ class Variable(torch.Tensor):
             )
         make = _making() or plain
         made = make(
-            initial_value(value, dtype),
+            first_tensor(initial_value, dtype),
             trainable=not on_read if trainable is None else bool(trainable),
             aggregation=rule,
             synchronization=when,
@@ -179,13 +179,13 @@ class Variable(torch.Tensor):
         """
         return self._assign("assign", value)
 
-    def assign_add(self, value: Any) -> Any:
-        """Add to the value; else as `assign`."""
-        return self._assign("assign_add", value)
+    def assign_add(self, delta: Any) -> Any:
+        """Add `delta` to the value; else as `assign`."""
+        return self._assign("assign_add", delta)
 
-    def assign_sub(self, value: Any) -> Any:
-        """Subtract from the value; else as `assign`."""
-        return self._assign("assign_sub", value)
+    def assign_sub(self, delta: Any) -> Any:
+        """Subtract `delta` from the value; else as `assign`."""
+        return self._assign("assign_sub", delta)
 
     def _assign(self, how: str, value: Any) -> Any:
         if self._home is not None:
@@ -297,7 +297,7 @@ class SyncOnReadVariable(Variable):
 # --------------------------------------------------------------------------- making
 
 
-def initial_value(value: Any, dtype: torch.dtype | None = None) -> Tensor:
+def first_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return a new tensor of `value`: a number, a list, an array, a tensor, or a function that returns one."""
     if callable(value) and not isinstance(value, Tensor):
         value = value()

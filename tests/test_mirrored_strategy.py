@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -75,6 +76,20 @@ def test_results_with_a_value_for_each_example_weigh_gradients_as_the_batch_they
         assert two.run(gradient, (made["twice"],)) == 2 * own
         assert two.run(lambda batch=batch: gradient(batch)) == own
         assert made["mean"].shares is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gradient_reduction": "max"}, "`gradient_reduction` is 'max'; it must be ReduceOp.SUM or ReduceOp.MEAN"),
+        ({"seed": "a"}, "`seed` must be a whole number, not 'a'"),
+        ({"seed": 1.5}, "`seed` must be a whole number, not 1.5"),
+        ({"seed": None}, "`seed` must be a whole number, not None"),
+    ],
+)
+def test_settings_that_are_none_are_refused_at_once_by_their_names(given, said):
+    with pytest.raises(mnb.UsageError, match=re.escape(said)):
+        mnb.MirroredStrategy(["cpu:0", "cpu:1"], **given)
 
 
 class Net(nn.Module):

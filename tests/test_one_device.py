@@ -41,6 +41,29 @@ def test_reductions_of_one_replica(strategy):
         strategy.reduce("sum", 1.0, axis=0)
 
 
+def test_arguments_may_be_given_by_the_names_of_tensorflow(strategy):
+    with strategy.scope():
+        total = Variable(initial_value=1.0)
+
+    def step(x):
+        total.assign_add(delta=2.0)
+        total.assign_sub(delta=1.0)
+        context = get_replica_context()
+        merged = context.merge_call(merge_fn=lambda strategy, y: y, args=(x,), kwargs={})
+        both = context.all_gather(value=torch.ones(1), axis=0, options=None)
+        return context.all_reduce(reduce_op="SUM", value=merged, options=None) + both
+
+    result = strategy.run(fn=step, args=(torch.tensor([2.0]),), kwargs={}, options=None)
+    assert (result.tolist(), total.item()) == ([3.0], 2.0)
+    assert strategy.reduce(reduce_op="SUM", value=result, axis=None).tolist() == [3.0]
+    assert strategy.gather(value=result, axis=0).tolist() == [3.0]
+    assert strategy.experimental_local_results(value=5) == (5,)
+    (batch,) = strategy.experimental_distribute_dataset(dataset=torch.ones(2), options=None, batch_size=2)
+    assert len(batch) == 2
+    with pytest.raises(ValueError, match="`reduce_op` is 'max'"):
+        strategy.reduce("max", result, axis=None)
+
+
 def test_inside_run_there_is_a_replica_and_merge_call_leaves_it(strategy):
     def merge(merging, x):
         return merging is strategy, in_cross_replica_context(), get_replica_context(), x

@@ -129,13 +129,11 @@ class AlonePlace(Place):
     def gather(self, value: Any, axis: int, where: str) -> Any:
         return gather_local(value, axis)
 
-    def all_reduce(self, op: Any, value: Any) -> Any:
-        which = ReduceOp.of(op)
-
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         def reduced(leaf: Any) -> torch.Tensor:
             tensor = as_tensor(leaf, "all_reduce", self.device)
             tensor = tensor.long() if tensor.dtype is torch.bool else tensor.clone()
-            return tensor if which is ReduceOp.SUM else mean(tensor, 1)
+            return tensor if op is ReduceOp.SUM else mean(tensor, 1)
 
         return pytree.tree_map(reduced, select(value, 0))
 

@@ -96,18 +96,18 @@ class Strategy(ABC):
 
     # ------------------------------------------------------------------ from many values one
 
-    def reduce(self, op: Any, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
+    def reduce(self, reduce_op: Any, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
         """Return `value`, a nest, reduced over the replicas.
 
-        `op`: ReduceOp.SUM or MEAN, or their names. With `axis` each replica's tensor is reduced over that axis (or
-        those) too, and the mean divides by the true number of elements, empty replicas included; None: the tensors,
-        of equal shapes, are added element by element, and the mean divides by the replicas. Of a Variable each
-        replica's component counts.
+        `reduce_op`: ReduceOp.SUM or MEAN, or their names. With `axis` each replica's tensor is reduced over that axis
+        (or those) too, and the mean divides by the true number of elements, empty replicas included; None: the
+        tensors, of equal shapes, are added element by element, and the mean divides by the replicas. Of a Variable
+        each replica's component counts.
 
         Raises UsageError for shapes that differ or an axis that is not there, RuntimeError inside a replica.
         """
         require_cross_replica("Strategy.reduce", "use get_replica_context().all_reduce() instead")
-        which = ReduceOp.of(op)
+        which = ReduceOp.of(reduce_op, "reduce_op")
         axes = None if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
         return _map(lambda leaf, where: self._place.reduce(which, leaf, axes, where), value)
 
@@ -134,23 +134,23 @@ class Strategy(ABC):
 
     def distribute_dataset(
         self,
-        source: Any,
+        dataset: Any,
         options: Any = None,
         *,
         batch_size: int | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
     ) -> Any:
-        """Return an iterable of the global batches of `source`, each cut into shares (DESIGN decision 5).
+        """Return an iterable of the global batches of `dataset`, each cut into shares (DESIGN decision 5).
 
-        `source`: a DataLoader, whose batch size is the global one, or tensors or arrays (one, or a tuple or dict of
+        `dataset`: a DataLoader, whose batch size is the global one, or tensors or arrays (one, or a tuple or dict of
         them, equally long) with `batch_size`, examples of a global batch. Replica i of n gets examples
         [i*c, (i+1)*c) of a batch of b, c = ceil(b / n), on its device; late replicas may get none and still take
         part. In the controller a batch is a nest of PerReplica, in a replica its own share.
         Source: tf.distribute's rule for the last batch. Raises UsageError for anything else.
         """
         return self._place.distribute_dataset(
-            source, options=options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
+            dataset, options=options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
         )
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:

@@ -431,7 +431,7 @@ class ControllerPlace(Place):
     def local_results(self, value: Any) -> tuple[Any, ...]:
         return local_parts(value, self.num_replicas)
 
-    def all_reduce(self, op: Any, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         raise ContextError("all_reduce belongs to a replica: call it in the function given to strategy.run")
 
     def all_gather(self, value: Any, axis: int) -> Any:

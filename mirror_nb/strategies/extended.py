@@ -30,9 +30,9 @@ class StrategyExtended:
         """The devices that hold Variables: those that compute."""
         return self._strategy._place.devices
 
-    def variable_created_in_scope(self, variable: Any) -> bool:
+    def variable_created_in_scope(self, v: Any) -> bool:
         """Whether this strategy mirrors a Variable, module or optimizer."""
-        return self._strategy._place.mirrors(variable)
+        return self._strategy._place.mirrors(v)
 
     def update(
         self,
@@ -54,7 +54,7 @@ class StrategyExtended:
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any = None, options: Any = None) -> Any:
         """Return `value` reduced over the replicas; destinations hold the same value, so they make no difference."""
         require_cross_replica("StrategyExtended.reduce_to", "use get_replica_context().all_reduce() instead")
-        return self._strategy._place.reduce(ReduceOp.of(reduce_op), value, None, "*")
+        return self._strategy._place.reduce(ReduceOp.of(reduce_op, "reduce_op"), value, None, "*")
 
     def batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[Any], options: Any = None

@@ -278,8 +278,7 @@ class ReplicaPlace(Place):
         """Whether all replicas' parts of a value are in this one: not of a Variable, in a merge_call either."""
         return isinstance(value, DistributedValues) or (self._merges > 0 and not isinstance(value, Variable))
 
-    def all_reduce(self, op: Any, value: Any) -> Any:
-        which = ReduceOp.of(op)
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         leaves, _, made = in_order(select(value, self.replica_id))
 
         def offered() -> tuple[Form, list[Tensor]]:
@@ -288,9 +287,9 @@ class ReplicaPlace(Place):
             return form_of_nest(structure(value), tensors, [is_number(leaf) for leaf in leaves]), tensors
 
         form, offer = _offer(offered)
-        _, common = self._peers.agree(f"all_reduce {which.value}", form)
+        _, common = self._peers.agree(f"all_reduce {op.value}", form)
         tensors = [tensor.to(leaf.dtype) for tensor, leaf in zip(offer or [], common, strict=True)]
-        return made(all_reduced(self._peers, which, tensors))
+        return made(all_reduced(self._peers, op, tensors))
 
     def all_gather(self, value: Any, axis: int) -> Any:
         return self._gathered("all_gather", select(value, self.replica_id), axis)

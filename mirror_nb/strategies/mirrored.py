@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -12,7 +13,7 @@ import torch
 from mirror_nb import devices as device_names
 from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.options import AUTO, chosen
-from mirror_nb.errors import ContextError
+from mirror_nb.errors import ContextError, UsageError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import ReplicaContext, entered, stand_on
 from mirror_nb.strategies.controller import ControllerPlace
@@ -41,7 +42,7 @@ class MirroredStrategy(Strategy):
     is then given by who started the processes.
 
     Raises DeviceError for devices that are not there or named twice and for ops that cannot work on them, UsageError
-    for another reduction.
+    for another reduction and for a seed that is no whole number.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class MirroredStrategy(Strategy):
         communication_options: Any = None,
         seed: int = 0,
     ) -> None:
-        reduction = None if gradient_reduction is None else ReduceOp.of(gradient_reduction).value.lower()
-        super().__init__(_place(devices, reduction, seed, cross_device_ops, communication_options))
+        reduction = None
+        if gradient_reduction is not None:
+            reduction = ReduceOp.of(gradient_reduction, "gradient_reduction").value.lower()
+        super().__init__(_place(devices, reduction, _whole(seed), cross_device_ops, communication_options))
         if not _here and self._place.replica_id is not None:
             stand_on(self, ReplicaContext(self, self._place.replica_id))
 
@@ -107,6 +110,13 @@ class MirroredStrategy(Strategy):
 
     def __repr__(self) -> str:
         return f"<MirroredStrategy: {', '.join(self._place.devices)}>"
+
+
+def _whole(seed: Any) -> int:
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise UsageError(f"`seed` must be a whole number, not {seed!r}") from None
 
 
 def _place(devices: Any, reduction: str | None, seed: int, ops: Any, options: Any) -> Place:

@@ -138,7 +138,7 @@ class Place(ABC):
         """Join one leaf of all replicas along an axis; `where` it is in its nest."""
 
     @abstractmethod
-    def all_reduce(self, op: Any, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         """Serve `ReplicaContext.all_reduce`."""
 
     @abstractmethod
