@@ -191,7 +191,8 @@ class Variable(torch.Tensor):
         if self._home is not None:
             return self._home.assign(self, how, value)
         apply_assign(self, how, value)
-        return self
+        # As with several replicas: what `run` returns is the value of now.
+        return component(self) if any(ask() for ask in _replicas) else self
 
     def read_value(self) -> Tensor:
         """Return a copy of the value, a plain tensor: on a replica its own, from outside the aggregated one."""
@@ -354,11 +355,17 @@ Make = Callable[..., Variable]
 
 _scopes: list[Callable[[], Make | None]] = []
 _arrivals: list[Make] = []
+_replicas: list[Callable[[], bool]] = []
 
 
 def provide_scope(find: Callable[[], Make | None]) -> None:
     """Say how the maker of the scope that the caller is in is found; it returns None outside every scope."""
     _scopes.append(find)
+
+
+def provide_replica(ask: Callable[[], bool]) -> None:
+    """Say how it is found whether the caller's code is one replica's alone, in `strategy.run`."""
+    _replicas.append(ask)
 
 
 def provide_arrivals(make: Make) -> None:

@@ -112,10 +112,31 @@ def test_training_and_variables(strategy):
     assert counter == 6
 
 
+def test_what_run_returns_of_an_assignment_is_the_value_of_that_moment(strategy):
+    with strategy.scope():
+        count = Variable(0.0)
+    for step in (lambda: count.assign_add(1.0), lambda: count.assign_sub(-1.0), lambda: count.assign(count + 1)):
+        count.assign(0.0)
+        results = [strategy.run(step) for _ in range(3)]
+        assert [type(result) for result in results] == [torch.Tensor] * 3
+        assert results == [1.0, 2.0, 3.0]
+    assert count.assign(5.0) is count
+
+
 @pytest.mark.parametrize("devices", [["cpu:0", "cpu:1"], "cpu:0,cpu:1", None, [], "tpu:0", "cuda:99"])
 def test_it_wants_one_device_that_is_there(devices):
     with pytest.raises(DeviceError):
         OneDeviceStrategy(devices)
+
+
+def test_it_has_what_the_others_have_to_mirror_and_to_ask(strategy):
+    for one in (strategy, get_strategy()):
+        model = nn.Linear(2, 1)
+        assert one.mirror(model) is model
+        assert (one.replica_id, one.device) == (0, torch.device("cpu"))
+        with one.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
 def test_without_a_strategy_there_is_the_default_one():

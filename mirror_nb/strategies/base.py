@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from mirror_nb.errors import TransferError, UsageError
+import torch
+
+from mirror_nb.errors import ContextError, TransferError, UsageError
 from mirror_nb.imported import when_imported
 from mirror_nb.strategies.context import StrategyScope, require_cross_replica
 from mirror_nb.strategies.extended import StrategyExtended
@@ -51,6 +53,20 @@ class Strategy(ABC):
         return self._place.num_replicas
 
     @property
+    def replica_id(self) -> int:
+        """This replica's id, from 0. Raises RuntimeError in the controller, which is none."""
+        if self._place.replica_id is None:
+            raise ContextError("the controller is no replica; ask in the function given to strategy.run")
+        return self._place.replica_id
+
+    @property
+    def device(self) -> torch.device:
+        """This replica's device. Raises RuntimeError in the controller."""
+        if self._place.device is None:
+            raise ContextError("the controller has no device; ask in the function given to strategy.run")
+        return self._place.device
+
+    @property
     def extended(self) -> StrategyExtended:
         """Methods for those who write libraries on top of strategies."""
         return self._extended
@@ -68,6 +84,25 @@ class Strategy(ABC):
         May be entered again, inside itself too. Raises RuntimeError inside the scope of another strategy.
         """
         return StrategyScope(self)
+
+    def mirror(self, obj: Any) -> Any:
+        """Treat `obj` as created in this strategy's scope, and return it.
+
+        The replicas keep it from the first call that uses it on, and a reference travels in its place. The values of a
+        module, settings and state of an optimizer, a scheduler or a scaler come back here; what replicas change in any
+        other object stays with them. With one replica in this process there is nothing to do.
+
+        Raises UsageError for what cannot be told from its equals, a number or a list, and for a single tensor that
+        requires gradients.
+        """
+        return self._place.mirror(obj)
+
+    def no_sync(self) -> Any:
+        """Return a context, on a replica, in which backward() accumulates local gradients.
+
+        The first backward() after it reduces all of them. Raises ContextError in the controller.
+        """
+        return self._place.no_sync()
 
     def run(
         self,

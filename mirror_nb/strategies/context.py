@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from mirror_nb.errors import ContextError, UsageError
 from mirror_nb.values import ReduceOp
-from mirror_nb.variables import provide_scope
+from mirror_nb.variables import provide_replica, provide_scope
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
@@ -237,6 +237,7 @@ def _maker_of_scope() -> Callable[..., Any] | None:
 
 
 provide_scope(_maker_of_scope)
+provide_replica(on_one_replica)
 
 _defaults: list[Strategy] = []
 

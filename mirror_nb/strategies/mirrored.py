@@ -13,7 +13,7 @@ import torch
 from mirror_nb import devices as device_names
 from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.options import AUTO, chosen
-from mirror_nb.errors import ContextError, UsageError
+from mirror_nb.errors import UsageError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import ReplicaContext, entered, stand_on
 from mirror_nb.strategies.controller import ControllerPlace
@@ -74,39 +74,6 @@ class MirroredStrategy(Strategy):
     def cross_device_ops(self, ops: Any) -> None:
         place = self._place
         place.communicate(chosen(ops, place.communication.options, tuple(map(device_names.parse, place.devices))))
-
-    def mirror(self, obj: Any) -> Any:
-        """Treat `obj` as created in this strategy's scope, and return it.
-
-        The replicas keep it from the first call that uses it on, and a reference travels in its place. The values of a
-        module, settings and state of an optimizer, a scheduler or a scaler come back here; what replicas change in any
-        other object stays with them.
-
-        Raises UsageError for what cannot be told from its equals, a number or a list, and for a single tensor that
-        requires gradients.
-        """
-        return self._place.mirror(obj)
-
-    def no_sync(self) -> Any:
-        """Return a context, on a replica, in which backward() accumulates local gradients.
-
-        The first backward() after it reduces all of them.
-        """
-        return self._place.no_sync()
-
-    @property
-    def replica_id(self) -> int:
-        """This replica's id, from 0. Raises RuntimeError in the controller, which is none."""
-        if self._place.replica_id is None:
-            raise ContextError("the controller is no replica; ask in the function given to strategy.run")
-        return self._place.replica_id
-
-    @property
-    def device(self) -> torch.device:
-        """This replica's device. Raises RuntimeError in the controller."""
-        if self._place.device is None:
-            raise ContextError("the controller has no device; ask in the function given to strategy.run")
-        return self._place.device
 
     def __repr__(self) -> str:
         return f"<MirroredStrategy: {', '.join(self._place.devices)}>"
