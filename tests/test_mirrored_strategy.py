@@ -1486,3 +1486,25 @@ def test_a_write_to_a_view_of_a_closed_variable_is_seen_everywhere():
     value[1:].fill_(9.0)
     assert value.tolist() == [2.0, 9.0]
     assert [own.tolist() for own in value.values] == [[2.0, 9.0]] * 2
+
+
+@pytest.mark.parametrize("examples", [8, 7, 1])
+def test_a_loss_with_class_weights_divided_by_those_of_all_replicas_has_one_devices_gradient(examples):
+    weights = torch.tensor([1.0, 5.0, 0.2])
+    x, y = torch.arange(4.0 * examples).reshape(examples, 4).sin(), torch.arange(examples) ** 2 % 3
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"], gradient_reduction="sum") as strategy:
+        with strategy.scope():
+            model = nn.Linear(4, 3)
+        single = copy.deepcopy(model)
+
+        def gradient(batch: Any) -> torch.Tensor:
+            inputs, targets = batch
+            total = mnb.get_replica_context().all_reduce("sum", weights[targets].sum())
+            (F.cross_entropy(model(inputs), targets, weights, reduction="sum") / total).backward()
+            return model.weight.grad
+
+        (batch,) = strategy.distribute_dataset((x, y), batch_size=examples)
+        found = strategy.local_results(strategy.run(gradient, (batch,)))
+    F.cross_entropy(single(x), y, weights).backward()
+    for one in found:
+        torch.testing.assert_close(one, single.weight.grad)
