@@ -51,9 +51,13 @@ class VariableAggregation(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the components of a Variable are made one: when written, or when read from outside."""
+    """When the components of a Variable are made one: when written, or when read from outside.
+
+    NONE is TensorFlow's, and no Variable takes it, there either: with `aggregation` NONE each replica keeps its own.
+    """
 
     AUTO = "AUTO"
+    NONE = "NONE"
     ON_WRITE = "ON_WRITE"
     ON_READ = "ON_READ"
 

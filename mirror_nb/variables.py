@@ -83,7 +83,7 @@ class Variable(torch.Tensor):
     `aggregation` tells what becomes of the values that replicas assign in `strategy.run`: SUM or MEAN of them, replica
     0's (ONLY_FIRST_REPLICA), or each its own (NONE). Trainable is the default, but with ON_READ.
 
-    Raises UsageError for a trainable ON_READ Variable and for values that are no tensor.
+    Raises UsageError for a trainable ON_READ Variable, for `synchronization` NONE and for values that are no tensor.
     Source: tf.Variable, tf.distribute's MirroredVariable and SyncOnReadVariable.
     """
 
@@ -111,6 +111,11 @@ class Variable(torch.Tensor):
         rule = _member(VariableAggregation, aggregation, "aggregation")
         when = _member(VariableSynchronization, synchronization, "synchronization")
         on_read = when is VariableSynchronization.ON_READ
+        if when is VariableSynchronization.NONE:
+            raise UsageError(
+                "`NONE` variable synchronization mode is not supported: leave `synchronization` out, or take ON_READ "
+                "with aggregation=VariableAggregation.NONE to let each replica keep its own value"
+            )
         if on_read and trainable:
             raise UsageError(
                 "`synchronization` can be VariableSynchronization.ON_READ only for Variables that are not trainable, "

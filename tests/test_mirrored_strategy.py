@@ -1508,3 +1508,33 @@ def test_a_loss_with_class_weights_divided_by_those_of_all_replicas_has_one_devi
     F.cross_entropy(single(x), y, weights).backward()
     for one in found:
         torch.testing.assert_close(one, single.weight.grad)
+
+
+def test_an_update_that_is_not_grouped_has_an_entry_of_each_replica(two):
+    with two.scope():
+        variable = mnb.Variable(1.0)
+    update = functools.partial(two.extended.update, variable, group=False)
+    assert update(lambda own: None) == [None, None]
+    assert update(lambda own: float(own.assign_add(1.0))) == [2.0, 2.0]
+    assert [type(one) for one in update(lambda own: own.assign_add(1.0))] == [torch.Tensor] * 2
+    assert two.extended.update(variable, lambda own: 3) == 3
+
+
+def test_devices_for_libraries_are_those_of_all_replicas(two):
+    with two.scope():
+        variable = mnb.Variable(1.0)
+        with two.extended.colocate_vars_with(variable):
+            beside = mnb.Variable(2.0)
+    assert two.extended.non_slot_devices([variable]) == ("cpu:0", "cpu:1")
+    assert two.extended.variable_created_in_scope(v=beside)
+    with pytest.raises(ValueError, match="must only be passed a Variable created in this strategy's scope"):
+        two.extended.colocate_vars_with(mnb.Variable(1.0))
+
+
+def test_datasets_iterators_and_what_libraries_call_can_be_named_in_annotations(two):
+    for strategy in (two, mnb.OneDeviceStrategy("cpu")):
+        by_function = strategy.distribute_datasets_from_function(lambda context: [torch.ones(2)])
+        for dataset in (strategy.distribute_dataset(torch.ones(4), batch_size=2), by_function):
+            assert isinstance(dataset, mnb.DistributedDataset)
+            assert isinstance(iter(dataset), mnb.DistributedIterator)
+        assert isinstance(strategy.extended, mnb.StrategyExtended)

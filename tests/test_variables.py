@@ -537,3 +537,8 @@ inside = strategy.run(lambda: get_replica_context().merge_call(merge, (v, mine))
 (inside, v.read_value().item())
 """
     assert cell(replicas(2), source) == [((True, 2), 3), ((True, 3), 3)]
+
+
+def test_a_variable_that_nothing_synchronises_is_refused():
+    with pytest.raises(UsageError, match="`NONE` variable synchronization mode is not supported"):
+        Variable(1.0, synchronization=VariableSynchronization.NONE)

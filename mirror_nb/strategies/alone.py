@@ -175,10 +175,10 @@ class AlonePlace(Place):
 
     def update(
         self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> list[Any]:
         own = component_variable(variable) if isinstance(variable, Variable) else variable
         result = fn(own, *select(args, 0), **select(kwargs, 0))
-        return component(result) if isinstance(result, Variable) else result
+        return [component(result) if isinstance(result, Variable) else result]
 
     def close(self) -> None:
         self.closed = True

@@ -460,9 +460,9 @@ class ControllerPlace(Place):
 
     def update(
         self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> list[Any]:
         self._require_mirrored(variable)
-        return regroup(self._call(update_component, (variable, fn, args, kwargs), {}, plain=True))
+        return self._call(update_component, (variable, fn, args, kwargs), {}, plain=True)
 
     def _require_mirrored(self, variable: Any) -> None:
         if not self._objects.has(variable):

@@ -423,7 +423,7 @@ class ReplicaPlace(Place):
 
     def update(
         self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> list[Any]:
         if not self.mirrors(variable) or not isinstance(variable, Variable):
             raise UsageError(
                 f"`update` must only be passed a Variable created in this strategy's scope, not: {variable!r}; make "
@@ -431,7 +431,7 @@ class ReplicaPlace(Place):
             )
         own = component_variable(variable)
         result = fn(own, *select(args, self.replica_id), **select(kwargs, self.replica_id))
-        return component(result) if isinstance(result, Variable) else result
+        return [component(result) if isinstance(result, Variable) else result]
 
     def close(self) -> None:
         # In a mirrored cell it is the notebook's.

@@ -186,8 +186,8 @@ class Place(ABC):
     @abstractmethod
     def update(
         self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call `fn(component, *args, **kwargs)` for every replica's component of a Variable."""
+    ) -> list[Any]:
+        """Call `fn(component, *args, **kwargs)` for every replica's component of a Variable that this place has."""
 
     @abstractmethod
     def close(self) -> None:
