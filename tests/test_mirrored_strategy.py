@@ -1538,3 +1538,27 @@ def test_datasets_iterators_and_what_libraries_call_can_be_named_in_annotations(
             assert isinstance(dataset, mnb.DistributedDataset)
             assert isinstance(iter(dataset), mnb.DistributedIterator)
         assert isinstance(strategy.extended, mnb.StrategyExtended)
+
+
+def test_a_strategy_that_was_closed_says_so_in_each_of_its_methods():
+    for strategy in (mnb.MirroredStrategy(["cpu:0", "cpu:1"]), mnb.OneDeviceStrategy("cpu")):
+        each = strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+        with strategy.scope():
+            variable = mnb.Variable(3.0)
+        strategy.close()
+        for call in (
+            lambda strategy: strategy.run(abs, (1,)),
+            lambda strategy: strategy.reduce("sum", 1, axis=None),
+            lambda strategy: strategy.gather(torch.ones(1), axis=0),
+            lambda strategy: strategy.distribute_dataset(torch.ones(4), batch_size=2),
+            lambda strategy: strategy.distribute_datasets_from_function(lambda context: [torch.ones(2)]),
+            lambda strategy: strategy.distribute_values_from_function(lambda context: 1),
+            lambda strategy: strategy.mirror(nn.Linear(1, 1)),
+            lambda strategy: strategy.scope().__enter__(),
+            lambda strategy: strategy.__enter__(),
+        ):
+            with pytest.raises(mnb.PoolClosed, match="this strategy was closed; make a new one"):
+                call(strategy)
+        assert strategy.local_results(each) == tuple(range(strategy.num_replicas_in_sync))
+        assert variable.numpy() == 3
+        assert not mnb.has_strategy()

@@ -95,6 +95,7 @@ class Strategy(ABC):
         Raises UsageError for what cannot be told from its equals, a number or a list, and for a single tensor that
         requires gradients.
         """
+        self._place.check_open()
         return self._place.mirror(obj)
 
     def no_sync(self) -> Any:
@@ -142,6 +143,7 @@ class Strategy(ABC):
         Raises UsageError for shapes that differ or an axis that is not there, RuntimeError inside a replica.
         """
         require_cross_replica("Strategy.reduce", "use get_replica_context().all_reduce() instead")
+        self._place.check_open()
         which = ReduceOp.of(reduce_op, "reduce_op")
         axes = None if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
         return _map(lambda leaf, where: self._place.reduce(which, leaf, axes, where), value)
@@ -155,6 +157,7 @@ class Strategy(ABC):
             "Strategy.gather method",
             "use get_replica_context().all_gather() instead",
         )
+        self._place.check_open()
         return _map(lambda leaf, where: self._place.gather(leaf, axis, where), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
@@ -184,6 +187,7 @@ class Strategy(ABC):
         part. In the controller a batch is a nest of PerReplica, in a replica its own share.
         Source: tf.distribute's rule for the last batch. Raises UsageError for anything else.
         """
+        self._place.check_open()
         return self._place.distribute_dataset(
             dataset, options=options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
         )
@@ -194,6 +198,7 @@ class Strategy(ABC):
         In a step replica 0 gets the next batch, replica 1 the one after it, and so on; where they run out, batches
         of no examples.
         """
+        self._place.check_open()
         return self._place.distribute_datasets_from_function(dataset_fn, options)
 
     def distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
@@ -203,6 +208,7 @@ class Strategy(ABC):
         """
         if not callable(value_fn):
             raise UsageError(f"`value_fn` must be a function of a ValueContext, not {type(value_fn).__name__}")
+        self._place.check_open()
         return self._place.values_from_function(value_fn)
 
     experimental_distribute_dataset = distribute_dataset
@@ -251,10 +257,14 @@ class Strategy(ABC):
     # ------------------------------------------------------------------ life
 
     def close(self) -> None:
-        """Give back the replicas; a strategy that was closed raises PoolClosed from then on."""
+        """Give back the replicas; a strategy that was closed raises PoolClosed from then on.
+
+        What it has made stays readable here: networks, Variables, optimizers, results by `local_results`.
+        """
         self._place.close()
 
     def __enter__(self) -> Strategy:
+        self._place.check_open()
         return self
 
     def __exit__(self, *exception: object) -> None:
