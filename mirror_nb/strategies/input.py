@@ -221,6 +221,14 @@ class OptionalBatch:
 class _InController:
     """What a function that a replica runs finds in the place of the controller's iterator or dataset."""
 
+    def __init__(self, length: int | None = None) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the source of these batches does not know how many there are")
+        return self._length
+
     def __iter__(self) -> Never:
         raise _next_in_replica()
 
@@ -322,7 +330,7 @@ class ControllerDataset(DistributedDataset):
         return found
 
     def __reduce__(self) -> Any:
-        return (_InController, ())
+        return (_InController, (_length_of(self),))
 
 
 @final
@@ -377,12 +385,19 @@ class ControllerFunctionDataset(DistributedDataset):
         return joined(batches, sizes, lambda pieces: PerReplica(pieces, shares=sizes))
 
     def __reduce__(self) -> Any:
-        return (_InController, ())
+        return (_InController, (_length_of(self),))
 
 
 def _iterator(batches: Iterator[Any], dataset: ControllerDataset | ControllerFunctionDataset) -> DistributedIterator:
     prefetch = dataset._options.prefetch
     return DistributedIterator(ahead(batches, prefetch) if prefetch else batches, lambda: dataset.element_spec)
+
+
+def _length_of(dataset: ControllerDataset | ControllerFunctionDataset) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
 
 
 # ---- a replica ----------------------------------------------------------------------------------------
@@ -498,6 +513,7 @@ class _Batches(IterableDataset[Any]):
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
+        self._kind = type(batches).__name__
         self._once = isinstance(batches, Iterator)
         self._begun = False
 
@@ -508,7 +524,7 @@ class _Batches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         if self._once and self._begun:
             raise UsageError(
-                f"`dataset_fn` returned a {type(self._batches).__name__}, which can be gone through only once; return "
+                f"`dataset_fn` returned a {self._kind}, which can be gone through only once; return "
                 "a DataLoader, a list, or an object whose __iter__ starts over"
             )
         self._begun = True
