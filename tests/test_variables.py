@@ -542,3 +542,27 @@ inside = strategy.run(lambda: get_replica_context().merge_call(merge, (v, mine))
 def test_a_variable_that_nothing_synchronises_is_refused():
     with pytest.raises(UsageError, match="`NONE` variable synchronization mode is not supported"):
         Variable(1.0, synchronization=VariableSynchronization.NONE)
+
+
+ON_READ_OF_ONE = """
+def read(rule):
+    with strategy.scope():
+        v = Variable(4, aggregation=rule, synchronization="ON_READ")
+    strategy.run(lambda: v.assign_add(1))
+    try:
+        return str(v.read_value().dtype), v.read_value().item()
+    except ValueError as error:
+        return "no common value" in str(error)
+
+[read(rule) for rule in ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA")]
+"""
+
+
+def test_with_one_replica_what_is_synchronised_on_read_reads_as_with_several(replicas):
+    expected = [True, ("torch.int64", 5), ("torch.float32", 5.0), ("torch.int64", 5)]
+    assert cell(replicas(1), ON_READ_OF_ONE) == [expected]
+    with mnb.MirroredStrategy(["cpu:0"]) as strategy:
+        body, _, last = ON_READ_OF_ONE.strip().rpartition("\n")
+        names = {"strategy": strategy, "Variable": Variable}
+        exec(body, names)
+        assert eval(last, names) == expected
