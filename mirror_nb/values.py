@@ -41,6 +41,27 @@ _BY_NAME: dict[object, ReduceOp] = {
 }
 
 
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of a dtype are added up for a mean: one that their sum fits in."""
+    fractions = dtype.is_floating_point or dtype.is_complex
+    return _WIDE.get(dtype, dtype) if fractions else torch.int64
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a mean is made of: the tensor in the dtype in which it is added up."""
+    return tensor.to(wide(tensor.dtype))
+
+
+def mean(total: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return `total / count` in the values' `dtype`, in torch's default float where that is whole; NaN for nothing."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return (total / count).to(dtype)
+    return total.to(torch.get_default_dtype()) / count
+
+
 class VariableAggregation(enum.Enum):
     """What becomes of the values that several replicas assign to one Variable."""
 

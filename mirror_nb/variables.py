@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mirror_nb.errors import UsageError
-from mirror_nb.values import DistributedValues, VariableAggregation, VariableSynchronization, same
+from mirror_nb.values import DistributedValues, VariableAggregation, VariableSynchronization, mean, same, widened
 
 _SUM, _MEAN, _NONE = VariableAggregation.SUM, VariableAggregation.MEAN, VariableAggregation.NONE
 _FIRST = VariableAggregation.ONLY_FIRST_REPLICA
@@ -540,10 +540,10 @@ def aggregate(variable: Variable, components: Sequence[Tensor]) -> Tensor:
     check_readable(variable)
     if variable.aggregation is _FIRST:
         return components[0].clone()
-    total = components[0].clone()
+    total = (components[0] if variable.aggregation is _SUM else widened(components[0])).clone()
     for other in components[1:]:
         total += other.to(total.device)
-    return total if variable.aggregation is _SUM else total / len(components)
+    return total if variable.aggregation is _SUM else mean(total, len(components), components[0].dtype)
 
 
 def check_readable(variable: Variable) -> None:

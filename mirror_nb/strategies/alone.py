@@ -25,13 +25,12 @@ from mirror_nb.strategies.reductions import (
     checked_axis,
     gather_local,
     local_parts,
-    mean,
     reduce_local,
     select,
 )
 from mirror_nb.strategies.seat import AloneSeat
 from mirror_nb.telemetry.comparison import Comparison, compared
-from mirror_nb.values import ReduceOp
+from mirror_nb.values import ReduceOp, mean
 from mirror_nb.variables import Variable, component, component_variable, plain
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class AlonePlace(Place):
         def reduced(leaf: Any) -> torch.Tensor:
             tensor = as_tensor(leaf, "all_reduce", self.device)
             tensor = tensor.long() if tensor.dtype is torch.bool else tensor.clone()
-            return tensor if op is ReduceOp.SUM else mean(tensor, 1)
+            return tensor if op is ReduceOp.SUM else mean(tensor, 1, tensor.dtype)
 
         return pytree.tree_map(reduced, select(value, 0))
 

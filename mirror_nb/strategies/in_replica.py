@@ -28,7 +28,7 @@ from mirror_nb.steering import Steering
 from mirror_nb.strategies.context import ReplicaContext, entered
 from mirror_nb.strategies.differentiable import all_gathered, all_reduced
 from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
-from mirror_nb.strategies.peers import MERGE_CALL, Form, Peers, form_of_nest
+from mirror_nb.strategies.peers import MERGE_CALL, Form, Peers, form_of_nest, of_dtype
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reductions import (
     as_tensor,
@@ -38,19 +38,17 @@ from mirror_nb.strategies.reductions import (
     in_order,
     is_number,
     local_parts,
-    mean,
     reduce_local,
     regroup,
     select,
     structure,
     sum_over,
-    widened,
 )
 from mirror_nb.strategies.replica_variables import ReplicaHome
 from mirror_nb.strategies.seat import PeerSeat
 from mirror_nb.strategies.standalone import Standalone, standalone
 from mirror_nb.telemetry.comparison import Comparison, compared
-from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
+from mirror_nb.values import DistributedValues, PerReplica, ReduceOp, widened
 from mirror_nb.variables import Variable, component, component_variable, distributed, provide_arrivals
 from mirror_nb.weighing import Weighing
 
@@ -261,12 +259,15 @@ class ReplicaPlace(Place):
             tensor = as_tensor(leaf, "reduce", self.device)
             part = sum_over(tensor if op is ReduceOp.SUM else widened(tensor), axis)
             count = 1 if axis is None else counted(tensor, axis)
-            return form_of_nest(where, [part], [is_number(leaf)]), (part, count)
+            form = form_of_nest(where, [part], [is_number(leaf)])
+            return form if op is ReduceOp.SUM else of_dtype(form, tensor.dtype), (part, count)
 
         form, offer = _offer(offered)
         part, count = offer or (torch.empty(0, device="cpu"), 0)
-        total, counts = self._peers.total(f"reduce {op.value} axis={axis}", form, part, count)
-        return total if op is ReduceOp.SUM else mean(total, sum(counts))
+        call = f"reduce {op.value} axis={axis}"
+        if op is ReduceOp.SUM:
+            return self._peers.total(call, form, part)
+        return self._peers.mean(call, form, part, count)
 
     def gather(self, value: Any, axis: int, where: str) -> Any:
         if self._is_here(value):

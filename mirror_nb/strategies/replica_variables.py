@@ -21,7 +21,7 @@ from mirror_nb.mirrors import bits
 from mirror_nb.strategies.context import has_strategy, on_one_replica
 from mirror_nb.strategies.peers import Form, Leaf, Peers, form_of_nest
 from mirror_nb.strategies.reductions import check_size, is_number, not_distributed, select
-from mirror_nb.values import DistributedValues, ReduceOp, VariableAggregation
+from mirror_nb.values import DistributedValues, ReduceOp, VariableAggregation, widened
 from mirror_nb.variables import (
     SyncOnReadVariable,
     Variable,
@@ -93,8 +93,9 @@ class ReplicaHome:
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             self._peers.agree(call, form)
             return self._peers.first(mine)
-        total, _ = self._peers.total(call, form, mine)
-        return total if variable.aggregation is VariableAggregation.SUM else total / self._peers.num_replicas
+        if variable.aggregation is VariableAggregation.SUM:
+            return self._peers.total(call, form, mine)
+        return self._peers.mean(call, form, widened(mine))
 
     def assign(self, variable: Variable, how: str, value: Any) -> Any:
         if on_one_replica():
