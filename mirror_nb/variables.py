@@ -189,7 +189,11 @@ class Variable(torch.Tensor):
         return self._assign("assign_add", delta)
 
     def assign_sub(self, delta: Any) -> Any:
-        """Subtract `delta` from the value; else as `assign`."""
+        """Subtract `delta` from the value; else as `assign`. Raises UsageError where they are flags."""
+        if self.dtype is torch.bool:
+            raise UsageError(
+                f"cannot assign_sub to {self.name}, which holds flags; assign the flags that it is to have"
+            )
         return self._assign("assign_sub", delta)
 
     def _assign(self, how: str, value: Any) -> Any:

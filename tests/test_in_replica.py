@@ -513,3 +513,8 @@ def test_a_mean_of_short_floats_that_is_synchronised_on_read_is_finite_in_a_scri
         strategy.run(lambda: v.assign(torch.tensor(60000.0, dtype=torch.float16)))
         found = v.read_value()
         assert (found.item(), found.dtype) == (60000.0, torch.float16)
+
+
+def test_a_per_replica_of_another_number_of_values_is_refused_in_a_cell(replicas):
+    for kind, message in cell(replicas(2), "raised(lambda: strategy.run(lambda x: x, (PerReplica([1, 2, 3]),)))"):
+        assert (kind, "has 3 values, but the strategy has 2 replicas" in message) == ("UsageError", True)

@@ -41,6 +41,20 @@ def test_reductions_of_one_replica(strategy):
         strategy.reduce("sum", 1.0, axis=0)
 
 
+def test_a_per_replica_of_another_number_of_values_is_refused(strategy):
+    for given in ({"args": (PerReplica([1, 2]),)}, {"kwargs": {"x": [PerReplica([1, 2])]}}):
+        with pytest.raises(ValueError, match="this PerReplica has 2 values, but the strategy has 1 replicas"):
+            strategy.run(lambda x: x, **given)
+
+
+def test_an_async_function_is_refused(strategy):
+    async def step(x):
+        return x
+
+    with pytest.raises(ValueError, match="`fn` is an async function"):
+        strategy.run(step, (1,))
+
+
 def test_arguments_may_be_given_by_the_names_of_tensorflow(strategy):
     with strategy.scope():
         total = Variable(initial_value=1.0)

@@ -566,3 +566,21 @@ def test_with_one_replica_what_is_synchronised_on_read_reads_as_with_several(rep
         names = {"strategy": strategy, "Variable": Variable}
         exec(body, names)
         assert eval(last, names) == expected
+
+
+def test_nothing_is_subtracted_from_flags():
+    flags = Variable([True, False])
+    with pytest.raises(UsageError, match="cannot assign_sub to Variable, which holds flags"):
+        flags.assign_sub([True, True])
+    assert flags.tolist() == [True, False]
+
+
+def test_a_copy_outside_the_scope_of_what_differs_says_how_to_copy_it():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            module = nn.Module()
+            module.register_buffer("own", Variable(0.0, synchronization="ON_READ", name="own"))
+        with pytest.raises(UsageError, match="copy it inside `with strategy"):
+            copy.deepcopy(module)
+        with strategy.scope():
+            assert type(copy.deepcopy(module).own) is SyncOnReadVariable

@@ -25,6 +25,7 @@ from mirror_nb.strategies.reductions import (
     checked_axis,
     gather_local,
     local_parts,
+    own_of,
     reduce_local,
     select,
 )
@@ -71,7 +72,7 @@ class AlonePlace(Place):
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.check_open()
         with entered(strategy, ReplicaContext(strategy, 0), cross=False), self._scope:
-            return fn(*select(args, 0), **select(kwargs, 0))
+            return fn(*own_of(args, 0, 1), **own_of(kwargs, 0, 1))
 
     def communicate(self, by: Communication) -> None:
         self.communication = by

@@ -6,6 +6,7 @@ places"); only its place differs. Every `experimental_x` of tf.distribute is als
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -118,12 +119,17 @@ class Strategy(ABC):
         controller the results come back as a nest of PerReplica, one a leaf; in a replica as they are. With one
         replica there is no PerReplica.
 
-        Raises UsageError where `args` is no tuple or list, or where the replicas' results differ in structure,
-        RuntimeError inside a replica, and what `fn` raised on a replica, with its own type.
+        Raises UsageError where `fn` is async or `args` no tuple or list, and where the replicas' results differ in
+        structure, RuntimeError inside a replica, and what `fn` raised on a replica, with its own type.
         """
         require_cross_replica("Strategy.run", "use get_replica_context().merge_call(), or call the function itself")
         if not callable(fn):
             raise UsageError(f"`fn` must be a function, not {type(fn).__name__}")
+        if inspect.iscoroutinefunction(fn):
+            raise UsageError(
+                "`fn` is an async function, which only makes a coroutine; give a plain one, which may await by "
+                "asyncio.run(...)"
+            )
         if not isinstance(args, (tuple, list)):
             raise UsageError(f"positional args must be a list or tuple, got {type(args)}; write args=(x,)")
         if kwargs is not None and not isinstance(kwargs, dict):

@@ -38,6 +38,7 @@ from mirror_nb.strategies.reductions import (
     in_order,
     is_number,
     local_parts,
+    own_of,
     reduce_local,
     regroup,
     select,
@@ -171,7 +172,8 @@ class ReplicaPlace(Place):
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.check_open()
         context = ReplicaContext(strategy, self.replica_id)
-        args, kwargs = select(args, self.replica_id), select(kwargs, self.replica_id)
+        args = own_of(args, self.replica_id, self.num_replicas)
+        kwargs = own_of(kwargs, self.replica_id, self.num_replicas)
         shares = self._weighing.called_with((args, kwargs))
         if shares is not None:
             self._replica.gradients.set_shares(*shares)

@@ -286,6 +286,28 @@ _LEAVES = frozenset({Tensor, str, bytes, int, float, bool, type(None)})
 _CONTAINERS = frozenset({tuple, list, dict})
 
 
+def own_of(nest: Any, replica_id: int, num_replicas: int) -> Any:
+    """Return what one replica gets of a nest, as `select`. Raises UsageError for values of other replicas."""
+    chosen = select(nest, replica_id)
+    if chosen is not nest:
+        for part in parts_of(nest):
+            check_size(part, num_replicas)
+    return chosen
+
+
+def parts_of(nest: Any) -> list[DistributedValues]:
+    """Return what differs by replica in a nest, arguments say."""
+    if isinstance(nest, DistributedValues):
+        return [nest]
+    if type(nest) is tuple or type(nest) is list:
+        # The usual arguments: torch's pytrees take ten times as long.
+        return [part for item in nest for part in parts_of(item)]
+    if type(nest) is Tensor or (type(nest) is dict and not nest):
+        return []
+    leaves = pytree.tree_leaves(nest, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
+    return [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
+
+
 def local_parts(nest: Any, num_replicas: int) -> tuple[Any, ...]:
     """Return what each replica has of a nest, of a Variable its component; a nest that is one for all stands alone."""
     nest = pytree.tree_map(components, nest)
