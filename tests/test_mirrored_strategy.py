@@ -1554,6 +1554,8 @@ def test_a_strategy_that_was_closed_says_so_in_each_of_its_methods():
             lambda strategy: strategy.distribute_datasets_from_function(lambda context: [torch.ones(2)]),
             lambda strategy: strategy.distribute_values_from_function(lambda context: 1),
             lambda strategy: strategy.mirror(nn.Linear(1, 1)),
+            lambda strategy: strategy.extended.reduce_to("mean", 1, None),
+            lambda strategy, variable=variable: strategy.extended.update(variable, lambda own: own),
             lambda strategy: strategy.scope().__enter__(),
             lambda strategy: strategy.__enter__(),
         ):

@@ -70,12 +70,14 @@ class StrategyExtended:
         `group=False` as a list, one entry a replica; on a replica its own alone.
         """
         require_cross_replica("StrategyExtended.update", "use get_replica_context().merge_call() around it")
+        self._strategy._place.check_open()
         results = self._strategy._place.update(self._strategy, var, fn, tuple(args), kwargs or {})
         return regroup(results) if group else results
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any = None, options: Any = None) -> Any:
         """Return `value` reduced over the replicas; destinations hold the same value, so they make no difference."""
         require_cross_replica("StrategyExtended.reduce_to", "use get_replica_context().all_reduce() instead")
+        self._strategy._place.check_open()
         return self._strategy._place.reduce(ReduceOp.of(reduce_op, "reduce_op"), value, None, "*")
 
     def batch_reduce_to(
