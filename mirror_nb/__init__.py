@@ -50,7 +50,15 @@ if TYPE_CHECKING:
         log,
         set_strategy,
     )
-    from mirror_nb.strategies.input import InputContext, InputOptions, InputReplicationMode, ValueContext
+    from mirror_nb.strategies.extended import StrategyExtended
+    from mirror_nb.strategies.input import (
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+        InputOptions,
+        InputReplicationMode,
+        ValueContext,
+    )
     from mirror_nb.strategies.mirrored import MirroredStrategy
     from mirror_nb.strategies.one_device import OneDeviceStrategy
     from mirror_nb.training.history import History
@@ -74,6 +82,8 @@ __all__ = [
     "ContextError",
     "CrossDeviceOps",
     "DeviceError",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "GlooAllReduce",
     "HierarchicalCopyAllReduce",
@@ -101,6 +111,7 @@ __all__ = [
     "ReplicaTimeout",
     "SharedMemoryAllReduce",
     "Strategy",
+    "StrategyExtended",
     "SymmetricMemoryAllReduce",
     "SyncOnReadVariable",
     "TrainingStopped",
@@ -166,7 +177,15 @@ _PLACES = {
         "log",
         "set_strategy",
     ),
-    "mirror_nb.strategies.input": ("InputContext", "InputOptions", "InputReplicationMode", "ValueContext"),
+    "mirror_nb.strategies.extended": ("StrategyExtended",),
+    "mirror_nb.strategies.input": (
+        "DistributedDataset",
+        "DistributedIterator",
+        "InputContext",
+        "InputOptions",
+        "InputReplicationMode",
+        "ValueContext",
+    ),
     "mirror_nb.strategies.mirrored": ("MirroredStrategy",),
     "mirror_nb.strategies.one_device": ("OneDeviceStrategy",),
     "mirror_nb.training.history": ("History",),

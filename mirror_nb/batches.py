@@ -161,6 +161,13 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     return _map_children(value, lambda child: map_leaves(child, change))
 
 
+def map_examples(batch: Any, total: int, change: Callable[[Any], Any]) -> Any:
+    """A batch of `total` examples with each leaf changed; a leaf is what it is to `cut`: a list of examples is one."""
+    if _children(batch) is None or lists_examples(batch, total):
+        return change(batch)
+    return _map_children(batch, lambda item: map_examples(item, total, change))
+
+
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 

@@ -6,6 +6,7 @@ reduction, the exact mean, a plain mean loss is right as it is.
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -26,14 +27,14 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     Raises RuntimeError in cross-replica context where `global_batch_size` is left out, UsageError for a scalar loss,
     for weights that do not fit, and for a size that is no whole number from 0. Source: tf.nn.compute_average_loss.
     """
-    losses = _as_tensor(per_example_loss)
+    losses = _given(per_example_loss, "per_example_loss")
     if losses.ndim == 0:
         raise UsageError(
             "`per_example_loss` is a scalar; it must have one loss for each example (reduction='none' in torch's "
             "losses), so that the mean can be taken over all replicas"
         )
     if sample_weight is not None:
-        losses = _weighted(losses, torch.as_tensor(sample_weight, device=losses.device))
+        losses = _weighted(losses, _given(sample_weight, "sample_weight").to(losses.device))
     if global_batch_size is None:
         _require_replica("compute_average_loss")
         global_batch_size = losses.shape[0] * get_strategy().num_replicas_in_sync
@@ -52,7 +53,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Tensor:
     """
     _require_replica("scale_regularization_loss")
     losses = regularization_loss if isinstance(regularization_loss, (list, tuple)) else [regularization_loss]
-    total = sum((_as_tensor(loss).sum() for loss in losses), start=torch.zeros(()))
+    total = sum((_given(loss, "regularization_loss").sum() for loss in losses), start=torch.zeros(()))
     return total / get_strategy().num_replicas_in_sync
 
 
@@ -86,6 +87,13 @@ def _weighted(losses: Tensor, weights: Tensor) -> Tensor:
     return weighted.to(losses.dtype) if losses.is_floating_point() else weighted
 
 
+def _given(value: Any, argument: str) -> Tensor:
+    try:
+        return _as_tensor(value)
+    except (TypeError, RuntimeError) as error:
+        raise UsageError(f"`{argument}` must be a tensor or numbers, not {value!r}: {error}") from error
+
+
 def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, (list, tuple)) and any(isinstance(one, Tensor) for one in value):
         # torch.as_tensor would take them out of their graph.
@@ -95,7 +103,10 @@ def _as_tensor(value: Any) -> Tensor:
 
 
 def _size(size: Any) -> int:
-    number = torch.as_tensor(size, device="cpu")
+    try:
+        number = torch.as_tensor(size, device="cpu")
+    except (TypeError, RuntimeError):
+        number = torch.tensor(math.nan, device="cpu")
     whole = not number.is_floating_point() and not number.is_complex() and number.dtype is not torch.bool
     if number.ndim or not whole or int(number) < 0:
         raise UsageError(f"`global_batch_size` must be a whole number of examples, not {size!r}")

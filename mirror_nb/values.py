@@ -22,23 +22,44 @@ class ReduceOp(enum.Enum):
     MEAN = "MEAN"
 
     @staticmethod
-    def of(op: object) -> ReduceOp:
+    def of(op: object, argument: str = "op") -> ReduceOp:
         """Return the op that `op` means: a ReduceOp, or "sum" or "mean" in any case.
 
-        Raises UsageError for anything else.
+        Raises UsageError for anything else, which names the argument that it was given as.
         """
         known = _BY_NAME.get(op) if isinstance(op, (ReduceOp, str)) else None
         if known is not None:
             return known
         name = str(getattr(op, "name", op)).upper().rpartition(".")[2]
         if name not in ReduceOp.__members__:
-            raise UsageError(f"`op` is {op!r}; it must be ReduceOp.SUM or ReduceOp.MEAN")
+            raise UsageError(f"`{argument}` is {op!r}; it must be ReduceOp.SUM or ReduceOp.MEAN")
         return ReduceOp[name]
 
 
 _BY_NAME: dict[object, ReduceOp] = {
     name: op for op in ReduceOp for name in (op, op.value, op.value.lower(), op.value.capitalize())
 }
+
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of a dtype are added up for a mean: one that their sum fits in."""
+    fractions = dtype.is_floating_point or dtype.is_complex
+    return _WIDE.get(dtype, dtype) if fractions else torch.int64
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a mean is made of: the tensor in the dtype in which it is added up."""
+    return tensor.to(wide(tensor.dtype))
+
+
+def mean(total: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return `total / count` in the values' `dtype`, in torch's default float where that is whole; NaN for nothing."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return (total / count).to(dtype)
+    return total.to(torch.get_default_dtype()) / count
 
 
 class VariableAggregation(enum.Enum):
@@ -51,9 +72,13 @@ class VariableAggregation(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the components of a Variable are made one: when written, or when read from outside."""
+    """When the components of a Variable are made one: when written, or when read from outside.
+
+    NONE is TensorFlow's, and no Variable takes it, there either: with `aggregation` NONE each replica keeps its own.
+    """
 
     AUTO = "AUTO"
+    NONE = "NONE"
     ON_WRITE = "ON_WRITE"
     ON_READ = "ON_READ"
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mirror_nb.errors import UsageError
-from mirror_nb.values import DistributedValues, VariableAggregation, VariableSynchronization, same
+from mirror_nb.values import DistributedValues, VariableAggregation, VariableSynchronization, mean, same, widened
 
 _SUM, _MEAN, _NONE = VariableAggregation.SUM, VariableAggregation.MEAN, VariableAggregation.NONE
 _FIRST = VariableAggregation.ONLY_FIRST_REPLICA
@@ -78,7 +78,7 @@ class VariableHome(Protocol):
 class Variable(torch.Tensor):
     """A tensor to be read and assigned; in a strategy's scope, one for all of its replicas.
 
-    `value` is a number, a list, an array, a tensor, or a function that returns one. Made in a scope it is a
+    `initial_value` is a number, a list, an array, a tensor, or a function that returns one. Made in a scope it is a
     MirroredVariable, or with `synchronization` ON_READ a SyncOnReadVariable; outside, a PlainVariable. It takes part
     in torch's arithmetic and autograd as any tensor, and what comes out is a plain tensor; a trainable one of
     floating point requires gradients, and a module that holds it has it among its parameters.
@@ -86,7 +86,7 @@ class Variable(torch.Tensor):
     `aggregation` tells what becomes of the values that replicas assign in `strategy.run`: SUM or MEAN of them, replica
     0's (ONLY_FIRST_REPLICA), or each its own (NONE). Trainable is the default, but with ON_READ.
 
-    Raises UsageError for a trainable ON_READ Variable and for values that are no tensor.
+    Raises UsageError for a trainable ON_READ Variable, for `synchronization` NONE and for values that are no tensor.
     Source: tf.Variable, tf.distribute's MirroredVariable and SyncOnReadVariable.
     """
 
@@ -101,7 +101,7 @@ class Variable(torch.Tensor):
 
     def __new__(
         cls,
-        value: Any,
+        initial_value: Any,
         *,
         trainable: bool | None = None,
         aggregation: Any = VariableAggregation.NONE,
@@ -114,6 +114,11 @@ class Variable(torch.Tensor):
         rule = _member(VariableAggregation, aggregation, "aggregation")
         when = _member(VariableSynchronization, synchronization, "synchronization")
         on_read = when is VariableSynchronization.ON_READ
+        if when is VariableSynchronization.NONE:
+            raise UsageError(
+                "`NONE` variable synchronization mode is not supported: leave `synchronization` out, or take ON_READ "
+                "with aggregation=VariableAggregation.NONE to let each replica keep its own value"
+            )
         if on_read and trainable:
             raise UsageError(
                 "`synchronization` can be VariableSynchronization.ON_READ only for Variables that are not trainable, "
@@ -121,7 +126,7 @@ class Variable(torch.Tensor):
             )
         make = _making() or plain
         made = make(
-            initial_value(value, dtype),
+            first_tensor(initial_value, dtype),
             trainable=not on_read if trainable is None else bool(trainable),
             aggregation=rule,
             synchronization=when,
@@ -182,19 +187,24 @@ class Variable(torch.Tensor):
         """
         return self._assign("assign", value)
 
-    def assign_add(self, value: Any) -> Any:
-        """Add to the value; else as `assign`."""
-        return self._assign("assign_add", value)
+    def assign_add(self, delta: Any) -> Any:
+        """Add `delta` to the value; else as `assign`."""
+        return self._assign("assign_add", delta)
 
-    def assign_sub(self, value: Any) -> Any:
-        """Subtract from the value; else as `assign`."""
-        return self._assign("assign_sub", value)
+    def assign_sub(self, delta: Any) -> Any:
+        """Subtract `delta` from the value; else as `assign`. Raises UsageError where they are flags."""
+        if self.dtype is torch.bool:
+            raise UsageError(
+                f"cannot assign_sub to {self.name}, which holds flags; assign the flags that it is to have"
+            )
+        return self._assign("assign_sub", delta)
 
     def _assign(self, how: str, value: Any) -> Any:
         if self._home is not None:
             return self._home.assign(self, how, value)
         apply_assign(self, how, value)
-        return self
+        # As with several replicas: what `run` returns is the value of now.
+        return component(self) if any(ask() for ask in _replicas) else self
 
     def read_value(self) -> Tensor:
         """Return a copy of the value, a plain tensor: on a replica its own, from outside the aggregated one."""
@@ -307,7 +317,7 @@ class SyncOnReadVariable(Variable):
 # --------------------------------------------------------------------------- making
 
 
-def initial_value(value: Any, dtype: torch.dtype | None = None) -> Tensor:
+def first_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return a new tensor of `value`: a number, a list, an array, a tensor, or a function that returns one."""
     if callable(value) and not isinstance(value, Tensor):
         value = value()
@@ -364,11 +374,17 @@ Make = Callable[..., Variable]
 
 _scopes: list[Callable[[], Make | None]] = []
 _arrivals: list[Make] = []
+_replicas: list[Callable[[], bool]] = []
 
 
 def provide_scope(find: Callable[[], Make | None]) -> None:
     """Say how the maker of the scope that the caller is in is found; it returns None outside every scope."""
     _scopes.append(find)
+
+
+def provide_replica(ask: Callable[[], bool]) -> None:
+    """Say how it is found whether the caller's code is one replica's alone, in `strategy.run`."""
+    _replicas.append(ask)
 
 
 def provide_arrivals(make: Make) -> None:
@@ -546,10 +562,10 @@ def aggregate(variable: Variable, components: Sequence[Tensor]) -> Tensor:
     check_readable(variable)
     if variable.aggregation is _FIRST:
         return components[0].clone()
-    total = components[0].clone()
+    total = (components[0] if variable.aggregation is _SUM else widened(components[0])).clone()
     for other in components[1:]:
         total += other.to(total.device)
-    return total if variable.aggregation is _SUM else total / len(components)
+    return total if variable.aggregation is _SUM else mean(total, len(components), components[0].dtype)
 
 
 def check_readable(variable: Variable) -> None:

@@ -6,7 +6,10 @@ import json
 import sys
 
 import pytest
+import torch
 from driving import launch, run_cell
+
+import mirror_nb as mnb
 
 IMPORTS = """
 import torch
@@ -476,3 +479,42 @@ inside = strategy.run(lambda: get_replica_context().all_reduce("mean", small))
 values((strategy.reduce("mean", small), inside))
 """
     assert cell(replicas(2), source) == [([200.0], [200.0])] * 2
+
+
+def test_means_of_short_floats_are_finite_where_their_sums_are_not(replicas):
+    # 100 elements are more than travel with the agreement.
+    source = """
+from mirror_nb.variables import Variable
+
+v = Variable(0.0, dtype=torch.float16, aggregation="MEAN", synchronization="ON_READ")
+strategy.run(lambda: v.assign(torch.tensor(60000.0, dtype=torch.float16)))
+found = [v.read_value()]
+for n in (1, 100):
+    half = torch.full((n,), 60000.0, dtype=torch.float16)
+    found += [strategy.reduce("mean", half, axis=None), strategy.reduce("mean", half, axis=0)]
+    found += [strategy.run(lambda: get_replica_context().all_reduce("mean", half))]
+sums = [strategy.reduce("sum", torch.ones(n, dtype=torch.uint16), axis=None).tolist() == [2] * n for n in (1, 100)]
+mixed = raised(lambda: strategy.reduce("mean", mine.half() if replica_id else mine, axis=None))
+numbers = strategy.reduce("mean", 1 if replica_id else mine.half(), axis=None)
+[[each.unique().tolist() for each in found], [str(each.dtype) for each in found], sums, mixed, str(numbers.dtype)]
+"""
+    for values, dtypes, sums, (kind, message), numbers in cell(replicas(2), source):
+        assert values == [[60000.0]] * 7
+        assert set(dtypes) == {"torch.float16"}
+        assert sums == [True, True]
+        assert (kind, numbers) == ("UsageError", "torch.float16")
+        assert "float32[] on replica 0, float16[] on replica 1" in message
+
+
+def test_a_mean_of_short_floats_that_is_synchronised_on_read_is_finite_in_a_script():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            v = mnb.Variable(0.0, dtype=torch.float16, aggregation="MEAN", synchronization="ON_READ")
+        strategy.run(lambda: v.assign(torch.tensor(60000.0, dtype=torch.float16)))
+        found = v.read_value()
+        assert (found.item(), found.dtype) == (60000.0, torch.float16)
+
+
+def test_a_per_replica_of_another_number_of_values_is_refused_in_a_cell(replicas):
+    for kind, message in cell(replicas(2), "raised(lambda: strategy.run(lambda x: x, (PerReplica([1, 2, 3]),)))"):
+        assert (kind, "has 3 values, but the strategy has 2 replicas" in message) == ("UsageError", True)

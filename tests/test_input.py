@@ -335,6 +335,31 @@ def test_the_spec_of_strings_and_of_what_is_no_batch():
     assert (spec["source"], spec["none"]) == ("wiki", None)
 
 
+@dataclass
+class Own:
+    x: torch.Tensor
+    more: Any
+
+
+class Items(dict[str, Any]):
+    """A dict of one's own."""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_spec_of_structures_of_ones_own_has_theirs(n):
+    x, word = TensorSpec((None, 3), torch.float32), TensorSpec((None,), str)
+    for made, spec in (
+        (lambda x: Own(x, {"words": ["a"] * len(x)}), Own(x, {"words": word})),
+        (lambda x: collections.UserDict(x=x), collections.UserDict(x=x)),
+        (lambda x: Items(x=x, name="n"), {"x": x, "name": "n"}),
+    ):
+        loader = DataLoader(
+            list(torch.zeros(4, 3)), batch_size=2, collate_fn=lambda rows, made=made: made(torch.stack(rows))
+        )
+        found = controller(loader, n).element_spec
+        assert found == (spec if n == 1 else PerReplicaSpec(spec, spec))
+
+
 @pytest.mark.parametrize("kind", ["loader", "tensor", "stream", "whole batches"])
 def test_asking_for_the_spec_changes_nothing(kind):
     source, given = source_of(kind, 6, 4)
@@ -398,6 +423,17 @@ def test_input_of_the_controller_that_a_replica_function_captured_is_a_value_err
         next(arrived)
     with pytest.raises(ValueError, match=GOLDEN_NEXT):
         iter(arrived)
+
+
+def test_a_dataset_that_a_replica_function_captured_knows_its_length():
+    for dataset in (
+        controller(torch.arange(9), 2, batch_size=4),
+        ControllerFunctionDataset(lambda _: DataLoader(Range(9), batch_size=2), num_replicas=2),
+    ):
+        assert len(pickle.loads(pickle.dumps(dataset))) == len(dataset) == 3
+    stream = controller(DataLoader(Counting(4), batch_size=2), 2)
+    with pytest.raises(TypeError, match="does not know how many there are"):
+        len(pickle.loads(pickle.dumps(stream)))
 
 
 def test_a_cell_which_is_in_both_contexts_may_iterate():
@@ -589,7 +625,7 @@ def test_an_iterator_of_a_function_serves_once():
     dataset = ControllerFunctionDataset(lambda _: (torch.full((2,), i) for i in range(3)), num_replicas=2)
     assert dataset.element_spec == PerReplicaSpec(*[TensorSpec((None,), torch.int64)] * 2)
     assert [parts(batch) for batch in dataset] == [[[0, 0], [1, 1]], [[2, 2], []]]
-    with pytest.raises(UsageError, match="only once"):
+    with pytest.raises(UsageError, match="returned a generator, which can be gone through only once"):
         list(dataset)
     with pytest.raises(UsageError, match="begun already"):
         _ = dataset.element_spec

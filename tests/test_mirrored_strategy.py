@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -130,6 +131,20 @@ def test_on_a_batch_replicas_draw_different_random_numbers(two):
     batch = next(iter(two.distribute_dataset(torch.zeros(4), batch_size=4)))
     first, second = two.local_results(two.run(lambda x: x + torch.randn_like(x), args=(batch,)))
     assert not same(first, second)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gradient_reduction": "max"}, "`gradient_reduction` is 'max'; it must be ReduceOp.SUM or ReduceOp.MEAN"),
+        ({"seed": "a"}, "`seed` must be a whole number, not 'a'"),
+        ({"seed": 1.5}, "`seed` must be a whole number, not 1.5"),
+        ({"seed": None}, "`seed` must be a whole number, not None"),
+    ],
+)
+def test_settings_that_are_none_are_refused_at_once_by_their_names(given, said):
+    with pytest.raises(mnb.UsageError, match=re.escape(said)):
+        mnb.MirroredStrategy(["cpu:0", "cpu:1"], **given)
 
 
 class Net(nn.Module):
@@ -1526,3 +1541,81 @@ def test_a_write_to_a_view_of_a_closed_variable_is_seen_everywhere():
     value[1:].fill_(9.0)
     assert value.tolist() == [2.0, 9.0]
     assert [own.tolist() for own in value.values] == [[2.0, 9.0]] * 2
+
+
+@pytest.mark.parametrize("examples", [8, 7, 1])
+def test_a_loss_with_class_weights_divided_by_those_of_all_replicas_has_one_devices_gradient(examples):
+    weights = torch.tensor([1.0, 5.0, 0.2])
+    x, y = torch.arange(4.0 * examples).reshape(examples, 4).sin(), torch.arange(examples) ** 2 % 3
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"], gradient_reduction="sum") as strategy:
+        with strategy.scope():
+            model = nn.Linear(4, 3)
+        single = copy.deepcopy(model)
+
+        def gradient(batch: Any) -> torch.Tensor:
+            inputs, targets = batch
+            total = mnb.get_replica_context().all_reduce("sum", weights[targets].sum())
+            (F.cross_entropy(model(inputs), targets, weights, reduction="sum") / total).backward()
+            return model.weight.grad
+
+        (batch,) = strategy.distribute_dataset((x, y), batch_size=examples)
+        found = strategy.local_results(strategy.run(gradient, (batch,)))
+    F.cross_entropy(single(x), y, weights).backward()
+    for one in found:
+        torch.testing.assert_close(one, single.weight.grad)
+
+
+def test_an_update_that_is_not_grouped_has_an_entry_of_each_replica(two):
+    with two.scope():
+        variable = mnb.Variable(1.0)
+    update = functools.partial(two.extended.update, variable, group=False)
+    assert update(lambda own: None) == [None, None]
+    assert update(lambda own: float(own.assign_add(1.0))) == [2.0, 2.0]
+    assert [type(one) for one in update(lambda own: own.assign_add(1.0))] == [torch.Tensor] * 2
+    assert two.extended.update(variable, lambda own: 3) == 3
+
+
+def test_devices_for_libraries_are_those_of_all_replicas(two):
+    with two.scope():
+        variable = mnb.Variable(1.0)
+        with two.extended.colocate_vars_with(variable):
+            beside = mnb.Variable(2.0)
+    assert two.extended.non_slot_devices([variable]) == ("cpu:0", "cpu:1")
+    assert two.extended.variable_created_in_scope(v=beside)
+    with pytest.raises(ValueError, match="must only be passed a Variable created in this strategy's scope"):
+        two.extended.colocate_vars_with(mnb.Variable(1.0))
+
+
+def test_datasets_iterators_and_what_libraries_call_can_be_named_in_annotations(two):
+    for strategy in (two, mnb.OneDeviceStrategy("cpu")):
+        by_function = strategy.distribute_datasets_from_function(lambda context: [torch.ones(2)])
+        for dataset in (strategy.distribute_dataset(torch.ones(4), batch_size=2), by_function):
+            assert isinstance(dataset, mnb.DistributedDataset)
+            assert isinstance(iter(dataset), mnb.DistributedIterator)
+        assert isinstance(strategy.extended, mnb.StrategyExtended)
+
+
+def test_a_strategy_that_was_closed_says_so_in_each_of_its_methods():
+    for strategy in (mnb.MirroredStrategy(["cpu:0", "cpu:1"]), mnb.OneDeviceStrategy("cpu")):
+        each = strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+        with strategy.scope():
+            variable = mnb.Variable(3.0)
+        strategy.close()
+        for call in (
+            lambda strategy: strategy.run(abs, (1,)),
+            lambda strategy: strategy.reduce("sum", 1, axis=None),
+            lambda strategy: strategy.gather(torch.ones(1), axis=0),
+            lambda strategy: strategy.distribute_dataset(torch.ones(4), batch_size=2),
+            lambda strategy: strategy.distribute_datasets_from_function(lambda context: [torch.ones(2)]),
+            lambda strategy: strategy.distribute_values_from_function(lambda context: 1),
+            lambda strategy: strategy.mirror(nn.Linear(1, 1)),
+            lambda strategy: strategy.extended.reduce_to("mean", 1, None),
+            lambda strategy, variable=variable: strategy.extended.update(variable, lambda own: own),
+            lambda strategy: strategy.scope().__enter__(),
+            lambda strategy: strategy.__enter__(),
+        ):
+            with pytest.raises(mnb.PoolClosed, match="this strategy was closed; make a new one"):
+                call(strategy)
+        assert strategy.local_results(each) == tuple(range(strategy.num_replicas_in_sync))
+        assert variable.numpy() == 3
+        assert not mnb.has_strategy()

@@ -41,6 +41,43 @@ def test_reductions_of_one_replica(strategy):
         strategy.reduce("sum", 1.0, axis=0)
 
 
+def test_a_per_replica_of_another_number_of_values_is_refused(strategy):
+    for given in ({"args": (PerReplica([1, 2]),)}, {"kwargs": {"x": [PerReplica([1, 2])]}}):
+        with pytest.raises(ValueError, match="this PerReplica has 2 values, but the strategy has 1 replicas"):
+            strategy.run(lambda x: x, **given)
+
+
+def test_an_async_function_is_refused(strategy):
+    async def step(x):
+        return x
+
+    with pytest.raises(ValueError, match="`fn` is an async function"):
+        strategy.run(step, (1,))
+
+
+def test_arguments_may_be_given_by_the_names_of_tensorflow(strategy):
+    with strategy.scope():
+        total = Variable(initial_value=1.0)
+
+    def step(x):
+        total.assign_add(delta=2.0)
+        total.assign_sub(delta=1.0)
+        context = get_replica_context()
+        merged = context.merge_call(merge_fn=lambda strategy, y: y, args=(x,), kwargs={})
+        both = context.all_gather(value=torch.ones(1), axis=0, options=None)
+        return context.all_reduce(reduce_op="SUM", value=merged, options=None) + both
+
+    result = strategy.run(fn=step, args=(torch.tensor([2.0]),), kwargs={}, options=None)
+    assert (result.tolist(), total.item()) == ([3.0], 2.0)
+    assert strategy.reduce(reduce_op="SUM", value=result, axis=None).tolist() == [3.0]
+    assert strategy.gather(value=result, axis=0).tolist() == [3.0]
+    assert strategy.experimental_local_results(value=5) == (5,)
+    (batch,) = strategy.experimental_distribute_dataset(dataset=torch.ones(2), options=None, batch_size=2)
+    assert len(batch) == 2
+    with pytest.raises(ValueError, match="`reduce_op` is 'max'"):
+        strategy.reduce("max", result, axis=None)
+
+
 def test_inside_run_there_is_a_replica_and_merge_call_leaves_it(strategy):
     def merge(merging, x):
         return merging is strategy, in_cross_replica_context(), get_replica_context(), x
@@ -89,10 +126,31 @@ def test_training_and_variables(strategy):
     assert counter == 6
 
 
+def test_what_run_returns_of_an_assignment_is_the_value_of_that_moment(strategy):
+    with strategy.scope():
+        count = Variable(0.0)
+    for step in (lambda: count.assign_add(1.0), lambda: count.assign_sub(-1.0), lambda: count.assign(count + 1)):
+        count.assign(0.0)
+        results = [strategy.run(step) for _ in range(3)]
+        assert [type(result) for result in results] == [torch.Tensor] * 3
+        assert results == [1.0, 2.0, 3.0]
+    assert count.assign(5.0) is count
+
+
 @pytest.mark.parametrize("devices", [["cpu:0", "cpu:1"], "cpu:0,cpu:1", None, [], "tpu:0", "cuda:99"])
 def test_it_wants_one_device_that_is_there(devices):
     with pytest.raises(DeviceError):
         OneDeviceStrategy(devices)
+
+
+def test_it_has_what_the_others_have_to_mirror_and_to_ask(strategy):
+    for one in (strategy, get_strategy()):
+        model = nn.Linear(2, 1)
+        assert one.mirror(model) is model
+        assert (one.replica_id, one.device) == (0, torch.device("cpu"))
+        with one.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
 def test_without_a_strategy_there_is_the_default_one():

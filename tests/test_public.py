@@ -101,6 +101,30 @@ def test_every_public_method_has_a_docstring(name):
     assert [path for path, member in own_members(getattr(mnb, name)) if not says_what_it_is(member)] == []
 
 
+TF_NAMES = [
+    (mnb.Strategy.run, "fn args kwargs options"),
+    (mnb.Strategy.reduce, "reduce_op value axis"),
+    (mnb.Strategy.gather, "value axis"),
+    (mnb.Strategy.experimental_distribute_dataset, "dataset options"),
+    (mnb.Strategy.distribute_datasets_from_function, "dataset_fn options"),
+    (mnb.Strategy.experimental_distribute_values_from_function, "value_fn"),
+    (mnb.Strategy.experimental_local_results, "value"),
+    (mnb.ReplicaContext.all_reduce, "reduce_op value options"),
+    (mnb.ReplicaContext.all_gather, "value axis options"),
+    (mnb.ReplicaContext.merge_call, "merge_fn args kwargs"),
+    (mnb.Variable.__new__, "initial_value trainable aggregation synchronization dtype name"),
+    (mnb.Variable.assign, "value"),
+    (mnb.Variable.assign_add, "delta"),
+    (mnb.Variable.assign_sub, "delta"),
+]
+
+
+@pytest.mark.parametrize(("method", "names"), TF_NAMES, ids=[method.__qualname__ for method, _ in TF_NAMES])
+def test_arguments_have_the_names_that_tensorflow_gives_them(method, names):
+    own = list(inspect.signature(method).parameters)[1:]
+    assert own[: len(names.split())] == names.split()
+
+
 def test_to_import_the_package_starts_nothing_and_needs_no_jupyter():
     found = json.loads(run_python(IMPORT))
     assert found == {"threads": ["MainThread"], "native": 0, "children": 0, "jupyter": [], "cuda": False}

@@ -59,6 +59,11 @@ def t(*values, **options):
         (MEAN, [t([200], dtype=torch.uint8), t([100], dtype=torch.uint8)], None, t([150.0])),
         (MEAN, [t([-100], dtype=torch.int8), t([-100], dtype=torch.int8)], None, t([-100.0])),
         (SUM, [t(1 + 2j), t(1j)], None, t(1 + 3j)),
+        (SUM, [t([1, 2], dtype=torch.uint16), t([3, 4], dtype=torch.uint16)], None, t([4, 6], dtype=torch.uint16)),
+        (MEAN, [t([1, 2], dtype=torch.uint16), t([2, 2], dtype=torch.uint16)], None, t([1.5, 2.0])),
+        (MEAN, [t([60000.0], dtype=torch.float16)] * 2, None, t([60000.0], dtype=torch.float16)),
+        (MEAN, [t([6e4, 4e4], dtype=torch.float16), t([], dtype=torch.float16)], (0,), t(5e4, dtype=torch.float16)),
+        (MEAN, [t([1.0, 258.0], dtype=torch.bfloat16)] * 3, None, t([1.0, 258.0], dtype=torch.bfloat16)),
     ],
 )
 def test_values_are_reduced(op, values, axis, expected):

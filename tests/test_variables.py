@@ -539,3 +539,50 @@ inside = strategy.run(lambda: get_replica_context().merge_call(merge, (v, mine))
 (inside, v.read_value().item())
 """
     assert cell(replicas(2), source) == [((True, 2), 3), ((True, 3), 3)]
+
+
+def test_a_variable_that_nothing_synchronises_is_refused():
+    with pytest.raises(UsageError, match="`NONE` variable synchronization mode is not supported"):
+        Variable(1.0, synchronization=VariableSynchronization.NONE)
+
+
+ON_READ_OF_ONE = """
+def read(rule):
+    with strategy.scope():
+        v = Variable(4, aggregation=rule, synchronization="ON_READ")
+    strategy.run(lambda: v.assign_add(1))
+    try:
+        return str(v.read_value().dtype), v.read_value().item()
+    except ValueError as error:
+        return "no common value" in str(error)
+
+[read(rule) for rule in ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA")]
+"""
+
+
+def test_with_one_replica_what_is_synchronised_on_read_reads_as_with_several(replicas):
+    expected = [True, ("torch.int64", 5), ("torch.float32", 5.0), ("torch.int64", 5)]
+    assert cell(replicas(1), ON_READ_OF_ONE) == [expected]
+    with mnb.MirroredStrategy(["cpu:0"]) as strategy:
+        body, _, last = ON_READ_OF_ONE.strip().rpartition("\n")
+        names = {"strategy": strategy, "Variable": Variable}
+        exec(body, names)
+        assert eval(last, names) == expected
+
+
+def test_nothing_is_subtracted_from_flags():
+    flags = Variable([True, False])
+    with pytest.raises(UsageError, match="cannot assign_sub to Variable, which holds flags"):
+        flags.assign_sub([True, True])
+    assert flags.tolist() == [True, False]
+
+
+def test_a_copy_outside_the_scope_of_what_differs_says_how_to_copy_it():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            module = nn.Module()
+            module.register_buffer("own", Variable(0.0, synchronization="ON_READ", name="own"))
+        with pytest.raises(UsageError, match="copy it inside `with strategy"):
+            copy.deepcopy(module)
+        with strategy.scope():
+            assert type(copy.deepcopy(module).own) is SyncOnReadVariable

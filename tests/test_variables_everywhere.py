@@ -13,7 +13,7 @@ from driving import launch, run_cell
 import mirror_nb as mnb
 
 CASES = '''
-import copy, json, os, pickle, sys
+import copy, json, os, pickle, sys, warnings
 import cloudpickle, torch
 from torch import nn
 import mirror_nb.variables
@@ -208,6 +208,18 @@ def numbers_of_pythons(strategy):
     turned.assign([0.1j, 0.1][0])
     return [float(exact), float(exact.assign_add(0.2)), turned.read_value().imag.item()]
 
+
+def the_line_of_a_warning(strategy):
+    with strategy.scope():
+        v = mnb.Variable(0.0)
+    def step():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            v.assign(mine()); line = sys._getframe().f_lineno
+        name = sys._getframe().f_code.co_filename
+        return [(one.filename == name, one.lineno == line) for one in said]
+    return strategy.run(step)
+
 class Output:
     def __init__(self, loss):
         self.loss = loss
@@ -256,6 +268,7 @@ EXPECTED: dict[str, Any] = {
         [True, True],
         [2.0, 1.0],
     ],
+    "the_line_of_a_warning": [[True, True]],
     "a_class_without_names_for_its_members": [{"own": [3.0], "kept": [2.0]}, {"own": [1.0, 2.0], "kept": [1.0, 1.0]}],
     "counts": [2.0, 4, 4, 4, 7, 7, -3, True, 5, 5],
     "numbers_of_pythons": [0.1, 0.1 + 0.2, 0.1],

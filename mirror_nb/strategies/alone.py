@@ -25,13 +25,13 @@ from mirror_nb.strategies.reductions import (
     checked_axis,
     gather_local,
     local_parts,
-    mean,
+    own_of,
     reduce_local,
     select,
 )
 from mirror_nb.strategies.seat import AloneSeat
 from mirror_nb.telemetry.comparison import Comparison, compared
-from mirror_nb.values import ReduceOp
+from mirror_nb.values import ReduceOp, mean
 from mirror_nb.variables import Variable, component, component_variable, plain
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class AlonePlace(Place):
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.check_open()
         with entered(strategy, ReplicaContext(strategy, 0), cross=False), self._scope:
-            return fn(*select(args, 0), **select(kwargs, 0))
+            return fn(*own_of(args, 0, 1), **own_of(kwargs, 0, 1))
 
     def communicate(self, by: Communication) -> None:
         self.communication = by
@@ -129,13 +129,11 @@ class AlonePlace(Place):
     def gather(self, value: Any, axis: int, where: str) -> Any:
         return gather_local(value, axis)
 
-    def all_reduce(self, op: Any, value: Any) -> Any:
-        which = ReduceOp.of(op)
-
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         def reduced(leaf: Any) -> torch.Tensor:
             tensor = as_tensor(leaf, "all_reduce", self.device)
             tensor = tensor.long() if tensor.dtype is torch.bool else tensor.clone()
-            return tensor if which is ReduceOp.SUM else mean(tensor, 1)
+            return tensor if op is ReduceOp.SUM else mean(tensor, 1, tensor.dtype)
 
         return pytree.tree_map(reduced, select(value, 0))
 
@@ -177,10 +175,10 @@ class AlonePlace(Place):
 
     def update(
         self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> list[Any]:
         own = component_variable(variable) if isinstance(variable, Variable) else variable
         result = fn(own, *select(args, 0), **select(kwargs, 0))
-        return component(result) if isinstance(result, Variable) else result
+        return [component(result) if isinstance(result, Variable) else result]
 
     def close(self) -> None:
         self.closed = True

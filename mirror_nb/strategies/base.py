@@ -6,11 +6,14 @@ places"); only its place differs. Every `experimental_x` of tf.distribute is als
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from mirror_nb.errors import TransferError, UsageError
+import torch
+
+from mirror_nb.errors import ContextError, TransferError, UsageError
 from mirror_nb.imported import when_imported
 from mirror_nb.strategies.context import StrategyScope, require_cross_replica
 from mirror_nb.strategies.extended import StrategyExtended
@@ -51,6 +54,20 @@ class Strategy(ABC):
         return self._place.num_replicas
 
     @property
+    def replica_id(self) -> int:
+        """This replica's id, from 0. Raises RuntimeError in the controller, which is none."""
+        if self._place.replica_id is None:
+            raise ContextError("the controller is no replica; ask in the function given to strategy.run")
+        return self._place.replica_id
+
+    @property
+    def device(self) -> torch.device:
+        """This replica's device. Raises RuntimeError in the controller."""
+        if self._place.device is None:
+            raise ContextError("the controller has no device; ask in the function given to strategy.run")
+        return self._place.device
+
+    @property
     def extended(self) -> StrategyExtended:
         """Methods for those who write libraries on top of strategies."""
         return self._extended
@@ -69,6 +86,26 @@ class Strategy(ABC):
         """
         return StrategyScope(self)
 
+    def mirror(self, obj: Any) -> Any:
+        """Treat `obj` as created in this strategy's scope, and return it.
+
+        The replicas keep it from the first call that uses it on, and a reference travels in its place. The values of a
+        module, settings and state of an optimizer, a scheduler or a scaler come back here; what replicas change in any
+        other object stays with them. With one replica in this process there is nothing to do.
+
+        Raises UsageError for what cannot be told from its equals, a number or a list, and for a single tensor that
+        requires gradients.
+        """
+        self._place.check_open()
+        return self._place.mirror(obj)
+
+    def no_sync(self) -> Any:
+        """Return a context, on a replica, in which backward() accumulates local gradients.
+
+        The first backward() after it reduces all of them. Raises ContextError in the controller.
+        """
+        return self._place.no_sync()
+
     def run(
         self,
         fn: Callable[..., Any],
@@ -82,12 +119,17 @@ class Strategy(ABC):
         controller the results come back as a nest of PerReplica, one a leaf; in a replica as they are. With one
         replica there is no PerReplica.
 
-        Raises UsageError where `args` is no tuple or list, or where the replicas' results differ in structure,
-        RuntimeError inside a replica, and what `fn` raised on a replica, with its own type.
+        Raises UsageError where `fn` is async or `args` no tuple or list, and where the replicas' results differ in
+        structure, RuntimeError inside a replica, and what `fn` raised on a replica, with its own type.
         """
         require_cross_replica("Strategy.run", "use get_replica_context().merge_call(), or call the function itself")
         if not callable(fn):
             raise UsageError(f"`fn` must be a function, not {type(fn).__name__}")
+        if inspect.iscoroutinefunction(fn):
+            raise UsageError(
+                "`fn` is an async function, which only makes a coroutine; give a plain one, which may await by "
+                "asyncio.run(...)"
+            )
         if not isinstance(args, (tuple, list)):
             raise UsageError(f"positional args must be a list or tuple, got {type(args)}; write args=(x,)")
         if kwargs is not None and not isinstance(kwargs, dict):
@@ -96,18 +138,19 @@ class Strategy(ABC):
 
     # ------------------------------------------------------------------ from many values one
 
-    def reduce(self, op: Any, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
+    def reduce(self, reduce_op: Any, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
         """Return `value`, a nest, reduced over the replicas.
 
-        `op`: ReduceOp.SUM or MEAN, or their names. With `axis` each replica's tensor is reduced over that axis (or
-        those) too, and the mean divides by the true number of elements, empty replicas included; None: the tensors,
-        of equal shapes, are added element by element, and the mean divides by the replicas. Of a Variable each
-        replica's component counts.
+        `reduce_op`: ReduceOp.SUM or MEAN, or their names. With `axis` each replica's tensor is reduced over that axis
+        (or those) too, and the mean divides by the true number of elements, empty replicas included; None: the
+        tensors, of equal shapes, are added element by element, and the mean divides by the replicas. Of a Variable
+        each replica's component counts.
 
         Raises UsageError for shapes that differ or an axis that is not there, RuntimeError inside a replica.
         """
         require_cross_replica("Strategy.reduce", "use get_replica_context().all_reduce() instead")
-        which = ReduceOp.of(op)
+        self._place.check_open()
+        which = ReduceOp.of(reduce_op, "reduce_op")
         axes = None if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
         return _map(lambda leaf, where: self._place.reduce(which, leaf, axes, where), value)
 
@@ -120,6 +163,7 @@ class Strategy(ABC):
             "Strategy.gather method",
             "use get_replica_context().all_gather() instead",
         )
+        self._place.check_open()
         return _map(lambda leaf, where: self._place.gather(leaf, axis, where), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
@@ -134,23 +178,24 @@ class Strategy(ABC):
 
     def distribute_dataset(
         self,
-        source: Any,
+        dataset: Any,
         options: Any = None,
         *,
         batch_size: int | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
     ) -> Any:
-        """Return an iterable of the global batches of `source`, each cut into shares (DESIGN decision 5).
+        """Return an iterable of the global batches of `dataset`, each cut into shares (DESIGN decision 5).
 
-        `source`: a DataLoader, whose batch size is the global one, or tensors or arrays (one, or a tuple or dict of
+        `dataset`: a DataLoader, whose batch size is the global one, or tensors or arrays (one, or a tuple or dict of
         them, equally long) with `batch_size`, examples of a global batch. Replica i of n gets examples
         [i*c, (i+1)*c) of a batch of b, c = ceil(b / n), on its device; late replicas may get none and still take
         part. In the controller a batch is a nest of PerReplica, in a replica its own share.
         Source: tf.distribute's rule for the last batch. Raises UsageError for anything else.
         """
+        self._place.check_open()
         return self._place.distribute_dataset(
-            source, options=options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
+            dataset, options=options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
         )
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
@@ -159,6 +204,7 @@ class Strategy(ABC):
         In a step replica 0 gets the next batch, replica 1 the one after it, and so on; where they run out, batches
         of no examples.
         """
+        self._place.check_open()
         return self._place.distribute_datasets_from_function(dataset_fn, options)
 
     def distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
@@ -168,6 +214,7 @@ class Strategy(ABC):
         """
         if not callable(value_fn):
             raise UsageError(f"`value_fn` must be a function of a ValueContext, not {type(value_fn).__name__}")
+        self._place.check_open()
         return self._place.values_from_function(value_fn)
 
     experimental_distribute_dataset = distribute_dataset
@@ -216,10 +263,14 @@ class Strategy(ABC):
     # ------------------------------------------------------------------ life
 
     def close(self) -> None:
-        """Give back the replicas; a strategy that was closed raises PoolClosed from then on."""
+        """Give back the replicas; a strategy that was closed raises PoolClosed from then on.
+
+        What it has made stays readable here: networks, Variables, optimizers, results by `local_results`.
+        """
         self._place.close()
 
     def __enter__(self) -> Strategy:
+        self._place.check_open()
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from mirror_nb.errors import ContextError, UsageError
-from mirror_nb.variables import provide_scope
+from mirror_nb.values import ReduceOp
+from mirror_nb.variables import provide_replica, provide_scope
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
@@ -46,15 +47,15 @@ class ReplicaContext:
         """Number of replicas that gradients are aggregated over."""
         return self._strategy.num_replicas_in_sync
 
-    def all_reduce(self, op: Any, value: Any, options: Any = None) -> Any:
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Return `value`, a nest of tensors, reduced over all replicas; differentiable.
 
-        `op`: ReduceOp.SUM or MEAN, or their names. Every replica gives the same structure, shapes and dtypes.
+        `reduce_op`: ReduceOp.SUM or MEAN, or their names. Every replica gives the same structure, shapes and dtypes.
         The gradient of a sum over replicas is the sum of the gradients (of a mean: their mean).
 
         Raises UsageError where the replicas' structures, shapes or dtypes differ, on every replica.
         """
-        return self._strategy._place.all_reduce(op, value)
+        return self._strategy._place.all_reduce(ReduceOp.of(reduce_op, "reduce_op"), value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Return the replicas' tensors joined along `axis`, a nest at a time; differentiable.
@@ -248,6 +249,7 @@ def _maker_of_scope() -> Callable[..., Any] | None:
 
 
 provide_scope(_maker_of_scope)
+provide_replica(on_one_replica)
 
 _defaults: list[Strategy] = []
 

@@ -18,7 +18,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from mirror_nb import modes, surroundings, torchmetrics_objects
 from mirror_nb.collectives.options import Communication
@@ -48,6 +47,7 @@ from mirror_nb.strategies.reductions import (
     components,
     gather_values,
     local_parts,
+    parts_of,
     reduce_local,
     regroup,
     select,
@@ -154,7 +154,7 @@ class ControllerPlace(Place):
         if self._dashboard is not None:
             self._dashboard.between_calls()
         try:
-            parts = _parts_of((args, kwargs))
+            parts = parts_of((args, kwargs))
             return _of_batch(regroup(self._call(fn, args, kwargs, parts)), _shares_in(parts))
         except UsageError as error:
             # The caller's lines tell where; those of the pickling below them help nobody.
@@ -253,7 +253,7 @@ class ControllerPlace(Place):
         on_note: Callable[[Any], None] = lambda value: None,
     ) -> list[Any]:
         pool = self._ready()
-        parts = _parts_of((args, kwargs)) if parts is None else parts
+        parts = parts_of((args, kwargs)) if parts is None else parts
         for part in parts:
             check_size(part, self.num_replicas)
         wanted: list[Any] = []
@@ -440,7 +440,7 @@ class ControllerPlace(Place):
     def local_results(self, value: Any) -> tuple[Any, ...]:
         return local_parts(value, self.num_replicas)
 
-    def all_reduce(self, op: Any, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         raise ContextError("all_reduce belongs to a replica: call it in the function given to strategy.run")
 
     def all_gather(self, value: Any, axis: int) -> Any:
@@ -469,9 +469,9 @@ class ControllerPlace(Place):
 
     def update(
         self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> list[Any]:
         self._require_mirrored(variable)
-        return regroup(self._call(update_component, (variable, fn, args, kwargs), {}, plain=True))
+        return self._call(update_component, (variable, fn, args, kwargs), {}, plain=True)
 
     def _require_mirrored(self, variable: Any) -> None:
         if not self._objects.has(variable):
@@ -585,19 +585,6 @@ def _clear_gradients(owner: Any, set_to_none: bool) -> None:
     owner.zero_grad(set_to_none)
 
 
-def _parts_of(nest: Any) -> list[DistributedValues]:
-    """Return what differs by replica in the arguments."""
-    if isinstance(nest, DistributedValues):
-        return [nest]
-    if type(nest) is tuple or type(nest) is list:
-        # The usual arguments: torch's pytrees take ten times as long.
-        return [part for item in nest for part in _parts_of(item)]
-    if type(nest) is torch.Tensor or (type(nest) is dict and not nest):
-        return []
-    leaves = pytree.tree_leaves(nest, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
-    return [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
-
-
 def _shares_in(parts: Sequence[DistributedValues]) -> tuple[int, ...] | None:
     """Return each replica's examples of the global batch among these."""
     for part in parts:
@@ -610,7 +597,7 @@ def _of_batch(results: Any, shares: tuple[int, ...] | None) -> Any:
     """Let results with a value for each example of a batch be a batch, which later calls weigh gradients by."""
     if shares is None:
         return results
-    for part in _parts_of(results):
+    for part in parts_of(results):
         if isinstance(part, PerReplica) and tuple(map(_examples, part.values)) == shares:
             part.shares = shares
     return results

@@ -8,6 +8,7 @@ from typing import Any, Protocol, final
 
 from torch import Tensor
 
+from mirror_nb.errors import UsageError
 from mirror_nb.strategies.reductions import check_size, select
 from mirror_nb.values import DistributedValues, PerReplica, VariableAggregation, same
 from mirror_nb.variables import (
@@ -184,6 +185,12 @@ class ControllerHome:
     def copy(self, variable: Variable) -> Variable:
         made = copy_of(variable, component(variable), whole=False)
         if made.home is not self:
+            if variable.is_read_together and variable.aggregation is VariableAggregation.NONE:
+                raise UsageError(
+                    f"{variable.name} is a SyncOnReadVariable with VariableAggregation.NONE, whose components have no "
+                    "common value that a copy outside of its strategy could have; copy it inside "
+                    "`with strategy.scope():`"
+                )
             return copy_of(variable, self.read(variable))
         if self._replicas.has_sent(variable):
             # There: of a sum the parts could not be told from the whole.

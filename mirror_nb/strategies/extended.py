@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
 from mirror_nb.errors import UsageError
 from mirror_nb.strategies.context import require_cross_replica
+from mirror_nb.strategies.reductions import regroup
 from mirror_nb.values import ReduceOp
 
 if TYPE_CHECKING:
@@ -30,9 +33,28 @@ class StrategyExtended:
         """The devices that hold Variables: those that compute."""
         return self._strategy._place.devices
 
-    def variable_created_in_scope(self, variable: Any) -> bool:
+    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+        """Return the devices of what belongs to a training but to no Variable, an optimizer's count of steps for one.
+
+        They are those of all replicas, whatever the Variables.
+        """
+        return self.parameter_devices
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """Return a context in which Variables are made on the devices of another one, which are those of all.
+
+        Raises UsageError for a Variable of another strategy.
+        """
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise UsageError(
+                "`colocate_vars_with` must only be passed a Variable created in this strategy's scope, not: "
+                f"{colocate_with_variable!r}"
+            )
+        return contextlib.nullcontext()
+
+    def variable_created_in_scope(self, v: Any) -> bool:
         """Whether this strategy mirrors a Variable, module or optimizer."""
-        return self._strategy._place.mirrors(variable)
+        return self._strategy._place.mirrors(v)
 
     def update(
         self,
@@ -45,16 +67,18 @@ class StrategyExtended:
         """Call `fn(component, *args, **kwargs)` for every replica's component of `var`, in cross-replica context.
 
         A PerReplica in the arguments gives each its part. Returns the results as one grouped value, or with
-        `group=False` as a list, one entry a replica.
+        `group=False` as a list, one entry a replica; on a replica its own alone.
         """
         require_cross_replica("StrategyExtended.update", "use get_replica_context().merge_call() around it")
-        result = self._strategy._place.update(self._strategy, var, fn, tuple(args), kwargs or {})
-        return result if group else list(self._strategy.local_results(result))
+        self._strategy._place.check_open()
+        results = self._strategy._place.update(self._strategy, var, fn, tuple(args), kwargs or {})
+        return regroup(results) if group else results
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any = None, options: Any = None) -> Any:
         """Return `value` reduced over the replicas; destinations hold the same value, so they make no difference."""
         require_cross_replica("StrategyExtended.reduce_to", "use get_replica_context().all_reduce() instead")
-        return self._strategy._place.reduce(ReduceOp.of(reduce_op), value, None, "*")
+        self._strategy._place.check_open()
+        return self._strategy._place.reduce(ReduceOp.of(reduce_op, "reduce_op"), value, None, "*")
 
     def batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[Any], options: Any = None

@@ -28,7 +28,7 @@ from mirror_nb.steering import Steering
 from mirror_nb.strategies.context import ReplicaContext, entered, stand_nowhere
 from mirror_nb.strategies.differentiable import all_gathered, all_reduced
 from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
-from mirror_nb.strategies.peers import MERGE_CALL, Form, Peers, form_of_nest
+from mirror_nb.strategies.peers import MERGE_CALL, Form, Peers, form_of_nest, of_dtype
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reductions import (
     as_tensor,
@@ -38,19 +38,18 @@ from mirror_nb.strategies.reductions import (
     in_order,
     is_number,
     local_parts,
-    mean,
+    own_of,
     reduce_local,
     regroup,
     select,
     structure,
     sum_over,
-    widened,
 )
 from mirror_nb.strategies.replica_variables import ReplicaHome
 from mirror_nb.strategies.seat import PeerSeat
 from mirror_nb.strategies.standalone import Standalone, standalone
 from mirror_nb.telemetry.comparison import Comparison, compared
-from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
+from mirror_nb.values import DistributedValues, PerReplica, ReduceOp, widened
 from mirror_nb.variables import Variable, component, component_variable, distributed, provide_arrivals
 from mirror_nb.weighing import Weighing
 
@@ -173,7 +172,8 @@ class ReplicaPlace(Place):
     def run(self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.check_open()
         context = ReplicaContext(strategy, self.replica_id)
-        args, kwargs = select(args, self.replica_id), select(kwargs, self.replica_id)
+        args = own_of(args, self.replica_id, self.num_replicas)
+        kwargs = own_of(kwargs, self.replica_id, self.num_replicas)
         shares = self._weighing.called_with((args, kwargs))
         if shares is not None:
             self._replica.gradients.set_shares(*shares)
@@ -261,12 +261,15 @@ class ReplicaPlace(Place):
             tensor = as_tensor(leaf, "reduce", self.device)
             part = sum_over(tensor if op is ReduceOp.SUM else widened(tensor), axis)
             count = 1 if axis is None else counted(tensor, axis)
-            return form_of_nest(where, [part], [is_number(leaf)]), (part, count)
+            form = form_of_nest(where, [part], [is_number(leaf)])
+            return form if op is ReduceOp.SUM else of_dtype(form, tensor.dtype), (part, count)
 
         form, offer = _offer(offered)
         part, count = offer or (torch.empty(0, device="cpu"), 0)
-        total, counts = self._peers.total(f"reduce {op.value} axis={axis}", form, part, count)
-        return total if op is ReduceOp.SUM else mean(total, sum(counts))
+        call = f"reduce {op.value} axis={axis}"
+        if op is ReduceOp.SUM:
+            return self._peers.total(call, form, part)
+        return self._peers.mean(call, form, part, count)
 
     def gather(self, value: Any, axis: int, where: str) -> Any:
         if self._is_here(value):
@@ -278,8 +281,7 @@ class ReplicaPlace(Place):
         """Whether all replicas' parts of a value are in this one: not of a Variable, in a merge_call either."""
         return isinstance(value, DistributedValues) or (self._merges > 0 and not isinstance(value, Variable))
 
-    def all_reduce(self, op: Any, value: Any) -> Any:
-        which = ReduceOp.of(op)
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         leaves, _, made = in_order(select(value, self.replica_id))
 
         def offered() -> tuple[Form, list[Tensor]]:
@@ -288,9 +290,9 @@ class ReplicaPlace(Place):
             return form_of_nest(structure(value), tensors, [is_number(leaf) for leaf in leaves]), tensors
 
         form, offer = _offer(offered)
-        _, common = self._peers.agree(f"all_reduce {which.value}", form)
+        _, common = self._peers.agree(f"all_reduce {op.value}", form)
         tensors = [tensor.to(leaf.dtype) for tensor, leaf in zip(offer or [], common, strict=True)]
-        return made(all_reduced(self._peers, which, tensors))
+        return made(all_reduced(self._peers, op, tensors))
 
     def all_gather(self, value: Any, axis: int) -> Any:
         return self._gathered("all_gather", select(value, self.replica_id), axis)
@@ -424,7 +426,7 @@ class ReplicaPlace(Place):
 
     def update(
         self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> list[Any]:
         if not self.mirrors(variable) or not isinstance(variable, Variable):
             raise UsageError(
                 f"`update` must only be passed a Variable created in this strategy's scope, not: {variable!r}; make "
@@ -432,7 +434,7 @@ class ReplicaPlace(Place):
             )
         own = component_variable(variable)
         result = fn(own, *select(args, self.replica_id), **select(kwargs, self.replica_id))
-        return component(result) if isinstance(result, Variable) else result
+        return [component(result) if isinstance(result, Variable) else result]
 
     def close(self) -> None:
         # In a mirrored cell it is the notebook's.

@@ -13,6 +13,7 @@ import enum
 import itertools
 import operator
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
+from mirror_nb import data
 from mirror_nb.batches import count, cut, joined, share_of, spread
-from mirror_nb.data import DistributedDataset, GlobalBatches, Loaders, Share
+from mirror_nb.data import GlobalBatches, Loaders, Share
 from mirror_nb.errors import UsageError
 from mirror_nb.prefetch import ahead
 from mirror_nb.strategies.context import on_one_replica
@@ -219,6 +221,14 @@ class OptionalBatch:
 class _InController:
     """What a function that a replica runs finds in the place of the controller's iterator or dataset."""
 
+    def __init__(self, length: int | None = None) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the source of these batches does not know how many there are")
+        return self._length
+
     def __iter__(self) -> Never:
         raise _next_in_replica()
 
@@ -233,11 +243,27 @@ def _next_in_replica() -> UsageError:
     )
 
 
+class DistributedDataset(ABC):
+    """The batches of a source, cut into shares or dealt out; each `iter()` is a new epoch. Made by a strategy."""
+
+    @property
+    @abstractmethod
+    def element_spec(self) -> Any:
+        """The structure of a batch, a spec a leaf; loads an example to see it."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of steps in an epoch; TypeError where the source does not know."""
+
+    @abstractmethod
+    def __iter__(self) -> DistributedIterator: ...
+
+
 # ---- the controller -----------------------------------------------------------------------------------
 
 
 @final
-class ControllerDataset:
+class ControllerDataset(DistributedDataset):
     """The global batches of a source as a plain loop over it gives them, each a nest of PerReplica.
 
     Every leaf of a batch is a PerReplica of the replicas' parts, on the CPU, of no examples where there are not
@@ -304,11 +330,11 @@ class ControllerDataset:
         return found
 
     def __reduce__(self) -> Any:
-        return (_InController, ())
+        return (_InController, (_length_of(self),))
 
 
 @final
-class ControllerFunctionDataset:
+class ControllerFunctionDataset(DistributedDataset):
     """The batches that a function's dataset gives, dealt out to the replicas in turn: a nest of PerReplica a step.
 
     `dataset_fn(InputContext)` is called once, here, and returns a DataLoader or another iterable of batches, each
@@ -359,12 +385,19 @@ class ControllerFunctionDataset:
         return joined(batches, sizes, lambda pieces: PerReplica(pieces, shares=sizes))
 
     def __reduce__(self) -> Any:
-        return (_InController, ())
+        return (_InController, (_length_of(self),))
 
 
 def _iterator(batches: Iterator[Any], dataset: ControllerDataset | ControllerFunctionDataset) -> DistributedIterator:
     prefetch = dataset._options.prefetch
     return DistributedIterator(ahead(batches, prefetch) if prefetch else batches, lambda: dataset.element_spec)
+
+
+def _length_of(dataset: ControllerDataset | ControllerFunctionDataset) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
 
 
 # ---- a replica ----------------------------------------------------------------------------------------
@@ -385,9 +418,9 @@ class ReplicaInput:
     loaders: Loaders
     on_wanted: Callable[[], None] = lambda: None
 
-    def dataset(self, source: Any, options: InputOptions, **cutting: Any) -> DistributedDataset:
+    def dataset(self, source: Any, options: InputOptions, **cutting: Any) -> data.DistributedDataset:
         """Return this replica's shares of the global batches of a source."""
-        return DistributedDataset(
+        return data.DistributedDataset(
             source,
             replica_id=self.replica_id,
             num_replicas=self.num_replicas,
@@ -406,7 +439,7 @@ class ReplicaInput:
 
 
 @final
-class ReplicaDataset:
+class ReplicaDataset(DistributedDataset):
     """One replica's shares of global batches, on its device: a dataset that was distributed where it is used."""
 
     def __init__(
@@ -480,6 +513,7 @@ class _Batches(IterableDataset[Any]):
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
+        self._kind = type(batches).__name__
         self._once = isinstance(batches, Iterator)
         self._begun = False
 
@@ -490,7 +524,7 @@ class _Batches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         if self._once and self._begun:
             raise UsageError(
-                f"`dataset_fn` returned a {type(self._batches).__name__}, which can be gone through only once; return "
+                f"`dataset_fn` returned a {self._kind}, which can be gone through only once; return "
                 "a DataLoader, a list, or an object whose __iter__ starts over"
             )
         self._begun = True

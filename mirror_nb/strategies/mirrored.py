@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -12,7 +13,7 @@ import torch
 from mirror_nb import devices as device_names
 from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.options import AUTO, chosen
-from mirror_nb.errors import ContextError
+from mirror_nb.errors import UsageError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import ReplicaContext, entered, stand_on
 from mirror_nb.strategies.controller import ControllerPlace
@@ -41,7 +42,7 @@ class MirroredStrategy(Strategy):
     is then given by who started the processes.
 
     Raises DeviceError for devices that are not there or named twice and for ops that cannot work on them, UsageError
-    for another reduction.
+    for another reduction and for a seed that is no whole number.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class MirroredStrategy(Strategy):
         communication_options: Any = None,
         seed: int = 0,
     ) -> None:
-        reduction = None if gradient_reduction is None else ReduceOp.of(gradient_reduction).value.lower()
-        super().__init__(_place(devices, reduction, seed, cross_device_ops, communication_options))
+        reduction = None
+        if gradient_reduction is not None:
+            reduction = ReduceOp.of(gradient_reduction, "gradient_reduction").value.lower()
+        super().__init__(_place(devices, reduction, _whole(seed), cross_device_ops, communication_options))
         if not _here and self._place.replica_id is not None:
             stand_on(self, ReplicaContext(self, self._place.replica_id))
 
@@ -72,41 +75,15 @@ class MirroredStrategy(Strategy):
         place = self._place
         place.communicate(chosen(ops, place.communication.options, tuple(map(device_names.parse, place.devices))))
 
-    def mirror(self, obj: Any) -> Any:
-        """Treat `obj` as created in this strategy's scope, and return it.
-
-        The replicas keep it from the first call that uses it on, and a reference travels in its place. The values of a
-        module, settings and state of an optimizer, a scheduler or a scaler come back here; what replicas change in any
-        other object stays with them.
-
-        Raises UsageError for what cannot be told from its equals, a number or a list, and for a single tensor that
-        requires gradients.
-        """
-        return self._place.mirror(obj)
-
-    def no_sync(self) -> Any:
-        """Return a context, on a replica, in which backward() accumulates local gradients.
-
-        The first backward() after it reduces all of them.
-        """
-        return self._place.no_sync()
-
-    @property
-    def replica_id(self) -> int:
-        """This replica's id, from 0. Raises RuntimeError in the controller, which is none."""
-        if self._place.replica_id is None:
-            raise ContextError("the controller is no replica; ask in the function given to strategy.run")
-        return self._place.replica_id
-
-    @property
-    def device(self) -> torch.device:
-        """This replica's device. Raises RuntimeError in the controller."""
-        if self._place.device is None:
-            raise ContextError("the controller has no device; ask in the function given to strategy.run")
-        return self._place.device
-
     def __repr__(self) -> str:
         return f"<MirroredStrategy: {', '.join(self._place.devices)}>"
+
+
+def _whole(seed: Any) -> int:
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise UsageError(f"`seed` must be a whole number, not {seed!r}") from None
 
 
 def _place(devices: Any, reduction: str | None, seed: int, ops: Any, options: Any) -> Place:

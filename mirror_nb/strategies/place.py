@@ -138,7 +138,7 @@ class Place(ABC):
         """Join one leaf of all replicas along an axis; `where` it is in its nest."""
 
     @abstractmethod
-    def all_reduce(self, op: Any, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         """Serve `ReplicaContext.all_reduce`."""
 
     @abstractmethod
@@ -186,8 +186,8 @@ class Place(ABC):
     @abstractmethod
     def update(
         self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call `fn(component, *args, **kwargs)` for every replica's component of a Variable."""
+    ) -> list[Any]:
+        """Call `fn(component, *args, **kwargs)` for every replica's component of a Variable that this place has."""
 
     @abstractmethod
     def close(self) -> None:

@@ -21,8 +21,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
-from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
+from mirror_nb.values import DistributedValues, PerReplica, ReduceOp, mean, widened
 from mirror_nb.variables import Variable
+
+CARRIERS = {torch.uint16: torch.int64, torch.uint32: torch.int64, torch.uint64: torch.int64}
+# Torch adds no tensors of these dtypes.
 
 # --------------------------------------------------------------------------- one value from many
 
@@ -39,13 +42,11 @@ def reduce_values(op: ReduceOp, values: Sequence[Any], axis: tuple[int, ...] | N
     tensors = _one_device(_alike([as_tensor(value, "reduce") for value in values], values, "reduce"))
     parts = [sum_over(tensor if op is ReduceOp.SUM else widened(tensor), axis) for tensor in tensors]
     check_shapes([tuple(part.shape) for part in parts], "reduce", [tuple(tensor.shape) for tensor in tensors])
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
+    total = added(parts)
     if op is ReduceOp.SUM:
         return total
     count = len(tensors) if axis is None else sum(counted(tensor, axis) for tensor in tensors)
-    return mean(total, count)
+    return mean(total, count, tensors[0].dtype)
 
 
 def gather_values(values: Sequence[Any], axis: int) -> Tensor:
@@ -135,6 +136,15 @@ def as_tensor(value: Any, what: str, device: torch.device | None = None) -> Tens
     return tensor
 
 
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape and dtype, added up in their order, with the same bits everywhere."""
+    dtype = parts[0].dtype
+    total = parts[0].to(CARRIERS.get(dtype, dtype), copy=True)
+    for part in parts[1:]:
+        total += part.to(total.dtype)
+    return total.to(dtype)
+
+
 def sum_over(tensor: Tensor, axis: tuple[int, ...] | None) -> Tensor:
     """Return what a replica adds to a sum: its tensor, summed over `axis`; flags are counted."""
     counted_flags = tensor.long() if tensor.dtype is torch.bool else tensor
@@ -143,21 +153,9 @@ def sum_over(tensor: Tensor, axis: tuple[int, ...] | None) -> Tensor:
     return counted_flags.detach().sum(checked_axes(axis, tensor))
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """Return what a mean is made of: integers in a width that their sum fits in."""
-    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.long()
-
-
 def counted(tensor: Tensor, axis: tuple[int, ...]) -> int:
     """Return how many elements went into each element of `sum_over`."""
     return math.prod(tensor.shape[dim] for dim in checked_axes(axis, tensor))
-
-
-def mean(total: Tensor, count: int) -> Tensor:
-    """Return `total / count`, of torch's default float for integers; NaN for nothing."""
-    if not total.is_floating_point() and not total.is_complex():
-        total = total.to(torch.get_default_dtype())
-    return total / count
 
 
 def checked_axes(axis: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
@@ -286,6 +284,28 @@ def select(nest: Any, replica_id: int) -> Any:
 
 _LEAVES = frozenset({Tensor, str, bytes, int, float, bool, type(None)})
 _CONTAINERS = frozenset({tuple, list, dict})
+
+
+def own_of(nest: Any, replica_id: int, num_replicas: int) -> Any:
+    """Return what one replica gets of a nest, as `select`. Raises UsageError for values of other replicas."""
+    chosen = select(nest, replica_id)
+    if chosen is not nest:
+        for part in parts_of(nest):
+            check_size(part, num_replicas)
+    return chosen
+
+
+def parts_of(nest: Any) -> list[DistributedValues]:
+    """Return what differs by replica in a nest, arguments say."""
+    if isinstance(nest, DistributedValues):
+        return [nest]
+    if type(nest) is tuple or type(nest) is list:
+        # The usual arguments: torch's pytrees take ten times as long.
+        return [part for item in nest for part in parts_of(item)]
+    if type(nest) is Tensor or (type(nest) is dict and not nest):
+        return []
+    leaves = pytree.tree_leaves(nest, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
+    return [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
 
 
 def local_parts(nest: Any, num_replicas: int) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from outside        MirroredVariable: the one value that all replicas give
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -20,7 +21,7 @@ from mirror_nb.mirrors import bits
 from mirror_nb.strategies.context import has_strategy, on_one_replica
 from mirror_nb.strategies.peers import Form, Leaf, Peers, form_of_nest
 from mirror_nb.strategies.reductions import check_size, is_number, not_distributed, select
-from mirror_nb.values import DistributedValues, ReduceOp, VariableAggregation
+from mirror_nb.values import DistributedValues, ReduceOp, VariableAggregation, widened
 from mirror_nb.variables import (
     SyncOnReadVariable,
     Variable,
@@ -83,7 +84,7 @@ class ReplicaHome:
         return False
 
     def read(self, variable: Variable) -> Tensor:
-        alone = self._peers.num_replicas == 1 or on_one_replica() or self._unattended()
+        alone = on_one_replica() or self._unattended()
         if alone or not isinstance(variable, SyncOnReadVariable):
             return component(variable)
         check_readable(variable)
@@ -92,8 +93,9 @@ class ReplicaHome:
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             self._peers.agree(call, form)
             return self._peers.first(mine)
-        total, _ = self._peers.total(call, form, mine)
-        return total if variable.aggregation is VariableAggregation.SUM else total / self._peers.num_replicas
+        if variable.aggregation is VariableAggregation.SUM:
+            return self._peers.total(call, form, mine)
+        return self._peers.mean(call, form, widened(mine))
 
     def assign(self, variable: Variable, how: str, value: Any) -> Any:
         if on_one_replica():
@@ -192,5 +194,13 @@ class ReplicaHome:
             f"{how} on replica {self._peers.replica_id} to {variable.name}, made with VariableAggregation.NONE: every "
             "replica writes its own value, so the copies may differ from now on; make the Variable with "
             "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA to keep them equal",
-            stacklevel=5,
+            stacklevel=_users_level(),
         )
+
+
+def _users_level() -> int:
+    """Return how far above its caller the user's line is, for `warnings.warn`: past mirror_nb and torch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("mirror_nb.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    return level

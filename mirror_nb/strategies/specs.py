@@ -8,8 +8,9 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
-from mirror_nb.batches import is_batched, lists_examples, spread
+from mirror_nb.batches import is_batched, lists_examples, map_examples, spread
 
 
 @final
@@ -60,7 +61,8 @@ def spec_of(batch: Any, total: int, num_replicas: int = 1) -> Any:
     whole = slice(0, total)
 
     def together(pieces: Sequence[Any]) -> Any:
-        specs = [_leaf_spec(piece, total) for piece in pieces]
+        # A dataclass, say, is one leaf to `spread`, and has leaves.
+        specs = [map_examples(piece, total, lambda leaf: _leaf_spec(leaf, total)) for piece in pieces]
         return specs[0] if num_replicas == 1 else PerReplicaSpec(*specs)
 
     return spread(batch, [whole] * num_replicas, total, together)
@@ -72,4 +74,5 @@ def _leaf_spec(leaf: Any, total: int) -> Any:
         return TensorSpec((None, *sizes[1:]) if is_batched(leaf, total) else sizes, leaf.dtype)
     if lists_examples(leaf, total):
         return TensorSpec((None,), type(leaf[0]) if total else object)
-    return type(leaf)
+    # What is no batch stays, as in `spread`.
+    return type(leaf) if isinstance(leaf, PackedSequence) else leaf
