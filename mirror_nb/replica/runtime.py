@@ -224,6 +224,8 @@ class Replica:
                     standings, streams = self.namespace.open(standing, slab)
                     self._progress.stand_at(standings)
                     self.scope.follow(streams)
+            # Where a GPU is broken, asking it what it has finished tells so.
+            self.recorder.end()
         except BaseException as error:
             failure = self.failure(error)
         sources.note()
@@ -282,6 +284,7 @@ class Replica:
         self.communication.unbind()
         group = cast(dist.ProcessGroup, dist.group.WORLD)
         by.bind(Member(who.replica_id, who.num_replicas, who.device, group, self.recorder.collective))
+        self.recorder.record_ended = by.record_ended
         self.communication = by
         self.gradients.use(by.reducer, bytes_per_bucket=by.options.bytes_per_pack)
 
