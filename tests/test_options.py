@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import threading
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -266,6 +270,62 @@ def test_waiting_twice_records_once():
     reduction.wait()
     reduction.wait()
     assert len(timings) == 1
+
+
+class MadeGpu:
+    """A GPU that does all that it is given at once, at a time of the test's making; its events as exact as CUDA's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1_000_000_000_000
+        # Nanoseconds, of this process's clock too.
+        monkeypatch.setattr("mirror_nb.collectives.nccl.time.perf_counter_ns", lambda: self.now)
+        for name, made in (("Event", self._event), ("Stream", self._stream), ("current_stream", self._stream)):
+            monkeypatch.setattr(torch.cuda, name, made)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def _stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None)
+
+    def _event(self, enable_timing: bool = False) -> Any:
+        event = SimpleNamespace(at=0, query=lambda: True, synchronize=lambda: None)
+        event.record = lambda stream=None: setattr(event, "at", self.now)
+        # A C float of milliseconds.
+        event.elapsed_time = lambda later: float(np.float32((later.at - event.at) / 1e6))
+        return event
+
+    def allreduce(self, tensors: list[Any], options: Any) -> Any:
+        def wait() -> None:
+            self.now += 123_000
+
+        return SimpleNamespace(wait=wait)
+
+
+def test_nccl_tells_the_time_to_microseconds_after_an_hour_too(monkeypatch):
+    gpu = MadeGpu(monkeypatch)
+    ops = NcclAllReduce()
+    ops.bind(Member(0, 2, torch.device("cuda:0"), gpu))
+    flat = SimpleNamespace(device=torch.device("cuda:0"), record_stream=lambda stream: None)
+    flat.chunk = lambda packs: [flat]
+    ops.start(ReduceOp.MEAN, flat)
+    for _ in range(3):
+        gpu.now += 1_234_567_891_011
+        began = gpu.now
+        started, ended = ops.start(ReduceOp.MEAN, flat).times()
+        assert abs(started - began) < 2_000
+        assert abs(ended - started - 123_000) < 1_000
+
+
+def test_a_collective_is_timed_by_the_anchor_that_it_began_with(monkeypatch):
+    gpu = MadeGpu(monkeypatch)
+    ops = NcclAllReduce()
+    ops.bind(Member(0, 2, torch.device("cuda:0"), gpu))
+    flat = SimpleNamespace(device=torch.device("cuda:0"), record_stream=lambda stream: None)
+    flat.chunk = lambda packs: [flat]
+    began = gpu.now
+    handle = ops.start(ReduceOp.MEAN, flat)
+    gpu.now += 60_000_000_000
+    ops.start(ReduceOp.MEAN, flat)
+    assert handle.times() == (began, began + 123_000)
 
 
 @pytest.mark.gpu
