@@ -412,3 +412,42 @@ def test_a_strategy_on_other_devices_reduces_to_the_one_that_is_named():
     ops = ReductionToOneDevice("cpu:3", accumulation_fn=lambda parts: parts[1] * 3)
     with mnb.MirroredStrategy(["cpu:2", "cpu:3"], cross_device_ops=ops) as strategy:
         assert strategy.run(reduced) == 1.5
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU, though its memory is the CPU's."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda:0")
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+class Carrying:
+    """A group of two whose peer brings the same; it keeps on what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[torch.device] = []
+        self.ended = False
+
+    def carry(self, name: str, label: str, args: Any, kwargs: Any) -> Any:
+        ((tensor,), _) = args
+        self.given.append(tensor.device)
+
+        def wait(timeout: Any = None) -> None:
+            # gloo writes while it is waited for.
+            tensor.mul_(2)
+
+        return SimpleNamespace(wait=wait, is_completed=lambda: True)
+
+
+@pytest.mark.parametrize(("op", "dtype"), [("sum", torch.float32), ("sum", torch.int16), ("mean", torch.float32)])
+def test_gloo_reduces_what_is_on_a_gpu_through_the_cpu(op, dtype):
+    ops, group = GlooAllReduce(), Carrying()
+    ops.bind(Member(0, 2, torch.device("cuda:0"), group))
+    flat = torch.arange(4, dtype=dtype).as_subclass(OnGpu)
+    ops.all_reduce(op, flat).wait()
+    assert group.given == [torch.device("cpu")]
+    assert flat.tolist() == [0, 2, 4, 6] if op == "sum" else [0, 1, 2, 3]
