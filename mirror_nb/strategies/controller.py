@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from typing import Any, final
 
 import torch
@@ -27,7 +27,7 @@ from mirror_nb.errors import ContextError, ReplicaDied, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
 from mirror_nb.mirrors import absorb_states, called
-from mirror_nb.payload import Packed, pack, unpack
+from mirror_nb.payload import Packed, pack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
@@ -321,19 +321,11 @@ class ControllerPlace(Place):
             settle(followed, self._names)
 
     def _results(self, report: Report) -> list[Any]:
-        results = []
-        try:
+        with closing(report):
             for answer in report.answers.values():
-                done = answer.done
-                assert done is not None
-                for handle, settings in done.settings:
+                for handle, settings in answer.done.settings if answer.done is not None else ():
                     self._objects.take_settings(handle, settings)
-                if done.payload is not None:
-                    results.append(unpack(done.payload, answer.taken(), resolve=self._references.resolve)[0])
-        except BaseException:
-            report.close()
-            raise
-        return results
+            return [result for result, _ in report.unpacked(self._references.resolve).values()]
 
     # ------------------------------------------------------------------ objects by reference
 
@@ -378,12 +370,10 @@ class ControllerPlace(Place):
             anew, self._half_read = self._half_read, True
             report = self._fetched(anew)
             states = {}
-            for replica_id, answer in report.answers.items():
-                if answer.done is not None and answer.done.payload is not None:
-                    exports, arrivals = unpack(answer.done.payload, answer.taken(), resolve=self._references.resolve)
-                    states[replica_id] = exports.states
-                    for handle, module in exports.modules.items():
-                        self._references.graft(handle, module, arrivals)
+            for replica_id, (exports, arrivals) in report.unpacked(self._references.resolve).items():
+                states[replica_id] = exports.states
+                for handle, module in exports.modules.items():
+                    self._references.graft(handle, module, arrivals)
             absorb_states(self._references.mirrors, states, 0)
             # Only now: after a read that was interrupted the next one has to ask again.
             self.stale = self._half_read = False
