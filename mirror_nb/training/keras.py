@@ -163,6 +163,10 @@ class Team(ABC):
         """Callbacks of the first replica may have loaded a backup: let all go on from there."""
 
     @abstractmethod
+    def stop(self, what: str) -> None:
+        """A callback has ended the epoch before its last batch."""
+
+    @abstractmethod
     def finish(self) -> None:
         """The last epoch of a fit is over."""
 
@@ -257,6 +261,9 @@ class _Commanded(Team):
     def restored(self) -> None:
         self.push()
 
+    def stop(self, what: str) -> None:
+        self._place.command(keras_job.stop, (self._strategy, self._token, what), changes=False)
+
     def finish(self) -> None:
         self._place.command(keras_job.finish, (self._strategy, self._token), changes=False)
 
@@ -313,7 +320,9 @@ class _Peers(Team):
         return self._seat.collect(progress.outputs)
 
     def pull(self) -> None:
-        """The values are here."""
+        # The values are here, each replica's own statistics too.
+        assert self._trainee is not None
+        self._trainee.settle()
 
     def push(self) -> None:
         """Callbacks did the same on every replica."""
@@ -323,6 +332,11 @@ class _Peers(Team):
         self._model._initial_epoch = epoch
         with torch.no_grad():
             self._seat.hand_out([variable.value.detach() for variable in variables_of(self._model)], 0)
+
+    def stop(self, what: str) -> None:
+        assert self._trainee is not None
+        with keras_job.on_device(self._seat.device):
+            self._trainee.stop(what)
 
     def finish(self) -> None:
         assert self._trainee is not None
@@ -375,6 +389,10 @@ class Feeder:
         if self._next is None:
             self._steps = None
         return Chunk(items, self._next is None)
+
+    def stop(self) -> None:
+        """The epoch was left: the next batches are a new one's."""
+        self._steps = None
 
 
 def _source(team: Team, model: Any, arguments: dict[str, Any]) -> tuple[Source, Feeder | None, Any]:
@@ -460,6 +478,7 @@ def _fit(
             logs = hooks.steps("train", feeder)
             if validation is not None and model._should_eval(epoch, validation_freq):
                 hooks.read()
+                model.stop_evaluating = False
                 hooks.call("on_test_begin")
                 found = hooks.steps("evaluate", validation_feeder, silent=True)
                 hooks.call("on_test_end", found)
@@ -495,6 +514,7 @@ def _evaluate(
         model._symbolic_build(iterator=iterator)
     iterator.reset()
     hooks = _Hooks(team, model, callbacks, verbose, 1, iterator.num_batches, history=False)
+    model.stop_evaluating = False
     with _at_work(team, Work("evaluate", source)):
         hooks.call("on_test_begin")
         logs = hooks.steps("evaluate", feeder)
@@ -509,6 +529,7 @@ def _predict(team: Team, model: Any, *, x: Any, batch_size: Any, verbose: Any, s
         _build(model, iterator)
     iterator.reset()
     hooks = _Hooks(team, model, callbacks, verbose, 1, iterator.num_batches, history=False)
+    model.stop_predicting = False
     with _at_work(team, Work("predict", source)):
         hooks.call("on_predict_begin")
         hooks.steps("predict", feeder)
@@ -612,7 +633,11 @@ class _Hooks:
             outputs = {"outputs": _joined(self.outputs[-1:])} if what == "predict" else progress.logs
             self.call(end, progress.step, outputs)
             step, over, logs = progress.step + 1, progress.over, progress.logs
-            over = over or bool(getattr(self._model, _STOPS[what], False))
+            if not over and getattr(self._model, _STOPS[what], False):
+                over = True
+                self._team.stop(what)
+                if feeder is not None:
+                    feeder.stop()
         return logs
 
     def _keep(self, what: str, progress: Progress) -> None:

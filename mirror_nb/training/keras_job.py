@@ -143,11 +143,23 @@ class Trainee:
 
     def evaluate(self, steps: int | None, tell: Callable[[Progress], None] | None, chunk: Chunk | None) -> Progress:
         """Likewise without training, on the validation data where there are such."""
-        source = self._validation if self._validation is not None else self._main
+        source = self._evaluated()
         if source.begin(chunk):
             self.model.reset_metrics()
         self.model.eval()
         return self._go(source, self.model.test_function, steps, tell, training=False)
+
+    def _evaluated(self) -> _Batches:
+        return self._validation if self._validation is not None else self._main
+
+    def stop(self, what: str) -> None:
+        """The epoch was left before its end: the next one begins at the beginning."""
+        (self._evaluated() if what == "evaluate" else self._main).over = True
+        if what == "train":
+            self.model.eval()
+            self.settle()
+        if what != "predict":
+            self._global_logs(keep=True)
 
     def predict(self, steps: int | None, tell: Callable[[Progress], None] | None, chunk: Chunk | None) -> Progress:
         """Return the outputs of this replica's shares."""
@@ -552,6 +564,13 @@ def go(strategy: Any, token: str, what: str, steps: int | None, tell: bool, chun
     with on_device(seat.device):
         step: Callable[..., Progress] = getattr(trainee, what)
         return step(steps, seat.note if tell and seat.replica_id == 0 else None, chunk)
+
+
+def stop(strategy: Any, token: str, what: str) -> None:
+    """A callback has ended the epoch before its last batch."""
+    seat: Seat = strategy._place.seat
+    with on_device(seat.device):
+        _trainee(seat, token).stop(what)
 
 
 def finish(strategy: Any, token: str) -> None:
