@@ -366,8 +366,10 @@ class Pool(ABC):
         """Stop the replicas; a second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._close()
-            self._interrupts.close()
+            try:
+                self._close()
+            finally:
+                self._interrupts.close()
 
     def __enter__(self) -> Pool:
         return self
