@@ -604,6 +604,29 @@ def test_stock_callbacks_act_once_and_alike(two, tmp_path):
     assert_equal(*saved)
 
 
+def test_a_model_that_is_dropped_while_the_replicas_hear_of_others_is_told_by_the_next_fit(two, monkeypatch):
+    from mirror_nb.training import keras as module
+    from mirror_nb.training import keras_job
+
+    told: list[tuple[str, ...]] = []
+    command = two._place.command
+
+    def slow(fn: Any, args: Any = (), **options: Any) -> Any:
+        if fn is keras_job.has:
+            told.append(args[2])
+            if len(told) == 1:
+                module._released.setdefault(two, []).append("keras late")
+        return command(fn, args, **options)
+
+    monkeypatch.setattr(two._place, "command", slow)
+    module._released.setdefault(two, [])[:] = ["keras early"]
+    _, mirrored = both(two, regressor)
+    for _ in range(2):
+        mirrored.fit(X, VALUES, epochs=1, verbose=0)
+    assert "keras early" in told[0]
+    assert "keras late" in told[1]
+
+
 def test_the_progress_line_is_printed_by_the_controller_alone(two, capsys):
     _, mirrored = both(two, regressor)
     mirrored.fit(X, VALUES, epochs=2, batch_size=8, verbose=2)

@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import pickle
+import re
 import sys
 import time
 import traceback
@@ -443,7 +444,7 @@ class Replica:
             traceback=lines,
             pickled=pickled,
             interrupted=isinstance(error, KeyboardInterrupt),
-            secondary=isinstance(error, PeerFailed) or "PeerFailed" in str(error),
+            secondary=isinstance(error, PeerFailed) or _told_by_torch(error),
             line=line,
             memory=memory,
         )
@@ -454,6 +455,16 @@ class Replica:
             if chain.__traceback__ is not None:
                 self._failed.append(chain.__traceback__)
             chain = chain.__cause__ or chain.__context__
+
+
+def _told_by_torch(error: BaseException) -> bool:
+    """Whether it is a PeerFailed that has passed through torch's C++, a future's callback say: its text alone does."""
+    return type(error) is RuntimeError and _TOLD.match(str(error)) is not None
+
+
+_TOLD = re.compile(
+    r"(Got the following error when running the callback: |RuntimeError: )*PeerFailed: .*\n\nAt:\n", re.DOTALL
+)
 
 
 def _after_ours(trace: types.TracebackType | None) -> types.TracebackType | None:

@@ -604,12 +604,14 @@ def _examples(value: Any) -> int | None:
 class _Listener:
     """Shows what replicas print during a call, hands on what they note, and writes what they log for TensorBoard."""
 
-    __slots__ = ("_files", "_on_note", "_replicas")
+    __slots__ = ("_files", "_on_note", "_replicas", "_unfinished")
 
     def __init__(self, on_note: Callable[[Any], None], replicas: Iterable[int]) -> None:
         self._on_note = on_note
         self._replicas = replicas
         self._files: EventFiles | None = None
+        self._unfinished: dict[str, int] = {}
+        # Whose line a stream is in the middle of.
 
     def take(self, replica_id: int, message: Any) -> None:
         if isinstance(message, Note):
@@ -618,19 +620,22 @@ class _Listener:
             if self._files is None:
                 self._files = EventFiles(self._replicas)
             self._files.take(replica_id, message)
-        else:
-            _show(replica_id, message)
+        elif isinstance(message, Stream):
+            self._show(replica_id, message)
+
+    def _show(self, replica_id: int, message: Stream) -> None:
+        """Show what a replica printed: replica 0's as it is, the others' with their number before each line."""
+        stream = sys.stdout if message.name == "stdout" else sys.stderr
+        lines = message.text.splitlines(keepends=True)
+        if not lines:
+            return
+        goes_on = self._unfinished.pop(message.name, None) == replica_id
+        if not lines[-1].endswith(("\n", "\r")):
+            self._unfinished[message.name] = replica_id
+        if replica_id:
+            lines = [line if goes_on and not i else f"[replica {replica_id}] {line}" for i, line in enumerate(lines)]
+        stream.write("".join(lines))
 
     def close(self) -> None:
         if self._files is not None:
             self._files.close()
-
-
-def _show(replica_id: int, message: Any) -> None:
-    """Show what a replica printed: replica 0's as it is, the others' with their number before each line."""
-    if isinstance(message, Stream):
-        stream = sys.stdout if message.name == "stdout" else sys.stderr
-        text = message.text
-        if replica_id:
-            text = "".join(f"[replica {replica_id}] {line}" for line in text.splitlines(keepends=True))
-        stream.write(text)

@@ -205,8 +205,10 @@ class _Commanded(Team):
 
     def start(self, work: Work) -> None:
         gone = _released.get(self._strategy, [])
-        has = self._place.command(keras_job.has, (self._strategy, self._token, tuple(gone)), changes=False)
-        gone.clear()
+        told = tuple(gone)
+        has = self._place.command(keras_job.has, (self._strategy, self._token, told), changes=False)
+        # Not all: meanwhile others may have gone.
+        del gone[: len(told)]
         if not all(has):
             self._copies.forget()
         # Of a model that strategy.run has used the replicas have newer values: reading it brings them.
