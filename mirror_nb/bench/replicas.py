@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, final
@@ -73,11 +72,6 @@ def of(where: Strategy | Pool) -> Replicas:
     if isinstance(where, Pool):
         return OfPool(where)
     raise UsageError(f"`strategy` is {where!r}; pass a strategy: MirroredStrategy([...])")
-
-
-def cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _with_its_strategy(fn: Callable[..., Any], *args: Any) -> Any:

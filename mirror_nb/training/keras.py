@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import itertools
 import types
@@ -41,7 +40,7 @@ from mirror_nb.errors import UsageError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import get_strategy, has_strategy, require_cross_replica
 from mirror_nb.training import keras_job
-from mirror_nb.training.keras_job import Chunk, Progress, Source, Trainee, Work, variables_of
+from mirror_nb.training.keras_job import Chunk, Progress, Source, Trainee, Work, of_keras, variables_of
 from mirror_nb.training.keras_travel import Copies
 
 CHUNK = 16
@@ -51,7 +50,7 @@ _METHODS = ("fit", "evaluate", "predict")
 
 def install() -> None:
     """Let the trainer of Keras's torch backend ask whether a model belongs to a strategy."""
-    trainer = _of_keras("backend.torch.trainer").TorchTrainer
+    trainer = of_keras("backend.torch.trainer").TorchTrainer
     made = trainer.__init__
 
     @functools.wraps(made)
@@ -452,9 +451,9 @@ def _fit(
     validation_freq: Any,
 ) -> Any:
     model._assert_compile_called("fit")
-    unpack = _of_keras("trainers.data_adapters.data_adapter_utils").unpack_x_y_sample_weight
+    unpack = of_keras("trainers.data_adapters.data_adapter_utils").unpack_x_y_sample_weight
     if validation_split and validation_data is None:
-        split = _of_keras("trainers.data_adapters.array_slicing").train_validation_split
+        split = of_keras("trainers.data_adapters.array_slicing").train_validation_split
         (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split=validation_split)
     wanted = _arguments(
         x, y, sample_weight, batch_size=batch_size, steps=steps_per_epoch, shuffle=shuffle, class_weight=class_weight
@@ -583,7 +582,7 @@ class _Hooks:
     ) -> None:
         self._team = team
         self._model = model
-        library = _of_keras("callbacks")
+        library = of_keras("callbacks")
         asked = list(callbacks.callbacks) if isinstance(callbacks, library.CallbackList) else _flat(callbacks)
         # Told apart before some are left out, so that all replicas take the same steps.
         self._stepwise = {what: any(_hears(c, names) for c in asked) for what, names in _BATCH_HOOKS.items()}
@@ -662,11 +661,11 @@ def _shown_by(bar: Callable[..., Any] | None) -> Callable[[Progress], None] | No
 
 
 def _flat(callbacks: Any) -> list[Any]:
-    return _of_keras("tree").flatten(callbacks) if callbacks else []
+    return of_keras("tree").flatten(callbacks) if callbacks else []
 
 
 def _is(callback: Any, names: tuple[str, ...]) -> bool:
-    library = _of_keras("callbacks")
+    library = of_keras("callbacks")
     return isinstance(callback, tuple(getattr(library, name) for name in names if hasattr(library, name)))
 
 
@@ -683,11 +682,7 @@ def _hears(callback: Any, hooks: tuple[str, ...]) -> bool:
 
 def _reads(callback: Any) -> bool:
     """Whether a callback may look at the model's values."""
-    library = _of_keras("callbacks")
+    library = of_keras("callbacks")
     if type(callback) is library.EarlyStopping:
         return bool(callback.restore_best_weights)
     return type(callback) not in tuple(getattr(library, name) for name in _HARMLESS if hasattr(library, name))
-
-
-def _of_keras(name: str) -> Any:
-    return importlib.import_module(f"keras.src.{name}")

@@ -380,7 +380,7 @@ def epoch_iterator(arguments: dict[str, Any]) -> Any:
 
 def epoch_iterator_class() -> Any:
     """Return the class of Keras's iterators over global batches."""
-    return _of_keras("backend.torch.trainer").TorchEpochIterator
+    return of_keras("backend.torch.trainer").TorchEpochIterator
 
 
 @final
@@ -411,7 +411,7 @@ def _computing(share: _Share) -> Iterator[None]:
 
 def weigh_losses() -> None:
     """Make Keras's losses right for a share: weighed by its examples they add up to the global batch's loss."""
-    module = _of_keras("losses.loss")
+    module = of_keras("losses.loss")
     original = module.reduce_weighted_values
 
     @functools.wraps(original)
@@ -437,7 +437,7 @@ def _correction(share: _Share, loss: torch.Tensor, sample_weight: Any, mask: Any
     if mask is not None and reduction in ("mean", "sum_over_batch_size"):
         own = torch.as_tensor(mask, device=loss.device).sum()
     elif reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
-        kept = _of_keras("losses.loss").apply_mask(sample_weight, mask, dtype="float32", reduction=reduction)
+        kept = of_keras("losses.loss").apply_mask(sample_weight, mask, dtype="float32", reduction=reduction)
         own = torch.as_tensor(kept, device=loss.device).sum()
     else:
         return 1.0
@@ -452,7 +452,7 @@ def _correction(share: _Share, loss: torch.Tensor, sample_weight: Any, mask: Any
 
 def hold_interrupts_back() -> None:
     """An interrupt waits for the end of an optimizer's step: half of one would leave replicas that differ."""
-    whole(_of_keras("optimizers.base_optimizer").BaseOptimizer.apply)
+    whole(of_keras("optimizers.base_optimizer").BaseOptimizer.apply)
 
 
 # ---------------------------------------------------------------------- what a model consists of
@@ -503,7 +503,8 @@ def _float(value: Any) -> Any:
     return float(array) if array.ndim == 0 and array.dtype.kind in "fiub" else array
 
 
-def _of_keras(name: str) -> Any:
+def of_keras(name: str) -> Any:
+    """Return a module of Keras's own, by its name within it."""
     return importlib.import_module(f"keras.src.{name}")
 
 
