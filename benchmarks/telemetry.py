@@ -120,11 +120,10 @@ def _writing() -> tuple[list[str], float]:
                 recorder.wanted()
                 recorder.arrived(32)
                 recorder.backward_begun()
-                for bucket in range(BUCKETS):
-                    recorder.queued(bucket, 1 << 20)
+                serials = [recorder.queued(bucket, 1 << 20) for bucket in range(BUCKETS)]
                 recorder.backward_computed()
                 for bucket in range(BUCKETS):
-                    recorder.collective(Timing("all_reduce", 1 << 20, bucket, 1, 1, 2))
+                    recorder.collective(Timing("all_reduce", 1 << 20, bucket, 1, 1, 2, serials[bucket]))
                 recorder.optimizer_begun()
                 recorder.optimizer_ended()
 

@@ -89,13 +89,16 @@ class Plan:
         `exact`: whether buckets become exact sums, with which a tail may ride.
         """
         open_: dict[tuple[torch.dtype, str], list[int]] = {}
+        sizes: dict[tuple[torch.dtype, str], int] = {}
+        # Of the open ones, in bytes.
         closed: list[list[int]] = []
         for number in sorted(number for number in numbers if not agreed[number].sparse):
             key = (agreed[number].dtype, agreed[number].device_type)
             open_.setdefault(key, []).append(number)
-            size = sum(agreed[i].shape.numel() for i in open_[key]) * agreed[number].dtype.itemsize
-            if size >= (bytes_each if closed else first_bytes):
+            sizes[key] = sizes.get(key, 0) + agreed[number].shape.numel() * agreed[number].dtype.itemsize
+            if sizes[key] >= (bytes_each if closed else first_bytes):
                 closed.append(open_.pop(key))
+                del sizes[key]
         slots: dict[tuple[torch.dtype, str], int] = {}
         buckets = []
         for members in [*closed, *open_.values()]:

@@ -233,7 +233,7 @@ class _Reader(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
-            values: Any = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            values: Any = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _nothing, (values.tobytes(), str(obj.dtype), tuple(obj.shape), obj.requires_grad)
         try:
             reduce = copyreg.dispatch_table.get(type(obj))

@@ -335,10 +335,10 @@ class GradientSynchronizer:
             if not self._exact:
                 round_.unproven.append(flat)
             number = len(round_.works)
-            if self.recorder is not None:
-                self.recorder.queued(number, flat.numel() * flat.element_size())
+            nbytes = flat.numel() * flat.element_size()
+            serial = self.recorder.queued(number, nbytes) if self.recorder is not None else 0
             with for_gradients():
-                round_.works.append(ops.all_reduce(ReduceOp.MEAN, flat, bucket=number))
+                round_.works.append(ops.all_reduce(ReduceOp.MEAN, flat, bucket=number, serial=serial))
         else:
             flat[: bucket.numel].mul_(1 / self.num_replicas)
             with for_gradients():

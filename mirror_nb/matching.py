@@ -119,6 +119,7 @@ def is_sparse(gradient: Tensor | None) -> bool:
 
 def checksum(values: Tensor) -> Tensor:
     """Return the sum of the bits, as whole numbers of the elements' size: one int64, on the same device."""
+    values = values.resolve_conj().resolve_neg()
     if values.is_complex():
         values = torch.view_as_real(values)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]

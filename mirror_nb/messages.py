@@ -345,6 +345,7 @@ class Request(_Compact):
         | RunCell
         | Call
         | Communicate
+        | Follow
         | Mirror
         | Bind
         | LoadModules

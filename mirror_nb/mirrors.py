@@ -601,7 +601,9 @@ def checksums(values: Iterable[torch.Tensor]) -> list[int]:
     """Return such a checksum of each tensor; a GPU is waited for once."""
     sums = [
         # On the meta device there is a shape alone.
-        torch.tensor(0, device="cpu") if value.is_meta else _placed(_words(value.detach().contiguous().reshape(-1)))
+        torch.tensor(0, device="cpu")
+        if value.is_meta
+        else _placed(_words(value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)))
         for value in values
     ]
     here = torch.stack([each.cpu() if len({s.device for s in sums}) > 1 else each for each in sums]) if sums else None

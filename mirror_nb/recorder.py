@@ -12,7 +12,7 @@ no network and no strategy. Without a ring it writes nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -43,8 +43,10 @@ class Recorder:
         self._checked = 0
         # The step at which checksums were written last.
         self._serial = 0
-        self._serials: dict[int, int] = {}
-        # Of the gradients' collectives under way, by bucket.
+        self._under_way: dict[int, tuple[Writer, int]] = {}
+        # Where the gradients' collectives that have not ended are written, and of which step they are, by serial.
+        self.record_ended: Callable[[], None] = lambda: None
+        # Has the cross-device ops tell what a GPU has finished: only asking shows.
         self._examples = 0
         self._arrived = False
         # A batch has come in this step.
@@ -84,7 +86,7 @@ class Recorder:
     def begin_generation(self, generation: int, step: int) -> None:
         """The process group was formed anew: serials go on above all earlier ones, steps from the replicas' last."""
         self._serial = generation << 32
-        self._serials.clear()
+        self._under_way.clear()
         self.step, self._open = step, False
 
     # ------------------------------------------------------------------ input
@@ -108,6 +110,10 @@ class Recorder:
     def begin(self) -> None:
         """A request begins: whether a dataset is used will show."""
         self._fed = False
+
+    def end(self) -> None:
+        """A request ends: what a GPU has finished of its last steps is written, without waiting for more."""
+        self._catch_up()
 
     def exhausted(self) -> None:
         """No batch came, or the loop was left: steps are the optimizer's again."""
@@ -142,28 +148,31 @@ class Recorder:
         if self._writer is not None and self._backward_began:
             self._writer.span(Kind.BACKWARD, self.step, self._backward_began, clock())
 
-    def queued(self, bucket: int, nbytes: int) -> None:
-        """This replica has come to an all-reduce of gradients."""
+    def queued(self, bucket: int, nbytes: int) -> int:
+        """This replica has come to an all-reduce of gradients; returns the serial that its timing has to bring."""
         if self._writer is None:
-            return
+            return 0
         self._serial += 1
-        self._serials[bucket] = self._serial
+        self._under_way[self._serial] = self._writer, self.step
         now = clock()
         self._writer.collective(
             Operation.ALL_REDUCE, self.step, bucket, nbytes, self._serial, now, 0, 0, blocking=True
         )
+        return self._serial
 
     def collective(self, timing: Timing) -> None:
-        """For `CrossDeviceOps.bind`: a collective has ended."""
-        if self._writer is None:
+        """For `CrossDeviceOps.bind`: a collective has ended, on a GPU maybe one of an earlier step."""
+        queued = self._under_way.pop(timing.serial, None)
+        writer, step = queued or (self._writer, self.step)
+        if writer is None:
             return
-        serial = self._serials.pop(timing.bucket, 0)
-        if not serial:
+        serial = timing.serial
+        if queued is None:
             self._serial += 1
             serial = self._serial
-        self._writer.collective(
+        writer.collective(
             _OPERATIONS[timing.op],
-            self.step,
+            step,
             timing.bucket,
             timing.nbytes,
             serial,
@@ -185,6 +194,7 @@ class Recorder:
         if self._writer is None:
             return
         now = clock()
+        self._catch_up()
         if not self._open and not self._fed:
             self._begin_step(self._optimizer_began)
         self._writer.span(Kind.OPTIMIZER, self.step, self._optimizer_began, now)
@@ -208,14 +218,23 @@ class Recorder:
         """Write losses and metrics of this replica's examples; tensors on a GPU when they have come over."""
         if self._writer is None:
             return
-        while self._pending and self._pending[0][3].query():
-            name, copy, step, _ = self._pending.pop(0)
-            self._writer.scalar(name, float(copy), step)
+        self._write_arrived(self._writer)
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.device.type == "cuda":
                 self._bring(name, value.detach())
             else:
                 self._writer.scalar(name, float(value), self.step)
+
+    def _catch_up(self) -> None:
+        """Write what a GPU has finished since."""
+        self.record_ended()
+        if self._writer is not None:
+            self._write_arrived(self._writer)
+
+    def _write_arrived(self, writer: Writer) -> None:
+        while self._pending and self._pending[0][3].query():
+            name, copy, step, _ = self._pending.pop(0)
+            writer.scalar(name, float(copy), step)
 
     def _bring(self, name: str, value: torch.Tensor) -> None:
         # float(value) would make the host wait for the GPU in every step.
@@ -231,6 +250,7 @@ class Recorder:
         if self._writer is None:
             return
         now = clock()
+        self._catch_up()
         if not self._open:
             self._begin_step(now)
         self._open = False

@@ -18,6 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 _Told = torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler | torch.Generator
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return what an optimizer trains, in the order of its groups."""
+    # A cell may have deleted them.
+    groups = getattr(optimizer, "param_groups", ())
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return an optimizer's settings (learning rate and the like), group by group, without its parameters."""
     return [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import mirror_nb as mnb
 from mirror_nb import advice
 from mirror_nb.bench import AllReduceTable, StepTable, command, steps
 from mirror_nb.bench.collectives import AllReduceRow, all_reduce
+from mirror_nb.bench.replicas import OfPool
 from mirror_nb.bench.steps import StepRow, _advice, _Found
 from mirror_nb.bench.table import number, size
 from mirror_nb.collectives.base import Finished
@@ -44,6 +47,30 @@ def make() -> nn.Module:
 
 
 # All-reduces
+
+
+def test_results_that_cannot_be_opened_here_or_that_one_replica_lacks_leave_no_descriptor(replicas):
+    class Closed:
+        def __init__(self) -> None:
+            self.rows = torch.zeros(1 << 20)
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            raise OSError("not here")
+
+    def fails_on_one(strategy: Any) -> Any:
+        if torch.distributed.get_rank() == 1:
+            raise OSError("only here")
+        return torch.zeros(1 << 20)
+
+    pool, rounds = replicas(2), 8
+    for called in (lambda strategy: Closed(), fails_on_one):
+        OfPool(pool).call(lambda strategy: None)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(rounds):
+            with pytest.raises(OSError, match=r"(not|only) here"):
+                OfPool(pool).call(called)
+        # Pools that other tests have done with may begin and end replicas of their own meanwhile.
+        assert len(os.listdir("/proc/self/fd")) < before + rounds
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -70,6 +70,31 @@ def test_what_belongs_to_all_replicas_is_refused_inside_run(replicas):
         assert "Strategy.gather method requires being in cross-replica context" in gathered[1]
 
 
+@pytest.mark.parametrize("length", [2, 1000])
+def test_a_conjugate_is_reduced_gathered_and_assigned_as_any_complex_numbers_are(replicas, length):
+    source = f"""
+x = torch.full(({length},), 1 + 2j) * (replica_id + 1)
+v = mnb.Variable(torch.zeros({length}, dtype=torch.complex64), aggregation="only_first_replica")
+v.assign(torch.full(({length},), 1 + 2j).conj())
+seen = [v[0].item()]
+strategy.run(lambda: v.assign(x.conj()))
+seen.append(v[0].item())
+seen += [t[0].item() for t in (
+    strategy.reduce("sum", x.conj(), axis=None),
+    strategy.reduce("mean", x.conj(), axis=None),
+    strategy.reduce("sum", x.conj().imag, axis=None),
+    context.all_reduce("sum", x.conj()),
+    context.all_reduce("sum", x.conj().imag),
+    context.all_gather(x.conj(), axis=0)[{length}:],
+    context.all_gather(x.conj().imag, axis=0)[{length}:],
+)]
+seen
+"""
+    for found in cell(replicas(2), "import mirror_nb as mnb" + source):
+        assert found[:2] == [1 - 2j, 1 - 2j]
+        assert found[2:] == [3 - 6j, 1.5 - 3j, -6.0, 3 - 6j, -6.0, 2 - 4j, -4.0]
+
+
 def test_run_takes_this_replicas_part_of_its_arguments(replicas):
     source = """
 seen = []

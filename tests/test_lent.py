@@ -563,6 +563,25 @@ def test_without_replicas_nobody_is_asked():
     assert optimizer.state_dict()["state"][0]["step"] == 1
 
 
+def test_answers_that_cannot_be_opened_here_leave_no_descriptor(replicas):
+    class Closed:
+        def __init__(self) -> None:
+            self.rows = torch.zeros(1 << 20)
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            raise OSError("not here")
+
+    pool, rounds = replicas(2), 8
+    lent = Lent(lambda: pool)
+    lent.ask_all(lambda: None, (), lambda obj: None)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(rounds):
+        with pytest.raises(OSError, match="not here"):
+            lent.ask_all(Closed, (), lambda obj: None)
+    # Pools that other tests have done with may begin and end replicas of their own meanwhile.
+    assert len(os.listdir("/proc/self/fd")) < before + rounds
+
+
 def test_what_is_gone_here_cannot_be_referred_to():
     lent, optimizer = Lent(lambda: None), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     token = lent.token(optimizer)

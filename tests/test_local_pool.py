@@ -241,6 +241,24 @@ def test_a_dead_replica_is_named_with_its_device_and_signal_and_the_others_are_f
     assert all(failure.secondary for failure in ran.report.failures.values())
 
 
+def test_an_error_that_only_speaks_of_a_peer_s_failure_is_the_users_own(two):
+    wrapped = """
+import torch
+from mirror_nb.errors import PeerFailed
+def gone(_): raise PeerFailed('a peer may have left')
+future = torch.futures.Future()
+chained = future.then(gone)
+future.set_result(None)
+"""
+    ran = run_cell(two, f"{wrapped}raise ValueError('PeerFailed is not handled here') if replica_id else None")
+    assert not ran.report.failures[1].secondary
+    # As torch's C++ tells of it, when it is in the middle of a chain of futures too.
+    for wait in ("chained.wait()", "chained.then(lambda done: done.value()).wait()"):
+        ran = run_cell(two, wrapped + wait)
+        assert [failure.type_name for failure in ran.report.failures.values()] == ["RuntimeError"] * 2
+        assert all(failure.secondary for failure in ran.report.failures.values())
+
+
 def test_only_the_dead_replica_is_replaced_and_the_others_keep_their_names(three):
     run_cell(three, "mine = replica_id * 10")
     before = pids(three)

@@ -28,6 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mirror_nb as mnb
 from mirror_nb import surroundings
+from mirror_nb.messages import Stream
+from mirror_nb.strategies.controller import _Listener
 from mirror_nb.values import same
 
 
@@ -1465,6 +1467,17 @@ def test_what_a_survivor_has_counted_is_counted_once(two):
     with contextlib.suppress(mnb.ReplicaDied):
         two.run(int)
     assert [float(value) for value in total.values] == [100.0, 0.0]
+
+
+def test_a_line_that_comes_in_parts_is_named_once_unless_another_replica_has_spoken(capsys):
+    listener = _Listener(lambda value: None, range(3))
+    for text in ("half ", "a line\nand ", "", "another\n", "end\n"):
+        listener.take(1, Stream("stdout", text))
+    assert capsys.readouterr().out == "[replica 1] half a line\n[replica 1] and another\n[replica 1] end\n"
+    for replica_id, text in ((1, "one "), (2, "two "), (1, "more\n"), (0, "none "), (1, "last\n")):
+        listener.take(replica_id, Stream("stdout", text))
+    out = capsys.readouterr().out
+    assert out == "[replica 1] one [replica 2] two [replica 1] more\nnone [replica 1] last\n"
 
 
 def test_a_result_that_cannot_be_opened_here_leaves_no_descriptor(two):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import threading
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -268,6 +272,62 @@ def test_waiting_twice_records_once():
     assert len(timings) == 1
 
 
+class MadeGpu:
+    """A GPU that does all that it is given at once, at a time of the test's making; its events as exact as CUDA's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1_000_000_000_000
+        # Nanoseconds, of this process's clock too.
+        monkeypatch.setattr("mirror_nb.collectives.nccl.time.perf_counter_ns", lambda: self.now)
+        for name, made in (("Event", self._event), ("Stream", self._stream), ("current_stream", self._stream)):
+            monkeypatch.setattr(torch.cuda, name, made)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def _stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None)
+
+    def _event(self, enable_timing: bool = False) -> Any:
+        event = SimpleNamespace(at=0, query=lambda: True, synchronize=lambda: None)
+        event.record = lambda stream=None: setattr(event, "at", self.now)
+        # A C float of milliseconds.
+        event.elapsed_time = lambda later: float(np.float32((later.at - event.at) / 1e6))
+        return event
+
+    def allreduce(self, tensors: list[Any], options: Any) -> Any:
+        def wait() -> None:
+            self.now += 123_000
+
+        return SimpleNamespace(wait=wait)
+
+
+def test_nccl_tells_the_time_to_microseconds_after_an_hour_too(monkeypatch):
+    gpu = MadeGpu(monkeypatch)
+    ops = NcclAllReduce()
+    ops.bind(Member(0, 2, torch.device("cuda:0"), gpu))
+    flat = SimpleNamespace(device=torch.device("cuda:0"), record_stream=lambda stream: None)
+    flat.chunk = lambda packs: [flat]
+    ops.start(ReduceOp.MEAN, flat)
+    for _ in range(3):
+        gpu.now += 1_234_567_891_011
+        began = gpu.now
+        started, ended = ops.start(ReduceOp.MEAN, flat).times()
+        assert abs(started - began) < 2_000
+        assert abs(ended - started - 123_000) < 1_000
+
+
+def test_a_collective_is_timed_by_the_anchor_that_it_began_with(monkeypatch):
+    gpu = MadeGpu(monkeypatch)
+    ops = NcclAllReduce()
+    ops.bind(Member(0, 2, torch.device("cuda:0"), gpu))
+    flat = SimpleNamespace(device=torch.device("cuda:0"), record_stream=lambda stream: None)
+    flat.chunk = lambda packs: [flat]
+    began = gpu.now
+    handle = ops.start(ReduceOp.MEAN, flat)
+    gpu.now += 60_000_000_000
+    ops.start(ReduceOp.MEAN, flat)
+    assert handle.times() == (began, began + 123_000)
+
+
 @pytest.mark.gpu
 def test_nccl_reduces_on_its_own_stream_and_tells_the_time(tmp_path):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -352,3 +412,42 @@ def test_a_strategy_on_other_devices_reduces_to_the_one_that_is_named():
     ops = ReductionToOneDevice("cpu:3", accumulation_fn=lambda parts: parts[1] * 3)
     with mnb.MirroredStrategy(["cpu:2", "cpu:3"], cross_device_ops=ops) as strategy:
         assert strategy.run(reduced) == 1.5
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU, though its memory is the CPU's."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda:0")
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+class Carrying:
+    """A group of two whose peer brings the same; it keeps on what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[torch.device] = []
+        self.ended = False
+
+    def carry(self, name: str, label: str, args: Any, kwargs: Any) -> Any:
+        ((tensor,), _) = args
+        self.given.append(tensor.device)
+
+        def wait(timeout: Any = None) -> None:
+            # gloo writes while it is waited for.
+            tensor.mul_(2)
+
+        return SimpleNamespace(wait=wait, is_completed=lambda: True)
+
+
+@pytest.mark.parametrize(("op", "dtype"), [("sum", torch.float32), ("sum", torch.int16), ("mean", torch.float32)])
+def test_gloo_reduces_what_is_on_a_gpu_through_the_cpu(op, dtype):
+    ops, group = GlooAllReduce(), Carrying()
+    ops.bind(Member(0, 2, torch.device("cuda:0"), group))
+    flat = torch.arange(4, dtype=dtype).as_subclass(OnGpu)
+    ops.all_reduce(op, flat).wait()
+    assert group.given == [torch.device("cpu")]
+    assert flat.tolist() == [0, 2, 4, 6] if op == "sum" else [0, 1, 2, 3]

@@ -22,7 +22,7 @@ import torch
 
 from mirror_nb.collectives import barrier, segments
 from mirror_nb.collectives.barrier import Counter, Flags
-from mirror_nb.collectives.fabric import Fabric, _slice
+from mirror_nb.collectives.fabric import Fabric, _Layout, _slice
 from mirror_nb.collectives.headers import Fold
 from mirror_nb.collectives.segments import Address, Segment
 from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
@@ -510,6 +510,76 @@ def test_an_error_in_the_middle_frees_the_peers(pair: Few) -> None:
     assert first.args[:2] == ("MemoryError", "no room")
     assert second.args[0] == "PeerFailed"
     assert "replica 0 has left" in second.args[1]
+
+
+class Told:
+    """What is called when an exchange has ended, and whether another thread could use the fabric meanwhile."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self.free: list[bool] = []
+
+    def __call__(self) -> None:
+        other = threading.Thread(target=self._fabric.progress, daemon=True)
+        other.start()
+        other.join(2)
+        self.free.append(not other.is_alive())
+
+
+def side_by_side() -> tuple[Fabric, Fabric]:
+    """Both replicas of a group, in this process."""
+    segment = Segment.create(_Layout.of(2).end)
+    segment.withdraw()
+    return Fabric(segment, 0, 2, DEADLINE), Fabric(segment, 1, 2, DEADLINE)
+
+
+def test_who_waits_for_an_announcement_is_called_with_no_lock_held() -> None:
+    ours, theirs = side_by_side()
+    exchange, told = ours.announce("gather", "", "a gather"), Told(ours)
+    ours.when_ended(exchange, told)
+    theirs.announce("gather", "", "a gather")
+    ours.announce("scatter", "", "a scatter")
+    assert told.free == [True]
+
+
+def test_who_waits_behind_a_small_sum_is_called_with_no_lock_held() -> None:
+    ours, theirs = side_by_side()
+    exchange, told = ours.announce("gather", "", "a gather"), Told(ours)
+    ours.when_ended(exchange, told)
+    theirs.announce("gather", "", "a gather")
+    ours.all_reduce(torch.ones(4), Fold.SUM)
+    assert told.free == [True]
+
+
+def test_who_waits_behind_a_sum_that_is_cut_short_is_called_with_no_lock_held(monkeypatch) -> None:
+    ours, theirs = side_by_side()
+    total = ours.all_reduce(torch.ones(100_000), Fold.SUM)
+    exchange, told = ours.announce("gather", "", "a gather"), Told(ours)
+    ours.when_ended(exchange, told)
+    theirs.all_reduce(torch.ones(100_000), Fold.SUM)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ours, "_fold_with_own", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ours.wait(total)
+    assert told.free == [True]
+    with pytest.raises(PeerFailed, match="cut short: KeyboardInterrupt"):
+        exchange.outcome()
+
+
+def test_an_abort_in_a_signal_s_handler_calls_who_waits_once_the_lock_is_free() -> None:
+    ours, _ = side_by_side()
+    exchange, told = ours.announce("gather", "", "a gather"), Told(ours)
+    ours.when_ended(exchange, told)
+    with ours._lock:
+        # Where a signal comes while the main thread is in here.
+        ours.abort(PeerFailed("ended by a handler"))
+        assert told.free == []
+    with pytest.raises(PeerFailed, match="ended by a handler"):
+        ours.wait(exchange)
+    assert told.free == [True]
 
 
 def test_a_mismatch_leaves_everybody_in_step(few: Few) -> None:

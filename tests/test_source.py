@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import symtable
+import sys
 import textwrap
 from collections.abc import Iterator
 
@@ -153,6 +154,12 @@ def test_a_cell_that_is_no_python_has_no_names():
 )
 def test_a_cell_binds(source, names):
     assert bound(source) >= set(names.split())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python has `type` statements from 3.12 on")
+def test_a_type_alias_is_bound_and_what_it_stands_for_is_read():
+    assert bound("type Pair[T] = tuple[T, other]") == {"Pair"}
+    assert read("type Pair[T] = tuple[T, other]\nPair") - {"tuple"} == {"other"}
 
 
 def test_what_only_a_function_binds_is_not_the_cells():

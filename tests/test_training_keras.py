@@ -171,6 +171,28 @@ mean, variance = (float(v.value[0]) for v in model.non_trainable_variables)
         assert ran.values[replica_id]["variance"] == pytest.approx(1.25)
 
 
+def test_moving_statistics_are_averaged_where_a_callback_ends_the_epoch(replicas):
+    source = """
+import keras, numpy as np, torch
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, step, logs=None):
+        self.model.stop_training = True
+        self.seen = float(self.model.non_trainable_variables[0].value[0])
+X = np.arange(16, dtype="float32")[:, None]
+model = keras.Sequential([keras.layers.Input((1,)), keras.layers.BatchNormalization(momentum=0.0)])
+model.compile("sgd", "mse", metrics=["mae"])
+stop = Stop()
+model.fit(X, X, batch_size=8, shuffle=False, verbose=0, callbacks=[stop])
+mean, variance = (float(v.value[0]) for v in model.non_trainable_variables)
+counted = float(model.metrics[0].count.value)
+found = [stop.seen, mean, variance, counted]
+"""
+    ran = run_cell(replicas(2), source)
+    assert ran.errors == {}
+    for replica_id in range(2):
+        assert ran.values[replica_id]["found"] == pytest.approx([3.5, 3.5, 1.25, 8])
+
+
 def test_keras_does_not_synchronise_a_second_time(replicas):
     # As Keras 3.16 does it: with a distribution set, the train function goes through DistributedDataParallel.
     source = (
@@ -497,6 +519,57 @@ def test_callbacks_hear_and_see_what_they_do_on_one_device(two, batches):
         np.testing.assert_allclose(found, expected, atol=2e-4, err_msg=name)
 
 
+class StopAtFirst(keras.callbacks.Callback):
+    """Ends its first evaluation and its first prediction after two batches, and writes down what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[str, int]] = []
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.heard.append(("test", batch))
+        if self.heard == [("test", 0), ("test", 1)]:
+            self.model.stop_evaluating = True
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.heard.append(("predict", batch))
+        if [what for what, _ in self.heard].count("predict") == 2:
+            self.model.stop_predicting = True
+
+
+def batches_of(x: Any, y: Any, size: int = 4) -> Iterator[Any]:
+    while True:
+        for i in range(0, len(x), size):
+            yield x[i : i + size], y[i : i + size]
+
+
+@pytest.mark.parametrize("drawn_here", [False, True], ids=["arrays", "a generator"])
+def test_a_callback_that_stops_an_evaluation_stops_that_one_alone(two, drawn_here):
+    alone, mirrored = both(two, regressor)
+    heard, scores = [], []
+    for model in (alone, mirrored):
+        stop = StopAtFirst()
+        data, steps = (X[:12], VALUES[:12]), None
+        if drawn_here:
+            # Keras goes on with a generator where it stopped; so long all batches are the same.
+            data, steps = batches_of(*(np.repeat(of[:1], 12, 0) for of in data)), 3
+        options = {"validation_data": data, "validation_batch_size": 4 if steps is None else None}
+        seeded(
+            lambda model=model, stop=stop, options=options, steps=steps: model.fit(
+                X, VALUES, epochs=2, verbose=0, shuffle=False, validation_steps=steps, callbacks=[stop], **options
+            )
+        )
+        found = [values for name, values in model.history.history.items() if name.startswith("val_")]
+        scores.append([value for values in found for value in values])
+        for _ in range(2):
+            model.predict(X[:12], batch_size=4, verbose=0, callbacks=[stop])
+        heard.append(stop.heard)
+    assert heard[1] == heard[0]
+    assert [batch for what, batch in heard[0] if what == "test"] == [0, 1, 0, 1, 2]
+    assert [batch for what, batch in heard[0] if what == "predict"] == [0, 1, 0, 1, 2]
+    np.testing.assert_allclose(scores[1], scores[0], atol=2e-4)
+
+
 def test_what_a_callback_writes_reaches_the_replicas(two):
     class Halving(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -529,6 +602,29 @@ def test_stock_callbacks_act_once_and_alike(two, tmp_path):
     assert len((tmp_path / "mirrored.csv").read_text().splitlines()) == 3
     saved = [keras.models.load_model(tmp_path / f"{name}.keras") for name in ("mirrored", "alone")]
     assert_equal(*saved)
+
+
+def test_a_model_that_is_dropped_while_the_replicas_hear_of_others_is_told_by_the_next_fit(two, monkeypatch):
+    from mirror_nb.training import keras as module
+    from mirror_nb.training import keras_job
+
+    told: list[tuple[str, ...]] = []
+    command = two._place.command
+
+    def slow(fn: Any, args: Any = (), **options: Any) -> Any:
+        if fn is keras_job.has:
+            told.append(args[2])
+            if len(told) == 1:
+                module._released.setdefault(two, []).append("keras late")
+        return command(fn, args, **options)
+
+    monkeypatch.setattr(two._place, "command", slow)
+    module._released.setdefault(two, [])[:] = ["keras early"]
+    _, mirrored = both(two, regressor)
+    for _ in range(2):
+        mirrored.fit(X, VALUES, epochs=1, verbose=0)
+    assert "keras early" in told[0]
+    assert "keras late" in told[1]
 
 
 def test_the_progress_line_is_printed_by_the_controller_alone(two, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, final
@@ -11,9 +10,9 @@ from mirror_nb import devices as device_names
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.messages import Call
-from mirror_nb.payload import closing_slab, pack, unpack
+from mirror_nb.payload import closing_slab, pack
 from mirror_nb.pool.base import Pool
-from mirror_nb.pool.failures import raise_for
+from mirror_nb.pool.failures import settle
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.mirrored import MirroredStrategy
 
@@ -59,13 +58,8 @@ class OfPool(Replicas):
             report = pool.run(
                 dict.fromkeys(range(pool.size), call), slabs=dict.fromkeys(range(pool.size), packed.slab)
             )
-        raise_for(report, pool.devices)
-        results = []
-        for answer in report.answers.values():
-            assert answer.done is not None
-            assert answer.done.payload is not None
-            results.append(unpack(answer.done.payload, answer.taken())[0])
-        return results
+        settle(report, pool.devices)
+        return [result for result, _ in report.unpacked().values()]
 
 
 def of(where: Strategy | Pool) -> Replicas:
@@ -78,11 +72,6 @@ def of(where: Strategy | Pool) -> Replicas:
     if isinstance(where, Pool):
         return OfPool(where)
     raise UsageError(f"`strategy` is {where!r}; pass a strategy: MirroredStrategy([...])")
-
-
-def cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _with_its_strategy(fn: Callable[..., Any], *args: Any) -> Any:

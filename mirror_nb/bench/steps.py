@@ -25,9 +25,10 @@ from mirror_nb import advice
 from mirror_nb.batches import to_device
 from mirror_nb.bench import table
 from mirror_nb.bench.collectives import check_seconds, chosen_ops
-from mirror_nb.bench.replicas import cores, of
+from mirror_nb.bench.replicas import of
 from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.options import Communication, CommunicationOptions
+from mirror_nb.devices import cores
 from mirror_nb.errors import UsageError
 from mirror_nb.strategies.place import Place
 

@@ -46,6 +46,8 @@ class Timing:
     # All replicas had come to it, where that is known, else as queued.
     ended: int
     # This replica's tensor held the result.
+    serial: int = 0
+    # The caller's for this one collective; 0 for none.
 
 
 @final
@@ -129,7 +131,7 @@ class WorkHandle(Handle):
 class Reduction(Handle):
     """What `all_reduce` gives: a handle that records, once, how long it took."""
 
-    __slots__ = ("_bucket", "_handle", "_limit", "_nbytes", "_queued", "_record", "_unrecorded")
+    __slots__ = ("_bucket", "_handle", "_limit", "_nbytes", "_queued", "_record", "_serial", "_unrecorded")
 
     def __init__(
         self,
@@ -140,6 +142,7 @@ class Reduction(Handle):
         queued: int,
         unrecorded: deque[Reduction],
         limit: float | None = None,
+        serial: int = 0,
     ) -> None:
         self._handle = handle
         self._limit = limit
@@ -148,6 +151,7 @@ class Reduction(Handle):
         self._nbytes = nbytes
         self._bucket = bucket
         self._queued = queued
+        self._serial = serial
 
     def wait(self, seconds: float | None = None) -> None:
         """Return when the tensor holds the result; raise what the algorithm raises.
@@ -167,7 +171,7 @@ class Reduction(Handle):
         record, self._record = self._record, None
         if record is not None:
             started, ended = self._handle.times() or (self._queued, time.perf_counter_ns())
-            record(Timing("all_reduce", self._nbytes, self._bucket, self._queued, started, ended))
+            record(Timing("all_reduce", self._nbytes, self._bucket, self._queued, started, ended, self._serial))
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -266,11 +270,12 @@ class CrossDeviceOps(abc.ABC):
         return self._own_fabric or getattr(self.member.group, "shared", None)
 
     @final
-    def all_reduce(self, op: ReduceOp | str, flat: Tensor, *, bucket: int = -1) -> Reduction:
+    def all_reduce(self, op: ReduceOp | str, flat: Tensor, *, bucket: int = -1, serial: int = 0) -> Reduction:
         """Begin to make `flat` on every replica the sum or the mean of all of them, in place; returns its handle.
 
         `flat`: one dimension, contiguous, any floating, complex or integer dtype; of the same length and dtype on
-        every replica. `bucket`: a number for the timing. Every replica begins the same ones in the same order.
+        every replica. `bucket`, `serial`: numbers for the timing. Every replica begins the same ones in the same
+        order.
 
         Raises UsageError for another tensor, also, from `wait`, where the replicas' differ; PeerFailed there when a
         replica leaves; ReplicaTimeout.
@@ -285,7 +290,7 @@ class CrossDeviceOps(abc.ABC):
         if real.requires_grad:
             real = real.detach()
         handle = Finished() if member.num_replicas == 1 else self.begin(op, real)
-        return Reduction(handle, member.record, flat.nbytes, bucket, queued, self._unrecorded, member.limit)
+        return Reduction(handle, member.record, flat.nbytes, bucket, queued, self._unrecorded, member.limit, serial)
 
     @final
     def begin(self, op: ReduceOp, flat: Tensor) -> Handle:

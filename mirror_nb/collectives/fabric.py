@@ -176,7 +176,10 @@ class Fabric:
         if nbytes <= SLOT_BYTES:
             # Also what lies in `allocate`d memory. Of two replicas the late one finds all that it needs in the slot,
             # and has not to wait until the other, which sleeps by then, has woken up and summed its slice.
-            return self._sum_small(header, numel, flat, fold, what)
+            begun = self._sum_small(header, numel, flat, fold, what)
+            if begun is None:
+                return self._begin(Kind.ALL_REDUCE, fold, 0, flat, what, lambda views: self._fold(views, flat, fold))
+            return begun
         location = self._location(flat, nbytes)
         return self._queue_up(
             Kind.ALL_REDUCE,
@@ -237,16 +240,18 @@ class Fabric:
         header = Kind.CARRIED << 55 | zlib.crc32(f"{name} {alike}".encode())
         with self._lock:
             self._carried[name] += 1
-            return self._queue_up(Kind.CARRIED, what, lambda number: self._announced(number, header, parts))
+        return self._queue_up(Kind.CARRIED, what, lambda number: self._announced(number, header, parts))
 
     # ------------------------------------------------------------------ going on
 
     def progress(self) -> None:
         """Go on with what has been begun, as far as it goes without waiting."""
-        with self._lock:
-            self._advance()
-        if self._ended:
-            self._tell()
+        try:
+            with self._lock:
+                self._advance()
+        finally:
+            if self._ended:
+                self._tell()
 
     def wait(self, exchange: Exchange, seconds: float | None = None) -> None:
         """Return when `exchange` has ended.
@@ -263,6 +268,8 @@ class Fabric:
                 self._wait(*waiting, limit)
             finally:
                 self._waiting.remove(waiting)
+        if self._ended:
+            self._tell()
         exchange.outcome()
 
     def _wait(self, exchange: Exchange, began: float, limit: float) -> None:
@@ -444,13 +451,16 @@ class Fabric:
             kind, flat if what is None else what, lambda number: self._small(number, header, flat, take, True)
         )
 
-    def _sum_small(self, header: int, numel: int, flat: Tensor, fold: Fold, what: Tensor | None) -> Exchange:
-        """What `_begin` does with `_small`, in a straight line: of all collectives this one has to take least time."""
+    def _sum_small(self, header: int, numel: int, flat: Tensor, fold: Fold, what: Tensor | None) -> Exchange | None:
+        """What `_begin` does with `_small`, in a straight line: of all collectives this one has to take least time.
+
+        None where it has to stand in the queue.
+        """
         flags = self._flags
         with self._lock:
             number = self._issued + 1
             if self._queue or self._error is not None or not flags.reached(Counter.DONE, number - SLOTS):
-                return self._begin(Kind.ALL_REDUCE, fold, 0, flat, what, lambda views: self._fold(views, flat, fold))
+                return None
             exchange = Exchange(number, Kind.ALL_REDUCE, flat if what is None else what, None, self.purpose)
             try:
                 self._issued = number
@@ -497,16 +507,18 @@ class Fabric:
         return self._queue_up(kind, named, lambda n: self._in_pieces(n, header, flat, take, lays_out))
 
     def _queue_up(self, kind: Kind, what: Tensor | str, steps: Callable[[int], _Steps]) -> Exchange:
-        with self._lock:
-            if self._error is not None:
-                raise fresh(self._error)
-            self._issued += 1
-            self._begun[kind] += 1
-            exchange = Exchange(self._issued, kind, what, steps(self._issued), self.purpose)
-            self._queue.append(exchange)
-            self._advance()
-        if self._ended:
-            self._tell()
+        try:
+            with self._lock:
+                if self._error is not None:
+                    raise fresh(self._error)
+                self._issued += 1
+                self._begun[kind] += 1
+                exchange = Exchange(self._issued, kind, what, steps(self._issued), self.purpose)
+                self._queue.append(exchange)
+                self._advance()
+        finally:
+            if self._ended:
+                self._tell()
         return exchange
 
     def _advance(self) -> None:
@@ -570,9 +582,17 @@ class Fabric:
             self._ended.append(exchange)
 
     def _tell(self) -> None:
-        """Run what waits for ended exchanges; without the lock, since it may be anything."""
-        while self._ended:
-            for call in self._ended.pop().called:
+        """Run what waits for ended exchanges; without the lock, since it may be anything and want locks of its own.
+
+        Where this thread has the lock, further up, that is left to whoever lets go of it or waits next.
+        """
+        while self._ended and not self._lock._is_owned():  # type: ignore[attr-defined]
+            try:
+                exchange = self._ended.pop()
+            except IndexError:
+                # Another thread has taken it.
+                return
+            for call in exchange.called:
                 call()
 
     def when_ended(self, exchange: Exchange, call: Callable[[], None]) -> None:

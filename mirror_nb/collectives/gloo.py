@@ -28,17 +28,24 @@ class GlooAllReduce(CrossDeviceOps):
         group, options = self.member.group, dist.AllreduceOptions()
         # gloo adds no numbers of 16 bits, of which these hold the sum, or overflow alike.
         summed = flat.int() if flat.dtype is torch.int16 else flat
+        # A tensor on a GPU the group would hand to NCCL.
+        summed = summed.cpu()
         work = (
             group.carry("allreduce", "all_reduce", ([summed], options), {})
             if hasattr(group, "carry")
             # torch's own group knows no shared memory.
             else group.allreduce([summed], options)
         )
-        if summed is not flat:
-            return WorkHandle([work], lambda: flat.copy_(summed))
-        # gloo's own mean is not in every torch.
-        divide = (lambda: flat.div_(self.member.num_replicas)) if op is ReduceOp.MEAN else None
-        return WorkHandle([work], divide)
+        num_replicas = self.member.num_replicas
+
+        def finish() -> None:
+            if summed is not flat:
+                flat.copy_(summed)
+            if op is ReduceOp.MEAN:
+                # gloo's own mean is not in every torch.
+                flat.div_(num_replicas)
+
+        return WorkHandle([work], finish)
 
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why not: this torch has no gloo."""

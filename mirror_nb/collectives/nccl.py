@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -17,6 +18,10 @@ from mirror_nb.collectives.base import CrossDeviceOps, Handle
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp
+
+ANCHORED_SECONDS = 10.0
+# How long times are told by one event: CUDA gives what passed since as a float of milliseconds, which is as coarse as
+# a microsecond by then, and a quarter of a millisecond after 35 minutes.
 
 
 @final
@@ -39,6 +44,7 @@ class NcclAllReduce(CrossDeviceOps):
         """Enqueue an all-reduce behind what was enqueued for `flat`, and beside what comes."""
         if self._stream is None or self._clock is None:
             self._stream, self._clock = torch.cuda.Stream(flat.device), _Clock(flat.device)
+        anchor = self._clock.anchor()
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if op is ReduceOp.MEAN else dist.ReduceOp.SUM)
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -51,7 +57,7 @@ class NcclAllReduce(CrossDeviceOps):
             ended.record()
         # The allocator must not give the memory away while this stream uses it.
         flat.record_stream(self._stream)
-        return _EventHandle(started, ended, self._clock, flat.device)
+        return _EventHandle(started, ended, anchor, flat.device)
 
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why not: CPU replicas, or a torch without NCCL."""
@@ -65,19 +71,42 @@ class NcclAllReduce(CrossDeviceOps):
 
 
 @final
-class _Clock:
-    """A GPU's clock in terms of this process's: one event whose time of day is known."""
+@dataclass(frozen=True, slots=True)
+class _Anchor:
+    """An event on a GPU whose time of day is known."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(torch.cuda.current_stream(device))
-        # Once in the life of an op, never in a step.
-        self._event.synchronize()
-        self._nanoseconds = time.perf_counter_ns()
+    event: torch.cuda.Event
+    nanoseconds: int
 
     def reading(self, event: torch.cuda.Event) -> int:
         """Return when `event`, which is over, was; time.perf_counter_ns."""
-        return self._nanoseconds + int(self._event.elapsed_time(event) * 1e6)
+        return self.nanoseconds + _nanoseconds(self.event, event)
+
+
+@final
+class _Clock:
+    """A GPU's clock in terms of this process's."""
+
+    def __init__(self, device: torch.device) -> None:
+        # With nothing else on it, so that an anchor waits for no step.
+        self._stream = torch.cuda.Stream(device)
+        self._latest = self._drop()
+
+    def anchor(self) -> _Anchor:
+        """Return one that is near enough for what begins now."""
+        if time.perf_counter_ns() - self._latest.nanoseconds > ANCHORED_SECONDS * 1e9:
+            self._latest = self._drop()
+        return self._latest
+
+    def _drop(self) -> _Anchor:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        event.synchronize()
+        return _Anchor(event, time.perf_counter_ns())
+
+
+def _nanoseconds(begun: torch.cuda.Event, over: torch.cuda.Event) -> int:
+    return int(begun.elapsed_time(over) * 1e6)
 
 
 @final
@@ -85,11 +114,11 @@ class _EventHandle(Handle):
     """An all-reduce on a stream, between two events."""
 
     def __init__(
-        self, started: torch.cuda.Event, ended: torch.cuda.Event, clock: _Clock, device: torch.device
+        self, started: torch.cuda.Event, ended: torch.cuda.Event, anchor: _Anchor, device: torch.device
     ) -> None:
         self._started = started
         self._ended = ended
-        self._clock = clock
+        self._anchor = anchor
         self._device = device
 
     def wait(self, seconds: float | None = None) -> None:
@@ -107,4 +136,5 @@ class _EventHandle(Handle):
 
     def times(self) -> tuple[int, int] | None:
         """What the GPU's clock said, once it is done."""
-        return self._clock.reading(self._started), self._clock.reading(self._ended)
+        started = self._anchor.reading(self._started)
+        return started, started + _nanoseconds(self._started, self._ended)

@@ -19,7 +19,7 @@ from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageErro
 from mirror_nb.messages import Call
 from mirror_nb.payload import closing_slab, pack, unpack
 from mirror_nb.pool.base import Pool, Report
-from mirror_nb.pool.failures import raise_for
+from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.strategies.objects import Objects
 from mirror_nb.strategies.states import States, load_state, state_of
 from mirror_nb.told import is_told
@@ -232,9 +232,8 @@ class Lent:
         if pool is None:
             raise ReplicaError("there are no replicas to ask; start some (%mirror start)")
         report = self._asked(pool, range(pool.size), fn, args, token=token)
-        raise_for(report, pool.devices, self._timeout)
-        results = [unpack(a.done.payload, a.taken())[0] for a in report.answers.values() if a.done and a.done.payload]
-        return results[0]
+        settle(report, pool.devices, self._timeout)
+        return next(result for result, _ in report.unpacked().values())
 
     def _asked(
         self,

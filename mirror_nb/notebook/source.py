@@ -7,6 +7,7 @@ import re
 import symtable
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
 
@@ -16,6 +17,8 @@ _EXPANDED = re.compile(r"\{\s*([A-Za-z_]\w*)|\$\{?([A-Za-z_]\w*)")
 _MAGIC_CALLS = {"system": 0, "getoutput": 0, "run_line_magic": 1, "run_cell_magic": 1}
 _MAGIC_OPTIONS = re.compile(r"^(?:\s*--?[A-Za-z]\w*(?:[ =]?\d+)?(?=\s))+")
 # `-n 1 -q` of `%timeit -n 1 -q f(x)`.
+_TYPE_ALIAS: Any = getattr(ast, "TypeAlias", ())
+# `type X = …`, from Python 3.12 on.
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,9 @@ class _Reader:
                     self._load(_some(arm.guard), inner)
                     self.walk(arm.body, inner)
                 return known
+            case _ if isinstance(node, _TYPE_ALIAS):
+                # What it stands for is looked up when somebody asks for it, as in a function.
+                return self._bind({node.name.id}, known)
             case _:
                 self._load([node], known)
                 return self._bind(_walrus(node) | self._embedded(node, known), known)

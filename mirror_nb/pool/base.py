@@ -43,6 +43,7 @@ from mirror_nb.messages import (
     Whereabouts,
     Word,
 )
+from mirror_nb.payload import Arrivals, unpack
 from mirror_nb.pool import hangs
 from mirror_nb.surroundings import Surroundings
 from mirror_nb.telemetry.notice import Notice
@@ -166,6 +167,17 @@ class Report:
     def handled(self) -> bool:
         """Whether the user's code caught the interrupt on a replica."""
         return any(answer.done is not None and answer.done.interrupted for answer in self.answers.values())
+
+    def unpacked(self, resolve: Callable[[Any], object] | None = None) -> dict[int, tuple[Any, Arrivals]]:
+        """Rebuild what the replicas answered, as `unpack` does, by replica id; what is left then is closed."""
+        try:
+            return {
+                replica_id: unpack(answer.done.payload, answer.taken(), resolve=resolve)
+                for replica_id, answer in self.answers.items()
+                if answer.done is not None and answer.done.payload is not None
+            }
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Close the slabs that nobody has taken: of what could not be opened, or need not be."""
@@ -359,8 +371,10 @@ class Pool(ABC):
         """Stop the replicas; a second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._close()
-            self._interrupts.close()
+            try:
+                self._close()
+            finally:
+                self._interrupts.close()
 
     def __enter__(self) -> Pool:
         return self

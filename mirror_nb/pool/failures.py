@@ -48,10 +48,10 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
         _raise_users(failures, devices, among, _deaths(report), _where(report, devices))
 
 
-def settle(report: Report, devices: Sequence[Device]) -> None:
+def settle(report: Report, devices: Sequence[Device], timeout: float | None = None) -> None:
     """As `raise_for`; what other replicas answered is closed then, since nobody will open it."""
     try:
-        raise_for(report, devices)
+        raise_for(report, devices, timeout)
     except BaseException:
         report.close()
         raise

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mirror_nb.messages import Check, Restore, Snapshot, StandAt, Standing, Steps
-from mirror_nb.payload import unpack
 from mirror_nb.pool.base import Pool
-from mirror_nb.pool.failures import raise_for
+from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.telemetry.comparison import Comparison, compared
 
 
@@ -70,13 +69,8 @@ def compare(pool: Pool) -> Comparison:
 
 def _ask(pool: Pool, question: object, replicas: Sequence[int]) -> dict[int, dict[str, int]]:
     report = pool.run(dict.fromkeys(replicas, question))
-    raise_for(report, pool.devices)
-    answers: dict[int, dict[str, int]] = {}
-    for replica_id, answer in report.answers.items():
-        assert answer.done is not None
-        assert answer.done.payload is not None
-        answers[replica_id] = unpack(answer.done.payload, answer.taken())[0]
-    return answers
+    settle(report, pool.devices)
+    return {replica_id: answer for replica_id, (answer, _) in report.unpacked().items()}
 
 
 def _fill(pool: Pool, source: int, blank: Sequence[int]) -> tuple[str, ...]:

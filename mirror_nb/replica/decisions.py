@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.told import parameters_of
 
 
 class GlobalLosses:
@@ -76,11 +77,7 @@ _plateau: Any = ReduceLROnPlateau
 
 
 def _takes_part(gradients: GradientSynchronizer, optimizer: torch.optim.Optimizer) -> bool:
-    return any(map(gradients.synchronizes, _parameters(optimizer)))
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return any(map(gradients.synchronizes, parameters_of(optimizer)))
 
 
 def _summed(value: Any, weight: float, optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -88,7 +85,7 @@ def _summed(value: Any, weight: float, optimizer: torch.optim.Optimizer) -> torc
     given = (
         value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
     )
-    local = given.to(_parameters(optimizer)[0].device, torch.float64)
+    local = given.to(parameters_of(optimizer)[0].device, torch.float64)
     # The loss of no examples is NaN, and so is NaN * 0.
     total = local * weight if weight else torch.zeros_like(local)
     dist.all_reduce(total)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mirror_nb.told import parameters_of
 
 
 @final
@@ -67,7 +69,7 @@ class Progress:
             with contextlib.suppress(RuntimeError):
                 if key in optimizers:
                     optimizer = optimizers[key]
-                    parameters = tuple(p.detach() for p in _parameters(optimizer))
+                    parameters = tuple(p.detach() for p in parameters_of(optimizer))
                     driven = {name: dict(s.state_dict()) for name, s in self._schedulers(optimizer).items()}
                     found[key] = Standing(parameters, optimizer.state_dict(), driven)
         return found
@@ -77,10 +79,10 @@ class Progress:
         optimizers = self._optimizers()
         for key, standing in standings.items():
             optimizer = optimizers.get(key)
-            if optimizer is None or not _alike(_parameters(optimizer), standing.parameters):
+            if optimizer is None or not _alike(parameters_of(optimizer), standing.parameters):
                 continue
             with torch.no_grad():
-                for mine, theirs in zip(_parameters(optimizer), standing.parameters, strict=True):
+                for mine, theirs in zip(parameters_of(optimizer), standing.parameters, strict=True):
                     mine.copy_(theirs)
             optimizer.load_state_dict(standing.state)
             for name, scheduler in self._schedulers(optimizer).items():
@@ -94,7 +96,7 @@ class Progress:
             for key, obj in self._objects().items()
             # Parameters of another type are parts of a whole (DTensor): each replica's are its own.
             if isinstance(obj, torch.optim.Optimizer)
-            and all(type(p) in (torch.Tensor, torch.nn.Parameter) for p in _parameters(obj))
+            and all(type(p) in (torch.Tensor, torch.nn.Parameter) for p in parameters_of(obj))
         }
 
     def _schedulers(self, optimizer: torch.optim.Optimizer) -> dict[str, LRScheduler]:
@@ -106,11 +108,5 @@ def _count(counts: weakref.WeakKeyDictionary[Any, int], optimizer: Any) -> None:
     counts[optimizer] = counts.get(optimizer, 0) + 1
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    # A cell may have deleted them.
-    groups = getattr(optimizer, "param_groups", ())
-    return [parameter for group in groups for parameter in group["params"]]
-
-
-def _alike(mine: list[torch.Tensor], theirs: tuple[torch.Tensor, ...]) -> bool:
+def _alike(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
     return [p.shape for p in mine] == [p.shape for p in theirs]

@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import pickle
+import re
 import sys
 import time
 import traceback
@@ -224,6 +225,8 @@ class Replica:
                     standings, streams = self.namespace.open(standing, slab)
                     self._progress.stand_at(standings)
                     self.scope.follow(streams)
+            # Where a GPU is broken, asking it what it has finished tells so.
+            self.recorder.end()
         except BaseException as error:
             failure = self.failure(error)
         sources.note()
@@ -282,6 +285,7 @@ class Replica:
         self.communication.unbind()
         group = cast(dist.ProcessGroup, dist.group.WORLD)
         by.bind(Member(who.replica_id, who.num_replicas, who.device, group, self.recorder.collective))
+        self.recorder.record_ended = by.record_ended
         self.communication = by
         self.gradients.use(by.reducer, bytes_per_bucket=by.options.bytes_per_pack)
 
@@ -443,7 +447,7 @@ class Replica:
             traceback=lines,
             pickled=pickled,
             interrupted=isinstance(error, KeyboardInterrupt),
-            secondary=isinstance(error, PeerFailed) or "PeerFailed" in str(error),
+            secondary=isinstance(error, PeerFailed) or _told_by_torch(error),
             line=line,
             memory=memory,
         )
@@ -454,6 +458,16 @@ class Replica:
             if chain.__traceback__ is not None:
                 self._failed.append(chain.__traceback__)
             chain = chain.__cause__ or chain.__context__
+
+
+def _told_by_torch(error: BaseException) -> bool:
+    """Whether it is a PeerFailed that has passed through torch's C++, a future's callback say: its text alone does."""
+    return type(error) is RuntimeError and _TOLD.match(str(error)) is not None
+
+
+_TOLD = re.compile(
+    r"(Got the following error when running the callback: |RuntimeError: )*PeerFailed: .*\n\nAt:\n", re.DOTALL
+)
 
 
 def _after_ours(trace: types.TracebackType | None) -> types.TracebackType | None:

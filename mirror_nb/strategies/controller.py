@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from typing import Any, final
 
 import torch
@@ -26,7 +26,7 @@ from mirror_nb.errors import ContextError, ReplicaDied, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
 from mirror_nb.mirrors import absorb_states, called
-from mirror_nb.payload import Packed, pack, unpack
+from mirror_nb.payload import Packed, pack
 from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
@@ -329,19 +329,11 @@ class ControllerPlace(Place):
             settle(followed, self._names)
 
     def _results(self, report: Report) -> list[Any]:
-        results = []
-        try:
+        with closing(report):
             for answer in report.answers.values():
-                done = answer.done
-                assert done is not None
-                for handle, settings in done.settings:
+                for handle, settings in answer.done.settings if answer.done is not None else ():
                     self._objects.take_settings(handle, settings)
-                if done.payload is not None:
-                    results.append(unpack(done.payload, answer.taken(), resolve=self._references.resolve)[0])
-        except BaseException:
-            report.close()
-            raise
-        return results
+            return [result for result, _ in report.unpacked(self._references.resolve).values()]
 
     # ------------------------------------------------------------------ objects by reference
 
@@ -386,12 +378,10 @@ class ControllerPlace(Place):
             anew, self._half_read = self._half_read, True
             report = self._fetched(anew)
             states = {}
-            for replica_id, answer in report.answers.items():
-                if answer.done is not None and answer.done.payload is not None:
-                    exports, arrivals = unpack(answer.done.payload, answer.taken(), resolve=self._references.resolve)
-                    states[replica_id] = exports.states
-                    for handle, module in exports.modules.items():
-                        self._references.graft(handle, module, arrivals)
+            for replica_id, (exports, arrivals) in report.unpacked(self._references.resolve).items():
+                states[replica_id] = exports.states
+                for handle, module in exports.modules.items():
+                    self._references.graft(handle, module, arrivals)
             absorb_states(self._references.mirrors, states, 0)
             # Only now: after a read that was interrupted the next one has to ask again.
             self.stale = self._half_read = False
@@ -610,12 +600,14 @@ def _examples(value: Any) -> int | None:
 class _Listener:
     """Shows what replicas print during a call, hands on what they note, and writes what they log for TensorBoard."""
 
-    __slots__ = ("_files", "_on_note", "_replicas")
+    __slots__ = ("_files", "_on_note", "_replicas", "_unfinished")
 
     def __init__(self, on_note: Callable[[Any], None], replicas: Iterable[int]) -> None:
         self._on_note = on_note
         self._replicas = replicas
         self._files: EventFiles | None = None
+        self._unfinished: dict[str, int] = {}
+        # Whose line a stream is in the middle of.
 
     def take(self, replica_id: int, message: Any) -> None:
         if isinstance(message, Note):
@@ -624,19 +616,22 @@ class _Listener:
             if self._files is None:
                 self._files = EventFiles(self._replicas)
             self._files.take(replica_id, message)
-        else:
-            _show(replica_id, message)
+        elif isinstance(message, Stream):
+            self._show(replica_id, message)
+
+    def _show(self, replica_id: int, message: Stream) -> None:
+        """Show what a replica printed: replica 0's as it is, the others' with their number before each line."""
+        stream = sys.stdout if message.name == "stdout" else sys.stderr
+        lines = message.text.splitlines(keepends=True)
+        if not lines:
+            return
+        goes_on = self._unfinished.pop(message.name, None) == replica_id
+        if not lines[-1].endswith(("\n", "\r")):
+            self._unfinished[message.name] = replica_id
+        if replica_id:
+            lines = [line if goes_on and not i else f"[replica {replica_id}] {line}" for i, line in enumerate(lines)]
+        stream.write("".join(lines))
 
     def close(self) -> None:
         if self._files is not None:
             self._files.close()
-
-
-def _show(replica_id: int, message: Any) -> None:
-    """Show what a replica printed: replica 0's as it is, the others' with their number before each line."""
-    if isinstance(message, Stream):
-        stream = sys.stdout if message.name == "stdout" else sys.stderr
-        text = message.text
-        if replica_id:
-            text = "".join(f"[replica {replica_id}] {line}" for line in text.splitlines(keepends=True))
-        stream.write(text)

@@ -136,6 +136,7 @@ class Peers:
         if self.num_replicas == 1:
             extras, (leaf,) = self.agree(call, form, extra)
             return part.clone(), extras, leaf.dtype
+        part = part.resolve_conj().resolve_neg()
         # What is on a GPU goes by itself: to look at it here would stop the host.
         small = part.nbytes <= _SMALL_BYTES and part.device.type == "cpu"
         raw = part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if small and part.numel() else b""
@@ -271,7 +272,7 @@ class Peers:
         """Return replica 0's tensor, of agreed shape and dtype, on every replica."""
         if self.num_replicas == 1:
             return tensor.clone()
-        sent = tensor.detach().clone().contiguous()
+        sent = tensor.detach().clone().resolve_conj().resolve_neg().contiguous()
         if sent.numel():
             dist.broadcast(sent.reshape(-1).view(torch.uint8), 0)
         return sent

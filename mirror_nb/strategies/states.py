@@ -17,6 +17,7 @@ from typing import Any, Protocol, final
 import torch
 
 from mirror_nb.errors import UsageError
+from mirror_nb.told import parameters_of
 
 
 class Place(Protocol):
@@ -94,7 +95,7 @@ class States:
         if place is None or self._read_at.get(optimizer) == place.calls:
             return
         state = place.state_of(optimizer)
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         if any(isinstance(key, int) and key >= len(parameters) for key in state):
             raise UsageError(
                 f"the {type(optimizer).__name__} got parameter groups in the replicas that it has not here: call its "
@@ -169,10 +170,6 @@ def _signs_of(optimizer: torch.optim.Optimizer) -> list[object]:
             tensor = isinstance(value, torch.Tensor)
             signs += [name, id(value), value._version if tensor else None]
     return signs
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _beside(parameter: torch.Tensor | None, value: Any) -> Any:

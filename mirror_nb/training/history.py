@@ -59,7 +59,7 @@ class History:
         """Add what an epoch, counted from 0, ended with."""
         self.epoch.append(epoch)
         for name, value in logs.items():
-            self.history.setdefault(name, []).append(_plain(value))
+            self.history.setdefault(name, []).append(plain(value))
             self._when.setdefault(name, []).append(epoch)
 
     # ------------------------------------------------------------------ questions
@@ -195,6 +195,6 @@ def _best(values: Mapping[int, Any], lower: bool | None) -> int | None:
     return (min if lower else max)(finite, key=lambda epoch: finite[epoch])
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a number, or a list of numbers, in place of a tensor or an array."""
     return value.tolist() if hasattr(value, "tolist") else value

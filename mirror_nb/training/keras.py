@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import itertools
 import types
@@ -41,7 +40,7 @@ from mirror_nb.errors import UsageError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import get_strategy, has_strategy, require_cross_replica
 from mirror_nb.training import keras_job
-from mirror_nb.training.keras_job import Chunk, Progress, Source, Trainee, Work, variables_of
+from mirror_nb.training.keras_job import Chunk, Progress, Source, Trainee, Work, of_keras, variables_of
 from mirror_nb.training.keras_travel import Copies
 
 CHUNK = 16
@@ -51,7 +50,7 @@ _METHODS = ("fit", "evaluate", "predict")
 
 def install() -> None:
     """Let the trainer of Keras's torch backend ask whether a model belongs to a strategy."""
-    trainer = _of_keras("backend.torch.trainer").TorchTrainer
+    trainer = of_keras("backend.torch.trainer").TorchTrainer
     made = trainer.__init__
 
     @functools.wraps(made)
@@ -163,6 +162,10 @@ class Team(ABC):
         """Callbacks of the first replica may have loaded a backup: let all go on from there."""
 
     @abstractmethod
+    def stop(self, what: str) -> None:
+        """A callback has ended the epoch before its last batch."""
+
+    @abstractmethod
     def finish(self) -> None:
         """The last epoch of a fit is over."""
 
@@ -201,8 +204,10 @@ class _Commanded(Team):
 
     def start(self, work: Work) -> None:
         gone = _released.get(self._strategy, [])
-        has = self._place.command(keras_job.has, (self._strategy, self._token, tuple(gone)), changes=False)
-        gone.clear()
+        told = tuple(gone)
+        has = self._place.command(keras_job.has, (self._strategy, self._token, told), changes=False)
+        # Not all: meanwhile others may have gone.
+        del gone[: len(told)]
         if not all(has):
             self._copies.forget()
         # Of a model that strategy.run has used the replicas have newer values: reading it brings them.
@@ -256,6 +261,9 @@ class _Commanded(Team):
 
     def restored(self) -> None:
         self.push()
+
+    def stop(self, what: str) -> None:
+        self._place.command(keras_job.stop, (self._strategy, self._token, what), changes=False)
 
     def finish(self) -> None:
         self._place.command(keras_job.finish, (self._strategy, self._token), changes=False)
@@ -313,7 +321,9 @@ class _Peers(Team):
         return self._seat.collect(progress.outputs)
 
     def pull(self) -> None:
-        """The values are here."""
+        # The values are here, each replica's own statistics too.
+        assert self._trainee is not None
+        self._trainee.settle()
 
     def push(self) -> None:
         """Callbacks did the same on every replica."""
@@ -323,6 +333,11 @@ class _Peers(Team):
         self._model._initial_epoch = epoch
         with torch.no_grad():
             self._seat.hand_out([variable.value.detach() for variable in variables_of(self._model)], 0)
+
+    def stop(self, what: str) -> None:
+        assert self._trainee is not None
+        with keras_job.on_device(self._seat.device):
+            self._trainee.stop(what)
 
     def finish(self) -> None:
         assert self._trainee is not None
@@ -375,6 +390,10 @@ class Feeder:
         if self._next is None:
             self._steps = None
         return Chunk(items, self._next is None)
+
+    def stop(self) -> None:
+        """The epoch was left: the next batches are a new one's."""
+        self._steps = None
 
 
 def _source(team: Team, model: Any, arguments: dict[str, Any]) -> tuple[Source, Feeder | None, Any]:
@@ -432,9 +451,9 @@ def _fit(
     validation_freq: Any,
 ) -> Any:
     model._assert_compile_called("fit")
-    unpack = _of_keras("trainers.data_adapters.data_adapter_utils").unpack_x_y_sample_weight
+    unpack = of_keras("trainers.data_adapters.data_adapter_utils").unpack_x_y_sample_weight
     if validation_split and validation_data is None:
-        split = _of_keras("trainers.data_adapters.array_slicing").train_validation_split
+        split = of_keras("trainers.data_adapters.array_slicing").train_validation_split
         (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split=validation_split)
     wanted = _arguments(
         x, y, sample_weight, batch_size=batch_size, steps=steps_per_epoch, shuffle=shuffle, class_weight=class_weight
@@ -460,6 +479,7 @@ def _fit(
             logs = hooks.steps("train", feeder)
             if validation is not None and model._should_eval(epoch, validation_freq):
                 hooks.read()
+                model.stop_evaluating = False
                 hooks.call("on_test_begin")
                 found = hooks.steps("evaluate", validation_feeder, silent=True)
                 hooks.call("on_test_end", found)
@@ -495,6 +515,7 @@ def _evaluate(
         model._symbolic_build(iterator=iterator)
     iterator.reset()
     hooks = _Hooks(team, model, callbacks, verbose, 1, iterator.num_batches, history=False)
+    model.stop_evaluating = False
     with _at_work(team, Work("evaluate", source)):
         hooks.call("on_test_begin")
         logs = hooks.steps("evaluate", feeder)
@@ -509,6 +530,7 @@ def _predict(team: Team, model: Any, *, x: Any, batch_size: Any, verbose: Any, s
         _build(model, iterator)
     iterator.reset()
     hooks = _Hooks(team, model, callbacks, verbose, 1, iterator.num_batches, history=False)
+    model.stop_predicting = False
     with _at_work(team, Work("predict", source)):
         hooks.call("on_predict_begin")
         hooks.steps("predict", feeder)
@@ -560,7 +582,7 @@ class _Hooks:
     ) -> None:
         self._team = team
         self._model = model
-        library = _of_keras("callbacks")
+        library = of_keras("callbacks")
         asked = list(callbacks.callbacks) if isinstance(callbacks, library.CallbackList) else _flat(callbacks)
         # Told apart before some are left out, so that all replicas take the same steps.
         self._stepwise = {what: any(_hears(c, names) for c in asked) for what, names in _BATCH_HOOKS.items()}
@@ -612,7 +634,11 @@ class _Hooks:
             outputs = {"outputs": _joined(self.outputs[-1:])} if what == "predict" else progress.logs
             self.call(end, progress.step, outputs)
             step, over, logs = progress.step + 1, progress.over, progress.logs
-            over = over or bool(getattr(self._model, _STOPS[what], False))
+            if not over and getattr(self._model, _STOPS[what], False):
+                over = True
+                self._team.stop(what)
+                if feeder is not None:
+                    feeder.stop()
         return logs
 
     def _keep(self, what: str, progress: Progress) -> None:
@@ -635,11 +661,11 @@ def _shown_by(bar: Callable[..., Any] | None) -> Callable[[Progress], None] | No
 
 
 def _flat(callbacks: Any) -> list[Any]:
-    return _of_keras("tree").flatten(callbacks) if callbacks else []
+    return of_keras("tree").flatten(callbacks) if callbacks else []
 
 
 def _is(callback: Any, names: tuple[str, ...]) -> bool:
-    library = _of_keras("callbacks")
+    library = of_keras("callbacks")
     return isinstance(callback, tuple(getattr(library, name) for name in names if hasattr(library, name)))
 
 
@@ -656,11 +682,7 @@ def _hears(callback: Any, hooks: tuple[str, ...]) -> bool:
 
 def _reads(callback: Any) -> bool:
     """Whether a callback may look at the model's values."""
-    library = _of_keras("callbacks")
+    library = of_keras("callbacks")
     if type(callback) is library.EarlyStopping:
         return bool(callback.restore_best_weights)
     return type(callback) not in tuple(getattr(library, name) for name in _HARMLESS if hasattr(library, name))
-
-
-def _of_keras(name: str) -> Any:
-    return importlib.import_module(f"keras.src.{name}")

@@ -143,11 +143,23 @@ class Trainee:
 
     def evaluate(self, steps: int | None, tell: Callable[[Progress], None] | None, chunk: Chunk | None) -> Progress:
         """Likewise without training, on the validation data where there are such."""
-        source = self._validation if self._validation is not None else self._main
+        source = self._evaluated()
         if source.begin(chunk):
             self.model.reset_metrics()
         self.model.eval()
         return self._go(source, self.model.test_function, steps, tell, training=False)
+
+    def _evaluated(self) -> _Batches:
+        return self._validation if self._validation is not None else self._main
+
+    def stop(self, what: str) -> None:
+        """The epoch was left before its end: the next one begins at the beginning."""
+        (self._evaluated() if what == "evaluate" else self._main).over = True
+        if what == "train":
+            self.model.eval()
+            self.settle()
+        if what != "predict":
+            self._global_logs(keep=True)
 
     def predict(self, steps: int | None, tell: Callable[[Progress], None] | None, chunk: Chunk | None) -> Progress:
         """Return the outputs of this replica's shares."""
@@ -368,7 +380,7 @@ def epoch_iterator(arguments: dict[str, Any]) -> Any:
 
 def epoch_iterator_class() -> Any:
     """Return the class of Keras's iterators over global batches."""
-    return _of_keras("backend.torch.trainer").TorchEpochIterator
+    return of_keras("backend.torch.trainer").TorchEpochIterator
 
 
 @final
@@ -399,7 +411,7 @@ def _computing(share: _Share) -> Iterator[None]:
 
 def weigh_losses() -> None:
     """Make Keras's losses right for a share: weighed by its examples they add up to the global batch's loss."""
-    module = _of_keras("losses.loss")
+    module = of_keras("losses.loss")
     original = module.reduce_weighted_values
 
     @functools.wraps(original)
@@ -425,7 +437,7 @@ def _correction(share: _Share, loss: torch.Tensor, sample_weight: Any, mask: Any
     if mask is not None and reduction in ("mean", "sum_over_batch_size"):
         own = torch.as_tensor(mask, device=loss.device).sum()
     elif reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
-        kept = _of_keras("losses.loss").apply_mask(sample_weight, mask, dtype="float32", reduction=reduction)
+        kept = of_keras("losses.loss").apply_mask(sample_weight, mask, dtype="float32", reduction=reduction)
         own = torch.as_tensor(kept, device=loss.device).sum()
     else:
         return 1.0
@@ -440,7 +452,7 @@ def _correction(share: _Share, loss: torch.Tensor, sample_weight: Any, mask: Any
 
 def hold_interrupts_back() -> None:
     """An interrupt waits for the end of an optimizer's step: half of one would leave replicas that differ."""
-    whole(_of_keras("optimizers.base_optimizer").BaseOptimizer.apply)
+    whole(of_keras("optimizers.base_optimizer").BaseOptimizer.apply)
 
 
 # ---------------------------------------------------------------------- what a model consists of
@@ -491,7 +503,8 @@ def _float(value: Any) -> Any:
     return float(array) if array.ndim == 0 and array.dtype.kind in "fiub" else array
 
 
-def _of_keras(name: str) -> Any:
+def of_keras(name: str) -> Any:
+    """Return a module of Keras's own, by its name within it."""
     return importlib.import_module(f"keras.src.{name}")
 
 
@@ -552,6 +565,13 @@ def go(strategy: Any, token: str, what: str, steps: int | None, tell: bool, chun
     with on_device(seat.device):
         step: Callable[..., Progress] = getattr(trainee, what)
         return step(steps, seat.note if tell and seat.replica_id == 0 else None, chunk)
+
+
+def stop(strategy: Any, token: str, what: str) -> None:
+    """A callback has ended the epoch before its last batch."""
+    seat: Seat = strategy._place.seat
+    with on_device(seat.device):
+        _trainee(seat, token).stop(what)
 
 
 def finish(strategy: Any, token: str) -> None:

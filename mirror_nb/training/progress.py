@@ -16,7 +16,7 @@ from typing import Any, TextIO, final
 from tqdm import tqdm
 
 from mirror_nb.errors import UsageError
-from mirror_nb.training.history import shown
+from mirror_nb.training.history import plain, shown
 
 DRAW_SECONDS = 0.1
 # Between two drawings of the bar on a terminal.
@@ -173,11 +173,7 @@ def duration(seconds: float) -> str:
 
 
 def _metrics(logs: Mapping[str, Any]) -> list[str]:
-    return [f"{name} {shown(_plain(value))}" for name, value in logs.items()]
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
+    return [f"{name} {shown(plain(value))}" for name, value in logs.items()]
 
 
 def _in_notebook(out: TextIO) -> bool:

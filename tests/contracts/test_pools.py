@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -275,6 +276,19 @@ def test_a_closed_pool_says_so_and_closing_again_does_nothing(kind, n):
 @pytest.mark.parametrize(("kind", "n"), KINDS)
 def test_a_pool_that_was_never_started_can_be_closed(kind, n):
     kind(tuple(Device("cpu", i) for i in range(n)), setup=SETUP).close()
+
+
+def test_an_interrupt_while_a_pool_is_closed_leaves_no_descriptor(monkeypatch):
+    made = InProcessPool((Device("cpu", 0),), setup=SETUP)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made, "_close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made._interrupts.readable)
 
 
 def test_in_this_process_there_is_one_replica():
