@@ -220,6 +220,43 @@ def test_a_slow_replica_stands_out():
     assert "r2 is slow" in words.alternative(frame)
 
 
+def test_a_replica_whose_parameters_differ_is_not_painted_as_late():
+    with MadeRings(2) as rings:
+        rings.step(60)
+        rings.log_checksums([7, 8])
+        frame = shown(rings)
+    assert frame.findings[0].replica_id == 1
+    assert not frame.slow()
+    assert "b" not in classes(card(frame, "Throughput per replica").find("div"))
+
+
+def test_a_failed_training_is_told_nothing_reassuring():
+    frame = trained(2, phase=Phase.FAILED, note="replica 1 died (killed by signal 9)")
+    said = "".join(card(frame, "What to look at").itertext())
+    assert "Nothing stands out" not in said
+    assert "in sync" not in said
+    assert "replica 1 died (killed by signal 9)" in said
+
+
+def test_replicas_that_differ_much_are_not_said_to_be_near_each_other():
+    with MadeRings(2, buckets=[MB]) as rings:
+        rings.step(60)
+        rings.slowness[1] = 3.0
+        rings.step(20)
+        frame = shown(rings, findings=())
+    said = "".join(card(frame, "What to look at").itertext())
+    assert "of each other" not in said
+    assert "Nothing stands out" not in said
+    assert "No replica is slow throughout" in said
+
+
+def test_an_interrupted_training_is_not_red():
+    frame = trained(2, phase=Phase.INTERRUPTED)
+    assert "interrupted" in text(frame)
+    assert classes(tree(frame)) & RED == set()
+    assert frame.phase.over
+
+
 def test_its_line_stays_in_sight_however_late_it_got_slow():
     with MadeRings(4) as rings:
         rings.step(230)

@@ -26,7 +26,7 @@ from mirror_nb.errors import TrainingStopped
 from mirror_nb.messages import Done, Failure, Word
 from mirror_nb.notebook.dashboard.frame import Phase
 from mirror_nb.notebook.dashboard.widget import TEXT
-from mirror_nb.notebook.live import LiveDashboard
+from mirror_nb.notebook.live import LiveDashboard, _outcome
 from mirror_nb.pool.base import Answer, Report
 from mirror_nb.telemetry.notice import find
 from mirror_nb.telemetry.samples import BLOCKING, Kind, Operation
@@ -378,6 +378,23 @@ def test_between_cells_time_does_not_count(live, model):
     live.cell_ended()
     assert live._timeline._idle[-1][0] == at - 3600 * 10**9
     assert live._board.frame().snapshot.throughput > 100
+
+
+def outcome(*failures: Failure, interrupted: bool = False) -> tuple[Phase, str]:
+    answers = {r: Answer(Done(1, failure=failure)) for r, failure in enumerate(failures)}
+    return _outcome(Report(answers, interrupted=interrupted, timed_out=False))
+
+
+def test_the_replica_that_failed_by_itself_is_blamed_not_one_that_waited_for_it():
+    waited = Failure("PeerFailed", "replica 1 raised ValueError: odd", (), None, secondary=True)
+    assert outcome(waited, Failure("ValueError", "odd", (), None)) == (
+        Phase.FAILED,
+        "replica 1 raised ValueError: odd",
+    )
+
+
+def test_an_interrupted_cell_is_not_called_failed():
+    assert outcome(Failure("KeyboardInterrupt", "", (), None), interrupted=True) == (Phase.INTERRUPTED, "")
 
 
 # --------------------------------------------------------------------------- the buttons

@@ -188,7 +188,8 @@ class LiveDashboard:
             return
         self._timeline.update()
         phase, note = outcome
-        if self._timeline.last_step <= self._seen and (phase is not Phase.FAILED or not self._board.live):
+        ended_early = phase in (Phase.FAILED, Phase.INTERRUPTED)
+        if self._timeline.last_step <= self._seen and not (ended_early and self._board.live):
             return
         if not self._board.live:
             self._wake()
@@ -314,8 +315,10 @@ def _outcome(report: Report) -> tuple[Phase, str]:
     if report.timed_out:
         return Phase.FAILED, "stopped after its --timeout"
     if report.interrupted:
-        return Phase.FAILED, "interrupted"
+        return Phase.INTERRUPTED, ""
     if names:
-        replica_id, failure = next(iter(report.failures.items()))
+        # Others only tell that they waited for it.
+        first = {r: f for r, f in report.failures.items() if not f.secondary and not f.interrupted}
+        replica_id, failure = next(iter((first or report.failures).items()))
         return Phase.FAILED, f"replica {replica_id} raised {failure.type_name}: {failure.message}"
     return Phase.FINISHED, ""

@@ -29,12 +29,14 @@ class Phase(enum.Enum):
     STOPPED = "stopped"
     FINISHED = "finished"
     FAILED = "failed"
-    # An exception, an interrupt or a dead replica ended it.
+    # An exception or a dead replica ended it.
+    INTERRUPTED = "interrupted"
+    # By the user, in the middle of a step.
 
     @property
     def over(self) -> bool:
         """Whether no step will follow."""
-        return self in (Phase.STOPPED, Phase.FINISHED, Phase.FAILED)
+        return self in (Phase.STOPPED, Phase.FINISHED, Phase.FAILED, Phase.INTERRUPTED)
 
     @classmethod
     def of(cls, shot: Snapshot) -> Phase:
@@ -98,5 +100,5 @@ class Frame:
         return self.phase is Phase.FAILED or any(f.weight is Weight.TROUBLE for f in self.findings)
 
     def slow(self) -> frozenset[int]:
-        """Return the replicas that a finding names."""
-        return frozenset(f.replica_id for f in self.findings if f.replica_id is not None and f.weight > Weight.HINT)
+        """Return the replicas for which the others wait, as a finding says."""
+        return frozenset(f.replica_id for f in self.findings if f.replica_id is not None and f.awaited)

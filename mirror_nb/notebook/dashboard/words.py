@@ -8,6 +8,9 @@ from mirror_nb.notebook.dashboard.frame import Frame, Phase
 from mirror_nb.telemetry.findings import ENOUGH
 from mirror_nb.telemetry.snapshot import UNKNOWN
 
+EVEN = 0.10
+# Of replicas' busy times: what the greatest may be longer than the least.
+
 
 def number(value: float | None) -> str:
     """Return a value for a label: `13,020`, `412`, `41.2`, `0.412`, `1.2e-05`; an en dash if it is not known."""
@@ -116,15 +119,20 @@ def facts(frame: Frame) -> list[tuple[str, str, str]]:
 def fine(frame: Frame) -> list[tuple[str, str]]:
     """Return what to say when nothing is to be said: (sentence, the numbers it rests on)."""
     shot = frame.snapshot
+    if frame.phase is Phase.FAILED:
+        return [("The training failed", frame.note)]
     if len(shot.late_steps) < ENOUGH:
         return [("Too early to say", f"{ENOUGH} steps are needed, {len(shot.late_steps)} were seen")]
     found = [("Nothing stands out", f"in the last {len(shot.late_steps)} steps")]
     busy = [state.busy_seconds for state in shot.replicas if state.busy_seconds]
-    if len(busy) > 1:
-        even = max(busy) / min(busy) - 1
-        found.append((f"Replicas within {percent(even)} of each other", f"busy {pair(min(busy), max(busy))} a step"))
+    uneven = max(busy) / min(busy) - 1 if busy else 0.0
+    if uneven >= EVEN:
+        found = [("No replica is slow throughout", f"busy {pair(min(busy), max(busy))} a step, by replica")]
+    elif len(busy) > 1:
+        found.append((f"Replicas within {percent(uneven)} of each other", f"busy {pair(min(busy), max(busy))} a step"))
     if shot.in_sync and shot.num_replicas > 1:
-        found.append(("Parameters in sync", f"checksums equal at step {shot.checked_step:,}"))
+        # At which step, the loss's panel says: two panels may be of different frames.
+        found.append(("Parameters in sync", "checksums of all replicas are equal"))
     return found
 
 
