@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -82,7 +83,7 @@ def test_the_header_gives_the_key_numbers():
     shot, said = frame.snapshot, text(frame)
     assert "running" in said
     assert "ResNet-50 · 2 replicas · NcclAllReduce" in said
-    assert f"{shot.throughput:,.0f} samples/s" in said
+    assert f"{shot.throughput:,.0f} examples/s together, waits included" in said
     assert "1.94× vs 1 replica" in said
     assert f"{shot.curves['loss'].last:.2f} loss" in said
     assert "60 / 200 steps" in said
@@ -169,6 +170,40 @@ def test_metrics_are_small_curves_below_the_loss_and_numbers_in_the_header():
     assert all("d" in path.attrib for path in small.iter("path"))
     assert ("0.967", "accuracy", "") in words.facts(frame)
     assert "accuracy 0.967" in words.alternative(frame)
+
+
+def test_screen_readers_are_told_the_numbers_that_the_labels_show():
+    with MadeRings(2, examples=3000) as rings:
+        rings.step(60)
+        rings.slowness = [0.5, 0.5]
+        rings.step(20)
+        frame = shown(rings)
+    labels = [e.text for e in card(frame, "Throughput per replica").iter("span") if "e" in e.get("class", "").split()]
+    assert len(labels) == 2
+    for label in labels:
+        assert label in words.alternative(frame)
+    assert words.rate(161_421) == "161.4k"
+    assert words.rate(99_421) == "99,421"
+
+
+def test_in_sync_is_told_with_its_step_once():
+    frame = trained(2)
+    assert text(frame).count("at step") == 1
+
+
+def test_a_picture_of_one_cell_counts_its_own_steps():
+    with MadeRings(2) as rings:
+        rings.step(128)
+        rings.timeline.forget()
+        rings.mark(Mark.PLANNED, 256)
+        rings.step(64)
+        rings.log_loss()
+        frame = shown(rings, since=rings.timeline.forgotten)
+    assert frame.since == 128
+    assert "64 / 128 steps192 in all" in text(frame)
+    assert 'style="width:50.0%"' in page.body(frame)
+    # Nothing is left free for the steps of other cells.
+    assert frame.snapshot.steps[0] == frame.snapshot.late_steps[0] == 129
 
 
 def test_texts_of_users_are_escaped():
@@ -323,7 +358,9 @@ def test_without_readings_the_replicas_own_memory_is_shown():
 def test_lost_samples_are_told():
     with MadeRings(1, capacity=64) as rings:
         rings.step(60)
-        assert "overwritten" in "".join(card(shown(rings), "What to look at").itertext())
+        said = "".join(card(shown(rings), "What to look at").itertext())
+    assert re.search(r"\d+ timings not kept", said)
+    assert "lost" not in said
 
 
 # ------------------------------------------------------------------ colours and the parts of a drawing

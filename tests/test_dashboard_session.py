@@ -96,6 +96,15 @@ def test_a_cell_with_a_dashboard_shows_it_first_and_keeps_its_picture(kernel):
     assert shown.stdout == "over\n"
 
 
+def test_the_picture_names_the_network_that_its_cell_trained(kernel):
+    made = "wide = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))\nlast = nn.Linear(8, 2)"
+    kernel.run(f"%%mirrored\n{made}")
+    loop = TRAIN.partition("optimizer =")
+    shown = kernel.run(f"%%mirrored --dashboard\n{(loop[1] + loop[2]).replace('model', 'wide')}")
+    assert picture(shown)[1].startswith("Sequential, 706 parameters")
+    assert picture(kernel.run(f"%%mirrored --dashboard\n{TRAIN}"))[1].startswith("Sequential, 178 parameters")
+
+
 def test_the_next_cells_dashboard_begins_anew(kernel):
     shown = kernel.run(f"%%mirrored --dashboard\n{TRAIN}")
     assert "finished on 2 replicas" in picture(shown)[1]

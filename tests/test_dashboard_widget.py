@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import itertools
 import types
 from typing import Any
@@ -270,6 +271,22 @@ def test_devices_are_read_once_a_second_and_half_a_minute_is_kept(rings, shell):
     assert 50 <= machine.reads <= 52
     assert len({reading.at for reading in dashboard.frame().readings}) == 31
     dashboard.finish()
+
+
+def test_a_short_training_is_shown_with_what_its_devices_did_until_the_end(rings, shell):
+    class Machine:
+        told: Any = ((0, None), (1, 0.5), (2, 0.9))
+
+        def read(self):
+            (at, busy), *self.told = self.told
+            made = readings(1, seconds=1)[0]
+            return (dataclasses.replace(made, at=at, utilisation=busy),)
+
+    dashboard = Dashboard(rings.timeline, shell=shell, machine=Machine(), devices=["cuda:0", "cuda:1"])
+    dashboard.show()
+    dashboard._read_at -= 0.2
+    dashboard.finish()
+    assert dashboard.frame().readings[-1].utilisation == 0.5
 
 
 def test_nothing_written_is_waiting(shell):

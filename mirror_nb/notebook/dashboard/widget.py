@@ -20,7 +20,7 @@ from IPython.core.getipython import get_ipython
 from mirror_nb.notebook.dashboard import page, routes, words
 from mirror_nb.notebook.dashboard.frame import Frame, Phase
 from mirror_nb.telemetry.findings import findings
-from mirror_nb.telemetry.machine import Machine, Reading
+from mirror_nb.telemetry.machine import SHORTEST, Machine, Reading
 from mirror_nb.telemetry.snapshot import Half, Snapshot
 from mirror_nb.telemetry.timeline import Timeline
 
@@ -173,6 +173,8 @@ class Dashboard:
         self.note = note or self.note
         if not self._places:
             return
+        # A short cell may have ended before any reading told what its devices did.
+        self._read(time.monotonic(), SHORTEST)
         # A stop may be obeyed before anybody has seen that it was heard: the page goes on to say so until the picture,
         # which takes a second to draw, says how it ended.
         still = _still(self.frame() if phase is Phase.STOPPED else self._draw())
@@ -202,6 +204,7 @@ class Dashboard:
             speed_up=self.speed_up,
             phase=self._phase(shot),
             note=self.note,
+            since=self._timeline.forgotten,
         )
         return self._latest
 
@@ -228,9 +231,9 @@ class Dashboard:
             self._view.draw(frame, half)
         return frame
 
-    def _read(self, now: float) -> None:
-        """Ask the devices, at most once a second."""
-        if self._machine is None or (self._readings and now - self._read_at < READING_SECONDS):
+    def _read(self, now: float, apart: float = READING_SECONDS) -> None:
+        """Ask the devices, if the last time was so many seconds ago."""
+        if self._machine is None or (self._readings and now - self._read_at < apart):
             return
         self._read_at = now
         self._readings.extend(self._machine.read())
