@@ -389,6 +389,26 @@ def test_the_colours_of_two_replicas_can_be_told_apart(colours, eyes):
         assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(labs, 2)) > least
 
 
+@pytest.mark.parametrize(("dark", "card"), [(False, "#f8f8f8"), (True, "#181818")])
+def test_the_parts_of_a_step_can_be_told_from_their_neighbours_and_the_card(dark, card):
+    labs = {name: _lab(both[dark], np.eye(3)) for name, both in palette.PARTS.items()}
+    for one, other in itertools.pairwise(labs):
+        assert np.linalg.norm(labs[one] - labs[other]) > 20, (one, other)
+        if "exposed" not in (one, other):
+            assert abs(labs[one][0] - labs[other][0]) > 15, (one, other)
+    paper = _luminance(card)
+    for name, both in palette.PARTS.items():
+        lighter, darker = sorted((_luminance(both[dark]), paper), reverse=True)
+        assert (lighter + 0.05) / (darker + 0.05) > 1.45, name
+
+
+def _luminance(colour: str) -> float:
+    """The relative luminance of WCAG 2."""
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
 def _lab(colour: str, seen: np.ndarray) -> np.ndarray:
     rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     linear = np.clip(seen @ np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92), 0, 1)

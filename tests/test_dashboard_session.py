@@ -25,7 +25,7 @@ from mirror_nb import ContextError
 from mirror_nb.errors import TrainingStopped
 from mirror_nb.messages import Done, Failure, Word
 from mirror_nb.notebook.dashboard.frame import Phase
-from mirror_nb.notebook.dashboard.widget import TEXT
+from mirror_nb.notebook.dashboard.widget import NOTHING, TEXT
 from mirror_nb.notebook.live import LiveDashboard, _outcome
 from mirror_nb.pool.base import Answer, Report
 from mirror_nb.telemetry.notice import find
@@ -109,6 +109,13 @@ def test_the_next_cells_dashboard_begins_anew(kernel):
     shown = kernel.run(f"%%mirrored --dashboard\n{TRAIN}")
     assert "finished on 2 replicas" in picture(shown)[1]
     assert not [data for _, data, _ in displays(kernel.run("%%mirrored\n1 + 1")) if "image/png" in data]
+
+
+def test_a_cell_that_does_not_train_leaves_no_empty_picture(kernel):
+    shown = displays(kernel.run("%%mirrored --dashboard\n1 + 1"))
+    place = shown[0][0]
+    assert all("image/png" not in data for _, data, _ in shown)
+    assert [data for where, data, _ in shown if where == place][-1] == {"text/plain": NOTHING}
 
 
 def test_the_dashboard_of_all_cells_is_there_at_once_and_follows_them_in_its_place(kernel):
@@ -451,6 +458,17 @@ def test_a_loop_of_calls_is_held_until_it_is_resumed(strategy, live):
     strategy.run(step, args=(model, optimizer))
     timer.join()
     assert held == [Phase.PAUSING]
+
+
+def test_after_a_call_that_trained_nothing_the_buttons_are_at_rest(live, strategy):
+    live.show()
+    buttons = live._board._view._buttons.children
+    assert all(button.disabled for button in buttons)
+    live.tick()
+    assert not any(button.disabled for button in buttons)
+    strategy.run(lambda: None)
+    live.cell_ended()
+    assert all(button.disabled for button in buttons)
 
 
 def test_a_press_while_nothing_works_is_no_word(live, monkeypatch):

@@ -190,6 +190,8 @@ class LiveDashboard:
         phase, note = outcome
         ended_early = phase in (Phase.FAILED, Phase.INTERRUPTED)
         if self._timeline.last_step <= self._seen and not (ended_early and self._board.live):
+            # The buttons have nothing to do any more.
+            self._board.tick()
             return
         if not self._board.live:
             self._wake()
@@ -200,8 +202,10 @@ class LiveDashboard:
     def close(self) -> None:
         """The replicas are stopped: leave the picture."""
         self._buttons.rest()
-        if self._board.live:
-            self._board.finish(Phase.FINISHED if self._timeline.last_step else Phase.WAITING)
+        if self._board.live and self._timeline.last_step:
+            self._board.finish(Phase.FINISHED)
+        elif self._board.live:
+            self._board.leave()
         self._shown = False
         if self._follows_cells:
             self._shell.events.unregister("post_run_cell", self.cell_ended)

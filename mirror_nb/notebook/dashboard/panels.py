@@ -383,6 +383,7 @@ def header(frame: Frame) -> str:
         f'<span class="{kind}"><b>{html.escape(value)}</b> {html.escape(what)}</span>'
         for value, what, kind in words.facts(frame)
     )
+    numbers = numbers or "<span>no step has ended yet</span>"
     hot = " bad" if frame.troubled() else ""
     done, planned = words.done(frame)
     share = min(1.0, done / planned) if planned else 0.0
