@@ -225,8 +225,8 @@ def test_much_exposed_communication_is_told_and_how_much_of_it_is_waiting():
             made.slowness = [3.0, 1.0] if step % 2 else [1.0, 3.0]
             made.step()
         (finding,) = found(made)
-        assert finding.title == "33 % of a step is exposed communication"
-        assert finding.detail.startswith("33 % of a step is waiting for peers, 0 % communicating")
+        assert finding.title == "100 % of the exposed communication is waiting for peers"
+        assert finding.detail.startswith("now for one and now for another")
         assert finding.replica_id is None
 
 

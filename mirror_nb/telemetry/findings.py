@@ -230,9 +230,9 @@ def exposed(snapshot: Snapshot) -> Finding | None:
         return None
     return Finding(
         Weight.HINT,
-        f"{(own + waiting) * 100:.0f} % of a step is exposed communication",
-        f"{waiting * 100:.0f} % of a step is waiting for peers, {max(0.0, own) * 100:.0f} % communicating: "
-        "steps that take as long on every replica wait less",
+        # Its share of a step is a key number of every picture already.
+        f"{waiting / (own + waiting) * 100:.0f} % of the exposed communication is waiting for peers",
+        "now for one and now for another: steps that take as long on every replica wait less",
         None,
         own + waiting,
     )
