@@ -230,6 +230,14 @@ def test_much_exposed_communication_is_told_and_how_much_of_it_is_waiting():
         assert finding.replica_id is None
 
 
+def test_much_exposed_communication_is_told_though_more_is_hidden():
+    with MadeRings(2, jitter=0, buckets=[100 * MB] * 14) as made:
+        made.step(60)
+        shot = made.timeline.snapshot() if made.timeline.update(made.now) else None
+        assert shot.hidden > 0.5
+        assert "communication that nothing hides" in findings(shot)[0].title
+
+
 def test_a_replica_that_is_slow_at_no_cost_to_the_others_is_not_named():
     with MadeRings(2, data=0, forward=0.05, backward=0.05, optimizer=0.01, buckets=[4 * KB], latency=0.001) as made:
         made.slowness[1] = 1.3
