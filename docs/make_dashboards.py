@@ -67,7 +67,7 @@ def made(replicas: int) -> Frame:
 def photograph(browser: Browser, frame: Frame, theme: str, width: int, path: Path) -> None:
     """Write the page of a frame as a picture."""
     light, paper, ink = PAPER[theme]
-    style = f"margin:0;padding:10px;background:{paper};--jp-layout-color1:{paper};--jp-content-font-color1:{ink}"
+    style = f"margin:0;padding:10px;background:{paper};--jp-layout-color0:{paper};--jp-content-font-color1:{ink}"
     body = f'<body data-jp-theme-light="{light}" style="{style}">{page(frame)}</body>'
     tab = browser.new_page(viewport={"width": width + 20, "height": 200}, device_scale_factor=SCALE)
     tab.set_content(f'<!doctype html><meta charset="utf-8">{body}')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -82,7 +83,7 @@ def test_the_header_gives_the_key_numbers():
     shot, said = frame.snapshot, text(frame)
     assert "running" in said
     assert "ResNet-50 · 2 replicas · NcclAllReduce" in said
-    assert f"{shot.throughput:,.0f} samples/s" in said
+    assert f"{shot.throughput:,.0f} examples/s together, waits included" in said
     assert "1.94× vs 1 replica" in said
     assert f"{shot.curves['loss'].last:.2f} loss" in said
     assert "60 / 200 steps" in said
@@ -171,6 +172,40 @@ def test_metrics_are_small_curves_below_the_loss_and_numbers_in_the_header():
     assert "accuracy 0.967" in words.alternative(frame)
 
 
+def test_screen_readers_are_told_the_numbers_that_the_labels_show():
+    with MadeRings(2, examples=3000) as rings:
+        rings.step(60)
+        rings.slowness = [0.5, 0.5]
+        rings.step(20)
+        frame = shown(rings)
+    labels = [e.text for e in card(frame, "Throughput per replica").iter("span") if "e" in e.get("class", "").split()]
+    assert len(labels) == 2
+    for label in labels:
+        assert label in words.alternative(frame)
+    assert words.rate(161_421) == "161.4k"
+    assert words.rate(99_421) == "99,421"
+
+
+def test_in_sync_is_told_with_its_step_once():
+    frame = trained(2)
+    assert text(frame).count("at step") == 1
+
+
+def test_a_picture_of_one_cell_counts_its_own_steps():
+    with MadeRings(2) as rings:
+        rings.step(128)
+        rings.timeline.forget()
+        rings.mark(Mark.PLANNED, 256)
+        rings.step(64)
+        rings.log_loss()
+        frame = shown(rings, since=rings.timeline.forgotten)
+    assert frame.since == 128
+    assert "64 / 128 steps192 in all" in text(frame)
+    assert 'style="width:50.0%"' in page.body(frame)
+    # Nothing is left free for the steps of other cells.
+    assert frame.snapshot.steps[0] == frame.snapshot.late_steps[0] == 129
+
+
 def test_texts_of_users_are_escaped():
     with MadeRings(2) as rings:
         rings.step(30)
@@ -218,6 +253,43 @@ def test_a_slow_replica_stands_out():
         bold = [e.text for e in card(frame, title).iter("span") if "b" in e.get("class", "").split()]
         assert [name for name in bold if name.startswith("r2")] == bold != []
     assert "r2 is slow" in words.alternative(frame)
+
+
+def test_a_replica_whose_parameters_differ_is_not_painted_as_late():
+    with MadeRings(2) as rings:
+        rings.step(60)
+        rings.log_checksums([7, 8])
+        frame = shown(rings)
+    assert frame.findings[0].replica_id == 1
+    assert not frame.slow()
+    assert "b" not in classes(card(frame, "Throughput per replica").find("div"))
+
+
+def test_a_failed_training_is_told_nothing_reassuring():
+    frame = trained(2, phase=Phase.FAILED, note="replica 1 died (killed by signal 9)")
+    said = "".join(card(frame, "What to look at").itertext())
+    assert "Nothing stands out" not in said
+    assert "in sync" not in said
+    assert "replica 1 died (killed by signal 9)" in said
+
+
+def test_replicas_that_differ_much_are_not_said_to_be_near_each_other():
+    with MadeRings(2, buckets=[MB]) as rings:
+        rings.step(60)
+        rings.slowness[1] = 3.0
+        rings.step(20)
+        frame = shown(rings, findings=())
+    said = "".join(card(frame, "What to look at").itertext())
+    assert "of each other" not in said
+    assert "Nothing stands out" not in said
+    assert "No replica is slow throughout" in said
+
+
+def test_an_interrupted_training_is_not_red():
+    frame = trained(2, phase=Phase.INTERRUPTED)
+    assert "interrupted" in text(frame)
+    assert classes(tree(frame)) & RED == set()
+    assert frame.phase.over
 
 
 def test_its_line_stays_in_sight_however_late_it_got_slow():
@@ -286,7 +358,9 @@ def test_without_readings_the_replicas_own_memory_is_shown():
 def test_lost_samples_are_told():
     with MadeRings(1, capacity=64) as rings:
         rings.step(60)
-        assert "overwritten" in "".join(card(shown(rings), "What to look at").itertext())
+        said = "".join(card(shown(rings), "What to look at").itertext())
+    assert re.search(r"\d+ timings not kept", said)
+    assert "lost" not in said
 
 
 # ------------------------------------------------------------------ colours and the parts of a drawing
@@ -313,6 +387,26 @@ def test_the_colours_of_two_replicas_can_be_told_apart(colours, eyes):
     for count, least in ((4, 20), (8, 12)):
         labs = [_lab(colour, seen) for colour in colours[:count]]
         assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(labs, 2)) > least
+
+
+@pytest.mark.parametrize(("dark", "card"), [(False, "#f8f8f8"), (True, "#181818")])
+def test_the_parts_of_a_step_can_be_told_from_their_neighbours_and_the_card(dark, card):
+    labs = {name: _lab(both[dark], np.eye(3)) for name, both in palette.PARTS.items()}
+    for one, other in itertools.pairwise(labs):
+        assert np.linalg.norm(labs[one] - labs[other]) > 20, (one, other)
+        if "exposed" not in (one, other):
+            assert abs(labs[one][0] - labs[other][0]) > 15, (one, other)
+    paper = _luminance(card)
+    for name, both in palette.PARTS.items():
+        lighter, darker = sorted((_luminance(both[dark]), paper), reverse=True)
+        assert (lighter + 0.05) / (darker + 0.05) > 1.45, name
+
+
+def _luminance(colour: str) -> float:
+    """The relative luminance of WCAG 2."""
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
 
 
 def _lab(colour: str, seen: np.ndarray) -> np.ndarray:

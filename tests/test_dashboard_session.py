@@ -25,8 +25,8 @@ from mirror_nb import ContextError
 from mirror_nb.errors import TrainingStopped
 from mirror_nb.messages import Done, Failure, Word
 from mirror_nb.notebook.dashboard.frame import Phase
-from mirror_nb.notebook.dashboard.widget import TEXT
-from mirror_nb.notebook.live import LiveDashboard
+from mirror_nb.notebook.dashboard.widget import NOTHING, TEXT
+from mirror_nb.notebook.live import LiveDashboard, _outcome
 from mirror_nb.pool.base import Answer, Report
 from mirror_nb.telemetry.notice import find
 from mirror_nb.telemetry.samples import BLOCKING, Kind, Operation
@@ -96,10 +96,26 @@ def test_a_cell_with_a_dashboard_shows_it_first_and_keeps_its_picture(kernel):
     assert shown.stdout == "over\n"
 
 
+def test_the_picture_names_the_network_that_its_cell_trained(kernel):
+    made = "wide = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))\nlast = nn.Linear(8, 2)"
+    kernel.run(f"%%mirrored\n{made}")
+    loop = TRAIN.partition("optimizer =")
+    shown = kernel.run(f"%%mirrored --dashboard\n{(loop[1] + loop[2]).replace('model', 'wide')}")
+    assert picture(shown)[1].startswith("Sequential, 706 parameters")
+    assert picture(kernel.run(f"%%mirrored --dashboard\n{TRAIN}"))[1].startswith("Sequential, 178 parameters")
+
+
 def test_the_next_cells_dashboard_begins_anew(kernel):
     shown = kernel.run(f"%%mirrored --dashboard\n{TRAIN}")
     assert "finished on 2 replicas" in picture(shown)[1]
     assert not [data for _, data, _ in displays(kernel.run("%%mirrored\n1 + 1")) if "image/png" in data]
+
+
+def test_a_cell_that_does_not_train_leaves_no_empty_picture(kernel):
+    shown = displays(kernel.run("%%mirrored --dashboard\n1 + 1"))
+    place = shown[0][0]
+    assert all("image/png" not in data for _, data, _ in shown)
+    assert [data for where, data, _ in shown if where == place][-1] == {"text/plain": NOTHING}
 
 
 def test_the_dashboard_of_all_cells_is_there_at_once_and_follows_them_in_its_place(kernel):
@@ -380,6 +396,23 @@ def test_between_cells_time_does_not_count(live, model):
     assert live._board.frame().snapshot.throughput > 100
 
 
+def outcome(*failures: Failure, interrupted: bool = False) -> tuple[Phase, str]:
+    answers = {r: Answer(Done(1, failure=failure)) for r, failure in enumerate(failures)}
+    return _outcome(Report(answers, interrupted=interrupted, timed_out=False))
+
+
+def test_the_replica_that_failed_by_itself_is_blamed_not_one_that_waited_for_it():
+    waited = Failure("PeerFailed", "replica 1 raised ValueError: odd", (), None, secondary=True)
+    assert outcome(waited, Failure("ValueError", "odd", (), None)) == (
+        Phase.FAILED,
+        "replica 1 raised ValueError: odd",
+    )
+
+
+def test_an_interrupted_cell_is_not_called_failed():
+    assert outcome(Failure("KeyboardInterrupt", "", (), None), interrupted=True) == (Phase.INTERRUPTED, "")
+
+
 # --------------------------------------------------------------------------- the buttons
 
 
@@ -425,6 +458,17 @@ def test_a_loop_of_calls_is_held_until_it_is_resumed(strategy, live):
     strategy.run(step, args=(model, optimizer))
     timer.join()
     assert held == [Phase.PAUSING]
+
+
+def test_after_a_call_that_trained_nothing_the_buttons_are_at_rest(live, strategy):
+    live.show()
+    buttons = live._board._view._buttons.children
+    assert all(button.disabled for button in buttons)
+    live.tick()
+    assert not any(button.disabled for button in buttons)
+    strategy.run(lambda: None)
+    live.cell_ended()
+    assert all(button.disabled for button in buttons)
 
 
 def test_a_press_while_nothing_works_is_no_word(live, monkeypatch):

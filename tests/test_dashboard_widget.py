@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import itertools
 import types
 from typing import Any
@@ -39,7 +40,7 @@ class Word:
     """Controls that keep what they were told."""
 
     def __init__(self) -> None:
-        self.state = Phase.RUNNING
+        self.state, self.armed = Phase.RUNNING, True
 
     def stop(self) -> None:
         self.state = Phase.STOPPING
@@ -142,21 +143,21 @@ def test_a_frame_shows_what_was_written_meanwhile(rings, shell):
     assert "<b>42</b> steps" in dashboard._view._page.value
 
 
-def test_each_frame_draws_one_half_and_three_show_all_that_was_written_meanwhile(rings, shell):
+def test_each_frame_draws_one_half_and_two_show_all_that_was_written_meanwhile(rings, shell):
     dashboard = Dashboard(rings.timeline, shell=shell)
     dashboard.show()
     rings.slowness[1] = 2.0
     rings.step(60)
     rings.log_loss()
     seen = []
-    for i in range(3):
+    for i in range(2):
         dashboard.tick(100.0 + i)
         seen.append(dashboard._view._page.value)
     whole = page.body(dashboard.frame())
     panels = [text[text.index('<div class="grid') :] for text in (*seen, whole)]
-    assert len(set(panels)) == 3
-    # The third marks the lines of whom a finding of the second names.
-    assert panels[2] == panels[3]
+    # The second also marks the lines of whom a finding of it names.
+    assert len(set(panels)) == 2
+    assert panels[1] == panels[2]
 
 
 def test_stop_tells_the_controls_and_the_screen_follows_at_once(rings, shell):
@@ -199,6 +200,45 @@ def test_without_buttons_one_replica_that_holds_is_enough_too():
         rings.mark(Mark.STOPPED)
         rings.timeline.update(now=rings.now)
         assert Phase.of(rings.timeline.snapshot(now=rings.now)) is Phase.STOPPED
+
+
+def test_buttons_that_would_do_nothing_cannot_be_pressed(rings, shell):
+    word = Word()
+    word.armed = False
+    dashboard = Dashboard(rings.timeline, shell=shell, controls=word)
+    dashboard.show()
+    assert all(button.disabled for button in buttons(dashboard).values())
+    word.armed = True
+    assert dashboard.tick(100.0)
+    assert not any(button.disabled for button in buttons(dashboard).values())
+    word.armed = False
+    assert dashboard.tick(100.01)
+    assert all(button.disabled for button in buttons(dashboard).values())
+
+
+def test_no_line_is_marked_without_a_finding(rings, shell):
+    dashboard = Dashboard(rings.timeline, shell=shell)
+    rings.slowness[1] = 2.0
+    rings.step(40)
+    dashboard.show()
+    assert "r1 is slow" in dashboard._view._page.value
+    rings.slowness[1] = 1.0
+    rings.step(60)
+    for i in range(4):
+        dashboard.tick(100.0 + i)
+        page = dashboard._view._page.value
+        assert ("r1 is slow" in page) == ('r1 b"' in page)
+
+
+def test_where_nothing_was_trained_a_line_is_left(shell):
+    with MadeRings(2) as made:
+        dashboard = Dashboard(made.timeline, shell=shell)
+        dashboard.show()
+        assert "no step has ended yet" in dashboard._view._page.value
+        dashboard.leave()
+    data, _, _, update = shell.display_pub.sent[-1]
+    assert (data, update) == ({"text/plain": widget.NOTHING}, True)
+    assert not dashboard.live
 
 
 def test_pause_becomes_resume_and_back(rings, shell):
@@ -270,6 +310,22 @@ def test_devices_are_read_once_a_second_and_half_a_minute_is_kept(rings, shell):
     assert 50 <= machine.reads <= 52
     assert len({reading.at for reading in dashboard.frame().readings}) == 31
     dashboard.finish()
+
+
+def test_a_short_training_is_shown_with_what_its_devices_did_until_the_end(rings, shell):
+    class Machine:
+        told: Any = ((0, None), (1, 0.5), (2, 0.9))
+
+        def read(self):
+            (at, busy), *self.told = self.told
+            made = readings(1, seconds=1)[0]
+            return (dataclasses.replace(made, at=at, utilisation=busy),)
+
+    dashboard = Dashboard(rings.timeline, shell=shell, machine=Machine(), devices=["cuda:0", "cuda:1"])
+    dashboard.show()
+    dashboard._read_at -= 0.2
+    dashboard.finish()
+    assert dashboard.frame().readings[-1].utilisation == 0.5
 
 
 def test_nothing_written_is_waiting(shell):

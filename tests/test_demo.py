@@ -190,7 +190,7 @@ def test_a_terminal_gets_a_bar_with_steps_loss_and_the_rate_of_each_replica():
             history.take(replica_id, record)
             terminal.take(record)
         terminal._bar.refresh()
-    assert "step 2/8 · epoch 1/2 · loss 0.500 · 120 + 80 samples/s" in out.getvalue()
+    assert "step 2/8 · epoch 1/2 · loss 0.500 · 120 + 80 examples/s" in out.getvalue()
 
 
 def test_an_epoch_is_told_once_when_every_replica_has_done_it():
@@ -201,7 +201,7 @@ def test_an_epoch_is_told_once_when_every_replica_has_done_it():
                 history.take(replica_id, record)
                 terminal.take(record)
             assert out.getvalue().count("epoch") == (replica_id == 0)
-    assert out.getvalue().startswith("epoch  1/10  loss 2.000  test  87.5%  4 + 4 samples/s  ")
+    assert out.getvalue().startswith("epoch  1/10  loss 2.000  test  87.5%  4 + 4 examples/s  ")
 
 
 def test_records_travel_as_displays_of_their_own_type(monkeypatch):

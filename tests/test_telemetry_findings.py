@@ -206,3 +206,69 @@ def test_at_most_three_are_told_trouble_first():
         assert told[0].title == "weight differs on r1"
         assert [f.weight for f in told] == sorted((f.weight for f in told), reverse=True)
         assert told[1].lost >= told[2].lost
+
+
+def test_more_replicas_than_cores_are_told():
+    host = reading(device="host", name="2 CPUs", cores=2)
+    with MadeRings(4) as made:
+        made.step(30)
+        (finding,) = found(made, host, *[reading(device=f"cpu:{r}") for r in range(4)])
+        assert (finding.title, finding.weight) == ("4 replicas share 2 cores", Weight.HINT)
+        assert found(made, dataclasses.replace(host, cores=4), *[reading(device=f"cpu:{r}") for r in range(4)]) == ()
+        assert found(made, host, *[reading(device=f"cuda:{r}") for r in range(4)]) == ()
+
+
+def test_much_exposed_communication_is_told_and_how_much_of_it_is_waiting():
+    with MadeRings(2, jitter=0, data=0, buckets=[4 * KB]) as made:
+        # In turns: neither is slow throughout.
+        for step in range(60):
+            made.slowness = [3.0, 1.0] if step % 2 else [1.0, 3.0]
+            made.step()
+        (finding,) = found(made)
+        assert finding.title == "100 % of the exposed communication is waiting for peers"
+        assert finding.detail.startswith("now for one and now for another")
+        assert finding.replica_id is None
+
+
+def test_much_exposed_communication_is_told_though_more_is_hidden():
+    with MadeRings(2, jitter=0, buckets=[100 * MB] * 14) as made:
+        made.step(60)
+        shot = made.timeline.snapshot() if made.timeline.update(made.now) else None
+        assert shot.hidden > 0.5
+        assert "communication that nothing hides" in findings(shot)[0].title
+
+
+def test_a_replica_that_is_slow_at_no_cost_to_the_others_is_not_named():
+    with MadeRings(2, data=0, forward=0.05, backward=0.05, optimizer=0.01, buckets=[4 * KB], latency=0.001) as made:
+        made.slowness[1] = 1.3
+        made.step(60)
+        # They wait 0.03 ms a step for it: the system's turns are longer.
+        assert found(made) == ()
+
+
+def test_taking_a_batch_from_memory_is_not_called_a_slow_loader():
+    with MadeRings(2, jitter=0, data=0.1, forward=0.2, backward=0.2, optimizer=0.1) as made:
+        made.step(60)
+        assert rules.starved(made.timeline.snapshot()) is None
+
+
+def test_time_between_steps_is_told():
+    with MadeRings(2, jitter=0) as made:
+        for _ in range(60):
+            made.step()
+            made.now += 100 * 10**6
+        (finding,) = found(made)
+        assert finding.title == "61 % of the time passes between steps"
+        assert finding.detail.startswith("100 ms a step, which no panel shows")
+
+
+def test_only_a_slow_or_a_stuck_replica_keeps_the_others_waiting():
+    with MadeRings(2) as made:
+        made.step(30)
+        made.log_checksums([1, 2])
+        (differs,) = found(made)
+        made.slowness[1] = 1.5
+        made.step(60)
+        slow = next(finding for finding in found(made) if "slow" in finding.title)
+    assert (differs.replica_id, differs.awaited) == (1, False)
+    assert (slow.replica_id, slow.awaited) == (1, True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from driving import eventually
 
 from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.telemetry.machine import HOT, Gpus, Host
@@ -117,6 +119,7 @@ def test_a_real_gpu_tells_its_memory():
 
 def test_memory_of_a_cpu_replica_is_what_the_system_says():
     host = Host({"cpu:0": os.getpid()})
+    time.sleep(0.11)
     mine, machine = host.read()
     host.close()
     assert (mine.device, machine.device) == ("cpu:0", "host")
@@ -124,6 +127,13 @@ def test_memory_of_a_cpu_replica_is_what_the_system_says():
     assert machine.memory_total == psutil.virtual_memory().total
     assert 0 <= machine.utilisation <= 1
     assert mine.temperature is None
+    assert machine.cores == len(os.sched_getaffinity(0))
+
+
+def test_what_a_cpu_did_in_a_moment_is_not_told():
+    host = Host({"cpu:0": os.getpid()})
+    assert [reading.utilisation for reading in host.read()] == [None, None]
+    eventually(lambda: host.read()[0].utilisation is not None, "a tenth of a second is enough")
 
 
 def test_a_replica_that_has_died_has_no_reading():

@@ -199,7 +199,7 @@ def test_the_lines_have_the_dashboards_numbers(made):
     shown = text_of(frame)
     head, facts = shown.splitlines()[:2]
     assert head == "Made  running  2 replicas · nccl · process 4711"
-    assert f"{frame.snapshot.throughput:,.0f} samples/s" in facts
+    assert f"{frame.snapshot.throughput:,.0f} examples/s together, waits included" in facts
     assert f"{frame.snapshot.curves['loss'].last:.2f} loss" in facts
     assert "60 steps" in shown
     assert "25 MB" in shown

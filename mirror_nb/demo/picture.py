@@ -104,7 +104,7 @@ def _draw_rates(axes: Axes, history: History, devices: Sequence[Device]) -> None
     # Room above the lines for the legend.
     axes.set_ylim(0, axes.get_ylim()[1] * (1.06 + 0.12 * math.ceil(len(devices) / columns)))
     axes.set_xlim(left=0)
-    axes.set(title="Throughput of each replica", xlabel="seconds", ylabel="samples/s")
+    axes.set(title="Throughput of each replica", xlabel="seconds", ylabel="examples/s")
     axes.legend(loc="upper right", fontsize=8.5, ncols=columns, columnspacing=1.2)
 
 

@@ -82,8 +82,8 @@ class Terminal:
         rate = self._history.rate_now if now else self._history.rate
         rates = [rate(r) for r in range(self._history.num_replicas)]
         if len(rates) > _FEW:
-            return f"{min(rates):.0f} to {max(rates):.0f} samples/s on each of {len(rates)} replicas"
-        return f"{' + '.join(f'{r:.0f}' for r in rates)} samples/s"
+            return f"{min(rates):.0f} to {max(rates):.0f} examples/s on each of {len(rates)} replicas"
+        return f"{' + '.join(f'{r:.0f}' for r in rates)} examples/s"
 
 
 def summary(history: History, devices: Sequence[Device], seconds: float, picture: str) -> str:
@@ -91,6 +91,6 @@ def summary(history: History, devices: Sequence[Device], seconds: float, picture
     width = max(len(str(device)) for device in devices)
     lines = [f"test accuracy  {history.accuracy:.1%}"]
     lines += [
-        f"replica {r} on {device!s:{width}}  {history.rate(r):.0f} samples/s" for r, device in enumerate(devices)
+        f"replica {r} on {device!s:{width}}  {history.rate(r):.0f} examples/s" for r, device in enumerate(devices)
     ]
     return "\n".join([*lines, f"wall time  {seconds:.1f} s", f"picture  {picture}"])

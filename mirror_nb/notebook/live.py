@@ -188,7 +188,10 @@ class LiveDashboard:
             return
         self._timeline.update()
         phase, note = outcome
-        if self._timeline.last_step <= self._seen and (phase is not Phase.FAILED or not self._board.live):
+        ended_early = phase in (Phase.FAILED, Phase.INTERRUPTED)
+        if self._timeline.last_step <= self._seen and not (ended_early and self._board.live):
+            # The buttons have nothing to do any more.
+            self._board.tick()
             return
         if not self._board.live:
             self._wake()
@@ -199,8 +202,10 @@ class LiveDashboard:
     def close(self) -> None:
         """The replicas are stopped: leave the picture."""
         self._buttons.rest()
-        if self._board.live:
-            self._board.finish(Phase.FINISHED if self._timeline.last_step else Phase.WAITING)
+        if self._board.live and self._timeline.last_step:
+            self._board.finish(Phase.FINISHED)
+        elif self._board.live:
+            self._board.leave()
         self._shown = False
         if self._follows_cells:
             self._shell.events.unregister("post_run_cell", self.cell_ended)
@@ -314,8 +319,10 @@ def _outcome(report: Report) -> tuple[Phase, str]:
     if report.timed_out:
         return Phase.FAILED, "stopped after its --timeout"
     if report.interrupted:
-        return Phase.FAILED, "interrupted"
+        return Phase.INTERRUPTED, ""
     if names:
-        replica_id, failure = next(iter(report.failures.items()))
+        # Others only tell that they waited for it.
+        first = {r: f for r, f in report.failures.items() if not f.secondary and not f.interrupted}
+        replica_id, failure = next(iter((first or report.failures).items()))
         return Phase.FAILED, f"replica {replica_id} raised {failure.type_name}: {failure.message}"
     return Phase.FINISHED, ""

@@ -12,7 +12,7 @@ import time
 import types
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,6 +177,8 @@ class Session:
         self._operation = ""
         # The same as a class, as dashboards call it.
         self._dashboard: LiveDashboard | None = None
+        self._trained = ""
+        # The network that the last cell named; empty while one runs.
         # The one that follows from cell to cell.
         self.dashboards_above_cells = False
         # Each cell that trains has one of its own.
@@ -309,8 +311,15 @@ class Session:
         )
 
     def _title(self) -> str:
-        networks = self._names.mirrors.roots()
-        return called(networks[-1][1]) if networks else ""
+        """What the last cell trained; empty while a cell runs, which may make what it trains."""
+        return self._trained
+
+    def _network(self, names: Iterable[str]) -> str:
+        """The last network that bears one of these names, else the last one there is."""
+        networks = [module for _, module in self._names.mirrors.roots()]
+        values = [self._shell.user_ns.get(name) for name in names]
+        named = [module for module in networks if any(module is value for value in values)]
+        return called((named or networks)[-1]) if networks else ""
 
     @contextlib.contextmanager
     def _watched(self, options: CellOptions) -> Iterator[list[LiveDashboard]]:
@@ -357,6 +366,7 @@ class Session:
         names = cell_names(self._shell.transform_cell(source))
         parcels = self._names.prepare(names.read, replicas)
         ledger.withheld = sorted(set(self._names.withheld))
+        self._trained = ""
         with self._watched(options) as dashboards:
             try:
                 self._push_changed(ledger)
@@ -373,7 +383,8 @@ class Session:
             ledger.mixed = self._note_mixed(report)
             ledger.undivided = [name for name in report.undivided_loaders() if name not in self._told_loaders]
             self._told_loaders.update(ledger.undivided)
-            pool.tell(self._title(), self._operation)
+            self._trained = self._network(names.mentioned)
+            pool.tell(self._trained, self._operation)
         view.close(ledger.parts(replicas, time.perf_counter() - began))
         raise_for(report, pool.devices, options.timeout)
         if options.out is not None:

@@ -24,14 +24,24 @@ LATEST = 30
 # Steps by which it is judged who is slow.
 SLOW = 1.10
 # Times the others' time an example.
+AWAITED = 0.05
+# The share of a step that the others wait for a slow replica.
+NOTICED = 1e-4
+# Seconds that they wait: less is what the system's own turns take.
 STARVED = 0.10
 # The share of a step spent waiting for data.
+TAKEN = 1e-3
+# Seconds: it takes less to cut a batch out of memory, which more loader workers would not hasten.
 SMALL = 256 * 1024
 # Bytes: an all-reduce under this costs mostly its start.
 MANY = 8
 # All-reduces a step.
 COMMUNICATING = 0.15
 # The share of a step in which replicas only communicate.
+EXPOSED = 0.30
+# The same with waits for peers.
+BETWEEN = 0.30
+# The share of the time that passes between steps.
 STUCK = 5.0
 # Seconds in one collective, and at least ten steps' time.
 
@@ -60,6 +70,8 @@ class Finding:
     # Whose it is; None if it is everybody's.
     lost: float
     # The share of the steps' time that it takes, 0 to 1: of equal weight, the greater comes first.
+    awaited: bool = True
+    # Whether the others wait for that replica.
 
 
 def findings(snapshot: Snapshot, readings: Sequence[Reading] = ()) -> tuple[Finding, ...]:
@@ -67,14 +79,18 @@ def findings(snapshot: Snapshot, readings: Sequence[Reading] = ()) -> tuple[Find
 
     `readings`: those of the devices over the last half minute or so, oldest first.
     """
+    slow = slow_replica(snapshot)
     found = [
         stuck(snapshot),
         out_of_sync(snapshot),
         throttled(readings),
-        slow_replica(snapshot),
+        slow,
         starved(snapshot),
         small_buckets(snapshot),
-        not_overlapped(snapshot),
+        # How long a slow replica is waited for is told with it.
+        (None if slow else exposed(snapshot)) or not_overlapped(snapshot),
+        crowded(snapshot, readings),
+        between_steps(snapshot),
     ]
     said = [finding for finding in found if finding is not None]
     return tuple(sorted(said, key=lambda f: (f.weight, f.lost), reverse=True)[:AT_MOST])
@@ -118,13 +134,15 @@ def out_of_sync(snapshot: Snapshot) -> Finding | None:
         f"checksums at step {snapshot.checked_step:,}: something changes parameters on one replica only",
         ids[0] if len(ids) == 1 else None,
         1.0,
+        awaited=False,
     )
 
 
 def slow_replica(snapshot: Snapshot) -> Finding | None:
     """One replica takes 10 % more busy time an example, or a step where none are told, than the others' median.
 
-    So in the median of the last 30 steps, 20 at least, and in three of four of them.
+    So in the median of the last 30 steps, 20 at least, and in three of four of them; and the others wait for it for
+    5 % of a step, and 0.1 ms. Where replicas meet nowhere, nobody waits, and the slow one's own loss counts.
     """
     cost = _cost(snapshot)[:, -LATEST:]
     if snapshot.num_replicas < 2 or cost.shape[1] < ENOUGH:
@@ -136,18 +154,21 @@ def slow_replica(snapshot: Snapshot) -> Finding | None:
         return None
     busy, step = snapshot.replicas[slowest].busy_seconds, snapshot.replicas[slowest].step_seconds
     lost = (1 - 1 / typical) * busy / step if busy and step else 1 - 1 / typical
-    waits = np.delete(snapshot.waits, slowest)
+    waited = float(np.delete(snapshot.waits, slowest).mean())
+    cause = waited if np.nan_to_num(snapshot.lateness).any() else lost * (step or 0.0)
+    if cause < max(NOTICED, AWAITED * (step or 0.0)):
+        return None
     return Finding(
         Weight.SLOW,
         f"r{slowest} is slow: +{(typical - 1) * 100:.0f} % time {'an example' if _told(snapshot) else 'a step'}",
-        f"{_since(snapshot, slowest)}the others wait {_time(float(waits.mean()))} a step for it",
+        f"{_since(snapshot, slowest)}the others wait {_time(waited)} a step for it",
         slowest,
         lost,
     )
 
 
 def starved(snapshot: Snapshot) -> Finding | None:
-    """Waiting for data takes 10 % of the steps, 20 at least, in the mean and in the median."""
+    """Waiting for data takes 10 % of the steps, 20 at least, and 1 ms, in the mean and in the median."""
     step = snapshot.breakdown.sum(axis=1)
     waited = snapshot.breakdown[:, BREAKDOWN.index("data")]
     if not _enough(snapshot) or not step.any():
@@ -156,7 +177,7 @@ def starved(snapshot: Snapshot) -> Finding | None:
     worst = int(np.argmax(share))
     data = snapshot.data_waits[worst]
     data = data[np.isfinite(data)]
-    if share[worst] < STARVED or not len(data) or np.median(data) < STARVED * step[worst]:
+    if share[worst] < STARVED or not len(data) or np.median(data) < max(TAKEN, STARVED * step[worst]):
         return None
     everybody = bool((share >= STARVED).all())
     return Finding(
@@ -166,6 +187,7 @@ def starved(snapshot: Snapshot) -> Finding | None:
         "more loader workers, or less work on each example",
         None if everybody else worst,
         float(share[worst]),
+        awaited=False,
     )
 
 
@@ -187,9 +209,14 @@ def small_buckets(snapshot: Snapshot) -> Finding | None:
 
 
 def not_overlapped(snapshot: Snapshot) -> Finding | None:
-    """Replicas only communicate, waits for peers left out, for 15 % of a step; less than half of it is hidden."""
-    exposed = _own_communication(snapshot)
-    if not _enough(snapshot) or exposed < COMMUNICATING or snapshot.hidden is None or snapshot.hidden >= 0.5:
+    """Replicas only communicate, waits for peers left out, for 15 % of a step; less than half of it is hidden.
+
+    Where it is 30 % with the waits, whatever is hidden.
+    """
+    exposed, waiting = _own_communication(snapshot), _waiting(snapshot)
+    if not _enough(snapshot) or exposed < COMMUNICATING or snapshot.hidden is None:
+        return None
+    if snapshot.hidden >= 0.5 and exposed + waiting < EXPOSED:
         return None
     return Finding(
         Weight.HINT,
@@ -197,6 +224,51 @@ def not_overlapped(snapshot: Snapshot) -> Finding | None:
         f"{snapshot.hidden * 100:.0f} % of it runs beside computing: larger batches, or smaller last buckets",
         None,
         exposed,
+    )
+
+
+def exposed(snapshot: Snapshot) -> Finding | None:
+    """Replicas only communicate or wait for peers for 30 % of a step, and for half of that they wait."""
+    own, waiting = _own_communication(snapshot), _waiting(snapshot)
+    if not _enough(snapshot) or own + waiting < EXPOSED or waiting < own:
+        return None
+    return Finding(
+        Weight.HINT,
+        # Its share of a step is a key number of every picture already.
+        f"{waiting / (own + waiting) * 100:.0f} % of the exposed communication is waiting for peers",
+        "now for one and now for another: steps that take as long on every replica wait less",
+        None,
+        own + waiting,
+    )
+
+
+def crowded(snapshot: Snapshot, readings: Sequence[Reading]) -> Finding | None:
+    """Replicas on the CPU are more than the cores that the machine has for them."""
+    on_cpu = len({reading.device for reading in readings if reading.device.startswith("cpu:")})
+    cores = next((reading.cores for reading in reversed(readings) if reading.cores), None)
+    if cores is None or not cores < on_cpu <= snapshot.num_replicas:
+        return None
+    return Finding(
+        Weight.HINT,
+        f"{on_cpu} replicas share {cores} core{'s' if cores > 1 else ''}",
+        f"they compute in turns, and wait for each other meanwhile: {cores} would be as fast",
+        None,
+        1 - cores / on_cpu,
+    )
+
+
+def between_steps(snapshot: Snapshot) -> Finding | None:
+    """From the end of a step to the beginning of the next one, on every replica, 30 % of the time passes."""
+    step = float(snapshot.breakdown.sum(axis=1).max())
+    if not _enough(snapshot) or not snapshot.step_seconds or snapshot.step_seconds * (1 - BETWEEN) < step:
+        return None
+    between = snapshot.step_seconds - step
+    return Finding(
+        Weight.HINT,
+        f"{between / snapshot.step_seconds * 100:.0f} % of the time passes between steps",
+        f"{_time(between)} a step, which no panel shows: evaluating, saving, calls, or waiting for a replica",
+        None,
+        between / snapshot.step_seconds,
     )
 
 
@@ -256,6 +328,12 @@ def _own_communication(snapshot: Snapshot) -> float:
     return float(exposed.mean() / step.mean()) if step.any() else 0.0
 
 
+def _waiting(snapshot: Snapshot) -> float:
+    """The share of a step in which replicas wait for peers."""
+    step = snapshot.breakdown.sum()
+    return float(snapshot.waits.sum() / step) if step else 0.0
+
+
 def _enough(snapshot: Snapshot) -> bool:
     return len(snapshot.late_steps) >= ENOUGH
 
@@ -266,7 +344,11 @@ def _named(replica_ids: Sequence[int]) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    # As the dashboard's labels are.
+    digits = next((digits for digits, least in enumerate((0.09995, 0.000995, 0.0000995)) if seconds >= least), 3)
+    return f"{seconds * 1e3:.{digits}f} ms"
 
 
 def _bytes(count: float) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar, final
 
 import psutil
 
+from mirror_nb.devices import cores
 from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.telemetry.samples import clock
 
@@ -23,6 +24,8 @@ _SLOWED = {
     0x40: "too hot (hardware)",
     0x80: "power brake",
 }
+SHORTEST = 0.1
+# Seconds that a CPU's utilisation is taken over, as psutil's documentation says: over less it means nothing.
 HOT = frozenset(_SLOWED.values()) - {"power cap"}
 
 
@@ -54,6 +57,8 @@ class Reading:
     # MHz.
     slowed: tuple[str, ...]
     # Why the clock is lowered; empty if it is not, or not known.
+    cores: int | None = None
+    # Of the host: how many this process may use.
 
 
 class Machine(abc.ABC):
@@ -153,20 +158,28 @@ class Host(Machine):
         for device, pid in processes.items():
             with contextlib.suppress(psutil.Error):
                 self._processes[device] = psutil.Process(pid)
-        # The first answer of psutil's counters means nothing.
+        self._asked = 0
+        # When psutil's counters were asked last, nanoseconds; the first answer means nothing.
         self.read()
 
     def read(self) -> tuple[Reading, ...]:
-        """Return a reading of each process, and one of the host; utilisation is since the last call."""
+        """Return a reading of each process, and one of the host.
+
+        Utilisation is since it was told last; None if that is less than a tenth of a second ago.
+        """
+        told = clock() - self._asked >= SHORTEST * 1e9
+        if told:
+            self._asked = clock()
         memory = psutil.virtual_memory()
-        busy = psutil.cpu_percent(interval=None) / 100
-        host = _on_cpu("host", f"{psutil.cpu_count()} CPUs", busy, memory.total - memory.available, memory.total)
+        busy = psutil.cpu_percent(interval=None) / 100 if told else None
+        used = memory.total - memory.available
+        host = replace(_on_cpu("host", f"{psutil.cpu_count()} CPUs", busy, used, memory.total), cores=cores())
         found = []
         for device, process in self._processes.items():
             # A replica that has died has no reading.
             with contextlib.suppress(psutil.Error), process.oneshot():
-                used = process.cpu_percent(interval=None) / 100
-                found.append(_on_cpu(device, f"process {process.pid}", used, process.memory_info().rss, memory.total))
+                busy = process.cpu_percent(interval=None) / 100 if told else None
+                found.append(_on_cpu(device, f"process {process.pid}", busy, process.memory_info().rss, memory.total))
         return (*found, host)
 
     def close(self) -> None:
@@ -186,7 +199,7 @@ def machine_of(devices: Sequence[str], places: Sequence[int | str]) -> Machine |
     return Host({device: place for device, place in found.items() if isinstance(place, int)})
 
 
-def _on_cpu(device: str, name: str, busy: float, used: int, total: int) -> Reading:
+def _on_cpu(device: str, name: str, busy: float | None, used: int, total: int) -> Reading:
     return Reading(device, name, clock(), busy, used, total, None, None, None, None, None, ())
 
 

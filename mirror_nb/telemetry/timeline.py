@@ -129,6 +129,8 @@ class Timeline:
         # are, when they began, when they ended, whether they blocked.
         self._idle: deque[tuple[int, int]] = deque(maxlen=1000)
         # When nobody asked the replicas for anything, nanoseconds: since, until.
+        self.forgotten = 0
+        # The last step that was left out.
 
     def replace(self, replica_id: int, reader: Reader) -> None:
         """Go on with another ring, that of the process which took the replica's place."""
@@ -146,7 +148,8 @@ class Timeline:
     def forget(self) -> None:
         """Leave out what the replicas have written so far; names of scalars stay known."""
         for track in self._tracks:
-            track.reader.read()
+            rows = track.reader.read()
+            self.forgotten = max(self.forgotten, int(rows["step"][rows["kind"] == _ENDED].max(initial=0)))
 
     def idle(self, since: int, until: int) -> None:
         """Nobody asked the replicas for anything then, in nanoseconds of `samples.clock`: throughput leaves it out."""
@@ -411,8 +414,14 @@ class Timeline:
         """The last step that all replicas have ended."""
         return min(track.step for track in self._tracks)
 
+    def _window(self, count: int) -> tuple[Integers, Integers, np.ndarray]:
+        """The last steps, from the first that is known: those of earlier cells may be left out."""
+        steps, places, there = self._steps.window(self._last(), count)
+        first = int(there.any(axis=0).argmax()) if len(steps) else 0
+        return steps[first:], places[first:], there[:, first:]
+
     def _course(self, steps: int, means: Mapping[str, Floats]) -> dict[str, Any]:
-        steps_shown, places, there = self._steps.window(self._last(), steps)
+        steps_shown, places, there = self._window(steps)
         ends, throughputs = self._curve_of_throughput(steps_shown, places, there)
         breakdown = self._breakdown(means)
         known = breakdown[:, : len(PARTS) + 1]
@@ -426,7 +435,7 @@ class Timeline:
         }
 
     def _meetings(self, done: int) -> dict[str, Any]:
-        steps, places, there = self._steps.window(self._last(), LATE)
+        steps, places, there = self._window(LATE)
         columns = self._steps.at(places, ("began", "ended", "examples", "data", "wait", "late"))
         lane_step, lanes, hidden = self._lanes(done)
         return {

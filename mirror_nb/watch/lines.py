@@ -24,7 +24,7 @@ QUIET = 5.0
 # Seconds, and ten steps' time: after them a replica that writes nothing is said to be quiet.
 _COMPUTING = tuple(BREAKDOWN.index(part) for part in ("forward", "backward", "optimizer"))
 _DATA, _EXPOSED = BREAKDOWN.index("data"), BREAKDOWN.index("exposed")
-_COLUMNS = ("", "device", "samples/s", "step", "data", "compute", "comm", "late", "busy", "memory", "")
+_COLUMNS = ("", "device", "examples/s", "step", "data", "compute", "comm", "late", "busy", "memory", "")
 
 
 def lines(frame: Frame, pid: int) -> list[Line]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -10,10 +11,12 @@ import numpy as np
 
 from mirror_nb.telemetry.findings import Finding, Weight
 from mirror_nb.telemetry.machine import Reading
-from mirror_nb.telemetry.snapshot import Curve, Snapshot, State
+from mirror_nb.telemetry.snapshot import Curve, Floats, Snapshot, State
 
 OTHERS = 3
 # Scalars that are drawn beside the loss.
+LATEST = 10
+# Points of a line of which its label gives the mean.
 
 
 class Phase(enum.Enum):
@@ -29,12 +32,14 @@ class Phase(enum.Enum):
     STOPPED = "stopped"
     FINISHED = "finished"
     FAILED = "failed"
-    # An exception, an interrupt or a dead replica ended it.
+    # An exception or a dead replica ended it.
+    INTERRUPTED = "interrupted"
+    # By the user, in the middle of a step.
 
     @property
     def over(self) -> bool:
         """Whether no step will follow."""
-        return self in (Phase.STOPPED, Phase.FINISHED, Phase.FAILED)
+        return self in (Phase.STOPPED, Phase.FINISHED, Phase.FAILED, Phase.INTERRUPTED)
 
     @classmethod
     def of(cls, shot: Snapshot) -> Phase:
@@ -69,6 +74,8 @@ class Frame:
     # A sentence that matters more than all numbers, as that a replica has died.
     scalar: str = "loss"
     # The curve to draw; the first there is, if this is not logged.
+    since: int = 0
+    # The last step before those that it shows, of an earlier cell.
 
     def curve(self) -> tuple[str, Curve] | None:
         """Return the name and the curve that is drawn; None before any was logged."""
@@ -98,5 +105,14 @@ class Frame:
         return self.phase is Phase.FAILED or any(f.weight is Weight.TROUBLE for f in self.findings)
 
     def slow(self) -> frozenset[int]:
-        """Return the replicas that a finding names."""
-        return frozenset(f.replica_id for f in self.findings if f.replica_id is not None and f.weight > Weight.HINT)
+        """Return the replicas for which the others wait, as a finding says."""
+        return frozenset(f.replica_id for f in self.findings if f.replica_id is not None and f.awaited)
+
+
+def latest(values: Floats) -> list[float]:
+    """Return where each line, a row, is by now: the mean of its last points; NaN if it has none."""
+    if np.isfinite(values[:, -LATEST:]).all() and values.shape[1]:
+        # As mostly: one call for all rows.
+        return values[:, -LATEST:].mean(axis=1).tolist()
+    known = [row[np.isfinite(row)][-LATEST:] for row in values]
+    return [float(row.mean()) if len(row) else math.nan for row in known]

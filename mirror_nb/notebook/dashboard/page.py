@@ -34,11 +34,11 @@ def _style() -> str:
     replicas = "".join(f".mnb .r{r}{{--c:var(--r{r})}}" for r in range(len(palette.LIGHT)))
     parts = "".join(f".mnb .f-{name}{{fill:var(--{name})}}" for name in palette.PARTS)
     return f"""<style>.mnb{{
---bg:var(--jp-layout-color1,var(--vscode-editor-background,var(--colab-primary-surface-color,#fff)));
+--bg:var(--jp-layout-color0,var(--vscode-editor-background,var(--colab-primary-surface-color,#fff)));
 --fg:var(--jp-content-font-color1,var(--vscode-editor-foreground,var(--colab-primary-text-color,#1d2330)));
 --m:color-mix(in srgb,var(--fg) 62%,var(--bg));--lo:color-mix(in srgb,var(--fg) 8%,var(--bg));
 --edge:color-mix(in srgb,var(--fg) 13%,var(--bg));--card:color-mix(in srgb,var(--fg) 3%,var(--bg));
-{_variables(False)};container-type:inline-size;color:var(--fg);background:var(--bg);
+{_variables(False)};container-type:inline-size;color:var(--fg);
 font:11px/1.35 var(--jp-ui-font-family,var(--vscode-font-family,system-ui,sans-serif));padding:2px}}
 {",".join(_DARK)}{{{_variables(True)}}}{replicas}{parts}
 .mnb *{{box-sizing:border-box}}.mnb i{{font-style:normal}}.mnb b{{font-weight:600}}.mnb .b{{font-weight:700}}
@@ -93,7 +93,8 @@ grid-template-columns:auto minmax(24px,1fr) auto minmax(24px,1fr) auto auto auto
 .mnb .said{{border-left:3px solid var(--edge);padding:0 0 0 9px;margin:2px 0 10px}}
 .mnb .said b,.mnb .said span{{display:block}}.mnb .said b{{font-size:12px}}.mnb .said span{{color:var(--m)}}
 .mnb .bad.said{{border-color:var(--hot)}}.mnb .hint.said{{border-color:var(--m)}}
-@container (max-width:699px){{.mnb .look{{order:-1;min-height:0}}}}
+.mnb .look{{min-height:185px}}
+@container (max-width:699px){{.mnb .look{{order:-1;min-height:168px}}}}
 @container (min-width:620px){{.mnb .d small{{display:inline}}.mnb .spark{{display:block}}}}
 @container (min-width:700px){{.mnb .grid{{grid-template-columns:repeat(2,minmax(0,1fr))}}
 .mnb .wide2{{grid-column:span 2}}}}
@@ -105,8 +106,8 @@ grid-template-columns:auto minmax(24px,1fr) auto minmax(24px,1fr) auto auto auto
 content:none!important;display:none!important}}
 .mnb-board.jupyter-widgets-disconnected>.mnb-buttons{{display:none}}
 .mnb-board.jupyter-widgets-disconnected>:not(.mnb-gone){{opacity:.4}}
-.mnb-board{{position:relative}}.mnb-buttons{{position:absolute;right:0;top:0;z-index:1}}
-.mnb-buttons button{{width:auto;padding:0 9px}}</style>"""
+.mnb-board{{position:relative}}.mnb-buttons{{position:absolute;right:0;top:2px;z-index:1}}
+.mnb-buttons button{{width:86px;height:26px;line-height:26px;padding:0}}</style>"""
 
 
 GONE = (
@@ -126,9 +127,15 @@ class Page:
     def __init__(self) -> None:
         self._cards: dict[Callable[[Frame], str], str] = {}
         # By what draws it: what was drawn last.
+        self._slow: frozenset[int] = frozenset()
+        # Who is marked there.
 
     def body(self, frame: Frame, half: Half | None = None) -> str:
-        """Return it as HTML without its style; of all panels but the header, draw only those of this half anew."""
+        """Return it as HTML without its style; of all panels but the header, draw only those of this half anew.
+
+        All of them where other replicas have become slow: they are marked in every panel.
+        """
+        half, self._slow = half if frame.slow() == self._slow else None, frame.slow()
         alone = frame.snapshot.num_replicas == 1
         cards = dict.fromkeys((panels.throughput, panels.loss, panels.breakdown), Half.COURSE)
         meetings = (panels.all_reduces, panels.lateness, panels.lanes)

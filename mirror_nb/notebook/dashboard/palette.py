@@ -13,14 +13,15 @@ COMMUNICATION = ("#cf4a9a", "#f27bbf")
 TROUBLE = ("#d4322c", "#ff6b63")
 # Each on light, and on dark paper.
 PARTS = {
-    "data": ("#c3c9d2", "#5b6370"),
-    "forward": ("#aebfe0", "#50628c"),
+    "data": ("#8e97a5", "#a3aab6"),
+    "forward": ("#b9c8e8", "#50628c"),
     "backward": ("#7189bd", "#7f97cc"),
     "exposed": COMMUNICATION,
-    "optimizer": ("#454f63", "#c3cbd9"),
-    "other": ("#e2e5ea", "#333a45"),
+    "optimizer": ("#454f63", "#d5dbe5"),
+    "other": ("#c9ced6", "#555e6c"),
 }
-# Of a step: what is computed in the tints of slate, so that no replica's colour is taken for it.
+# Of a step: what is computed in the tints of slate, so that no replica's colour is taken for it;
+# those that touch differ in lightness, and all from the card.
 
 
 def colour(replica_id: int, dark: bool = False) -> str:

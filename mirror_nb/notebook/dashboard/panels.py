@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mirror_nb.notebook.dashboard import words
-from mirror_nb.notebook.dashboard.frame import Frame
+from mirror_nb.notebook.dashboard.frame import LATEST, Frame, latest
 from mirror_nb.notebook.dashboard.palette import LIGHT
 from mirror_nb.notebook.dashboard.plot import (
     LABEL,
@@ -33,7 +33,7 @@ from mirror_nb.notebook.dashboard.plot import (
     ticks,
     verticals,
 )
-from mirror_nb.telemetry.findings import SLOW, Weight
+from mirror_nb.telemetry.findings import SLOW
 from mirror_nb.telemetry.machine import Reading
 from mirror_nb.telemetry.snapshot import BREAKDOWN, SizeClass
 
@@ -41,8 +41,6 @@ HEIGHT = 132
 # Of curves, pixels.
 SMALL_HEIGHT = 20
 # Of the curves below the loss.
-LATEST = 10
-# Points of a line of which its label gives the mean.
 CLASSES = 5
 # Sizes of all-reduces that are shown: those that take the most time.
 LEVELS = 4
@@ -55,7 +53,7 @@ _BROAD = ("exposed", "collective")
 
 
 def throughput(frame: Frame) -> str:
-    """Samples a second of each replica, waits for data and for peers left out: who is slow by itself is seen here."""
+    """Examples a second of each replica, waits for data and for peers left out: who is slow by itself is seen here."""
     shot = frame.snapshot
     values = shot.throughputs
     if np.isfinite(values).sum() < 2:
@@ -67,7 +65,7 @@ def throughput(frame: Frame) -> str:
     ys, places = _heights(values, low, high), abscissas(values.shape[1])
     marks = "".join([line(places, ys[r], f"s {_replica(r)}") for r in range(len(ys))])
     right = _ends(frame, ys, now)
-    return _card("Throughput per replica", _curves(shot.steps, low, high, marks, right), "samples/s, waits left out")
+    return _card("Throughput per replica", _curves(shot.steps, low, high, marks, right), "examples/s, waits left out")
 
 
 def _ends(frame: Frame, ys: Floats, now: Sequence[float]) -> list[Label]:
@@ -77,18 +75,9 @@ def _ends(frame: Frame, ys: Floats, now: Sequence[float]) -> list[Label]:
     places = spread([y for _, y in last], LABEL, 5, HEIGHT - 5)
     slow = frame.slow()
     return [
-        Label(at, f"r{r} {words.number(now[r])}", _replica(r) + " b" * (r in slow))
+        Label(at, f"r{r} {words.rate(now[r])}", _replica(r) + " b" * (r in slow))
         for (r, _), at in zip(last, places, strict=True)
     ]
-
-
-def latest(values: Floats) -> list[float]:
-    """Return where each line, a row, is by now: the mean of its last points; NaN if it has none."""
-    if np.isfinite(values[:, -LATEST:]).all():
-        # As mostly: one call for all rows.
-        return values[:, -LATEST:].mean(axis=1).tolist()
-    known = [row[np.isfinite(row)][-LATEST:] for row in values]
-    return [float(row.mean()) if len(row) else math.nan for row in known]
 
 
 def loss(frame: Frame) -> str:
@@ -376,17 +365,13 @@ def _spark(readings: Sequence[Reading], hot: bool) -> str:
 
 def look_at(frame: Frame) -> str:
     """Up to three findings, the weightiest first; or what is in order."""
-    if frame.findings:
-        said = [(f.title, f.detail, "bad" if f.weight > Weight.HINT else "hint") for f in frame.findings]
-    else:
-        said = [(title, detail, "good") for title, detail in words.fine(frame)]
     body = "".join(
         f'<div class="said {kind}"><b>{html.escape(title)}</b><span>{html.escape(detail)}</span></div>'
-        for title, detail, kind in said
+        for title, detail, kind in words.noticed(frame)
     )
     shot = frame.snapshot
-    lost = [f"{shot.overwritten:,} overwritten"] * (shot.overwritten > 0) + [f"{shot.torn:,} torn"] * (shot.torn > 0)
-    return _card("What to look at", body, f"samples lost: {', '.join(lost)}" if lost else "", "look")
+    lost = shot.overwritten + shot.torn
+    return _card("What to look at", body, f"{lost:,} timings not kept" if lost else "", "look")
 
 
 def header(frame: Frame) -> str:
@@ -398,8 +383,10 @@ def header(frame: Frame) -> str:
         f'<span class="{kind}"><b>{html.escape(value)}</b> {html.escape(what)}</span>'
         for value, what, kind in words.facts(frame)
     )
+    numbers = numbers or "<span>no step has ended yet</span>"
     hot = " bad" if frame.troubled() else ""
-    share = min(1.0, shot.step / shot.steps_planned) if shot.steps_planned else 0.0
+    done, planned = words.done(frame)
+    share = min(1.0, done / planned) if planned else 0.0
     note = f'<div class="note">{html.escape(frame.note)}</div>' if frame.note else ""
     return (
         f'<div class="top"><b>mirror_nb</b><i class="pill {frame.phase.value}{hot}">{frame.phase.value}</i>'

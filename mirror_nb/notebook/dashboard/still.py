@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mirror_nb.notebook.dashboard import palette, words
-from mirror_nb.notebook.dashboard.frame import Frame
-from mirror_nb.notebook.dashboard.panels import CLASSES, RECENT, decades, latest, trouble, visible, within
+from mirror_nb.notebook.dashboard.frame import Frame, latest
+from mirror_nb.notebook.dashboard.panels import CLASSES, RECENT, decades, trouble, visible, within
 from mirror_nb.notebook.dashboard.plot import spread
-from mirror_nb.telemetry.findings import Weight
 from mirror_nb.telemetry.snapshot import BREAKDOWN
 
 if TYPE_CHECKING:
@@ -74,26 +73,33 @@ def draw(frame: Frame) -> Figure:
 def _header(figure: Figure, frame: Frame) -> None:
     shot = frame.snapshot
     count = f"{shot.num_replicas} replica{'s' if shot.num_replicas > 1 else ''}"
-    about = " · ".join(text for text in (frame.phase.value, frame.title, count, frame.operation) if text)
+    about = " · ".join(text for text in (frame.title, count, frame.operation) if text)
     figure.text(0.015, 0.965, "mirror_nb", fontsize=14, fontweight="bold", va="center")
-    _text(figure, 0.112, 0.964, about, color=_HOT if frame.troubled() else _PALE)
-    facts = words.facts(frame)
-    for i, (value, what, kind) in enumerate(facts):
-        at = 0.015 + i * 0.97 / max(7, len(facts))
-        _text(figure, at, 0.923, value, fontsize=13, fontweight="bold", color=_COMM if kind else _INK)
-        _text(figure, at, 0.9, what, color=_PALE, fontsize=8)
+    look: Any = {"color": _HOT if frame.troubled() else _PALE, "fontweight": "bold"}
+    ends = _text(figure, 0.112, 0.964, frame.phase.value, **look)
+    _text(figure, ends, 0.964, f" · {about}", color=_PALE)
+    at = 0.015
+    for value, what, kind in words.facts(frame):
+        ends = _text(figure, at, 0.923, value, fontsize=13, fontweight="bold", color=_COMM if kind else _INK)
+        at = max(ends, _text(figure, at, 0.9, what, color=_PALE, fontsize=8), at + 0.08) + 0.025
     if frame.note:
-        _text(figure, 0.985, 0.964, frame.note, color=_HOT, fontweight="bold", ha="right")
+        # Whole, it is below.
+        note = textwrap.shorten(frame.note, 80, placeholder=" …")
+        _text(figure, 0.985, 0.964, note, color=_HOT, fontweight="bold", ha="right")
 
 
-def _text(figure: Any, x: float, y: float, text: str, **look: Any) -> None:
+def _text(figure: Figure, x: float, y: float, text: str, **look: Any) -> float:
+    """Write a text and return where it ends, as a share of the figure's width."""
     # Dollars in what users wrote are no formulas.
-    figure.text(x, y, text, va="center", parse_math=False, **look)
+    written = figure.text(x, y, text, va="center", parse_math=False, **look)
+    return written.get_window_extent().x1 / figure.bbox.width
 
 
-def _title(axes: Axes, title: str, note: str = "") -> None:
+def _title(axes: Axes, title: str, note: str = "", right: float = 1.0) -> None:
+    """Write a panel's title, and a note that ends at `right`, where labels beside the axes may end."""
     axes.set_title(title, parse_math=False)
-    axes.set_title(note, loc="right", fontsize=7.5, fontweight="normal", color=_PALE, parse_math=False)
+    said = axes.set_title(note, loc="right", fontsize=7.5, fontweight="normal", color=_PALE, parse_math=False)
+    said.set_x(right)
 
 
 def _nothing(axes: Axes, title: str, when: str) -> None:
@@ -114,12 +120,20 @@ def _throughput(axes: Axes, frame: Frame) -> None:
     axes.set_ylim(low, high)
     axes.margins(x=0)
     axes.grid(axis="y")
+    _steps(axes)
+    axes.yaxis.set_major_formatter(lambda value, _: words.tick(value))
     known = [(r, value) for r, value in enumerate(now) if np.isfinite(value)]
     places = spread([value for _, value in known], (high - low) * 0.11, low, high)
     for (r, value), at in zip(known, places, strict=True):
         weight = "bold" if r in frame.slow() else "normal"
-        _beside(axes, at, f"r{r} {words.number(value)}", palette.colour(r), weight)
-    _title(axes, "Throughput per replica", "samples/s, no waits")
+        _beside(axes, at, f"r{r} {words.rate(value)}", palette.colour(r), weight)
+    _title(axes, "Throughput per replica", "examples/s, waits left out", 1.18)
+
+
+def _steps(axes: Axes) -> None:
+    """Label steps as the live picture does."""
+    axes.locator_params(axis="x", integer=True)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
 def _beside(axes: Axes, y: float, text: str, colour: str, weight: str = "normal") -> None:
@@ -154,8 +168,11 @@ def _loss(axes: Axes, frame: Frame) -> None:
         axes.fill_between(shot.steps, curve.low, curve.high, color=_INK, alpha=0.15, lw=0)
     axes.plot(shot.steps, curve.mean, color=_INK, lw=1.5)
     axes.set_ylim(low, high)
-    axes.set_xlim(shot.steps[0], max(shot.steps[-1], shot.steps[0] + 1))
+    first = int(shot.steps[np.isfinite(curve.mean)][0])
+    axes.set_xlim(first, max(shot.steps[-1], first + 1))
     axes.grid(axis="y")
+    _steps(axes)
+    axes.yaxis.set_major_formatter(lambda value, _: words.tick(value))
     _beside(axes, min(high, max(low, curve.last)), words.number(curve.last), _INK, "bold")
     note = "mean, min–max" if shot.in_sync is None else words.sync(frame) + " ✓" * shot.in_sync
     _title(axes, name[:1].upper() + name[1:], note)
@@ -199,9 +216,10 @@ def _legend(axes: Axes) -> None:
         loc="upper left",
         bbox_to_anchor=(-0.06, -0.1),
         ncols=6,
-        handlelength=0.8,
-        handletextpad=0.4,
-        columnspacing=0.7,
+        fontsize=6.5,
+        handlelength=0.7,
+        handletextpad=0.3,
+        columnspacing=0.5,
         labelcolor=_PALE,
     )
 
@@ -234,7 +252,7 @@ def _all_reduces(axes: Axes, frame: Frame) -> None:
     axes.set_xticks(at, [words.tick(value) for value in at])
     axes.set_xticks([], minor=True)
     axes.grid(axis="x")
-    _title(axes, "All-reduce time by size", "ms")
+    _title(axes, "All-reduce time by size", "ms, log · p50 / p95 · bus", 1.4)
 
 
 def _lateness(axes: Axes, frame: Frame) -> None:
@@ -255,6 +273,7 @@ def _lateness(axes: Axes, frame: Frame) -> None:
     axes.imshow(image, aspect="auto", interpolation="nearest", extent=(first - 0.5, last + 0.5, len(late) - 0.5, -0.5))
     _by_replica(axes, frame)
     axes.set_ylim(len(late) - 0.5, -0.5)
+    _steps(axes)
     for r in range(len(late) - 1):
         axes.axhline(r + 0.5, color="white", lw=3)
     for r, value in enumerate(late[:, -RECENT:].mean(axis=1).tolist()):
@@ -303,23 +322,23 @@ def _devices(axes: Axes, frame: Frame) -> None:
         used = "" if at.memory_used is None else f"{at.memory_used / 2**30:.1f}"
         used += f" / {at.memory_total / 2**30:.0f} GB" if at.memory_total and used else ""
         told = [
-            (0.47, "" if at.utilisation is None else f"{at.utilisation * 100:.0f} %"),
-            (0.81, used),
+            (0.47, "–" if at.utilisation is None else f"{at.utilisation * 100:.0f} %"),
+            (0.81, used or "–"),
             (0.9, "" if at.temperature is None else f"{at.temperature:.0f} °C"),
             (1.0, "" if at.power is None else f"{at.power:.0f} W"),
         ]
         for x, text in told:
             axes.text(x, r, text, va="center", ha="right", color=_HOT if at.slowed and x > 0.85 else _INK)
-    _title(axes, "Devices", "utilisation · memory · temperature · power")
+    known = any(its and (its[-1].temperature is not None or its[-1].power is not None) for its in readings)
+    _title(axes, "Devices", "utilisation · memory" + " · temperature · power" * known)
 
 
 def _look_at(axes: Axes, frame: Frame) -> None:
     _title(axes, "What to look at")
     axes.set_axis_off()
-    said = [(f.title, f.detail, _HOT if f.weight > Weight.HINT else _PALE) for f in frame.findings]
-    said = said or [(title, detail, _EDGE) for title, detail in words.fine(frame)]
     y = 0.95
-    for title, detail, colour in said:
+    for title, detail, kind in words.noticed(frame):
+        colour = {"bad": _HOT, "hint": _PALE}.get(kind, _EDGE)
         lines = textwrap.wrap(title, 46) or [""]
         more = textwrap.wrap(detail, 56)
         height = 0.11 * (len(lines) + len(more))

@@ -20,7 +20,7 @@ from IPython.core.getipython import get_ipython
 from mirror_nb.notebook.dashboard import page, routes, words
 from mirror_nb.notebook.dashboard.frame import Frame, Phase
 from mirror_nb.telemetry.findings import findings
-from mirror_nb.telemetry.machine import Machine, Reading
+from mirror_nb.telemetry.machine import SHORTEST, Machine, Reading
 from mirror_nb.telemetry.snapshot import Half, Snapshot
 from mirror_nb.telemetry.timeline import Timeline
 
@@ -43,6 +43,7 @@ TEXT = (
     "Notebook 7 or VS Code (pip install ipywidgets), or run `python -m mirror_nb watch` in a terminal."
 )
 # The same in every run, so that notebooks can be compared. Seen only where widgets and pictures are not.
+NOTHING = "mirror_nb dashboard: no step was trained, so there is nothing to show."
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -64,6 +65,10 @@ class Controls(Protocol):
     @property
     def state(self) -> Phase:
         """Where the training stands."""
+
+    @property
+    def armed(self) -> bool:
+        """Whether there is anything to end or to hold."""
 
 
 @final
@@ -155,7 +160,7 @@ class Dashboard:
             return False
         routes.pump(self._shell.kernel)
         now = time.monotonic() if now is None else now
-        if now < self._due and not self._view.pressed():
+        if now < self._due and not self._view.outdated():
             return False
         began = time.thread_time()
         self._half = Half.MEETINGS if self._half is Half.COURSE else Half.COURSE
@@ -173,12 +178,24 @@ class Dashboard:
         self.note = note or self.note
         if not self._places:
             return
+        # A short cell may have ended before any reading told what its devices did.
+        self._read(time.monotonic(), SHORTEST)
         # A stop may be obeyed before anybody has seen that it was heard: the page goes on to say so until the picture,
         # which takes a second to draw, says how it ended.
         still = _still(self.frame() if phase is Phase.STOPPED else self._draw())
         # Not beside the widget: JupyterLab would choose that, and show an error when its kernel is gone.
         for place in self._places:
             self._publish(place, *still, update=True)
+        if self._view is not None:
+            self._view.close()
+            self._view = None
+
+    def leave(self) -> None:
+        """Put a line in the place of the live one: there was nothing to see."""
+        self._ended = Phase.WAITING
+        for place in self._places:
+            self._places[place] = NOTHING
+            self._publish(place, {}, update=True)
         if self._view is not None:
             self._view.close()
             self._view = None
@@ -202,6 +219,7 @@ class Dashboard:
             speed_up=self.speed_up,
             phase=self._phase(shot),
             note=self.note,
+            since=self._timeline.forgotten,
         )
         return self._latest
 
@@ -228,9 +246,9 @@ class Dashboard:
             self._view.draw(frame, half)
         return frame
 
-    def _read(self, now: float) -> None:
-        """Ask the devices, at most once a second."""
-        if self._machine is None or (self._readings and now - self._read_at < READING_SECONDS):
+    def _read(self, now: float, apart: float = READING_SECONDS) -> None:
+        """Ask the devices, if the last time was so many seconds ago."""
+        if self._machine is None or (self._readings and now - self._read_at < apart):
             return
         self._read_at = now
         self._readings.extend(self._machine.read())
@@ -259,9 +277,9 @@ class _View:
         from ipywidgets import HTML, Button, HBox, VBox
 
         self._controls = controls
-        self._seen: Phase | None = None
+        self._seen: tuple[Phase, bool] | None = None
         # What the buttons show.
-        self._said = Phase.RUNNING
+        self._said = (Phase.RUNNING, False)
         # What the controls said before the page was drawn.
         self._pages, self._page = page.Page(), HTML()
         self._stop = Button(description="Stop", icon="stop", tooltip="End after this step; variables are kept")
@@ -290,28 +308,30 @@ class _View:
     def draw(self, frame: Frame, half: Half | None = None) -> None:
         """Show a frame, or half of it anew."""
         self._page.value = self._pages.body(frame, half)
-        if self._controls is not None and frame.phase is not self._seen:
-            self._seen = frame.phase
-            self._label(frame.phase)
+        shown = frame.phase, self._said[1]
+        if self._controls is not None and shown != self._seen:
+            self._seen = shown
+            self._label(*shown)
 
     def hear(self) -> None:
         """Note what the controls say: the page that is drawn next shows that, or what they say since."""
-        self._said = self._controls.state if self._controls is not None else Phase.RUNNING
+        if self._controls is not None:
+            self._said = self._controls.state, self._controls.armed
 
-    def pressed(self) -> bool:
-        """Whether the screen does not say yet what a button did."""
-        return self._controls is not None and self._controls.state is not self._said
+    def outdated(self) -> bool:
+        """Whether the screen does not say yet what a button did, or that there is something to press them for."""
+        return self._controls is not None and (self._controls.state, self._controls.armed) != self._said
 
     def close(self) -> None:
         """Let go of all widgets, in the front end too."""
         for widget in (*self._buttons.children, *self._board.children, self._board):
             widget.close()
 
-    def _label(self, phase: Phase) -> None:
+    def _label(self, phase: Phase, armed: bool) -> None:
         held = phase in (Phase.PAUSING, Phase.PAUSED)
         self._pause.description, self._pause.icon = ("Resume", "play") if held else ("Pause", "pause")
-        self._pause.disabled = phase is Phase.STOPPING or phase.over
-        self._stop.disabled = self._compare.disabled = phase is Phase.STOPPING or phase.over
+        for button in (self._stop, self._pause, self._compare):
+            button.disabled = phase is Phase.STOPPING or phase.over or not armed
 
     def _press_stop(self, _: object) -> None:
         # In another thread: the controls are told, and the next tick shows it.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
-from mirror_nb.notebook.dashboard.frame import Frame, Phase
-from mirror_nb.telemetry.findings import ENOUGH
+from mirror_nb.notebook.dashboard.frame import Frame, Phase, latest
+from mirror_nb.telemetry.findings import AT_MOST, ENOUGH, Weight
 from mirror_nb.telemetry.snapshot import UNKNOWN
+
+EVEN = 0.10
+# Of replicas' busy times: what the greatest may be longer than the least.
 
 
 def number(value: float | None) -> str:
@@ -27,6 +30,11 @@ def tick(value: float) -> str:
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
     return f"{value:.4g}"
+
+
+def rate(value: float) -> str:
+    """Return examples a second for a label, which has a place of six characters: `13,020`, `161.4k`."""
+    return number(value) if not value >= 1e5 else tick(value)
 
 
 def milliseconds(seconds: float) -> str:
@@ -77,10 +85,17 @@ def percent(share: float) -> str:
     return f"{value:.1f} %" if value < 20 else f"{value:.0f} %"
 
 
+def done(frame: Frame) -> tuple[int, int | None]:
+    """Return how many steps were done and how many are planned, those of earlier cells left out."""
+    shot = frame.snapshot
+    before = frame.since if frame.since < shot.step else 0
+    return shot.step - before, shot.steps_planned - before if shot.steps_planned else None
+
+
 def steps(frame: Frame) -> str:
     """Return how far the training is: `480 / 1,200`, `480`."""
-    planned = frame.snapshot.steps_planned
-    return f"{frame.snapshot.step:,} / {planned:,}" if planned else f"{frame.snapshot.step:,}"
+    its, planned = done(frame)
+    return f"{its:,} / {planned:,}" if planned else f"{its:,}"
 
 
 def sync(frame: Frame) -> str:
@@ -96,8 +111,9 @@ def facts(frame: Frame) -> list[tuple[str, str, str]]:
     """Return the key numbers: (value, what it is, its CSS class). What is not known is left out, never guessed."""
     shot = frame.snapshot
     curve = frame.curve()
+    together = " together" if shot.num_replicas > 1 else ""
     found: list[tuple[str | None, str, str]] = [
-        (number(shot.throughput) if shot.throughput else None, "samples/s", ""),
+        (number(shot.throughput) if shot.throughput else None, f"examples/s{together}, waits included", ""),
         (f"{frame.speed_up:.2f}×" if frame.speed_up else None, "vs 1 replica", ""),
         (number(curve[1].last) if curve else None, curve[0] if curve else "", ""),
         *((number(other.last), name, "") for name, other in frame.others()),
@@ -107,10 +123,20 @@ def facts(frame: Frame) -> list[tuple[str, str, str]]:
             "comm",
         ),
         (steps(frame) if shot.step else None, "steps", ""),
+        # A picture of one cell has steps of its own, and axes that go on.
+        (f"{shot.step:,}" if shot.step and done(frame)[0] < shot.step else None, "in all", ""),
         (str(shot.epoch) if shot.epoch else None, "epoch", ""),
         (left(shot.seconds_left) if shot.seconds_left is not None and not frame.phase.over else None, "left", ""),
     ]
     return [(value, what, kind) for value, what, kind in found if value is not None]
+
+
+def noticed(frame: Frame) -> list[tuple[str, str, str]]:
+    """Return at most three things to look at, the weightiest first: (sentence, its numbers, its CSS class)."""
+    found = [(f.title, f.detail, "bad" if f.weight > Weight.HINT else "hint") for f in frame.findings]
+    if frame.phase is Phase.FAILED:
+        found.insert(0, ("The training failed", frame.note, "bad"))
+    return found[:AT_MOST] or [(title, detail, "good") for title, detail in fine(frame)]
 
 
 def fine(frame: Frame) -> list[tuple[str, str]]:
@@ -120,11 +146,14 @@ def fine(frame: Frame) -> list[tuple[str, str]]:
         return [("Too early to say", f"{ENOUGH} steps are needed, {len(shot.late_steps)} were seen")]
     found = [("Nothing stands out", f"in the last {len(shot.late_steps)} steps")]
     busy = [state.busy_seconds for state in shot.replicas if state.busy_seconds]
-    if len(busy) > 1:
-        even = max(busy) / min(busy) - 1
-        found.append((f"Replicas within {percent(even)} of each other", f"busy {pair(min(busy), max(busy))} a step"))
+    uneven = max(busy) / min(busy) - 1 if busy else 0.0
+    if uneven >= EVEN:
+        found = [("No replica is slow throughout", f"busy {pair(min(busy), max(busy))} a step, by replica")]
+    elif len(busy) > 1:
+        found.append((f"Replicas within {percent(uneven)} of each other", f"busy {pair(min(busy), max(busy))} a step"))
     if shot.in_sync and shot.num_replicas > 1:
-        found.append(("Parameters in sync", f"checksums equal at step {shot.checked_step:,}"))
+        # At which step, the loss's panel says: two panels may be of different frames.
+        found.append(("Parameters in sync", "checksums of all replicas are equal"))
     return found
 
 
@@ -139,9 +168,10 @@ def alternative(frame: Frame) -> str:
     if frame.phase is Phase.WAITING:
         said.append("no step has ended yet")
     said.append(", ".join(f"{what} {value}" for value, what, _ in facts(frame)))
-    rates = [f"r{r.replica_id} {number(r.throughput)}" for r in shot.replicas if r.throughput]
+    # The numbers of the picture's labels.
+    rates = [f"r{r} {rate(value)}" for r, value in enumerate(latest(shot.throughputs)) if math.isfinite(value)]
     if len(rates) > 1:
-        said.append(f"samples/s by replica, waits left out: {', '.join(rates)}")
+        said.append(f"examples/s by replica, waits left out: {', '.join(rates)}")
     if shot.in_sync is not None and shot.num_replicas > 1:
         said.append(sync(frame))
     said += [f"{finding.title}, {finding.detail}" for finding in frame.findings]
