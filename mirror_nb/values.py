@@ -74,7 +74,7 @@ class VariableAggregation(enum.Enum):
 class VariableSynchronization(enum.Enum):
     """When the components of a Variable are made one: when written, or when read from outside.
 
-    NONE is TensorFlow's, and no Variable takes it, there either: with `aggregation` NONE each replica keeps its own.
+    NONE is one of TensorFlow's names, which no Variable takes: with `aggregation` NONE each replica keeps its own.
     """
 
     AUTO = "AUTO"
