@@ -53,6 +53,14 @@ class Content:
     own: bool = False
     # It is an object, and no container: of the user's own class, say.
 
+    @property
+    def complete(self) -> bool:
+        """Whether `same` sees every change: there is nothing inside that is told apart by identity alone."""
+        return all(map(is_unchanging, self.parts)) and all(
+            reference is not None and (state is not None or isinstance(reference(), _NAMED))
+            for reference, state in self.beside
+        )
+
     def same(self, other: Content | None) -> bool:
         """Whether nothing was written in between."""
         return (
@@ -64,10 +72,10 @@ class Content:
         )
 
 
-def content(value: object, token: Token) -> Content | None:
-    """Return what `value` holds now; None when it is nothing that is watched."""
+def content(value: object, token: Token, *, large: bool = False) -> Content | None:
+    """Return what `value` holds now; None when it is nothing that is watched. `large`: large arrays are."""
     if isinstance(value, np.ndarray) and value.nbytes > WATCHED_BYTES:
-        return Content(state=(hash(value.tobytes()),)) if value.nbytes <= ARRAY_BYTES else None
+        return Content(state=(hash(value.tobytes()),)) if large or value.nbytes <= ARRAY_BYTES else None
     if isinstance(value, torch.Tensor) and (value.nbytes > WATCHED_BYTES or value.device.type != "cpu"):
         return Content(state=_written(value))
     if isinstance(value, _AROUND_DATA_SETS):
@@ -271,10 +279,19 @@ def _of_data_sets(value: object, token: Token) -> object:
     return tuple(one.pickled for one in held if one is not None)
 
 
+def is_unchanging(value: object) -> bool:
+    """Whether nobody can change it in place."""
+    return type(value) in _UNCHANGING or (
+        type(value) in (tuple, frozenset) and all(map(is_unchanging, value))  # type: ignore[call-overload]
+    )
+
+
 _AROUND_DATA_SETS = (DataLoader, Subset, ConcatDataset, ChainDataset)
+_UNCHANGING = frozenset({str, bytes, int, float, complex, bool, type(None), range, torch.dtype, torch.device})
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), tuple, list, dict, set, frozenset})
 _BY_IDENTITY = (
-    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, nn.Module, torch.Generator),
+    *(*_NAMED, nn.Module, torch.Generator),
     *(torch.utils.data.Dataset, torch.utils.data.Sampler),
 )
 
@@ -286,7 +303,7 @@ def _nothing(*_: object) -> None:
 def _written(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what is another once somebody wrote to a tensor: without reading it, which on a GPU would wait."""
     address = tensor.data_ptr() if tensor.layout is torch.strided else None
-    return tensor._version, address, tensor.numel()
+    return tensor._version, address, tensor.numel(), tensor.requires_grad
 
 
 def _same(one: tuple[Any, object], other: tuple[Any, object]) -> bool:

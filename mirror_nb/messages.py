@@ -551,6 +551,8 @@ class Exports:
     # Names that the cell has deleted.
     refilled: tuple[str, ...] = ()
     # Names whose containers or trained tensors the cell changed in place: who else has one there is to see it.
+    unchanged: dict[str, str] = field(default_factory=dict)
+    # Names that hold what a name held when the cell began, this or another one, and still does: by name, that name.
     objects: dict[str, Payload | None] = field(default_factory=dict)
     # New optimizers, schedulers and scalers by handle, each after those that it refers to; None from the others, and
     # where one is inside a network.

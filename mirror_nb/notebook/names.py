@@ -620,7 +620,10 @@ class Names:
     ) -> None:
         known = isinstance(exports.get(owner), KnownModule)
         before = self.user_ns.get(name, _MISSING)
-        value = self._incoming.value(name, exports, owner)
+        kept = self._kept(name, exports, opened)
+        if kept == name:
+            return
+        value = self._incoming.value(name, exports, owner) if kept is None else self.user_ns[kept]
         if all(name in opened[r].refilled and self._shares(r, name, before) for r in exports) and (
             type(value) is type(before)
         ):
@@ -636,6 +639,15 @@ class Names:
             returned.stayed.append(name)
         elif not known or before is not value or any(exports[owner].handle in e.states for e in opened.values()):  # type: ignore[union-attr]
             returned.bound.append(name)
+
+    def _kept(self, name: str, exports: Iterable[int], opened: Mapping[int, Exports]) -> str | None:
+        """Return the name that has here what a name holds in all of these replicas, of which nothing was changed."""
+        held = {opened[r].unchanged.get(name) for r in exports}
+        kept = held.pop() if len(held) == 1 else None
+        if kept is None or kept not in self.user_ns:
+            return None
+        now = self._content(self.user_ns[kept])
+        return kept if all(self._has(r, kept, now) for r in exports) else None
 
 
 def _trains_apart(value: object) -> bool:

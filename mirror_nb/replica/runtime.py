@@ -309,7 +309,7 @@ class Replica:
         self.namespace.hold(cell.holdings)
         if cell.names is not None:
             self.namespace.bind(cell.names, slab)
-        before = self.namespace.before(cell.mentioned, number)
+        before = self.namespace.before(cell.mentioned, number, cell.bound)
         shell = self.shell
         learn(shell, cell.sources)
         reporting.settle()
