@@ -7,6 +7,7 @@ import torch
 from driving import running
 from two_sides import Notebook, with_torch
 
+from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.values import Remote
 
 
@@ -103,3 +104,35 @@ def test_what_a_cell_makes_and_distributes_is_in_the_notebook_undivided(run):
     assert run("size") == 1
     assert not isinstance(run("batches"), Remote)
     assert isinstance(run("%%mirrored --quiet\nbatches"), torch.Tensor)
+
+
+def test_a_name_that_cannot_be_pulled_stays_what_it_was(run):
+    run("class Config: pass\nconfig = held = Config()")
+    run("%%mirrored --quiet\nimport threading\nconfig.lock = threading.Lock()")
+    with pytest.raises(
+        TransferError, match=r"`config` cannot be brought to the notebook: Config cannot be sent: .*lock"
+    ):
+        run("%mirror pull config")
+    assert run("config is held, vars(config)") == (True, {})
+    assert run("%%mirrored --quiet\nhasattr(config, 'lock')") is True
+
+
+def test_a_pull_that_one_replica_cannot_answer_changes_nothing_and_says_why(run):
+    run("z = held = [1]")
+    run("%%mirrored --quiet\nz")
+    run("%%mirrored --quiet\nif replica_id: del globals()['z']\nelse: globals()['z'].append(3)")
+    with pytest.raises(UsageError, match=r"^replica 1 has no name `z`$") as error:
+        run("%mirror pull z")
+    assert run("z is held, z") == (True, [1])
+    assert getattr(error.value, "__notes__", []) == []
+
+
+def test_pulling_an_object_refills_the_notebooks_own(run):
+    run("class Config: pass\nclass Trainer: pass\ncfg, tr = Config(), Trainer()\ncfg.lr, tr.cfg = 5, cfg")
+    run("%%mirrored --quiet\ncfg.lr = 7")
+    assert run("cfg.lr") == 5
+    run("%mirror pull cfg")
+    assert run("tr.cfg is cfg, cfg.lr") == (True, 7)
+    run("cfg.lr = 9")
+    run("%%mirrored --quiet\nlr = cfg.lr")
+    assert run("lr") == 9
