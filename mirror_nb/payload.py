@@ -20,7 +20,6 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from mirror_nb import slab as slabs
@@ -34,7 +33,7 @@ from mirror_nb.parametrized import reduce_parametrized
 from mirror_nb.pickler import Limited, Pickler, TooLarge, global_names, label_class, module_by_name
 from mirror_nb.sharded import refuse
 from mirror_nb.surroundings import look_in
-from mirror_nb.told import count_steps, is_told, whole_state, without_moments
+from mirror_nb.told import complete, is_told, whole_state, without_moments
 from mirror_nb.values import PerReplica
 from mirror_nb.variables import arriving
 
@@ -169,8 +168,7 @@ def _set_told_state(obj: Any, state: tuple[dict[str, Any], str | None]) -> None:
     values, handle = state
     put = getattr(obj, "__setstate__", None) or vars(obj).update
     put(values)
-    if isinstance(obj, LRScheduler):
-        count_steps(obj)
+    complete(obj)
     if _opening is not None and handle is not None:
         _opening.arrivals.lent[handle] = obj
 

@@ -807,7 +807,7 @@ def test_nests_of_values_are_nests_of_per_replica():
     [
         (range(10), {}, "cannot distribute a range: pass a DataLoader"),
         (Range(4), {"batch_size": 2}, "cannot distribute a Range: pass a DataLoader"),
-        ([1, 2, 3], {"batch_size": 2}, "cannot distribute a int"),
+        ([1, 2, 3], {"batch_size": 2}, "cannot distribute a list that has int in it"),
         ((i for i in range(3)), {}, "cannot distribute a generator"),
         (torch.arange(4), {}, "need `batch_size`"),
         (torch.arange(4), {"batch_size": 0}, "not 0"),
