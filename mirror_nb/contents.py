@@ -229,7 +229,7 @@ class _Reader(pickle.Pickler):
         if token is not None:
             return token
         if isinstance(obj, torch.Tensor):
-            small = obj.device.type == "cpu" and obj.layout is torch.strided and obj.nbytes <= WATCHED_BYTES
+            small = _is_plain(obj) and obj.nbytes <= WATCHED_BYTES
             return None if small else self._beside(obj, _written(obj))
         if isinstance(obj, np.ndarray):
             return None if obj.nbytes <= WATCHED_BYTES else self._beside(obj)
@@ -241,8 +241,7 @@ class _Reader(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
-            values: Any = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _nothing, (values.tobytes(), str(obj.dtype), tuple(obj.shape), obj.requires_grad)
+            return _nothing, (_values(obj).tobytes(), str(obj.dtype), tuple(obj.shape), obj.requires_grad)
         try:
             reduce = copyreg.dispatch_table.get(type(obj))
             return reduce(obj) if reduce is not None else obj.__reduce_ex__(5)
@@ -303,7 +302,22 @@ def _nothing(*_: object) -> None:
 def _written(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what is another once somebody wrote to a tensor: without reading it, which on a GPU would wait."""
     address = tensor.data_ptr() if tensor.layout is torch.strided else None
-    return tensor._version, address, tensor.numel(), tensor.requires_grad
+    return _version(tensor), address, tensor.numel(), tensor.requires_grad
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+def _values(tensor: torch.Tensor) -> Any:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _version(tensor: torch.Tensor) -> object:
+    if not tensor.is_inference():
+        return tensor._version
+    # Nobody counts the writes to it: it is read, or taken for another each time.
+    return hash(_values(tensor).tobytes()) if _is_plain(tensor) else object()
 
 
 def _same(one: tuple[Any, object], other: tuple[Any, object]) -> bool:

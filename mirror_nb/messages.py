@@ -151,6 +151,8 @@ class RunCell(_Compact):
     widgets: bool = True
     # False: nobody draws widgets, as in a terminal.
     holdings: Holdings = Holdings()
+    modes: Any = None
+    # Torch's modes in the notebook, as `modes.current` gives them; None: the usual ones.
 
 
 @dataclass(slots=True)
@@ -558,6 +560,8 @@ class Exports:
     # where one is inside a network.
     sums: dict[str, int] = field(default_factory=dict)
     # Checksums of networks' parameters by handle, where a cell that all replicas ran may have trained them.
+    grads: bool | None = None
+    # What the cell has given to torch.set_grad_enabled, if it left that other than it was.
 
 
 @dataclass(slots=True)

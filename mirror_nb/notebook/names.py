@@ -96,6 +96,8 @@ class Returned:
     loose: list[str] = field(default_factory=list)
     # Names of tensors that can be trained, in no network, and not the same on all replicas, likewise.
     result: Any = None
+    grads: bool | None = None
+    # What the cell has given to torch.set_grad_enabled, if it left that other than it was.
     nbytes: int = 0
     problem: str | None = None
     # Why something could not be rebuilt here.
@@ -577,6 +579,7 @@ class Names:
         returned.altered = self._note_altered(altered)
         returned.deleted = self._follow_deleted(opened)
         returned.diverged = self._note_diverged(opened)
+        returned.grads = opened[owner].grads if owner in opened else None
         results = {r: e.result for r, e in opened.items() if e.result is not None}
         if results:
             returned.result = self._incoming.value("_", results, owner)

@@ -21,6 +21,7 @@ from comm import get_comm_manager
 from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb import devices as device_names
+from mirror_nb import modes
 from mirror_nb.bench.collectives import AllReduceTable, all_reduce
 from mirror_nb.bench.command import Options, imported, measure
 from mirror_nb.bench.steps import StepTable
@@ -442,6 +443,7 @@ class Session:
                 sources=self._sources(parcel, replica_id),
                 widgets=getattr(self._shell, "kernel", None) is not None,
                 holdings=self._names.take_holdings(replica_id),
+                modes=modes.current(),
             )
             slabs[replica_id] = parcel.packed.slab if parcel is not None else None
         self._untaught.difference_update(replicas)
@@ -492,7 +494,11 @@ class Session:
             for r, a in report.answers.items()
             if a.done is not None and a.done.payload is not None
         }
-        return self._names.absorb(payloads, lead if lead in payloads else min(payloads, default=lead), pulled=pulled)
+        owner = lead if lead in payloads else min(payloads, default=lead)
+        returned = self._names.absorb(payloads, owner, pulled=pulled)
+        if returned.grads is not None:
+            torch.set_grad_enabled(returned.grads)
+        return returned
 
     def _push_changed(self, ledger: _Ledger) -> None:
         """Give the replicas what was changed here: values of networks, settings and states of optimizers."""

@@ -310,6 +310,7 @@ class Namespace:
         result: object = None,
         whole: bool = False,
         compare: bool = False,
+        grads: bool | None = None,
     ) -> Packed:
         """Pack what the names hold, as `Exports`.
 
@@ -345,6 +346,7 @@ class Namespace:
             self._deleted,
             self._refilled,
             self._unchanged,
+            grads=grads,
         )
         self._unchanged = {}
         self._altered = self._deleted = self._refilled = ()
