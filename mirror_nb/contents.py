@@ -53,6 +53,14 @@ class Content:
     own: bool = False
     # It is an object, and no container: of the user's own class, say.
 
+    @property
+    def complete(self) -> bool:
+        """Whether `same` sees every change: there is nothing inside that is told apart by identity alone."""
+        return all(map(is_unchanging, self.parts)) and all(
+            reference is not None and (state is not None or isinstance(reference(), _NAMED))
+            for reference, state in self.beside
+        )
+
     def same(self, other: Content | None) -> bool:
         """Whether nothing was written in between."""
         return (
@@ -64,10 +72,10 @@ class Content:
         )
 
 
-def content(value: object, token: Token) -> Content | None:
-    """Return what `value` holds now; None when it is nothing that is watched."""
+def content(value: object, token: Token, *, large: bool = False) -> Content | None:
+    """Return what `value` holds now; None when it is nothing that is watched. `large`: large arrays are."""
     if isinstance(value, np.ndarray) and value.nbytes > WATCHED_BYTES:
-        return Content(state=(hash(value.tobytes()),)) if value.nbytes <= ARRAY_BYTES else None
+        return Content(state=(hash(value.tobytes()),)) if large or value.nbytes <= ARRAY_BYTES else None
     if isinstance(value, torch.Tensor) and (value.nbytes > WATCHED_BYTES or value.device.type != "cpu"):
         return Content(state=_written(value))
     if isinstance(value, _AROUND_DATA_SETS):
@@ -221,7 +229,7 @@ class _Reader(pickle.Pickler):
         if token is not None:
             return token
         if isinstance(obj, torch.Tensor):
-            small = obj.device.type == "cpu" and obj.layout is torch.strided and obj.nbytes <= WATCHED_BYTES
+            small = _is_plain(obj) and obj.nbytes <= WATCHED_BYTES
             return None if small else self._beside(obj, _written(obj))
         if isinstance(obj, np.ndarray):
             return None if obj.nbytes <= WATCHED_BYTES else self._beside(obj)
@@ -233,8 +241,7 @@ class _Reader(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
-            values: Any = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _nothing, (values.tobytes(), str(obj.dtype), tuple(obj.shape), obj.requires_grad)
+            return _nothing, (_values(obj).tobytes(), str(obj.dtype), tuple(obj.shape), obj.requires_grad)
         try:
             reduce = copyreg.dispatch_table.get(type(obj))
             return reduce(obj) if reduce is not None else obj.__reduce_ex__(5)
@@ -271,10 +278,19 @@ def _of_data_sets(value: object, token: Token) -> object:
     return tuple(one.pickled for one in held if one is not None)
 
 
+def is_unchanging(value: object) -> bool:
+    """Whether nobody can change it in place."""
+    return type(value) in _UNCHANGING or (
+        type(value) in (tuple, frozenset) and all(map(is_unchanging, value))  # type: ignore[call-overload]
+    )
+
+
 _AROUND_DATA_SETS = (DataLoader, Subset, ConcatDataset, ChainDataset)
+_UNCHANGING = frozenset({str, bytes, int, float, complex, bool, type(None), range, torch.dtype, torch.device})
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), tuple, list, dict, set, frozenset})
 _BY_IDENTITY = (
-    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, nn.Module, torch.Generator),
+    *(*_NAMED, nn.Module, torch.Generator),
     *(torch.utils.data.Dataset, torch.utils.data.Sampler),
 )
 
@@ -286,7 +302,22 @@ def _nothing(*_: object) -> None:
 def _written(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what is another once somebody wrote to a tensor: without reading it, which on a GPU would wait."""
     address = tensor.data_ptr() if tensor.layout is torch.strided else None
-    return tensor._version, address, tensor.numel()
+    return _version(tensor), address, tensor.numel(), tensor.requires_grad
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+def _values(tensor: torch.Tensor) -> Any:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _version(tensor: torch.Tensor) -> object:
+    if not tensor.is_inference():
+        return tensor._version
+    # Nobody counts the writes to it: it is read, or taken for another each time.
+    return hash(_values(tensor).tobytes()) if _is_plain(tensor) else object()
 
 
 def _same(one: tuple[Any, object], other: tuple[Any, object]) -> bool:

@@ -121,6 +121,27 @@ class Loaders:
         self._derived.clear()
 
 
+class Distributed:
+    """What was made of a source to be gone through. Attributes that it lacks are those of its DataLoader.
+
+    So `len(dataset.dataset)`, `dataset.batch_size` (that of a global batch) and `dataset.sampler` are the loader's.
+    Raises AttributeError, which says what to do, where the source is no DataLoader.
+    """
+
+    source: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source" or name.startswith("_"):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        if isinstance(self.source, DataLoader):
+            return getattr(self.source, name)
+        raise AttributeError(
+            f"no `{name}`: this dataset was made of a {type(self.source).__name__}, and only one that was made of a "
+            f"DataLoader has a DataLoader's attributes. Ask what it was made of, its `source`, or distribute "
+            f"DataLoader(TensorDataset(...), batch_size=...)"
+        )
+
+
 @final
 class DistributedDataset:
     """Iterates over one replica's share of every global batch; each `iter()` is a new epoch.
@@ -574,6 +595,13 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _loader_of_arrays(source: Any, batch_size: int | None, shuffle: bool, drop_last: bool) -> DataLoader[Any]:
+    others = {type(leaf).__qualname__ for leaf in leaves(source) if leaf is not source and not _is_column(leaf)}
+    if others:
+        raise UsageError(
+            f"cannot distribute a {type(source).__qualname__} that has {', '.join(sorted(others))} in it: a list, a "
+            "tuple or a dict is taken for columns, each a tensor or an array; of a list of numbers make one, "
+            "torch.tensor(numbers), and of a list of examples a DataLoader, DataLoader(examples, batch_size=...)"
+        )
     columns = map_leaves(source, _column)
     shapes = [tuple(column.shape) for column in leaves(columns)]
     if not shapes:
@@ -602,6 +630,10 @@ def _checked_batch_size(batch_size: int | None) -> int:
     if size < 1 or isinstance(batch_size, bool):
         raise UsageError(f"`batch_size` is the number of examples of a global batch, not {batch_size!r}")
     return size
+
+
+def _is_column(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, np.ndarray))
 
 
 def _column(leaf: Any) -> torch.Tensor:

@@ -151,6 +151,8 @@ class RunCell(_Compact):
     widgets: bool = True
     # False: nobody draws widgets, as in a terminal.
     holdings: Holdings = Holdings()
+    modes: Any = None
+    # Torch's modes in the notebook, as `modes.current` gives them; None: the usual ones.
 
 
 @dataclass(slots=True)
@@ -552,11 +554,15 @@ class Exports:
     # Names that the cell has deleted.
     refilled: tuple[str, ...] = ()
     # Names whose containers or trained tensors the cell changed in place: who else has one there is to see it.
+    unchanged: dict[str, str] = field(default_factory=dict)
+    # Names that hold what a name held when the cell began, this or another one, and still does: by name, that name.
     objects: dict[str, Payload | None] = field(default_factory=dict)
     # New optimizers, schedulers and scalers by handle, each after those that it refers to; None from the others, and
     # where one is inside a network.
     sums: dict[str, int] = field(default_factory=dict)
     # Checksums of networks' parameters by handle, where a cell that all replicas ran may have trained them.
+    grads: bool | None = None
+    # What the cell has given to torch.set_grad_enabled, if it left that other than it was.
 
 
 @dataclass(slots=True)

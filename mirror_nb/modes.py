@@ -20,8 +20,8 @@ def current() -> Any:
 
 @contextlib.contextmanager
 def entered(modes: Any) -> Iterator[None]:
-    """Run a block in the modes that `current` returned elsewhere."""
-    gradients, inference, casts = modes
+    """Run a block in the modes that `current` returned elsewhere; what it sets ends with it."""
+    gradients, inference, casts = modes or (True, False, [])
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(inference))
         stack.enter_context(torch.set_grad_enabled(gradients))

@@ -20,7 +20,6 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from mirror_nb import slab as slabs
@@ -34,7 +33,7 @@ from mirror_nb.parametrized import reduce_parametrized
 from mirror_nb.pickler import Limited, Pickler, TooLarge, global_names, label_class, module_by_name
 from mirror_nb.sharded import refuse
 from mirror_nb.surroundings import look_in
-from mirror_nb.told import count_steps, is_told, whole_state, without_moments
+from mirror_nb.told import complete, is_told, whole_state, without_moments
 from mirror_nb.values import PerReplica
 from mirror_nb.variables import arriving
 
@@ -123,8 +122,9 @@ def _open_tensor(
     stride: tuple[int, ...],
     requires_grad: bool,
     on_device: bool,
+    offset: int = 0,
 ) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, size, stride)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
     if on_device and _opening is not None and _opening.device is not None:
         tensor = tensor.to(_opening.device)
     return _leaf(tensor.requires_grad_()) if requires_grad else tensor
@@ -171,8 +171,7 @@ def _set_told_state(obj: Any, state: tuple[dict[str, Any], str | None]) -> None:
     values, handle = state
     put = getattr(obj, "__setstate__", None) or vars(obj).update
     put(values)
-    if isinstance(obj, LRScheduler):
-        count_steps(obj)
+    complete(obj)
     if _opening is not None and handle is not None:
         _opening.arrivals.lent[handle] = obj
 
@@ -252,7 +251,9 @@ class _Packer(Pickler):
         label: str,
         states: bool,
         containers: bool,
+        joined: Mapping[int, list[tuple[int, int]]],
     ) -> None:
+        self._joined = joined
         self.outside = _Outside(budget)
         super().__init__(file, protocol=5, buffer_callback=None if in_band else self.outside)
         self.global_names: set[str] = set()
@@ -269,6 +270,26 @@ class _Packer(Pickler):
         if namespace is not None:
             # cloudpickle looks up here which dictionary a rebuilt function shall have as its globals.
             self.globals_ref[id(self._shadow)] = namespace
+
+    def overlapping(self) -> dict[int, list[tuple[int, int]]]:
+        """Return which parts of a storage several tensors have looked at, each its own: where they begin and end.
+
+        By the storage's address. They are to travel as one, or these tensors would share no memory on arrival.
+        """
+        parts: dict[int, list[tuple[int, int]]] = {}
+        for address, start, nbytes in self._storages:
+            parts.setdefault(address, []).append((start, start + nbytes))
+        found = {}
+        for address, extents in parts.items():
+            joined: list[tuple[int, int]] = []
+            for start, end in sorted(extents):
+                if joined and start < joined[-1][1]:
+                    joined[-1] = joined[-1][0], max(end, joined[-1][1])
+                else:
+                    joined.append((start, end))
+            if len(joined) < len(extents):
+                found[address] = joined
+        return found
 
     def persistent_id(self, obj: Any) -> Any:
         if obj is self._namespace and obj is not None:
@@ -369,9 +390,13 @@ class _Packer(Pickler):
             data = data.cpu()
         extent = 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True)) if data.numel() else 0
         start, nbytes = int(data.storage_offset()) * data.itemsize, extent * data.itemsize
-        key = (data.untyped_storage().data_ptr(), start, nbytes)
+        storage, offset = data.untyped_storage(), 0
+        for begin, end in self._joined.get(storage.data_ptr(), ()):
+            if begin <= start and start + nbytes <= end and (start - begin) % data.itemsize == 0:
+                start, nbytes, offset = begin, end - begin, (start - begin) // data.itemsize
+                break
+        key = (storage.data_ptr(), start, nbytes)
         if on_device or key not in self._storages:
-            storage = data.untyped_storage()
             # By name: the user may have set another default.
             raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
             self._storages[key] = _Storage(raw)
@@ -383,6 +408,7 @@ class _Packer(Pickler):
             tuple(data.stride()),
             leaf_grad,
             on_device,
+            offset,
         )
 
 
@@ -485,10 +511,19 @@ def pack(
             pass
         else:
             return _pack_simple(bare, nest.items <= IN_BAND_ITEMS and nest.nbytes <= IN_BAND_BYTES)
-    file = Limited(limit)
-    packer = _Packer(file, namespace, reference, handle, lend, limit, in_band, label, states, containers)
-    try:
+
+    def dumped(joined: Mapping[int, list[tuple[int, int]]]) -> tuple[Limited, _Packer]:
+        file = Limited(limit)
+        packer = _Packer(file, namespace, reference, handle, lend, limit, in_band, label, states, containers, joined)
         packer.dump(obj)
+        return file, packer
+
+    try:
+        file, packer = dumped({})
+        overlapping = packer.overlapping()
+        if overlapping:
+            # Only now it is known what looks at the same memory.
+            file, packer = dumped(overlapping)
     except (TooLarge, KeyboardInterrupt, UsageError):
         raise
     except Exception as reason:

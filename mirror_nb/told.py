@@ -57,12 +57,37 @@ def whole_state(obj: object, state: Any) -> Any:
     """Return an object's state for pickle with what a class of optimizers adds to torch's own, which leaves it out.
 
     Without its hooks, and without its `step` where a scheduler has replaced that: they are this process's. Without
-    torch's own where that is another optimizer's, which it is around.
+    torch's own where that is another optimizer's, which it is around. Of a scaler also whether it has begun.
     """
+    if isinstance(obj, torch.amp.GradScaler):
+        return {**state, "_scale": None, _BEGUN: _has_begun(obj)}
     if isinstance(obj, torch.optim.Optimizer) and type(obj).__getstate__ is torch.optim.Optimizer.__getstate__:
         own = {name: value for name, value in vars(obj).items() if name != "step" and "_hooks" not in name}
         return {**own, **state} if is_told(obj) else own
     return state
+
+
+def complete(obj: object) -> None:
+    """Complete an object that has arrived."""
+    if isinstance(obj, LRScheduler):
+        count_steps(obj)
+    elif isinstance(obj, torch.amp.GradScaler) and vars(obj).pop(_BEGUN, False):
+        _begin(obj)
+
+
+def _has_begun(scaler: torch.amp.GradScaler) -> bool:
+    """Whether a scaler has its scale as a tensor: its `update` needs that, and it is made by the first `scale`."""
+    return getattr(scaler, "_scale", None) is not None
+
+
+def _begin(scaler: torch.amp.GradScaler) -> None:
+    make = getattr(scaler, "_lazy_init_scale_growth_tracker", None)
+    if make is not None and not _has_begun(scaler):
+        # The notebook may be without CUDA, or is not to begin it.
+        make(torch.device(scaler._device if torch.cuda.is_initialized() else "cpu"))
+
+
+_BEGUN = "_mirror_nb_begun"
 
 
 def without_moments(obj: _Told, state: Any) -> Any:
@@ -94,8 +119,8 @@ def note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def told_of(obj: _Told) -> Any:
     """Return what is told of an optimizer: its settings, and whether it has made a step, or schedulers would warn.
 
-    Of a scheduler or a scaler, where it stands: its `state_dict()`; None if more than numbers, strings and the like is
-    in it. Of a generator the bytes of its state.
+    Of a scheduler or a scaler, where it stands: its `state_dict()`, and whether it has begun; None if more than
+    numbers, strings and the like is in it. Of a generator the bytes of its state.
     """
     if isinstance(obj, torch.Generator):
         return obj.get_state().numpy().tobytes()
@@ -103,7 +128,7 @@ def told_of(obj: _Told) -> Any:
         return settings_of(obj), getattr(obj, "_opt_called", False)
     # A user's own class may refuse.
     with contextlib.suppress(Exception):
-        return _copied(obj.state_dict())
+        return _copied(obj.state_dict()), isinstance(obj, torch.amp.GradScaler) and _has_begun(obj)
     return None
 
 
@@ -117,8 +142,11 @@ def take_told(obj: _Told, told: Any) -> None:
         if stepped:
             obj._opt_called = True  # type: ignore[attr-defined]
     elif told is not None:
+        state, begun = told
         # It takes apart what it is given.
-        obj.load_state_dict(_copied(told))
+        obj.load_state_dict(_copied(state))
+        if isinstance(obj, torch.amp.GradScaler) and begun:
+            _begin(obj)
 
 
 @final

@@ -179,14 +179,15 @@ def _refuse(self: PerReplica, *others: object) -> Never:
     raise _in_arithmetic()
 
 
-for _name in (
+_OPERATORS = (
     *(
         f"__{side}{op}__"
         for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
         for side in ("", "r")
     ),
     *("__neg__", "__pos__", "__abs__", "__float__", "__int__", "__bool__", "__lt__", "__le__", "__gt__", "__ge__"),
-):
+)
+for _name in _OPERATORS:
     setattr(PerReplica, _name, _refuse)
 
 
@@ -240,12 +241,32 @@ class Remote:
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__") or attribute.startswith("_repr_"):
             raise AttributeError(attribute)
+        raise AttributeError(self._where())
+
+    def _where(self) -> str:
         where = f"`{self.shown}` ({self.type_name}) is in the replicas, not in the notebook"
         how = f": {self.why}" if self._for_good else f", or bring it with {self.shown}.fetch()"
-        raise AttributeError(f"{where}: use it in a %%mirrored cell{how}")
+        return f"{where}: use it in a %%mirrored cell{how}"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = pytree.tree_leaves((args, kwargs or {}))
+        raise UsageError(next(one for one in given if isinstance(one, Remote))._where())
 
     def __reduce__(self) -> Any:
         raise ReplicaError(f"`{self.shown}` stays in the replicas and cannot be pickled; .fetch() brings the value")
+
+
+def _refused(self: Remote, *_: object, **__: object) -> Any:
+    raise UsageError(self._where())
+
+
+for _name in (
+    *_OPERATORS,
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__len__", "__iter__", "__next__", "__call__"),
+    *("__index__", "__complex__", "__enter__", "__exit__", "__array__", "__dlpack__", "__dlpack_device__"),
+):
+    setattr(Remote, _name, _refused)
 
 
 def same(first: Any, second: Any) -> bool:

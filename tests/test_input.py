@@ -843,7 +843,7 @@ def test_nests_of_values_are_nests_of_per_replica():
     [
         (range(10), {}, "cannot distribute a range: pass a DataLoader"),
         (Range(4), {"batch_size": 2}, "cannot distribute a Range: pass a DataLoader"),
-        ([1, 2, 3], {"batch_size": 2}, "cannot distribute a int"),
+        ([1, 2, 3], {"batch_size": 2}, "cannot distribute a list that has int in it"),
         ((i for i in range(3)), {}, "cannot distribute a generator"),
         (torch.arange(4), {}, "need `batch_size`"),
         (torch.arange(4), {"batch_size": 0}, "not 0"),
@@ -889,3 +889,51 @@ def test_loading_leaves_the_number_of_threads_as_it_was():
         assert (len(batches), set(seen), torch.get_num_threads()) == (2, {1}, 2)
     finally:
         torch.set_num_threads(before)
+
+
+# ---- what a distributed dataset was made of ------------------------------------------------------------
+
+
+def distributed(in_a_replica: bool, source: Any, **options: Any) -> Any:
+    return (
+        ReplicaDataset(source, Replicas(2).input(0), **options) if in_a_replica else controller(source, 2, **options)
+    )
+
+
+@pytest.mark.parametrize("in_a_replica", [False, True])
+def test_a_distributed_loader_has_the_attributes_of_the_loader(in_a_replica):
+    loader = DataLoader(Range(10), batch_size=4, generator=torch.Generator(), drop_last=True)
+    dataset = distributed(in_a_replica, loader)
+    assert len(dataset.dataset) == 10
+    assert (dataset.batch_size, dataset.num_workers, dataset.drop_last) == (4, 0, True)
+    for name in ("dataset", "sampler", "batch_sampler", "collate_fn", "generator"):
+        assert getattr(dataset, name) is getattr(loader, name)
+    with pytest.raises(AttributeError, match="'DataLoader' object has no attribute 'batchsize'"):
+        _ = dataset.batchsize
+
+
+@pytest.mark.parametrize("in_a_replica", [False, True])
+def test_distributed_arrays_have_no_attributes_of_a_loader_and_say_what_to_do(in_a_replica):
+    dataset = distributed(in_a_replica, (torch.arange(4), torch.arange(4)), batch_size=2)
+    with pytest.raises(AttributeError, match=r"no `dataset`: this dataset was made of a tuple, .* its `source`"):
+        _ = dataset.dataset
+
+
+def test_a_replicas_function_is_told_where_a_datasets_attributes_are():
+    dataset = pickle.loads(pickle.dumps(controller(torch.arange(4), 2, batch_size=2)))
+    with pytest.raises(AttributeError, match="stays where it was made: ask for its `dataset` there"):
+        _ = dataset.dataset
+
+
+def test_what_was_distributed_is_distributed_once():
+    own, source = Replicas(2).input(0), torch.arange(8)
+    one = ReplicaDataset.of(source, own, batch_size=4)
+    assert ReplicaDataset.of(one, own) is ReplicaDataset.of(one, own, batch_size=4) is one
+    assert len(ReplicaDataset.of(one, own, batch_size=2)) == 4
+    theirs = ControllerDataset.of(source, 2, batch_size=4)
+    assert ControllerDataset.of(theirs, 2) is theirs
+    assert parts(next(iter(ControllerDataset.of(theirs, 4, batch_size=4)))) == [[0], [1], [2], [3]]
+    dealt = ReplicaDataset.from_function(loader_of_10, own)
+    assert ReplicaDataset.of(dealt, own) is dealt
+    with pytest.raises(UsageError, match="made by a function: give it its options where it is made"):
+        ReplicaDataset.of(dealt, own, shuffle=True)

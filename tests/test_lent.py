@@ -109,6 +109,17 @@ def test_a_scaler_has_one_scale_on_both_sides(run):
 
 
 @pytest.mark.parametrize("where", ["", "%%mirrored\n"])
+def test_a_scaler_that_the_replicas_have_used_is_updated_in_the_notebook(run, where):
+    run(f"{where}scaler = torch.amp.GradScaler('cpu', init_scale=4.0)")
+    run("%%mirrored\nscaler.scale(torch.ones(())); scaler.update(8.0)")
+    run("scaler.update(64.0)")
+    assert run("scaler.get_scale()") == run("%%mirrored\nscaler.get_scale()") == 64.0
+    run("%%mirrored\nother = torch.amp.GradScaler('cpu', init_scale=4.0); other.scale(torch.ones(()))")
+    run("other.update(16.0)")
+    assert run("%%mirrored\nother.get_scale()") == 16.0
+
+
+@pytest.mark.parametrize("where", ["", "%%mirrored\n"])
 def test_a_generator_draws_on_from_where_the_other_side_left_it(run, where):
     run(where + "dice = torch.Generator().manual_seed(8); drawn = [torch.rand(1, generator=dice).item()]")
     run("drawn.append(torch.rand(1, generator=dice).item())")

@@ -398,3 +398,9 @@ def test_a_container_whose_name_a_thread_has_given_to_another_kind_is_there_anew
     notebook.here("x.append(2)")
     notebook.cell("seen = x")
     assert notebook.user_ns["seen"] == [1, 2]
+
+
+def test_a_view_and_what_it_looks_at_share_their_memory_in_the_replicas(notebook):
+    notebook.here("flat = torch.zeros(100); head = flat[:10]")
+    notebook.cell("flat += 1\nfound = float(head[0])")
+    assert notebook.user_ns["found"] == 1

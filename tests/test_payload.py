@@ -125,6 +125,30 @@ def test_tensors_that_share_memory_share_it_on_arrival(n):
     assert b[0] == 5
 
 
+@pytest.mark.parametrize("n", [100, 10 * LARGE])
+@pytest.mark.parametrize("head_first", [False, True])
+def test_views_of_parts_of_a_tensor_share_its_memory_on_arrival(n, head_first):
+    flat = torch.zeros(n)
+    views = {"head": flat[:10], "flat": flat, "column": flat.view(-1, 10)[:, 3], "bytes": flat[5:7].view(torch.uint8)}
+    names = sorted(views, reverse=not head_first)
+    arrived = dict(zip(names, travel([views[name] for name in names]), strict=True))
+    arrived["flat"] += 1
+    assert (arrived["head"].tolist(), arrived["column"].sum()) == ([1.0] * 10, n // 10)
+    assert torch.equal(arrived["bytes"], torch.ones(2).view(torch.uint8))
+    arrived["head"][3] = 7
+    assert arrived["column"][0] == arrived["flat"][3] == 7
+    if not head_first:
+        assert pack({**views, "function": abs}, namespace={}).payload.nbytes < 4 * n + 5000
+
+
+def test_views_of_a_large_tensor_that_have_nothing_in_common_travel_small():
+    whole = torch.zeros(1_000_000)
+    assert pack([whole[:10], whole[5:20], whole[-10:], whole[:0]], namespace={}).payload.nbytes < 5000
+    a, b = travel((whole[:10], whole[5:20]))
+    b += 1
+    assert a.tolist() == [0.0] * 5 + [1.0] * 5
+
+
 def test_the_same_object_twice_arrives_as_one():
     x, array = torch.ones(3), np.ones(3)
     a, b, c, d = travel([x, x, array, array])

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 
 from mirror_nb import DistributedValues, PerReplica, Remote, ReplicaError, UsageError
 from mirror_nb.values import merged, same
@@ -134,7 +135,19 @@ def test_using_a_stand_in_as_the_value_says_what_to_do():
     with pytest.raises(AttributeError, match=r"`big` \(Tensor\) is in the replicas.*big\.fetch\(\)"):
         _ = remote([]).shape
     assert not hasattr(remote([]), "_repr_png_")
-    assert not hasattr(remote([]), "__len__")
+    assert not hasattr(remote([]), "__fspath__")
+
+
+USES: list[Callable[[Any], Any]] = [
+    *(lambda x: x[0], len, lambda x: x + 1, lambda x: 1 - x, list, float, bool, lambda x: x(1), lambda x: 1 in x),
+    *(np.asarray, torch.as_tensor, torch.relu, nn.Linear(1, 1), lambda x: torch.ones(1) * x, lambda x: x < 1),
+]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_whatever_is_done_with_a_stand_in_says_what_to_do(use):
+    with pytest.raises(UsageError, match=r"`big` \(Tensor\) is in the replicas.*big\.fetch\(\)"):
+        use(remote([]))
 
 
 def test_a_stand_in_cannot_be_saved_by_mistake():

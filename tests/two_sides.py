@@ -100,7 +100,7 @@ class Notebook:
         if parcel is not None:
             slab = parcel.packed.slab
             replica.bind(parcel.packed.payload, os.dup(slab) if slab is not None else None)
-        before = replica.before(names.mentioned, self.number)
+        before = replica.before(names.mentioned, self.number, names.bound)
         exec(source, replica.names)
         bound = replica.changed(before, names.bound, names.mentioned)
         trained = any(name in replica.names for name in names.mentioned)

@@ -11,6 +11,8 @@ import types
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, final
 
+import numpy as np
+
 from mirror_nb.contents import is_trained
 from mirror_nb.errors import TransferError
 from mirror_nb.held_variables import read_together
@@ -19,6 +21,9 @@ from mirror_nb.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Payload, unpack
 from mirror_nb.values import Remote, merged
+
+MOST_DRAWN = 1000
+# Members of a container that are looked at.
 
 
 @final
@@ -38,7 +43,7 @@ class Incoming:
         # Handles of networks that a replica takes for known here: they were not the owner's.
 
     def value(self, name: str, exports: dict[int, Export], owner: int) -> Any:
-        """Return what a name holds, of what the replicas tell of it."""
+        """Return what a name holds, of what the replicas tell of it; of figures and the like the owner's alone."""
         chosen = owner if owner in exports else min(exports)
         match exports[chosen]:
             case Imported(path):
@@ -58,14 +63,20 @@ class Incoming:
                 value = self._open(payload, name, chosen)
                 whole = read_together([value] * len(exports))
                 return value if whole is None else whole
-        values = [
-            self._open(e.payload, name, r) if isinstance(e, Plain) else self._remote(name, _stand_in(e), r)
-            for r, e in sorted(exports.items())
-        ]
+        first = self._told(name, exports[chosen], chosen)
+        if _is_drawn(first):
+            # As of output.
+            return first
+        values = [first if r == chosen else self._told(name, export, r) for r, export in sorted(exports.items())]
         if all(isinstance(value, Remote) for value in values):
             return values[0]
         whole = read_together(values)
         return merged(values) if whole is None else whole
+
+    def _told(self, name: str, export: Export, replica_id: int) -> Any:
+        if isinstance(export, Plain):
+            return self._open(export.payload, name, replica_id)
+        return self._remote(name, _stand_in(export), replica_id)
 
     def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
         try:
@@ -101,6 +112,19 @@ class Incoming:
     def _remote(self, name: str, stayed: Stayed, replica_id: int) -> Remote:
         kept = stayed.name or name
         return Remote(kept, stayed.type_name, stayed.text, stayed.why, self._fetch, replica_id, stayed.for_good)
+
+
+def _is_drawn(value: Any, deep: int = 3) -> bool:
+    """Whether it is a figure, or what else matplotlib draws, or a small container that has such in it."""
+    if type(value) in (list, tuple):
+        members: Any = value
+    elif type(value) is dict:
+        members = value.values()
+    elif isinstance(value, np.ndarray) and value.dtype == object:
+        members = value.flat
+    else:
+        return any(kind.__module__.partition(".")[0] == "matplotlib" for kind in type(value).__mro__)
+    return deep > 0 and len(members) <= MOST_DRAWN and any(_is_drawn(member, deep - 1) for member in members)
 
 
 class _Undelivered(Exception):

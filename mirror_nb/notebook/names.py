@@ -68,6 +68,18 @@ class _Shared:
     # The replica has changed it in place, which did not travel.
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one name is on both sides."""
+
+    value: object
+    # Of the notebook.
+    sent: Mapping[int, _Shared]
+    # By replica: what it has of that.
+    there: set[int]
+    # Replicas that have the name.
+
+
 @dataclass(slots=True)
 class Returned:
     """What came back from a cell."""
@@ -85,6 +97,8 @@ class Returned:
     loose: list[str] = field(default_factory=list)
     # Names of tensors that can be trained, in no network, and not the same on all replicas, likewise.
     result: Any = None
+    grads: bool | None = None
+    # What the cell has given to torch.set_grad_enabled, if it left that other than it was.
     nbytes: int = 0
     problem: str | None = None
     # Why something could not be rebuilt here.
@@ -154,13 +168,30 @@ class Names:
         for name in names:
             self._sent.get(replica_id, {}).pop(name, None)
 
-    def has(self, replica_id: int, name: str) -> bool:
-        """Whether the replica has a name, of whatever value, that the notebook had, too."""
-        return name in self._there.get(replica_id, ())
+    def standing(self, names: Iterable[str]) -> dict[str, Standing]:
+        """Return what these names are on both sides, for `put_back`."""
+        return {
+            name: Standing(
+                self.user_ns.get(name, _MISSING),
+                {replica_id: sent[name] for replica_id, sent in self._sent.items() if name in sent},
+                {replica_id for replica_id, there in self._there.items() if name in there},
+            )
+            for name in names
+        }
 
-    def note(self, replica_id: int, name: str, value: object) -> None:
-        """The replica's name stands for this value of the notebook."""
-        self._share((replica_id,), {name: value})
+    def put_back(self, names: Mapping[str, Standing]) -> None:
+        """Let names be what they were: what has been absorbed since was not meant for them."""
+        for name, standing in names.items():
+            if standing.value is _MISSING:
+                self.user_ns.pop(name, None)
+            else:
+                self.user_ns[name] = standing.value
+            for replica_id in self._sent:
+                self.forget(replica_id, (name,))
+            for replica_id, shared in standing.sent.items():
+                self._sent[replica_id][name] = shared
+            for replica_id in standing.there:
+                self._there[replica_id].add(name)
 
     def _share(
         self, replicas: Iterable[int], values: Mapping[str, object], needs: frozenset[str] = frozenset()
@@ -502,8 +533,13 @@ class Names:
 
     # ------------------------------------------------------------------ in
 
-    def absorb(self, payloads: Mapping[int, tuple[Payload, int | None]], owner: int) -> Returned:
-        """Bind in the notebook what the replicas' names hold now; `owner` sent its networks."""
+    def absorb(
+        self, payloads: Mapping[int, tuple[Payload, int | None]], owner: int, *, pulled: bool = False
+    ) -> Returned:
+        """Bind in the notebook what the replicas' names hold now; `owner` sent its networks.
+
+        `pulled`: the user has asked for it, so that objects which stay as they are on both sides are refilled here.
+        """
         returned = Returned(nbytes=sum(payload.nbytes for payload, _ in payloads.values()))
         opened: dict[int, Exports] = {}
         inside: dict[str, Any] = {}
@@ -544,10 +580,11 @@ class Names:
                 # Each replica counts in it by itself, say: here it is one class.
                 altered.add(name)
             else:
-                self._absorb_name(name, exports, owner, opened, returned)
+                self._absorb_name(name, exports, owner, opened, returned, pulled)
         returned.altered = self._note_altered(altered)
         returned.deleted = self._follow_deleted(opened)
         returned.diverged = self._note_diverged(opened)
+        returned.grads = opened[owner].grads if owner in opened else None
         results = {r: e.result for r, e in opened.items() if e.result is not None}
         if results:
             returned.result = self._incoming.value("_", results, owner)
@@ -638,13 +675,16 @@ class Names:
         owner: int,
         opened: dict[int, Exports],
         returned: Returned,
+        pulled: bool,
     ) -> None:
         known = isinstance(exports.get(owner), KnownModule)
         before = self.user_ns.get(name, _MISSING)
-        value = self._incoming.value(name, exports, owner)
-        if all(name in opened[r].refilled and self._shares(r, name, before) for r in exports) and (
-            type(value) is type(before)
-        ):
+        kept = self._kept(name, exports, opened)
+        if kept == name:
+            return
+        value = self._incoming.value(name, exports, owner) if kept is None else self.user_ns[kept]
+        refills = (pulled and is_refillable(before)) or all(name in opened[r].refilled for r in exports)
+        if refills and all(self._shares(r, name, before) for r in exports) and type(value) is type(before):
             # As the cell did: who else has it here sees the change.
             refill(before, filling(value))
             value = before
@@ -657,6 +697,15 @@ class Names:
             returned.stayed.append(name)
         elif not known or before is not value or any(exports[owner].handle in e.states for e in opened.values()):  # type: ignore[union-attr]
             returned.bound.append(name)
+
+    def _kept(self, name: str, exports: Iterable[int], opened: Mapping[int, Exports]) -> str | None:
+        """Return the name that has here what a name holds in all of these replicas, of which nothing was changed."""
+        held = {opened[r].unchanged.get(name) for r in exports}
+        kept = held.pop() if len(held) == 1 else None
+        if kept is None or kept not in self.user_ns:
+            return None
+        now = self._content(self.user_ns[kept])
+        return kept if all(self._has(r, kept, now) for r in exports) else None
 
 
 def _trains_apart(value: object) -> bool:

@@ -21,6 +21,7 @@ from comm import get_comm_manager
 from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb import devices as device_names
+from mirror_nb import modes
 from mirror_nb.bench.collectives import AllReduceTable, all_reduce
 from mirror_nb.bench.command import Options, imported, measure
 from mirror_nb.bench.steps import StepTable
@@ -453,6 +454,7 @@ class Session:
                 sources=self._sources(parcel, replica_id),
                 widgets=getattr(self._shell, "kernel", None) is not None,
                 holdings=self._names.take_holdings(replica_id),
+                modes=modes.current(),
             )
             slabs[replica_id] = parcel.packed.slab if parcel is not None else None
         self._untaught.difference_update(replicas)
@@ -497,13 +499,17 @@ class Session:
         here = _folder()
         return [path.removeprefix(os.path.realpath(here) + os.sep) if here else path for path in first]
 
-    def _absorb(self, report: Report, lead: int) -> Returned:
+    def _absorb(self, report: Report, lead: int, *, pulled: bool = False) -> Returned:
         payloads = {
             r: (a.done.payload, a.slab)
             for r, a in report.answers.items()
             if a.done is not None and a.done.payload is not None
         }
-        return self._names.absorb(payloads, lead if lead in payloads else min(payloads, default=lead))
+        owner = lead if lead in payloads else min(payloads, default=lead)
+        returned = self._names.absorb(payloads, owner, pulled=pulled)
+        if returned.grads is not None:
+            torch.set_grad_enabled(returned.grads)
+        return returned
 
     def _push_changed(self, ledger: _Ledger) -> None:
         """Give the replicas what was changed here: values of networks, settings and states of optimizers."""
@@ -558,11 +564,17 @@ class Session:
         if not names:
             raise UsageError("pull which names?")
         report = self._fetch(tuple(names), replicas)
-        returned = self._absorb(report, replicas[0])
-        raise_for(report, self._running().devices)
-        _check_rebuilt(names, returned)
-        for name in returned.stayed:
-            _check_brought(name, self._shell.user_ns[name])
+        standing = self._names.standing(names)
+        returned = self._absorb(report, replicas[0], pulled=report.clean)
+        try:
+            self._check_fetched(names, report, returned)
+        except BaseException:
+            self._names.put_back(standing)
+            raise
+        stayed = {name: self._shell.user_ns[name] for name in returned.stayed}
+        self._names.put_back({name: standing[name] for name in stayed})
+        for name, value in stayed.items():
+            _check_brought(name, value)
         whence = f"replica {spans(replicas)}"
         return f"pulled {_listed(returned.bound)} ({size(returned.nbytes)}) from {whence}"
 
@@ -571,19 +583,21 @@ class Session:
         self._mend()
         name = self._names.lies_under(name, replica_id)
         report = self._fetch((name,), [replica_id])
-        raise_for(report, self._running().devices)
-        before, had = self._shell.user_ns.get(name, _MISSING), self._names.has(replica_id, name)
+        standing = self._names.standing((name,))
         returned = self._absorb(report, replica_id)
-        _check_rebuilt((name,), returned)
-        value = self._shell.user_ns.pop(name)
-        if before is _MISSING:
-            # Its deletion is to be followed, if it was the notebook's.
-            (self._names.outdate if had else self._names.forget)(replica_id, (name,))
-        else:
-            self._shell.user_ns[name] = before
-            self._names.note(replica_id, name, before)
+        value = self._shell.user_ns.get(name)
+        self._names.put_back(standing)
+        self._check_fetched((name,), report, returned)
         _check_brought(name, value)
         return value
+
+    def _check_fetched(self, names: Sequence[str], report: Report, returned: Returned) -> None:
+        lacking = next((f for f in report.failures.values() if f.type_name == UsageError.__name__), None)
+        if lacking is not None:
+            # Where a replica found that out tells the user nothing.
+            raise UsageError(lacking.message)
+        raise_for(report, self._running().devices)
+        _check_rebuilt(names, returned)
 
     def _fetch(self, names: tuple[str, ...], replicas: Sequence[int]) -> Report:
         undelivered = tuple(self._names.undelivered)
@@ -708,9 +722,6 @@ def _check_brought(name: str, value: object) -> None:
 def _listed(names: Sequence[str], most: int = 8) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-_MISSING = object()
 
 
 def _flags(devices: str | None, exchange: Exchange) -> str:

@@ -20,7 +20,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mirror_nb import torchmetrics_objects, variables
-from mirror_nb.contents import REFILLED, Content, class_content, content, is_trained, refill, stays_itself
+from mirror_nb.contents import (
+    REFILLED,
+    Content,
+    class_content,
+    content,
+    is_trained,
+    is_unchanging,
+    refill,
+    stays_itself,
+)
+from mirror_nb.data import Distributed
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
     Changed,
@@ -111,6 +121,8 @@ class Namespace:
         # Names that the latest cell has deleted.
         self._refilled: tuple[str, ...] = ()
         # Names whose containers or trained tensors it has changed in place.
+        self._unchanged: dict[str, str] = {}
+        # Names that hold what the notebook has, as it was when the latest cell began, and its name there.
         self._label = ""
         # Of the latest cell, for the classes that it made.
 
@@ -232,18 +244,21 @@ class Namespace:
 
     # ------------------------------------------------------------------ out
 
-    def before(self, mentioned: Iterable[str], tag: int) -> Before:
+    def before(self, mentioned: Iterable[str], tag: int, bound: Iterable[str] = ()) -> Before:
         """Remember what the names hold now. `tag` is a number of the cell, the same on all replicas."""
         self._label = str(tag)
         before = Before(dict(self.names))
+        bound = set(bound)
         for name in reached(mentioned, self.names):
-            held = self._content(self.names[name])
+            held = self._content(self.names[name], large=name in bound)
             if held is not None:
                 before.contents[name] = held
         return before
 
-    def _content(self, value: object) -> Content | None:
-        return class_content(value, self.reference) if isinstance(value, type) else content(value, self.reference)
+    def _content(self, value: object, *, large: bool = False) -> Content | None:
+        if isinstance(value, type):
+            return class_content(value, self.reference)
+        return content(_meant(value), self.reference, large=large)
 
     def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
         """Return the names that were bound since, or whose content was changed in place; uses `before` up.
@@ -260,11 +275,30 @@ class Namespace:
         self._deleted = tuple(sorted(n for n in before.objects if n not in self.names and travels(n)))
         still = (n for n in names if before.objects.get(n, _MISSING) is self.names[n])
         self._refilled = tuple(n for n in still if stays_itself(self.names[n]))
+        self._unchanged = {n: there for n in names if (there := self._as_before(n, before)) is not None}
         # What the cell let go of must be gone by the time the controller is told what is here.
         before.objects.clear()
         before.contents.clear()
         self._altered = tuple(sorted(altered))
         return sorted(n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING))
+
+    def _as_before(self, name: str, before: Before) -> str | None:
+        """Return the name that had this name's very value before the cell, and still has; None if it was changed.
+
+        It is the name itself, or for what was distributed one of its source.
+        """
+        value = _meant(self.names[name])
+        others = before.objects if isinstance(self.names[name], Distributed) else ()
+        for known in (name, *others):
+            if _meant(before.objects.get(known, _MISSING)) is value is _meant(self.names.get(known, _MISSING)):
+                held = before.contents.get(known)
+                if (
+                    is_unchanging(value)
+                    if held is None
+                    else held.complete and held.same(self._content(value, large=True))
+                ):
+                    return known
+        return None
 
     def export(
         self,
@@ -276,6 +310,7 @@ class Namespace:
         result: object = None,
         whole: bool = False,
         compare: bool = False,
+        grads: bool | None = None,
     ) -> Packed:
         """Pack what the names hold, as `Exports`.
 
@@ -291,16 +326,29 @@ class Namespace:
             if self.mirrors.rebuilt(network) and not has_sharded(network):
                 fresh.add_network(self.mirrors.name(network, handle), network, self)
         # Networks first, since what else has them refers to them, and optimizers last: other values may have theirs.
-        held = ((name, self.names[name]) for name in names)
+        held = ((name, _meant(self.names[name])) for name in names)
         ordered = sorted(((is_told(value), not isinstance(value, nn.Module), name) for name, value in held))
-        exported = {name: self._export(self.names[name], f"r{tag}.{name}", fresh, whole) for *_, name in ordered}
-        shown = None if result is None else self._result(result, tag, fresh)
+        exported = {
+            name: self._export(_meant(self.names[name]), f"r{tag}.{name}", fresh, whole) for *_, name in ordered
+        }
+        shown = None if result is None else self._result(_meant(result), tag, fresh)
         for obj in self.objects.outgrown():
             self._plain(obj, "", fresh, whole)
         gone = (*self.mirrors.gone(), *self.objects.take_gone())
         exports = Exports(
-            exported, self._changed_search(), {}, {}, shown, gone, self._altered, self._deleted, self._refilled
+            exported,
+            self._changed_search(),
+            {},
+            {},
+            shown,
+            gone,
+            self._altered,
+            self._deleted,
+            self._refilled,
+            self._unchanged,
+            grads=grads,
         )
+        self._unchanged = {}
         self._altered = self._deleted = self._refilled = ()
         networks = fresh.networks
         if owner:
@@ -497,6 +545,11 @@ class Namespace:
                 states.setdefault(handle, {})[ATTRIBUTES] = attributes
         self._anew = False
         return states
+
+
+def _meant(value: object) -> object:
+    """Return what the notebook has in the place of a value: of what was distributed its source."""
+    return value.source if isinstance(value, Distributed) else value
 
 
 def _complete(network: nn.Module) -> list[torch.Tensor]:

@@ -313,13 +313,15 @@ class Replica:
         self.namespace.hold(cell.holdings)
         if cell.names is not None:
             self.namespace.bind(cell.names, slab)
-        before = self.namespace.before(cell.mentioned, number)
+        before = self.namespace.before(cell.mentioned, number, cell.bound)
         shell = self.shell
         learn(shell, cell.sources)
         reporting.settle()
         failure = None
         self.partial = cell.partial
-        with self._synchronizing(cell.synchronize and not cell.partial), self.cell_context():
+        synchronizing = self._synchronizing(cell.synchronize and not cell.partial)
+        with synchronizing, self.cell_context(), modes.entered(cell.modes):
+            enabled = torch.is_grad_enabled()
             try:
                 with self._interruptible(number):
                     end = shell.run(cell.source, cell.count)
@@ -328,6 +330,7 @@ class Replica:
             except BaseException as error:
                 end = None
                 failure = self.failure(error)
+            grads = None if torch.is_grad_enabled() is enabled else not enabled
         value, bundle = (end.value, end.bundle) if end is not None else (None, None)
         if value is not None:
             # The names of the cell hold it if it has one; this frame must not keep it alive.
@@ -337,7 +340,7 @@ class Replica:
         # Who fails may be a step behind the others, for now.
         compare = cell.synchronize and not cell.partial and failure is None and self.identity.num_replicas > 1
         packed = self.namespace.export(
-            names, tag=number, owner=cell.owner, trained=trained, result=value, compare=compare
+            names, tag=number, owner=cell.owner, trained=trained, result=value, compare=compare, grads=grads
         )
         return failure, packed, bundle
 

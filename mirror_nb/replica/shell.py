@@ -5,6 +5,7 @@ The only module below the notebook floor that imports IPython.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import linecache
@@ -22,6 +23,7 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.error import StdinNotImplementedError
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.pylabtools import print_figure
 from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
@@ -227,6 +229,10 @@ def make_shell(emit: Callable[[object], None], module: types.ModuleType | None) 
     )
     shell.display_pub.emit = emit
     shell.display_trap.hook = shell.displayhook
+    # By name, so that matplotlib is not imported for it. With a first figure of pyplot's it puts its own way in place.
+    drawn = functools.partial(print_figure, fmt="png", base64=True)
+    shows: Any = shell.display_formatter
+    shows.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", drawn)
     return shell
 
 

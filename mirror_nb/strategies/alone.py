@@ -155,7 +155,7 @@ class AlonePlace(Place):
         return local_parts(value, 1)
 
     def distribute_dataset(self, source: Any, **options: Any) -> Any:
-        return ReplicaDataset(source, self._input, **options)
+        return ReplicaDataset.of(source, self._input, **options)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
         return ReplicaDataset.from_function(dataset_fn, self._input, options)

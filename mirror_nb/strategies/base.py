@@ -190,7 +190,8 @@ class Strategy(ABC):
         `dataset`: a DataLoader, whose batch size is the global one, or tensors or arrays (one, or a tuple or dict of
         them, equally long) with `batch_size`, examples of a global batch. Replica i of n gets examples
         [i*c, (i+1)*c) of a batch of b, c = ceil(b / n), on its device; late replicas may get none and still take
-        part. In the controller a batch is a nest of PerReplica, in a replica its own share.
+        part. In the controller a batch is a nest of PerReplica, in a replica its own share. What is returned has the
+        DataLoader's attributes (`len(it.dataset)`, `it.batch_size`, `it.sampler`); distributed again, it is returned.
         Source: tf.distribute's rule for the last batch. Raises UsageError for anything else.
         """
         self._place.check_open()

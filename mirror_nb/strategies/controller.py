@@ -447,7 +447,7 @@ class ControllerPlace(Place):
     # ------------------------------------------------------------------ input
 
     def distribute_dataset(self, source: Any, **options: Any) -> Any:
-        return input.ControllerDataset(source, num_replicas=self.num_replicas, **options)
+        return input.ControllerDataset.of(source, self.num_replicas, **options)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
         return input.ControllerFunctionDataset(dataset_fn, num_replicas=self.num_replicas, options=options)

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
-from typing import Any, Never, cast, final
+from typing import Any, Never, Self, cast, final
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mirror_nb import data
 from mirror_nb.batches import count, cut, joined, share_of, spread
-from mirror_nb.data import GlobalBatches, Loaders, Share
+from mirror_nb.data import Distributed, GlobalBatches, Loaders, Share
 from mirror_nb.errors import UsageError
 from mirror_nb.prefetch import ahead
 from mirror_nb.strategies.context import on_one_replica
@@ -157,6 +157,24 @@ def values_from_function(value_fn: Callable[[ValueContext], Any], num_replicas: 
     return pytree.tree_unflatten([PerReplica(column) for column in columns], structure)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """With what options a source was distributed."""
+
+    options: InputOptions = InputOptions()
+    batch_size: int | None = None
+    shuffle: bool = False
+    drop_last: bool = False
+
+    def serves(self, options: InputOptions | None, **cutting: Any) -> bool:
+        """Whether what was distributed so serves who asks for this: for nothing else, or for the same once more."""
+        return _Asked(_options(options), **cutting) in (_NO_OPTIONS, self)
+
+
+_NO_OPTIONS = _Asked()
+
+
 # ---- iterators ----------------------------------------------------------------------------------------
 
 
@@ -229,6 +247,11 @@ class _InController:
             raise TypeError("the source of these batches does not know how many there are")
         return self._length
 
+    def __getattr__(self, name: str) -> Never:
+        raise AttributeError(
+            f"a distributed dataset stays where it was made: ask for its `{name}` there, and pass that to the function"
+        )
+
     def __iter__(self) -> Never:
         raise _next_in_replica()
 
@@ -243,7 +266,7 @@ def _next_in_replica() -> UsageError:
     )
 
 
-class DistributedDataset(ABC):
+class DistributedDataset(Distributed, ABC):
     """The batches of a source, cut into shares or dealt out; each `iter()` is a new epoch. Made by a strategy."""
 
     @property
@@ -268,7 +291,8 @@ class ControllerDataset(DistributedDataset):
 
     Every leaf of a batch is a PerReplica of the replicas' parts, on the CPU, of no examples where there are not
     enough; `run` brings each part to its replica's device and weighs gradients by `PerReplica.shares`. With one
-    replica batches are plain. Each `iter()` is a new epoch.
+    replica batches are plain. Each `iter()` is a new epoch. `dataset`, `batch_size` (the global one), `sampler` and
+    the like are those of the DataLoader that it was made of.
 
     Raises UsageError for a source that cannot be cut, that is empty, or that is already sharded.
     """
@@ -284,7 +308,9 @@ class ControllerDataset(DistributedDataset):
         drop_last: bool = False,
         loaders: Loaders | None = None,
     ) -> None:
-        self._options = _options(options)
+        self.source = source
+        self._asked = _Asked(_options(options), batch_size, shuffle, drop_last)
+        self._options = self._asked.options
         self._num_replicas = num_replicas
         self._warned = False
         # Of batches that cannot be cut.
@@ -296,6 +322,15 @@ class ControllerDataset(DistributedDataset):
             drop_last=drop_last,
             loaders=loaders,
         )
+
+    @classmethod
+    def of(cls, source: Any, num_replicas: int, options: InputOptions | None = None, **cutting: Any) -> Self:
+        """Return the batches of a source; of one that was distributed already itself, unless it is to be otherwise."""
+        if isinstance(source, ControllerDataset):
+            if source._num_replicas == num_replicas and source._asked.serves(options, **cutting):
+                return source
+            source = source.source
+        return cls(source, num_replicas=num_replicas, options=options, **cutting)
 
     @property
     def element_spec(self) -> Any:
@@ -339,7 +374,7 @@ class ControllerFunctionDataset(DistributedDataset):
 
     `dataset_fn(InputContext)` is called once, here, and returns a DataLoader or another iterable of batches, each
     for one replica. In a step with too few of them the last replicas get batches of no examples. Each `iter()` goes
-    through the same dataset again.
+    through the same dataset again. Its `batch_size` is that of the DataLoader: one replica's.
 
     Raises UsageError for what is no iterable of batches.
     """
@@ -355,6 +390,7 @@ class ControllerFunctionDataset(DistributedDataset):
         self._options = _options(options)
         self._num_replicas = num_replicas
         self._made = _made_by(dataset_fn, num_replicas)
+        self.source = _given(self._made)
         self._batches = GlobalBatches(self._made, num_replicas=num_replicas, loaders=loaders)
 
     @property
@@ -440,7 +476,11 @@ class ReplicaInput:
 
 @final
 class ReplicaDataset(DistributedDataset):
-    """One replica's shares of global batches, on its device: a dataset that was distributed where it is used."""
+    """One replica's shares of global batches, on its device: a dataset that was distributed where it is used.
+
+    `dataset`, `batch_size` (the global one), `sampler` and the like are those of the DataLoader that it was made of.
+    To the notebook its name means that source.
+    """
 
     def __init__(
         self,
@@ -452,10 +492,27 @@ class ReplicaDataset(DistributedDataset):
         shuffle: bool = False,
         drop_last: bool = False,
     ) -> None:
-        self._source = source
+        self.source = self._made = source
+        self._replica = replica
+        self._asked: _Asked | None = _Asked(_options(options), batch_size, shuffle, drop_last)
         self._dataset = replica.dataset(
-            source, _options(options), batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
+            source, self._asked.options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
         )
+
+    @classmethod
+    def of(cls, source: Any, replica: ReplicaInput, options: InputOptions | None = None, **cutting: Any) -> Self:
+        """Return the shares of a source; of one that was distributed already itself, unless it is to be otherwise.
+
+        Raises UsageError for options of one that a function has made.
+        """
+        if isinstance(source, ReplicaDataset):
+            same = _NO_OPTIONS if source._asked is None else source._asked
+            if source._replica is replica and same.serves(options, **cutting):
+                return source
+            if source._asked is None:
+                raise UsageError("this dataset was made by a function: give it its options where it is made")
+            source = source.source
+        return cls(source, replica, options, **cutting)
 
     @classmethod
     def from_function(
@@ -472,14 +529,15 @@ class ReplicaDataset(DistributedDataset):
         with replica.randomness():
             loader = _made_by(dataset_fn, replica.num_replicas)
         made = object.__new__(cls)
-        made._source = loader
+        made._made, made.source = loader, _given(loader)
+        made._replica, made._asked = replica, None
         made._dataset = replica.dataset(loader, chosen, dealt=True)
         return made
 
     @property
     def element_spec(self) -> Any:
         """The structure of a batch with a TensorSpec a leaf; loads an example to see it."""
-        return spec_of(*(_peeked(self._source) or self._dataset.sample()))
+        return spec_of(*(_peeked(self._made) or self._dataset.sample()))
 
     def __len__(self) -> int:
         """The number of steps in an epoch; TypeError where the source does not know."""
@@ -505,6 +563,11 @@ def _made_by(dataset_fn: Callable[[InputContext], Any], num_replicas: int) -> Da
             "batches, each for one replica"
         )
     return DataLoader(_Batches(made), batch_size=None)
+
+
+def _given(made: DataLoader[Any]) -> Any:
+    """Return what a `dataset_fn` returned."""
+    return made.dataset._batches if isinstance(made.dataset, _Batches) else made
 
 
 @final

@@ -1,0 +1,138 @@
+"""What the notebook keeps when a mirrored cell binds a name to what it holds already, or to that distributed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from driving import running
+from two_sides import Notebook, with_torch
+
+from mirror_nb.errors import TransferError, UsageError
+from mirror_nb.values import Remote
+
+
+@pytest.fixture
+def notebook() -> Notebook:
+    return with_torch()
+
+
+@pytest.fixture
+def run(shell):
+    return running(shell)
+
+
+LARGE = {
+    "a tensor": ("torch.zeros(1_000_000)", "x = x.to(device)"),
+    "text": ("'x' * 2_000_000", "x = str(x)"),
+    "a list": ("list(range(1_000_000))", "x = x"),
+    "a list of tensors": ("[torch.zeros(1_000_000)]", "x = x"),
+    "an array": ("__import__('numpy').zeros(1_000_000)", "import numpy\nx = numpy.asarray(x)"),
+    "small": ("torch.zeros(3)", "x = x.to(device)"),
+}
+
+
+@pytest.mark.parametrize(("make", "cell"), LARGE.values(), ids=LARGE)
+def test_a_name_that_a_cell_binds_to_what_it_holds_keeps_it_in_the_notebook(notebook, make, cell):
+    notebook.here(f"x = {make}\nbefore = x")
+    for _ in range(2):
+        returned = notebook.cell(cell)
+        assert "x" not in returned.bound + returned.stayed
+        assert notebook.user_ns["x"] is notebook.user_ns["before"]
+    assert notebook.sent == []
+
+
+CHANGED = {
+    "a tensor written to": ("torch.zeros(1_000_000)", "x += 1"),
+    "a tensor to be trained": ("torch.zeros(1_000_000)", "x = x.requires_grad_()"),
+    "an array written to": ("__import__('numpy').zeros(1_000_000)", "x += 1"),
+    "on one replica": ("torch.zeros(1_000_000)", "if replica_id: x = x + 1"),
+    "a list of lists": ("[[0] * 9 for _ in range(100_000)]", "x[0].append(1)\nx = x"),
+}
+
+
+@pytest.mark.parametrize(("make", "cell"), CHANGED.values(), ids=CHANGED)
+def test_a_name_whose_value_a_cell_changes_and_binds_is_the_replicas(notebook, make, cell):
+    notebook.here(f"x = {make}\nbefore = x")
+    notebook.cell(cell)
+    assert notebook.user_ns["x"] is not notebook.user_ns["before"]
+
+
+def test_a_small_object_of_a_library_that_is_changed_and_bound_comes_back(notebook):
+    notebook.here("import random\nx = random.Random(1)\nbefore = x.getstate()")
+    notebook.cell("x.random()\nx = x")
+    assert notebook.user_ns["x"].getstate() != notebook.user_ns["before"]
+
+
+def test_a_number_that_the_notebook_has_bound_anew_is_the_cells(notebook):
+    notebook.here("n = 5")
+    notebook.cell("m = n")
+    notebook.here("n = 6")
+    notebook.cell("n = 5")
+    assert notebook.user_ns["n"] == 5
+
+
+LOADER = """
+import torch
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, many): self.many = torch.zeros(many)
+    def __len__(self): return 10
+    def __getitem__(self, i): return i
+"""
+
+
+@pytest.mark.parametrize("many", [1, 400_000])
+def test_a_loader_that_is_distributed_under_its_name_stays_the_notebooks_loader(run, many):
+    run(f"{LOADER}loader = before = torch.utils.data.DataLoader(Rows({many}), batch_size=4)")
+    for _ in range(2):
+        run("%%mirrored --quiet\nloader = strategy.distribute_dataset(loader)\nn = len(loader.dataset), len(loader)")
+        assert run("loader is before, n") == (True, (10, 3))
+    run("%%mirrored --quiet\ndistributed = strategy.distribute_dataset(loader)\nsizes = [len(b) for b in distributed]")
+    assert run("distributed is before, sizes") == (True, [2, 2, 1])
+    run("loader = torch.utils.data.DataLoader(Rows(1), batch_size=5)")
+    run("%%mirrored --quiet\nloader = strategy.distribute_dataset(loader)\nn = len(loader)")
+    assert run("loader.batch_size, n") == (5, 2)
+
+
+def test_what_a_cell_makes_and_distributes_is_in_the_notebook_undivided(run):
+    run(
+        "%%mirrored --quiet\nimport torch\nx = torch.arange(4)\nbatches = strategy.distribute_dataset(x, batch_size=2)"
+    )
+    assert run("batches").tolist() == [0, 1, 2, 3]
+    run(f"%%mirrored --quiet\n{LOADER}made = strategy.distribute_dataset(torch.utils.data.DataLoader(Rows(1)))")
+    assert len(run("made.dataset")) == 10
+    run("%%mirrored --quiet\nbatches = strategy.distribute_dataset(batches)\nsize = len(next(iter(batches)))")
+    assert run("size") == 1
+    assert not isinstance(run("batches"), Remote)
+    assert isinstance(run("%%mirrored --quiet\nbatches"), torch.Tensor)
+
+
+def test_a_name_that_cannot_be_pulled_stays_what_it_was(run):
+    run("class Config: pass\nconfig = held = Config()")
+    run("%%mirrored --quiet\nimport threading\nconfig.lock = threading.Lock()")
+    with pytest.raises(
+        TransferError, match=r"`config` cannot be brought to the notebook: Config cannot be sent: .*lock"
+    ):
+        run("%mirror pull config")
+    assert run("config is held, vars(config)") == (True, {})
+    assert run("%%mirrored --quiet\nhasattr(config, 'lock')") is True
+
+
+def test_a_pull_that_one_replica_cannot_answer_changes_nothing_and_says_why(run):
+    run("z = held = [1]")
+    run("%%mirrored --quiet\nz")
+    run("%%mirrored --quiet\nif replica_id: del globals()['z']\nelse: globals()['z'].append(3)")
+    with pytest.raises(UsageError, match=r"^replica 1 has no name `z`$") as error:
+        run("%mirror pull z")
+    assert run("z is held, z") == (True, [1])
+    assert getattr(error.value, "__notes__", []) == []
+
+
+def test_pulling_an_object_refills_the_notebooks_own(run):
+    run("class Config: pass\nclass Trainer: pass\ncfg, tr = Config(), Trainer()\ncfg.lr, tr.cfg = 5, cfg")
+    run("%%mirrored --quiet\ncfg.lr = 7")
+    assert run("cfg.lr") == 5
+    run("%mirror pull cfg")
+    assert run("tr.cfg is cfg, cfg.lr") == (True, 7)
+    run("cfg.lr = 9")
+    run("%%mirrored --quiet\nlr = cfg.lr")
+    assert run("lr") == 9
