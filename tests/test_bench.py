@@ -370,6 +370,35 @@ def test_the_magic_returns_the_table(shell):
         shell.run_line_magic("mirror", "bench --model net --shape 3 --largest 4K")
 
 
+def test_without_replicas_the_magic_measures_on_two_of_its_own(shell, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    shell.run_line_magic("mirror", "stop")
+    for devices, n in (("", 2), (" --devices cpu:0,cpu:1,cpu:2", 3)):
+        table = shell.run_line_magic("mirror", f"bench --largest 1K --seconds 0.01 --ops gloo{devices}")
+        assert table.devices == tuple(f"cpu:{i}" for i in range(n))
+        assert shell.run_line_magic("mirror", "status") is None
+        assert shell.magics_manager.registry["MirrorMagics"].session.pool is None
+    for wrong, said in (
+        ("--devices cpu:0", "one replica \\(cpu:0\\) reduces with nobody; measure on several, such as --devices"),
+        ("--ops glue", "no cross-device op 'glue'"),
+        ("--seconds 0", "--seconds is 0; it must be above 0"),
+        ("--model json:dumps --batch 0", "--batch is 0, fewer examples than the 2 replicas"),
+        ("--model json:dumps --optimizer Sdg", "torch.optim has no 'Sdg'"),
+    ):
+        monkeypatch.setattr(LocalPool, "start", lambda pool: pytest.fail("replicas were started for a wrong call"))
+        with pytest.raises(UsageError, match=said):
+            shell.run_line_magic("mirror", f"bench {wrong}")
+
+
+def test_replicas_that_run_are_measured_and_no_others(shell):
+    shell.run_line_magic("mirror", "start --devices cpu:0")
+    with pytest.raises(UsageError, match="restart --devices cpu:0,cpu:1"):
+        shell.run_line_magic("mirror", "bench --devices cpu:0,cpu:1")
+    with pytest.raises(UsageError, match=r"one replica \(cpu:0\) reduces with nobody; %mirror restart --devices"):
+        shell.run_line_magic("mirror", "bench")
+    shell.run_line_magic("mirror", "stop")
+
+
 # The command line
 
 
@@ -411,8 +440,9 @@ def test_the_command_shows_a_models_error_in_the_users_lines(tmp_path: Path, mon
         ({"shape": "4"}, "--shape: for the steps of a --model; name one"),
         ({"batch": 4, "optimizer": "Adam"}, "--batch and --optimizer: for the steps of a --model"),
         ({"model": "json:dumps", "largest": "4K"}, "--largest: a model has tensors of its own sizes"),
-        ({"seconds": float("inf")}, "`seconds` is inf"),
-        ({"model": "json:dumps", "shape": "4", "seconds": float("inf")}, "`seconds` is inf"),
+        ({"seconds": float("inf")}, "--seconds is inf"),
+        ({"model": "json:dumps", "shape": "4", "seconds": float("inf")}, "--seconds is inf"),
+        ({"model": "json:dumps", "shape": "4", "batch": 0}, "--batch is 0, fewer examples than the 2 replicas"),
         ({"picture": "ops.txt"}, "ending in .png"),
         ({"ops": "glue"}, "no cross-device op 'glue'"),
     ],

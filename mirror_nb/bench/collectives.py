@@ -173,10 +173,10 @@ def all_reduce(
     return AllReduceTable(rows, tuple(map(str, replicas.devices)), fitting(replicas.devices)[0])
 
 
-def check_seconds(seconds: float) -> None:
+def check_seconds(seconds: float, called: str = "`seconds`") -> None:
     """Raise UsageError for a time that cannot be, or that has no end."""
     if not 0 < seconds < math.inf:
-        raise UsageError(f"`seconds` is {seconds}; it must be above 0, and have an end")
+        raise UsageError(f"{called} is {seconds:g}; it must be above 0, and have an end")
 
 
 def chosen_ops(

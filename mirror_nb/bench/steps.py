@@ -167,10 +167,7 @@ def steps(
     replicas = of(strategy)
     if not callable(model):
         raise UsageError(f"`model` is {model!r}; pass an nn.Module, or a function that makes one")
-    if optimizer not in _optimizers():
-        raise UsageError(f"torch.optim has no {optimizer!r} to try; it has: {', '.join(_optimizers())}")
-    if batch < len(replicas.devices):
-        raise UsageError(f"`batch` is {batch}, fewer examples than the {len(replicas.devices)} replicas")
+    check_task(optimizer, batch, len(replicas.devices))
     check_seconds(seconds)
     chosen = chosen_ops(ops, replicas.devices)
     task = _Task(model, None if shape is None else tuple(shape), batch, optimizer, chosen, seconds)
@@ -178,6 +175,14 @@ def steps(
     rows = tuple(_row(way, times, found.batch) for way, times in found.ways.items())
     names = tuple(map(str, replicas.devices))
     return StepTable(rows, names, found.batch, tuple(chosen), _advice(found, tuple(chosen), len(names), optimizer))
+
+
+def check_task(optimizer: str, batch: int, num_replicas: int, called: str = "`batch`") -> None:
+    """Raise UsageError for an optimizer that is none, and for a batch that some replicas would get nothing of."""
+    if optimizer not in _optimizers():
+        raise UsageError(f"torch.optim has no {optimizer!r} to try; it has: {', '.join(_optimizers())}")
+    if batch < num_replicas:
+        raise UsageError(f"{called} is {batch}, fewer examples than the {num_replicas} replicas")
 
 
 def _row(way: str, times: Sequence[float], batch: int) -> StepRow:

@@ -22,7 +22,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb import devices as device_names
 from mirror_nb.bench.collectives import AllReduceTable, all_reduce
-from mirror_nb.bench.command import Options, imported, measure
+from mirror_nb.bench.command import Options, check, imported, measure, several
 from mirror_nb.bench.steps import StepTable
 from mirror_nb.collectives.options import CommunicationOptions
 from mirror_nb.collectives.options import chosen as choose
@@ -581,20 +581,38 @@ class Session:
     # ------------------------------------------------------------------ measuring
 
     def bench(self, options: Options, model: str | None = None) -> AllReduceTable | StepTable:
-        """Measure the cross-device ops on the replicas: alone, or under the steps of a model.
+        """Measure the cross-device ops: alone, or under the steps of a model.
 
-        `model`: the notebook's name of a module or of what makes one, else `module:function`. Raises UsageError for
-        one that is not there, and what the measurement raises.
+        On the replicas that run, else on others that live as long as this takes. `model`: the notebook's name of a
+        module or of what makes one, else `module:function`. Raises UsageError for one that is not there and for a
+        wrong call, DeviceError for devices that are not there, and what the measurement raises.
         """
-        if self._pool is None:
-            self.start()
-        self._mend()
-        if model is None:
-            return self._kept(measure(self._running(), options))
-        if model not in self._shell.user_ns and ":" not in model:
-            raise UsageError(f"--model {model}: the notebook has no such name")
-        made = self._shell.user_ns[model] if model in self._shell.user_ns else imported(model)
-        return measure(self._running(), options, made)
+        devices = several(options.devices) if self._pool is None else self._measurable(self._pool, options.devices)
+        check(options, devices, model is not None)
+        made = None if model is None else self._model(model)
+        running = self._mended_pool()
+        with contextlib.nullcontext(running) if running is not None else _started(devices) as pool:
+            table = measure(pool, options, made)
+        return self._kept(table) if isinstance(table, AllReduceTable) else table
+
+    def _measurable(self, pool: Pool, devices: str | None) -> tuple[Device, ...]:
+        """Return the devices of the replicas that run. Raises UsageError for a single one, and if others are named."""
+        if devices is not None:
+            raise UsageError(
+                f"%mirror bench measures the replicas that run, on {', '.join(map(str, pool.devices))}; leave out "
+                f"--devices, or use %mirror restart --devices {devices} first (their names are lost then)"
+            )
+        if pool.size < 2:
+            raise UsageError(
+                f"one replica ({pool.devices[0]}) reduces with nobody; %mirror restart --devices cpu:0,cpu:1, say, "
+                "starts several (its names are lost then), and after %mirror stop, %mirror bench has some of its own"
+            )
+        return pool.devices
+
+    def _model(self, name: str) -> Any:
+        if name not in self._shell.user_ns and ":" not in name:
+            raise UsageError(f"--model {name}: the notebook has no such name")
+        return self._shell.user_ns[name] if name in self._shell.user_ns else imported(name)
 
     def measure(self, devices: str) -> AllReduceTable:
         """Time the all-reduces that fit these devices, a few sizes each, for the picker.
@@ -606,12 +624,10 @@ class Session:
         if self._pool is not None and self._pool.devices == chosen:
             self._mend()
             return self._kept(all_reduce(self._pool, sizes=QUICK_SIZES, seconds=QUICK_SECONDS))
-        with LocalPool(chosen, setup=SETUP) as pool:
-            pool.start()
+        with _started(chosen) as pool:
             return self._kept(all_reduce(pool, sizes=QUICK_SIZES, seconds=QUICK_SECONDS))
 
-    def _kept(self, table: AllReduceTable | StepTable) -> AllReduceTable:
-        assert isinstance(table, AllReduceTable)
+    def _kept(self, table: AllReduceTable) -> AllReduceTable:
         self.measured[table.devices] = table
         return table
 
@@ -659,6 +675,14 @@ class Session:
         if wrong or not replicas:
             raise UsageError(f"there is no replica {spans(wrong)}; there are {n}: {spans(range(n))}")
         return sorted(set(replicas))
+
+
+@contextlib.contextmanager
+def _started(devices: tuple[Device, ...]) -> Iterator[Pool]:
+    """Yield replicas that live as long as the block."""
+    with LocalPool(devices, setup=SETUP) as pool:
+        pool.start()
+        yield pool
 
 
 def _folder() -> str:
