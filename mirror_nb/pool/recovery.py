@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mirror_nb.messages import Check, Restore, Snapshot, StandAt, Standing, Steps
 from mirror_nb.payload import unpack
@@ -68,10 +69,10 @@ def compare(pool: Pool) -> Comparison:
     return compared(list(_ask(pool, Check(), range(pool.size)).values()))
 
 
-def _ask(pool: Pool, question: object, replicas: Sequence[int]) -> dict[int, dict[str, int]]:
+def _ask(pool: Pool, question: object, replicas: Sequence[int]) -> dict[int, Any]:
     report = pool.run(dict.fromkeys(replicas, question))
     raise_for(report, pool.devices)
-    answers: dict[int, dict[str, int]] = {}
+    answers: dict[int, Any] = {}
     for replica_id, answer in report.answers.items():
         assert answer.done is not None
         assert answer.done.payload is not None

@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import _utils as torch_loaders
 
 from mirror_nb import modes, raised, reporting, sources, surroundings
@@ -53,6 +54,7 @@ from mirror_nb.messages import (
     Standing,
     Steps,
 )
+from mirror_nb.mirrors import checksums
 from mirror_nb.payload import Arrivals, NotRebuilt, Packed, Payload, closing_slab, pack
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica import files, full, whereabouts
@@ -62,6 +64,7 @@ from mirror_nb.replica.progress import Progress
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.shell import ReplicaShell, learn, make_shell
 from mirror_nb.replica.undivided import Undivided
+from mirror_nb.sharded import is_sharded
 from mirror_nb.steering import Steering
 
 _NOTHING = Arrivals()
@@ -172,6 +175,16 @@ class Replica:
             elif id(module) not in parts:
                 yield from module.named_parameters()
 
+    def unsynchronized(self) -> dict[str, int]:
+        """Return checksums of the other parameters of these networks, by name; of parts of a tensor there are none."""
+        seen = {id(parameter) for parameter in self.gradients.synchronized().values()}
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.named_parameters():
+            if id(parameter) not in seen and not is_lazy(parameter) and not is_sharded(parameter):
+                found.setdefault(name, parameter)
+            seen.add(id(parameter))
+        return dict(zip(found, checksums(found.values()), strict=True))
+
     # ------------------------------------------------------------------ requests
 
     def handle(self, request: Request, slab: int | None) -> None:
@@ -217,7 +230,7 @@ class Replica:
                 case Steps():
                     packed = pack(self._progress.steps(), in_band=True)
                 case Check():
-                    packed = pack(self.steering.compare(), in_band=True)
+                    packed = pack((self.steering.compare(), self.unsynchronized()), in_band=True)
                 case Standing(keys):
                     packed = pack((self._progress.standing(keys), self.scope.random_streams()))
                 case StandAt(standing):
