@@ -364,6 +364,9 @@ def test_the_magic_returns_the_table(shell):
         assert steps.batch == 4
     with pytest.raises(UsageError, match="--model nothing: the notebook has no such name"):
         shell.run_line_magic("mirror", "bench --model nothing")
+    with pytest.raises(UsageError, match="what does the model take") as caught:
+        shell.run_line_magic("mirror", "bench --model build")
+    assert "Traceback" not in "".join(caught.value._render_traceback_())
     with pytest.raises(UsageError, match="--shape: for the steps of a --model; name one"):
         shell.run_line_magic("mirror", "bench --shape 3")
     with pytest.raises(UsageError, match="--largest: a model has tensors of its own sizes; leave it out"):
@@ -421,7 +424,7 @@ def test_the_command_shows_a_models_error_in_the_users_lines(tmp_path: Path, mon
     options = command.Options(devices="cpu:0,cpu:1", model="narrow_models:tiny", shape="6", ops="gloo", seconds=0.02)
     err = io.StringIO()
     assert command.run(options, io.StringIO(), err) == command.FAILED
-    assert err.getvalue().startswith("mirror_nb bench: the replicas failed\n")
+    assert err.getvalue().startswith("mirror_nb bench: the replicas failed on examples of shape 6\n")
     assert "mat1 and mat2 shapes cannot be multiplied" in err.getvalue()
     assert "raised by all 2 replicas" in err.getvalue()
     assert "bench/command.py" not in err.getvalue()
@@ -443,6 +446,8 @@ def test_the_command_shows_a_models_error_in_the_users_lines(tmp_path: Path, mon
         ({"seconds": float("inf")}, "--seconds is inf"),
         ({"model": "json:dumps", "shape": "4", "seconds": float("inf")}, "--seconds is inf"),
         ({"model": "json:dumps", "shape": "4", "batch": 0}, "--batch is 0, fewer examples than the 2 replicas"),
+        ({"model": "json:dumps", "shape": "4"}, "`model` is dumps, which cannot be called without arguments"),
+        ({"model": "torch.nn:Flatten"}, "what does the model take? Give the shape"),
         ({"picture": "ops.txt"}, "ending in .png"),
         ({"ops": "glue"}, "no cross-device op 'glue'"),
     ],
@@ -452,6 +457,7 @@ def test_a_wrong_call_of_the_command_says_what_is_right(options, said):
     code = command.run(command.Options(**{"devices": "cpu:0,cpu:1", **options}), io.StringIO(), err)
     assert code == command.WRONG_CALL
     assert said in err.getvalue()
+    assert err.getvalue().count("\n") == 1
 
 
 def test_sizes_are_read_as_people_write_them():

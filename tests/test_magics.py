@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from driving import doing, eventually, plain, press_ctrl_c
+from IPython.core.error import StdinNotImplementedError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
@@ -66,6 +67,24 @@ def test_the_extension_can_be_loaded_twice_and_leaves_the_notebook_alone(shell):
 def test_start_says_what_runs_and_starting_again_says_that_it_runs(run, capsys):
     assert "1 replica (cpu:0) running already" in run("%mirror start")[1]
     assert "1 replica (cpu:0) running already" in run("%mirror start --devices cpu:0")[1]
+
+
+def test_what_is_recommended_works_and_what_was_chosen_is_told(run):
+    with pytest.raises(UsageError, match="no cross-device op 'ncl'; there are: shared_memory, "):
+        run("%mirror start cpu:0 cpu:1 --ops ncl")
+    run("%mirror stop")
+    assert "2 replicas (cpu:0, cpu:1) by gloo ready in" in run("%mirror start cpu:0 cpu:1 --ops gloo --bucket-mb 4")[1]
+    assert run("%mirror status")[1].splitlines()[-1] == "2 replicas · gloo · 4 MiB buckets"
+    run("%mirror restart --ops auto --compression bf16")
+    assert run("%mirror status")[1].splitlines()[-1] == "2 replicas · auto · 4 MiB buckets · bf16"
+
+
+def test_input_is_refused_at_the_line_that_asks(run_on_two):
+    with pytest.raises(StdinNotImplementedError) as caught:
+        run_on_two("%%mirrored\nname = input('who?')")
+    shown = plain("\n".join(caught.value._render_traceback_()))
+    assert "name = input('who?')" in shown
+    assert "shell.py" not in shown
 
 
 def test_devices_are_named_with_or_without_their_option(run):

@@ -20,7 +20,7 @@ from mirror_nb.bench.replicas import of
 from mirror_nb.collectives.auto import AutoAllReduce
 from mirror_nb.collectives.base import CrossDeviceOps, Member
 from mirror_nb.collectives.measuring import Trial, compare
-from mirror_nb.collectives.options import AUTO, IMPLEMENTATIONS, check, fitting, named
+from mirror_nb.collectives.options import AUTO, IMPLEMENTATIONS, check, fitting, name_of, named
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 
@@ -192,11 +192,11 @@ def chosen_ops(
     for given in fitting(devices) if ops is None else ops:
         if isinstance(given, str) and given.strip().lower() == AUTO:
             raise UsageError(f"`ops` holds {given!r}, which takes one of {', '.join(fitting(devices))}: name those")
-        op = named(given) if isinstance(given, str) else given
+        op = named(given, devices) if isinstance(given, str) else given
         if not isinstance(op, CrossDeviceOps):
             raise UsageError(f"`ops` holds {given!r}; it takes cross-device ops and their names")
         check(op, devices)
-        name = given if isinstance(given, str) else type(op).__name__
+        name = name_of(op) if isinstance(given, str) else type(op).__name__
         if name in chosen:
             raise UsageError(f"`ops` has {name} twice")
         chosen[name] = op.on(devices)

@@ -80,7 +80,8 @@ def run(options: Options, out: TextIO = sys.stdout, err: TextIO = sys.stderr) ->
         if not notes:
             raise
         # The model's own, raised in the replicas: its notes are their traceback, in the user's lines.
-        print("mirror_nb bench: the replicas failed", *notes, sep="\n", file=err)
+        on = "" if options.shape is None else f" on examples of shape {options.shape}"
+        print(f"mirror_nb bench: the replicas failed{on}", *notes, sep="\n", file=err)
         return FAILED
     except KeyboardInterrupt:
         print("mirror_nb bench: interrupted; the replicas are stopped", file=err)

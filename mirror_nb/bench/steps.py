@@ -42,6 +42,10 @@ _WARM_UP = 2
 _LEAST, _MOST = 3, 60
 _OPTIMIZER_STEPS = 15
 UNSYNCHRONISED = "no synchronisation"
+_NO_INPUTS = (
+    "what does the model take? Give the shape of one example (`shape=(1, 28, 28)`, --shape 1,28,28), or a function "
+    "that returns (module, inputs)"
+)
 
 Make = nn.Module | Callable[[], Any]
 
@@ -167,6 +171,7 @@ def steps(
     replicas = of(strategy)
     if not callable(model):
         raise UsageError(f"`model` is {model!r}; pass an nn.Module, or a function that makes one")
+    _check_call(model, shape)
     check_task(optimizer, batch, len(replicas.devices))
     check_seconds(seconds)
     chosen = chosen_ops(ops, replicas.devices)
@@ -175,6 +180,21 @@ def steps(
     rows = tuple(_row(way, times, found.batch) for way, times in found.ways.items())
     names = tuple(map(str, replicas.devices))
     return StepTable(rows, names, found.batch, tuple(chosen), _advice(found, tuple(chosen), len(names), optimizer))
+
+
+def _check_call(model: Make, shape: Sequence[int] | None) -> None:
+    if isinstance(model, nn.Module):
+        if shape is None:
+            raise UsageError(_NO_INPUTS)
+        return
+    try:
+        inspect.signature(model).bind()
+    except TypeError as reason:
+        name = getattr(model, "__qualname__", repr(model))
+        raise UsageError(f"`model` is {name}, which cannot be called without arguments: {reason}") from None
+    except ValueError:
+        # Of some functions that are written in C nobody knows.
+        pass
 
 
 def check_task(optimizer: str, batch: int, num_replicas: int, called: str = "`batch`") -> None:
@@ -383,10 +403,7 @@ def _made(task: _Task, device: torch.device) -> tuple[nn.Module, Any, Callable[[
     elif task.shape is not None:
         inputs = torch.randn(task.batch, *task.shape)
     else:
-        raise UsageError(
-            "what does the model take? Give the shape of one example (`shape=(1, 28, 28)`, --shape 1,28,28), or a "
-            "function that returns (module, inputs)"
-        )
+        raise UsageError(_NO_INPUTS)
     return model.to(device), to_device(inputs, device), given[1] if len(given) == 2 else _squares
 
 

@@ -24,7 +24,7 @@ from mirror_nb import devices as device_names
 from mirror_nb.bench.collectives import AllReduceTable, all_reduce
 from mirror_nb.bench.command import Options, check, imported, measure, several
 from mirror_nb.bench.steps import StepTable
-from mirror_nb.collectives.options import CommunicationOptions
+from mirror_nb.collectives.options import Communication, CommunicationOptions, name_of
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, TransferError, UsageError
@@ -176,6 +176,7 @@ class Session:
         # What all-reduces took when they were last measured here, by devices.
         self._operation = ""
         # The same as a class, as dashboards call it.
+        self._communication: Communication | None = None
         self._dashboard: LiveDashboard | None = None
         # The one that follows from cell to cell.
         self.dashboards_above_cells = False
@@ -207,6 +208,9 @@ class Session:
             same = exchange.over(self._exchange) == self._exchange
             if (devices is None or chosen == self._pool.devices) and same:
                 return f"{_replicas(self._pool.devices)} running already"
+            # What is recommended has to work.
+            wanted = exchange.over(self._exchange)
+            choose(wanted.ops, wanted.options(), self._pool.devices if devices is None else chosen)
             raise UsageError(
                 f"replicas are running on {', '.join(map(str, self._pool.devices))}; "
                 f"use %mirror restart {_flags(devices, exchange)} (their names are lost then), or %mirror stop"
@@ -214,6 +218,7 @@ class Session:
         began = time.perf_counter()
         communication = choose(exchange.ops, exchange.options(), chosen)
         self._seed, self._exchange, self._operation = seed, exchange, type(communication.ops).__name__
+        self._communication = communication
         pool = (InProcessPool if in_process else LocalPool)(
             chosen, setup=SETUP, seed=seed, communication=communication.pickled()
         )
@@ -226,7 +231,8 @@ class Session:
         pool.tell("", self._operation)
         self._watch(pool)
         self._names = Names(self._shell.user_ns, self.fetch, self._lent)
-        return f"{_replicas(chosen)} ready in {duration(time.perf_counter() - began)}"
+        by = f" by {exchange.ops}" if exchange.ops else ""
+        return f"{_replicas(chosen)}{by} ready in {duration(time.perf_counter() - began)}"
 
     def _watch(self, pool: Pool) -> None:
         """Tell of a replica that dies while no cell runs, below the last cell, as soon as the kernel is idle."""
@@ -278,7 +284,7 @@ class Session:
         pool.close()
 
     def status(self) -> str:
-        """Return a table of the replicas: id, device, pid, memory, state."""
+        """Return a table of the replicas: id, device, pid, memory, state; and how they exchange gradients."""
         if self._pool is None:
             return "no replicas are running; %mirror start, or any %%mirrored cell, starts them"
         rows = [("replica", "device", "pid", "memory", "state")]
@@ -286,9 +292,16 @@ class Session:
             memory = size(s.memory_bytes) if s.memory_bytes is not None else "–"
             rows.append((str(s.replica_id), str(s.device), str(s.pid), memory, s.state))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows
-        )
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
+        return "\n".join([*lines, *self._exchanging()])
+
+    def _exchanging(self) -> list[str]:
+        """Return a line that says how gradients are exchanged: "2 replicas · shared_memory · 25 MiB buckets"."""
+        n, by = self._running().size, self._communication
+        if by is None or n < 2:
+            return []
+        parts = [f"{n} replicas", name_of(by.ops), f"{by.options.bytes_per_pack / 2**20:.3g} MiB buckets"]
+        return [" · ".join([*parts, *([by.options.compression] if by.options.compression else [])])]
 
     # ------------------------------------------------------------------ dashboards
 

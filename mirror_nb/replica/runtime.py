@@ -31,7 +31,7 @@ from mirror_nb.collectives import process_group
 from mirror_nb.collectives.base import Member
 from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.devices import Device
-from mirror_nb.errors import PeerFailed, UsageError
+from mirror_nb.errors import MirrorError, PeerFailed, UsageError, users_frames
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.messages import (
     Bind,
@@ -430,9 +430,7 @@ class Replica:
         lack = full.cause(error)
         memory = full.memory(lack, self.identity.device) if lack is not None else ""
         line = whereabouts.line_of(error.__traceback__, self.cell_numbers)
-        lines = rendered or tuple(
-            "".join(traceback.format_exception(type(error), error, _after_ours(error.__traceback__))).splitlines()
-        )
+        lines = rendered or tuple("".join(traceback.format_exception(type(error), error, _users(error))).splitlines())
         self._was_full = self._was_full or lack is not None
         self._keep_until_told(error)
         clean = error.with_traceback(None)
@@ -464,6 +462,14 @@ class Replica:
             if chain.__traceback__ is not None:
                 self._failed.append(chain.__traceback__)
             chain = chain.__cause__ or chain.__context__
+
+
+def _users(error: BaseException) -> types.TracebackType | None:
+    """Return the traceback without frames of mirror_nb around the user's; where there are no others, an error of ours
+    needs none: it tells what is wrong with a call.
+    """
+    trace = _after_ours(error.__traceback__)
+    return users_frames(trace) if isinstance(error, MirrorError) else trace
 
 
 def _after_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
