@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -77,6 +78,20 @@ def test_what_is_recommended_works_and_what_was_chosen_is_told(run):
     assert run("%mirror status")[1].splitlines()[-1] == "2 replicas · gloo · 4 MiB buckets"
     run("%mirror restart --ops auto --compression bf16")
     assert run("%mirror status")[1].splitlines()[-1] == "2 replicas · auto · 4 MiB buckets · bf16"
+
+
+def test_a_dead_replica_is_told_below_the_table(run_on_two, shell):
+    pool = shell.magics_manager.registry["MirrorMagics"].session.pool
+    os.kill(pool.status()[1].pid, signal.SIGKILL)
+    eventually(pool.dead, "the death is noticed")
+    lines = run_on_two("%mirror status")[1].splitlines()
+    assert [line.split()[-1] for line in lines[:3]] == ["state", "ready", "dead"]
+    assert re.fullmatch(
+        r"replica 1 \(cpu:1, pid \d+\) was killed by signal 9 \(SIGKILL\): kill -9, or the system was out of memory; "
+        "the next %%mirrored cell starts it anew",
+        lines[3],
+    )
+    assert lines[4] == "2 replicas · shared_memory · 25 MiB buckets"
 
 
 def test_input_is_refused_at_the_line_that_asks(run_on_two):

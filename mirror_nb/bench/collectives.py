@@ -18,9 +18,9 @@ from mirror_nb import advice
 from mirror_nb.bench import table
 from mirror_nb.bench.replicas import of
 from mirror_nb.collectives.auto import AutoAllReduce
-from mirror_nb.collectives.base import CrossDeviceOps, Member
+from mirror_nb.collectives.base import CrossDeviceOps, Member, name_of
 from mirror_nb.collectives.measuring import Trial, compare
-from mirror_nb.collectives.options import AUTO, IMPLEMENTATIONS, check, fitting, name_of, named
+from mirror_nb.collectives.options import AUTO, IMPLEMENTATIONS, check, fitting, named
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 

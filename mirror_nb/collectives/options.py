@@ -154,12 +154,6 @@ def named(name: str, devices: Sequence[Device] | None = None) -> CrossDeviceOps:
     return found()
 
 
-def name_of(ops: CrossDeviceOps) -> str:
-    """Return the name of an op; of a class of the user's own, that of the class."""
-    names = {kind: name for name, kind in IMPLEMENTATIONS.items()} | {AutoAllReduce: AUTO}
-    return names.get(type(ops), type(ops).__name__)
-
-
 def fitting(devices: Sequence[Device]) -> list[str]:
     """Return the names of the ops that work on `devices`, the default first."""
     return [name for name, kind in IMPLEMENTATIONS.items() if kind().unfit_for(devices) is None]

@@ -24,7 +24,8 @@ from mirror_nb import devices as device_names
 from mirror_nb.bench.collectives import AllReduceTable, all_reduce
 from mirror_nb.bench.command import Options, check, imported, measure, several
 from mirror_nb.bench.steps import StepTable
-from mirror_nb.collectives.options import Communication, CommunicationOptions, name_of
+from mirror_nb.collectives.base import name_of
+from mirror_nb.collectives.options import Communication, CommunicationOptions
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, TransferError, UsageError
@@ -288,12 +289,14 @@ class Session:
         if self._pool is None:
             return "no replicas are running; %mirror start, or any %%mirrored cell, starts them"
         rows = [("replica", "device", "pid", "memory", "state")]
-        for s in self._pool.status():
+        found = self._pool.status()
+        for s in found:
             memory = size(s.memory_bytes) if s.memory_bytes is not None else "–"
             rows.append((str(s.replica_id), str(s.device), str(s.pid), memory, s.state))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
-        return "\n".join([*lines, *self._exchanging()])
+        dead = [f"{s.how}; the next %%mirrored cell starts it anew" for s in found if s.how]
+        return "\n".join([*lines, *dead, *self._exchanging()])
 
     def _exchanging(self) -> list[str]:
         """Return a line that says how gradients are exchanged: "2 replicas · shared_memory · 25 MiB buckets"."""
