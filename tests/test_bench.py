@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -222,11 +223,11 @@ STEPS = StepTable(
 
 def test_a_table_reads_well_in_a_terminal():
     assert repr(TABLE).splitlines() == [
-        "all-reduce of fp32 over 2 replicas (cpu:0, cpu:1)",
-        "size      op  p50 µs  p95 µs  algorithm GB/s  bus GB/s  correct",
-        "1 KiB   gloo     200     300           0.005     0.005      yes",
+        "all-reduce of fp32 over 2 replicas (cpu:0, cpu:1); *: the fastest of its size",
+        "size   op     p50 µs  p95 µs  algorithm GB/s  bus GB/s  correct",
+        "1 KiB  gloo      200     300           0.005     0.005      yes",
         "1 KiB  <own>  * 20.4      30            0.05      0.05      yes",
-        "1 MiB   gloo    2000    3000             0.5       0.5       NO",
+        "1 MiB  gloo     2000    3000             0.5       0.5       NO",
         "<own> is the fastest op for small tensors (1 KiB): cross_device_ops=<own>(...)",
     ]
     assert repr(STEPS).splitlines()[-2:] == [
@@ -240,11 +241,11 @@ def test_a_table_reads_well_in_a_terminal():
     [
         (
             {"gloo": (200, 300, 4000), "shared_memory": (20, 30, 400)},
-            "shared_memory is the fastest op for small tensors (1 KiB to 256 KiB) and for large tensors (1 MiB): "
+            "shared_memory is the fastest op for all sizes measured: "
             "cross_device_ops='shared_memory', the default here",
         ),
         (
-            {"gloo": (20, 30, 400), "shared_memory": (200, 300, 4000)},
+            {"gloo": (20, 30, 400), "shared_memory": (200, 29, 4000)},
             "gloo is the fastest op for small tensors (1 KiB to 256 KiB) and for large tensors (1 MiB): "
             "cross_device_ops='gloo'",
         ),
@@ -265,6 +266,10 @@ def test_the_bench_ends_with_the_fastest_ops_and_the_argument_that_chooses_them(
     table = AllReduceTable(tuple(rows), ("cpu:0", "cpu:1"), "shared_memory")
     assert table.advice == (said,)
     assert repr(table).splitlines()[-1] == said
+    (shown,) = replace(table, in_notebook=True).advice
+    assert "%mirror restart --ops " in shown
+    assert "cross_device_ops" not in shown
+    assert ("'auto'" in said) == ("--ops auto takes" in shown)
 
 
 def test_a_table_reads_well_in_a_notebook():
@@ -272,6 +277,7 @@ def test_a_table_reads_well_in_a_notebook():
     assert "&lt;own&gt;" in found
     # One best of each size, of what was right.
     assert found.count("font-weight:bold") == 1
+    assert "(cpu:0, cpu:1); shaded: the fastest of its size</div>" in found
     assert "cross_device_ops=&lt;own&gt;(...)</div>" in found
     assert "<div>be wise</div>" in STEPS._repr_html_()
 
@@ -281,7 +287,12 @@ def test_a_table_is_data_and_a_picture():
     assert list(STEPS.to_pandas()["way"]) == ["gloo", "one process with 2 threads"]
     assert [axes.get_title("left") for axes in TABLE.plot().axes] == ["time, µs: median to p95", "bus bandwidth, GB/s"]
     assert [axes.get_title("left") for axes in STEPS.plot().axes] == ["a training step, ms"]
-    assert TABLE.plot()._repr_png_()[0].startswith(b"\x89PNG")
+    picture, told = TABLE.plot()._repr_png_()
+    assert picture.startswith(b"\x89PNG")
+    assert told["alt"].startswith("Time and bus bandwidth of all-reduces over their size")
+    assert STEPS.plot()._repr_png_()[1]["alt"].endswith("gloo 4, one process with 2 threads 3")
+    ticks = TABLE.plot().axes[0].yaxis.get_major_formatter()
+    assert [ticks(us) for us in (0.5, 20, 6000)] == ["0.5", "20", "6,000"]
     assert AllReduceTable(ROWS[2:], ()).advice == ()
     for empty in (AllReduceTable((), ()), StepTable((), (), 1, ())):
         with pytest.raises(UsageError, match="nothing to plot"):

@@ -246,7 +246,8 @@ def test_only_the_dead_replica_is_replaced_and_the_others_keep_their_names(three
     before = pids(three)
     os.kill(before[2], signal.SIGKILL)
     eventually(three.dead, "the death is noticed")
-    assert "was killed by signal 9" in three.status()[2].state
+    assert three.status()[2].state == "dead"
+    assert "was killed by signal 9" in three.status()[2].how
     (replaced,) = three.mend()
     assert replaced.replica_id == 2
     assert pids(three)[:2] == before[:2]

@@ -92,10 +92,10 @@ class StepTable:
         return importlib.import_module("mirror_nb.notebook.charts").draw_steps(self)
 
     def __repr__(self) -> str:
-        return table.as_text(self._headline(), _HEADER, self._cells(), self.advice)
+        return table.as_text(self._headline(), _HEADER, self._cells(), self.advice, names=1, best="the fastest op")
 
     def _repr_html_(self) -> str:
-        return table.as_html(self._headline(), _HEADER, self._cells(), self.advice)
+        return table.as_html(self._headline(), _HEADER, self._cells(), self.advice, names=1, best="the fastest op")
 
     def _headline(self) -> str:
         return f"a training step on {self.batch} examples, {len(self.devices)} replicas ({', '.join(self.devices)})"

@@ -106,7 +106,8 @@ class MirroredStrategy(Strategy):
         return self._place.device
 
     def __repr__(self) -> str:
-        return f"<MirroredStrategy: {', '.join(self._place.devices)}>"
+        closed = ", closed" if self._place.closed else ""
+        return f"<MirroredStrategy: {', '.join(self._place.devices)}{closed}>"
 
 
 def _place(devices: Any, reduction: str | None, seed: int, ops: Any, options: Any) -> Place:
