@@ -80,6 +80,13 @@ def test_what_is_recommended_works_and_what_was_chosen_is_told(run):
     assert run("%mirror status")[1].splitlines()[-1] == "2 replicas · auto · 4 MiB buckets · bf16"
 
 
+def test_a_cell_that_starts_one_replica_says_how_to_have_more(run, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    run("%mirror stop")
+    assert "1 replica on cpu:0; for more: %mirror restart --devices cpu:0,cpu:1 · " in run("%%mirrored\n1")[1]
+    assert "for more" not in run("%%mirrored\n1")[1]
+
+
 def test_a_dead_replica_is_told_below_the_table(run_on_two, shell):
     pool = shell.magics_manager.registry["MirrorMagics"].session.pool
     os.kill(pool.status()[1].pid, signal.SIGKILL)
@@ -174,6 +181,8 @@ def test_without_replicas_the_magics_say_how_to_start_them(run):
         ("%mirror restart --seed 0", "`%mirror restart` takes no --seed; `%mirror start` does"),
         ("%mirror status --seed=1 --devices cpu:0", "takes no --devices; `%mirror start`, `restart` and `bench` do"),
         ("%mirror --in-process", "`%mirror` alone takes no --in-process; `%mirror start` does"),
+        ("%mirror --help", "%mirror? tells all of it"),
+        ("%%mirrored --help\n1", "%%mirrored? tells all of it"),
         ("%mirror push", "push which names"),
         ("%mirror push nowhere", "the notebook has no name `nowhere`"),
         ("%mirror pull", "pull which names"),

@@ -220,6 +220,8 @@ def _instead(magic: Any, line: str) -> str:
     """Return what a line with arguments that the magic does not have could have meant."""
     own, mirrors = _options(magic), _options(MirrorMagics.mirror)
     given = [word.partition("=")[0] for word in arg_split(line)]
+    if "--help" in given or "-h" in given:
+        return f"{'%' if magic.__name__ == 'mirror' else '%%'}{magic.__name__}? tells all of it"
     for word in given:
         if word in mirrors and word not in own:
             # Its help begins with what it belongs to: "start, restart: …".

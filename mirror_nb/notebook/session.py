@@ -112,6 +112,8 @@ class Exchange:
 class _Ledger:
     """What the closing line will say."""
 
+    alone: str = ""
+    # The single replica's device, where this cell has started it and others could have.
     mended: list[str] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)
     sent_bytes: int = 0
@@ -124,7 +126,8 @@ class _Ledger:
 
     def parts(self, replicas: Sequence[int], seconds: float) -> list[str]:
         n = len(replicas)
-        parts = [f"{n} replica{'s' if n > 1 else ''}", duration(seconds), *self.mended]
+        alone = f" on {self.alone}; for more: %mirror restart --devices cpu:0,cpu:1" if self.alone else ""
+        parts = [f"{n} replica{'s' if n > 1 else ''}{alone}", duration(seconds), *self.mended]
         if self.sent:
             parts.append(f"sent {_listed(self.sent)} ({size(self.sent_bytes)})")
         if self.withheld:
@@ -364,12 +367,14 @@ class Session:
         Raises what the replicas raised, ReplicaDied, ReplicaTimeout, KeyboardInterrupt, or TransferError for a
         name that cannot be sent (then nothing has run).
         """
+        alone = ""
         if self._pool is None:
             self.start()
+            alone = str(self._running().devices[0]) if self._running().devices[0].kind == "cpu" else ""
         pool = self._running()
         began = time.perf_counter()
         replicas = self._chosen(options.replicas)
-        ledger = _Ledger(mended=self._mend())
+        ledger = _Ledger(alone, self._mend())
         self._tell_surroundings(pool)
         names = cell_names(self._shell.transform_cell(source))
         parcels = self._names.prepare(names.read, replicas)
