@@ -12,7 +12,11 @@ import mirror_nb
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a command line and return its exit code."""
-    given = vars(_parser().parse_args(arguments))
+    parser = _parser()
+    given = vars(parser.parse_args(arguments))
+    if "run" not in given:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     run: Callable[[dict[str, Any]], int] = given.pop("run")
     return run(given)
 
@@ -44,42 +48,47 @@ def _parser() -> argparse.ArgumentParser:
         description="mirror_nb is used in notebooks: %load_ext mirror_nb. Its demo runs without one.",
     )
     parser.add_argument("--version", action="version", version=f"mirror_nb {mirror_nb.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_watch(commands)
     _add_demo(commands)
     _add_bench(commands)
     return parser
 
 
+def _command(commands: _Commands, name: str, what: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+    return parser
+
+
 def _add_watch(commands: _Commands) -> None:
-    watch = commands.add_parser("watch", help="show how your strategies train that other processes control")
+    watch = _command(commands, "watch", "show how your strategies train that other processes control")
     watch.set_defaults(run=_watch)
-    watch.add_argument("pid", nargs="?", type=int, metavar="PID", help="the controller's process; none: all of yours")
+    watch.add_argument("pid", nargs="?", type=int, metavar="PID", help="the controller; default: all of yours")
     watch.add_argument("--once", action="store_true", help="show it once and end; 1 is returned if nothing trains")
-    watch.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two pictures; none: 1")
+    watch.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two pictures; default: 1")
 
 
 def _add_demo(commands: _Commands) -> None:
-    demo = commands.add_parser("demo", help="train a network on all GPUs, or on two CPU replicas")
+    demo = _command(commands, "demo", "train a network on all GPUs, or on two CPU replicas")
     demo.set_defaults(run=_demo)
-    demo.add_argument("--devices", help="e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs, else two CPU replicas")
+    demo.add_argument("--devices", help="e.g. cpu:0,cpu:1 or cuda:0,cuda:1; default: all GPUs, else two CPU replicas")
     demo.add_argument(
-        "--data", metavar="DIR", help="Fashion-MNIST's four idx files; none: scikit-learn's handwritten digits"
+        "--data", metavar="DIR", help="Fashion-MNIST's four idx files; default: scikit-learn's handwritten digits"
     )
-    demo.add_argument("--epochs", type=int, metavar="N", help="none: 20 for the digits, 4 for Fashion-MNIST")
-    demo.add_argument("--picture", metavar="FILE", default="demo.png", help="none: demo.png")
-    demo.add_argument("--seed", type=int, default=0, help="of initial values and random draws; none: 0")
+    demo.add_argument("--epochs", type=int, metavar="N", help="default: 20 for the digits, 4 for Fashion-MNIST")
+    demo.add_argument("--picture", metavar="FILE", default="demo.png", help="default: demo.png")
+    demo.add_argument("--seed", type=int, default=0, help="of initial values and random draws; default: 0")
 
 
 def _add_bench(commands: _Commands) -> None:
-    bench = commands.add_parser("bench", help="time the cross-device ops, alone or under a model's training step")
+    bench = _command(commands, "bench", "time the cross-device ops, alone or under a model's training step")
     bench.set_defaults(run=_bench)
-    bench.add_argument("--devices", help="e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs, else two CPU replicas")
-    bench.add_argument("--ops", metavar="NAMES", help="e.g. shared_memory,gloo; none: all that fit the devices")
+    bench.add_argument("--devices", help="e.g. cpu:0,cpu:1 or cuda:0,cuda:1; default: all GPUs, else two CPU replicas")
+    bench.add_argument("--ops", metavar="NAMES", help="e.g. shared_memory,gloo; default: all that fit the devices")
     bench.add_argument(
-        "--largest", metavar="SIZE", help="tensors from 1K up to this, e.g. 4M; none: 64M, on GPUs 256M"
+        "--largest", metavar="SIZE", help="tensors from 1K up to this, e.g. 4M; default: 64M, on GPUs 256M"
     )
-    bench.add_argument("--seconds", type=float, help="for each size (none: 0.4), or for the model (none: 8)")
+    bench.add_argument("--seconds", type=float, help="for each size (default: 0.4), or for the model (default: 8)")
     bench.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
@@ -89,8 +98,8 @@ def _add_bench(commands: _Commands) -> None:
     bench.add_argument(
         "--shape", help="of one example for the model, e.g. 1,28,28, where its function gives no inputs"
     )
-    bench.add_argument("--batch", type=int, default=64, help="examples of the global batch; none: 64")
-    bench.add_argument("--optimizer", default="SGD", help="one of torch.optim; none: SGD")
+    bench.add_argument("--batch", type=int, default=64, help="examples of the global batch; default: 64")
+    bench.add_argument("--optimizer", default="SGD", help="one of torch.optim; default: SGD")
     bench.add_argument("--picture", metavar="FILE", help="draw the table there")
 
 

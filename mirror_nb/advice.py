@@ -54,19 +54,20 @@ def other_ops(ops: str, ops_ms: float, better: str, better_ms: float) -> str | N
     return f"a step takes {_ms(ops_ms)} by {ops}, and {_ms(better_ms)} with cross_device_ops={better!r}"
 
 
-def fastest_ops(found: Sequence[tuple[str, str]], argument: Callable[[str], str], default: str) -> str:
+def fastest_ops(found: Sequence[tuple[str, str]], argument: Callable[[str], str], auto: str, default: str) -> str:
     """Say which cross-device op is the fastest for which tensors, and what to write to have it.
 
-    `found`: ops and "small tensors (1 KiB to 64 KiB)", say, one or several. `argument` gives how code names an op.
+    `found`: ops and "small tensors (1 KiB to 64 KiB)", say, one or several. `argument` gives how one chooses an op,
+    `auto` what takes the fastest for each size.
     """
     (first, where), *others = found
     said = f"{first} is the fastest op for {where}"
     if all(op == first for op, _ in others):
         said += "".join(f" and for {where}" for _, where in others)
-        return f"{said}: cross_device_ops={argument(first)}" + (", the default here" if first == default else "")
+        return f"{said}: {argument(first)}" + (", the default here" if first == default else "")
     said += "".join(f", {op} for {where}" for op, where in others)
-    named = " or ".join(f"cross_device_ops={argument(op)}" for op in dict.fromkeys(op for op, _ in found))
-    return f"{said}: {named}; 'auto' takes the fastest for each size"
+    named = " or ".join(argument(op) for op in dict.fromkeys(op for op, _ in found))
+    return f"{said}: {named}; {auto} takes the fastest for each size"
 
 
 def _ms(milliseconds: float) -> str:

@@ -283,7 +283,10 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Tell and record the checksums of the parameters that are synchronised: {name: checksum}."""
+    """Tell and record the checksums of the parameters that are synchronised, and tell those of networks' others.
+
+    Two of {name: checksum}.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,8 +105,14 @@ class DistributedValues:
 
     def __repr__(self) -> str:
         # TensorFlow's layout (tensorflow/python/distribute/values.py).
-        lines = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self._values))
+        lines = ",\n".join(labelled(i, value) for i, value in enumerate(self._values))
         return f"{type(self).__name__}:{{\n{lines}\n}}"
+
+
+def labelled(replica_id: int, value: object) -> str:
+    """Return the lines of a value below its replica's id; rows of a tensor stand below each other."""
+    label = f"  {replica_id}: "
+    return label + repr(value).replace("\n", "\n" + " " * len(label))
 
 
 @final

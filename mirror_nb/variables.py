@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from mirror_nb.errors import UsageError
-from mirror_nb.values import DistributedValues, VariableAggregation, VariableSynchronization, mean, same, widened
+from mirror_nb.values import (
+    DistributedValues,
+    VariableAggregation,
+    VariableSynchronization,
+    labelled,
+    mean,
+    same,
+    widened,
+)
 
 _SUM, _MEAN, _NONE = VariableAggregation.SUM, VariableAggregation.MEAN, VariableAggregation.NONE
 _FIRST = VariableAggregation.ONLY_FIRST_REPLICA
@@ -269,7 +277,7 @@ class Variable(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # TensorFlow's layout, torch's own repr inside.
-        lines = ",\n".join(f"  {i}: {_shown(value)!r}" for i, value in self._components().items())
+        lines = ",\n".join(labelled(i, _shown(value)) for i, value in self._components().items())
         return f"{type(self).__name__}:{{\n{lines}\n}}"
 
     def __format__(self, specification: str) -> str:

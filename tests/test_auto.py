@@ -75,6 +75,24 @@ def test_it_travels_without_what_was_decided():
     assert (again.cache, len(again.candidates)) == ("/somewhere", 2)
 
 
+def test_it_says_what_it_chose(capsys, tmp_path):
+    ops = AutoAllReduce(CANDIDATES, cache=tmp_path)
+    assert repr(ops) == "<AutoAllReduce: the fastest of shared_memory, gloo>"
+    ops._times = lambda member: TIMES  # type: ignore[method-assign]
+    ops._member = Member(0, 2, torch.device("cpu"), object())  # type: ignore[arg-type]
+    ops.choices()
+    ops.choices()
+    said = "auto chose shared_memory for all sizes: 25 MiB in 0.01 ms against 0.02 ms of gloo\n"
+    assert capsys.readouterr().out == said
+    assert repr(ops) == "<AutoAllReduce: shared_memory for all sizes>"
+    other = AutoAllReduce(CANDIDATES)
+    other._times = lambda member: {**TIMES, 2**12: [(20.0, 0.0), (10.0, 0.0)]}  # type: ignore[method-assign]
+    other._member = ops._member
+    other.choices()
+    said = "auto chose gloo for 4 KiB, shared_memory for 64 KiB and 1 MiB and 4 MiB and 25 MiB: "
+    assert capsys.readouterr().out.startswith(said)
+
+
 # The cache
 
 

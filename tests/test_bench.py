@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,11 +250,11 @@ STEPS = StepTable(
 
 def test_a_table_reads_well_in_a_terminal():
     assert repr(TABLE).splitlines() == [
-        "all-reduce of fp32 over 2 replicas (cpu:0, cpu:1)",
-        "size      op  p50 µs  p95 µs  algorithm GB/s  bus GB/s  correct",
-        "1 KiB   gloo     200     300           0.005     0.005      yes",
+        "all-reduce of fp32 over 2 replicas (cpu:0, cpu:1); *: the fastest of its size",
+        "size   op     p50 µs  p95 µs  algorithm GB/s  bus GB/s  correct",
+        "1 KiB  gloo      200     300           0.005     0.005      yes",
         "1 KiB  <own>  * 20.4      30            0.05      0.05      yes",
-        "1 MiB   gloo    2000    3000             0.5       0.5       NO",
+        "1 MiB  gloo     2000    3000             0.5       0.5       NO",
         "<own> is the fastest op for small tensors (1 KiB): cross_device_ops=<own>(...)",
     ]
     assert repr(STEPS).splitlines()[-2:] == [
@@ -267,11 +268,11 @@ def test_a_table_reads_well_in_a_terminal():
     [
         (
             {"gloo": (200, 300, 4000), "shared_memory": (20, 30, 400)},
-            "shared_memory is the fastest op for small tensors (1 KiB to 256 KiB) and for large tensors (1 MiB): "
+            "shared_memory is the fastest op for all sizes measured: "
             "cross_device_ops='shared_memory', the default here",
         ),
         (
-            {"gloo": (20, 30, 400), "shared_memory": (200, 300, 4000)},
+            {"gloo": (20, 30, 400), "shared_memory": (200, 29, 4000)},
             "gloo is the fastest op for small tensors (1 KiB to 256 KiB) and for large tensors (1 MiB): "
             "cross_device_ops='gloo'",
         ),
@@ -292,6 +293,10 @@ def test_the_bench_ends_with_the_fastest_ops_and_the_argument_that_chooses_them(
     table = AllReduceTable(tuple(rows), ("cpu:0", "cpu:1"), "shared_memory")
     assert table.advice == (said,)
     assert repr(table).splitlines()[-1] == said
+    (shown,) = replace(table, in_notebook=True).advice
+    assert "%mirror restart --ops " in shown
+    assert "cross_device_ops" not in shown
+    assert ("'auto'" in said) == ("--ops auto takes" in shown)
 
 
 def test_a_table_reads_well_in_a_notebook():
@@ -299,6 +304,7 @@ def test_a_table_reads_well_in_a_notebook():
     assert "&lt;own&gt;" in found
     # One best of each size, of what was right.
     assert found.count("font-weight:bold") == 1
+    assert "(cpu:0, cpu:1); shaded: the fastest of its size</div>" in found
     assert "cross_device_ops=&lt;own&gt;(...)</div>" in found
     assert "<div>be wise</div>" in STEPS._repr_html_()
 
@@ -308,7 +314,12 @@ def test_a_table_is_data_and_a_picture():
     assert list(STEPS.to_pandas()["way"]) == ["gloo", "one process with 2 threads"]
     assert [axes.get_title("left") for axes in TABLE.plot().axes] == ["time, µs: median to p95", "bus bandwidth, GB/s"]
     assert [axes.get_title("left") for axes in STEPS.plot().axes] == ["a training step, ms"]
-    assert TABLE.plot()._repr_png_()[0].startswith(b"\x89PNG")
+    picture, told = TABLE.plot()._repr_png_()
+    assert picture.startswith(b"\x89PNG")
+    assert told["alt"].startswith("Time and bus bandwidth of all-reduces over their size")
+    assert STEPS.plot()._repr_png_()[1]["alt"].endswith("gloo 4, one process with 2 threads 3")
+    ticks = TABLE.plot().axes[0].yaxis.get_major_formatter()
+    assert [ticks(us) for us in (0.5, 20, 6000)] == ["0.5", "20", "6,000"]
     assert AllReduceTable(ROWS[2:], ()).advice == ()
     for empty in (AllReduceTable((), ()), StepTable((), (), 1, ())):
         with pytest.raises(UsageError, match="nothing to plot"):
@@ -391,10 +402,42 @@ def test_the_magic_returns_the_table(shell):
         assert steps.batch == 4
     with pytest.raises(UsageError, match="--model nothing: the notebook has no such name"):
         shell.run_line_magic("mirror", "bench --model nothing")
+    with pytest.raises(UsageError, match="what does the model take") as caught:
+        shell.run_line_magic("mirror", "bench --model build")
+    assert "Traceback" not in "".join(caught.value._render_traceback_())
     with pytest.raises(UsageError, match="--shape: for the steps of a --model; name one"):
         shell.run_line_magic("mirror", "bench --shape 3")
     with pytest.raises(UsageError, match="--largest: a model has tensors of its own sizes; leave it out"):
         shell.run_line_magic("mirror", "bench --model net --shape 3 --largest 4K")
+
+
+def test_without_replicas_the_magic_measures_on_two_of_its_own(shell, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    shell.run_line_magic("mirror", "stop")
+    for devices, n in (("", 2), (" --devices cpu:0,cpu:1,cpu:2", 3)):
+        table = shell.run_line_magic("mirror", f"bench --largest 1K --seconds 0.01 --ops gloo{devices}")
+        assert table.devices == tuple(f"cpu:{i}" for i in range(n))
+        assert shell.run_line_magic("mirror", "status") is None
+        assert shell.magics_manager.registry["MirrorMagics"].session.pool is None
+    for wrong, said in (
+        ("--devices cpu:0", "one replica \\(cpu:0\\) reduces with nobody; measure on several, such as --devices"),
+        ("--ops glue", "no cross-device op 'glue'"),
+        ("--seconds 0", "--seconds is 0; it must be above 0"),
+        ("--model json:dumps --batch 0", "--batch is 0, fewer examples than the 2 replicas"),
+        ("--model json:dumps --optimizer Sdg", "torch.optim has no 'Sdg'"),
+    ):
+        monkeypatch.setattr(LocalPool, "start", lambda pool: pytest.fail("replicas were started for a wrong call"))
+        with pytest.raises(UsageError, match=said):
+            shell.run_line_magic("mirror", f"bench {wrong}")
+
+
+def test_replicas_that_run_are_measured_and_no_others(shell):
+    shell.run_line_magic("mirror", "start --devices cpu:0")
+    with pytest.raises(UsageError, match="restart --devices cpu:0,cpu:1"):
+        shell.run_line_magic("mirror", "bench --devices cpu:0,cpu:1")
+    with pytest.raises(UsageError, match=r"one replica \(cpu:0\) reduces with nobody; %mirror restart --devices"):
+        shell.run_line_magic("mirror", "bench")
+    shell.run_line_magic("mirror", "stop")
 
 
 # The command line
@@ -419,7 +462,7 @@ def test_the_command_shows_a_models_error_in_the_users_lines(tmp_path: Path, mon
     options = command.Options(devices="cpu:0,cpu:1", model="narrow_models:tiny", shape="6", ops="gloo", seconds=0.02)
     err = io.StringIO()
     assert command.run(options, io.StringIO(), err) == command.FAILED
-    assert err.getvalue().startswith("mirror_nb bench: the replicas failed\n")
+    assert err.getvalue().startswith("mirror_nb bench: the replicas failed on examples of shape 6\n")
     assert "mat1 and mat2 shapes cannot be multiplied" in err.getvalue()
     assert "raised by all 2 replicas" in err.getvalue()
     assert "bench/command.py" not in err.getvalue()
@@ -438,8 +481,11 @@ def test_the_command_shows_a_models_error_in_the_users_lines(tmp_path: Path, mon
         ({"shape": "4"}, "--shape: for the steps of a --model; name one"),
         ({"batch": 4, "optimizer": "Adam"}, "--batch and --optimizer: for the steps of a --model"),
         ({"model": "json:dumps", "largest": "4K"}, "--largest: a model has tensors of its own sizes"),
-        ({"seconds": float("inf")}, "`seconds` is inf"),
-        ({"model": "json:dumps", "shape": "4", "seconds": float("inf")}, "`seconds` is inf"),
+        ({"seconds": float("inf")}, "--seconds is inf"),
+        ({"model": "json:dumps", "shape": "4", "seconds": float("inf")}, "--seconds is inf"),
+        ({"model": "json:dumps", "shape": "4", "batch": 0}, "--batch is 0, fewer examples than the 2 replicas"),
+        ({"model": "json:dumps", "shape": "4"}, "`model` is dumps, which cannot be called without arguments"),
+        ({"model": "torch.nn:Flatten"}, "what does the model take? Give the shape"),
         ({"picture": "ops.txt"}, "ending in .png"),
         ({"ops": "glue"}, "no cross-device op 'glue'"),
     ],
@@ -449,6 +495,7 @@ def test_a_wrong_call_of_the_command_says_what_is_right(options, said):
     code = command.run(command.Options(**{"devices": "cpu:0,cpu:1", **options}), io.StringIO(), err)
     assert code == command.WRONG_CALL
     assert said in err.getvalue()
+    assert err.getvalue().count("\n") == 1
 
 
 def test_sizes_are_read_as_people_write_them():

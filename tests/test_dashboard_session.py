@@ -173,6 +173,19 @@ def test_after_each_pass_over_the_data_parameters_are_compared_and_the_odd_one_i
     assert "no parameters to compare" in kernel.run("%mirror compare").stdout
 
 
+def test_what_the_closing_line_says_to_differ_is_compared_on_request_too(kernel):
+    kernel.run("%%mirrored\nimport torch\nfrom torch import nn\napart = nn.Linear(2, 1)")
+    assert "in sync on 2 replicas" in kernel.run("%mirror compare").stdout
+    shown = kernel.run("%%mirrored\nwith torch.no_grad():\n    apart.weight[0, 0] += replica_id")
+    assert "differs between the replicas: apart" in shown.closing
+    assert re.search(r"1 of \d+ parameters differ: apart\.weight on r1", kernel.run("%mirror compare").stdout)
+    kernel.run("%%mirrored --replicas 0\nmine = nn.Linear(2, 1)")
+    assert "mine" not in kernel.run("%mirror compare").stdout
+    kernel.run("%mirror restart --devices cpu:0")
+    assert kernel.run("%mirror compare").stdout == "one replica: nothing to compare\n"
+    kernel.run("%mirror restart --devices cpu:0,cpu:1")
+
+
 def test_a_replica_that_dies_is_named_on_the_picture_and_the_next_cell_trains(kernel):
     shown = kernel.run(
         "%%mirrored --dashboard\n"

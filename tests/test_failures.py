@@ -180,7 +180,7 @@ def test_a_timeout_says_how_long_and_who_was_late():
 
 def test_a_timeout_that_no_replica_noticed_names_them_all():
     _, shown = raised(OK, OK, timed_out=True)
-    assert "all 2 replicas did not finish within 2 s" in shown
+    assert "neither of the 2 replicas finished within 2 s; they were stopped" in shown
 
 
 class Picky(Exception):

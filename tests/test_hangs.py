@@ -274,7 +274,7 @@ def test_a_replica_that_has_ended_is_not_waited_for(two, what):
     assert "but replica 1 has come to the end without it" in text
     assert "see that every replica runs the same number of steps" in text
     if what != "gather":
-        assert "replica 1 has begun 3 all_reduce, replica 0 4" in text
+        assert "replica 1 has begun all_reduce 3 times, replica 0 4 times" in text
         assert "line 3: for _ in range(4 - replica_id)" in text or "line 4: for _ in" in text
     goes_on(two)
 
@@ -331,7 +331,7 @@ def test_a_timeout_shows_where_each_replica_is_and_what_differs(two, carrier):
     assert first.endswith(": dist.all_reduce(torch.ones(2, 3))")
     assert second.startswith("1        cpu:1   runs")
     assert second.endswith(": time.sleep(1000)")
-    assert "in this cell or call, replica 1 has begun 1 all_reduce, replica 0 2" in text
+    assert "in this cell or call, replica 1 has begun all_reduce once, replica 0 twice" in text
     if carrier == "shared memory":
         assert "replica 1 has not come to all_reduce of float32[2, 3]; its last was all_reduce (SUM) of 3 flo" in text
     goes_on(two)
@@ -426,7 +426,8 @@ def test_a_replica_that_works_on_or_has_threads_of_the_users_may_still_come():
     assert hangs.uneven({0: waits}, idle={1}, running={0}) is None
     said = hangs.uneven({0: waits, 1: at("", request=None)}, idle={1}, running={0})
     assert said is not None
-    assert "replica 1 has come to the end without it (replica 1 has begun 3 all_reduce, replica 0 4)" in said
+    counts = "(replica 1 has begun all_reduce 3 times, replica 0 4 times)"
+    assert f"replica 1 has come to the end without it {counts}" in said
 
 
 def test_the_table_of_four():
@@ -447,7 +448,7 @@ def test_the_table_of_four():
         3        cuda:3  is stopped by a signal
         replica 3 is stopped by a signal
         replica 3's last record: all_reduce of 36 bytes in step 2, ended 9.0 s ago
-        in this cell or call, replica 2 has begun 0 all_reduce, replica 0 4
+        in this cell or call, replica 2 has never begun all_reduce, replica 0 4 times
         replica 2 has not come to all_reduce of float32[9]
         replica 3 has not come to all_reduce of float32[9]""")
 

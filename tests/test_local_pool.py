@@ -264,7 +264,8 @@ def test_only_the_dead_replica_is_replaced_and_the_others_keep_their_names(three
     before = pids(three)
     os.kill(before[2], signal.SIGKILL)
     eventually(three.dead, "the death is noticed")
-    assert "was killed by signal 9" in three.status()[2].state
+    assert three.status()[2].state == "dead"
+    assert "was killed by signal 9" in three.status()[2].how
     (replaced,) = three.mend()
     assert replaced.replica_id == 2
     assert pids(three)[:2] == before[:2]
@@ -855,8 +856,8 @@ def test_semaphores_that_a_kill_left_half_made_go_with_the_session():
 
 def test_a_death_reads_well():
     device = Device("cuda", 3)
-    assert str(Death(3, device, 77, -9)).endswith("SIGKILL) (kill -9, or the system was out of memory)")
-    assert str(Death(3, device, 77, -11)).endswith("(SIGSEGV) (a crash in native code)")
+    assert str(Death(3, device, 77, -9)).endswith("(SIGKILL): kill -9, or the system was out of memory")
+    assert str(Death(3, device, 77, -11)).endswith("(SIGSEGV): a crash in native code")
     assert str(Death(3, device, 77, 0)) == "replica 3 (cuda:3, pid 77) ended with exit code 0"
     assert str(Death(3, device, 77, None)) == "replica 3 (cuda:3, pid 77) ended"
     assert str(Death(3, device, 77, -64)) == "replica 3 (cuda:3, pid 77) was killed by signal 64 (SIGRTMAX)"

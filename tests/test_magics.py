@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from driving import doing, eventually, plain, press_ctrl_c
+from IPython.core.error import StdinNotImplementedError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
@@ -66,6 +68,45 @@ def test_the_extension_can_be_loaded_twice_and_leaves_the_notebook_alone(shell):
 def test_start_says_what_runs_and_starting_again_says_that_it_runs(run, capsys):
     assert "1 replica (cpu:0) running already" in run("%mirror start")[1]
     assert "1 replica (cpu:0) running already" in run("%mirror start --devices cpu:0")[1]
+
+
+def test_what_is_recommended_works_and_what_was_chosen_is_told(run):
+    with pytest.raises(UsageError, match="no cross-device op 'ncl'; there are: shared_memory, "):
+        run("%mirror start cpu:0 cpu:1 --ops ncl")
+    run("%mirror stop")
+    assert "2 replicas (cpu:0, cpu:1) by gloo ready in" in run("%mirror start cpu:0 cpu:1 --ops gloo --bucket-mb 4")[1]
+    assert run("%mirror status")[1].splitlines()[-1] == "2 replicas · gloo · 4 MiB buckets"
+    run("%mirror restart --ops auto --compression bf16")
+    assert run("%mirror status")[1].splitlines()[-1] == "2 replicas · auto · 4 MiB buckets · bf16"
+
+
+def test_a_cell_that_starts_one_replica_says_how_to_have_more(run, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    run("%mirror stop")
+    assert "1 replica on cpu:0; for more: %mirror restart --devices cpu:0,cpu:1 · " in run("%%mirrored\n1")[1]
+    assert "for more" not in run("%%mirrored\n1")[1]
+
+
+def test_a_dead_replica_is_told_below_the_table(run_on_two, shell):
+    pool = shell.magics_manager.registry["MirrorMagics"].session.pool
+    os.kill(pool.status()[1].pid, signal.SIGKILL)
+    eventually(pool.dead, "the death is noticed")
+    lines = run_on_two("%mirror status")[1].splitlines()
+    assert [line.split()[-1] for line in lines[:3]] == ["state", "ready", "dead"]
+    assert re.fullmatch(
+        r"replica 1 \(cpu:1, pid \d+\) was killed by signal 9 \(SIGKILL\): kill -9, or the system was out of memory; "
+        "the next %%mirrored cell starts it anew",
+        lines[3],
+    )
+    assert lines[4] == "2 replicas · shared_memory · 25 MiB buckets"
+
+
+def test_input_is_refused_at_the_line_that_asks(run_on_two):
+    with pytest.raises(StdinNotImplementedError) as caught:
+        run_on_two("%%mirrored\nname = input('who?')")
+    shown = plain("\n".join(caught.value._render_traceback_()))
+    assert "name = input('who?')" in shown
+    assert "shell.py" not in shown
 
 
 def test_devices_are_named_with_or_without_their_option(run):
@@ -136,6 +177,12 @@ def test_without_replicas_the_magics_say_how_to_start_them(run):
         ("%%mirrored --replicas 0-x\n1", "is no replica id"),
         ("%mirror start cpu:0 --devices cpu:1", "named twice: cpu:0, and --devices cpu:1"),
         ("%mirror status x y", "`%mirror status` takes no names, but was given x y"),
+        ("%mirror bench --bucket-mb 4", "`%mirror bench` takes no --bucket-mb; `%mirror start` and `restart` do"),
+        ("%mirror restart --seed 0", "`%mirror restart` takes no --seed; `%mirror start` does"),
+        ("%mirror status --seed=1 --devices cpu:0", "takes no --devices; `%mirror start`, `restart` and `bench` do"),
+        ("%mirror --in-process", "`%mirror` alone takes no --in-process; `%mirror start` does"),
+        ("%mirror --help", "%mirror? tells all of it"),
+        ("%%mirrored --help\n1", "%%mirrored? tells all of it"),
         ("%mirror push", "push which names"),
         ("%mirror push nowhere", "the notebook has no name `nowhere`"),
         ("%mirror pull", "pull which names"),

@@ -1500,6 +1500,12 @@ def test_a_result_that_cannot_be_opened_here_leaves_no_descriptor(two):
     assert descriptors() < before + rounds
 
 
+def test_a_closed_strategy_looks_closed():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        assert repr(strategy) == "<MirroredStrategy: cpu:0, cpu:1>"
+    assert repr(strategy) == "<MirroredStrategy: cpu:0, cpu:1, closed>"
+
+
 def test_other_ops_leave_no_memory_of_the_ones_before(two):
     with two.scope():
         network = nn.Linear(1000, 100)

@@ -343,7 +343,7 @@ def test_without_synchronisation_gradients_stay_local(notebook):
 def test_a_cell_that_takes_too_long_is_stopped(notebook):
     shown = notebook.run("%%mirrored --timeout 0.5\nkept = 11\nwhile True:\n    pass")
     assert shown.error[0] == "ReplicaTimeout"
-    assert "did not finish within 0.5 s" in shown.error[1]
+    assert "neither of the 2 replicas finished within 0.5 s" in shown.error[1]
     notebook.run("%%mirrored\nagain = kept")
     assert notebook.value("again") == "11"
 

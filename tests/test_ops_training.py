@@ -352,14 +352,14 @@ def test_the_strategy_takes_ops_and_options_and_changes_them_between_steps(alone
 
 
 def test_an_op_that_cannot_work_is_refused_with_the_reason_and_what_can():
-    expected = r"NcclAllReduce cannot work on cpu:0, cpu:1: it is for GPUs; these can: SharedMemoryAllReduce\(\)"
+    expected = r"NcclAllReduce cannot work on cpu:0, cpu:1: it is for GPUs; these can: shared_memory, "
     with pytest.raises(DeviceError, match=expected):
         mnb.MirroredStrategy(["cpu:0", "cpu:1"], "nccl")
     with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         before = strategy.cross_device_ops
         with pytest.raises(DeviceError, match=expected):
             strategy.cross_device_ops = "nccl"
-        with pytest.raises(UsageError, match=r"no cross-device op 'glue'; there are: nccl, .*, auto"):
+        with pytest.raises(UsageError, match=r"no cross-device op 'glue'; there are: shared_memory, .*, auto"):
             strategy.cross_device_ops = "glue"
         with pytest.raises(UsageError, match=r"is the class Averaging; pass an op: Averaging\(\)"):
             strategy.cross_device_ops = Averaging
@@ -373,3 +373,18 @@ def test_an_op_that_cannot_work_is_refused_with_the_reason_and_what_can():
 def test_a_copy_of_an_op_knows_its_arguments_only():
     ops = copy.deepcopy(Averaging(0.5))
     assert (repr(ops), ops.weight) == ("Averaging(weight=0.5)", 0.5)
+
+
+def test_ops_that_are_assigned_on_one_replica_only_are_named_as_the_reason():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+
+        def step(name: str) -> None:
+            if mnb.get_replica_context().replica_id_in_sync_group == 0:
+                mnb.get_strategy().cross_device_ops = name
+            model(torch.ones(2, 3)).sum().backward()
+
+        for name in ("gloo", "one_device"):
+            with pytest.raises(UsageError, match=r"`cross_device_ops` differs between the replicas.*assign it alike"):
+                strategy.run(step, args=(name,))

@@ -53,16 +53,19 @@ def test_gpus_reduce_by_nccl_by_default(monkeypatch):
 
 def test_an_op_is_found_by_its_name():
     assert isinstance(options.named("Shared-Memory"), SharedMemoryAllReduce)
+    assert isinstance(options.named("SharedMemoryAllReduce()"), SharedMemoryAllReduce)
     with pytest.raises(UsageError, match=r"no cross-device op 'ncl'; there are: nccl, shared_memory"):
         options.named("ncl")
+    with pytest.raises(UsageError, match="there are: shared_memory, hierarchical_copy, one_device, gloo, auto"):
+        options.named("ncl", CPUS)
 
 
 def test_an_op_that_cannot_work_says_why_and_which_can():
     with pytest.raises(DeviceError) as caught:
         options.check(NcclAllReduce(), CPUS)
     assert str(caught.value) == (
-        "NcclAllReduce cannot work on cpu:0, cpu:1: it is for GPUs; these can: SharedMemoryAllReduce(), "
-        "HierarchicalCopyAllReduce(), ReductionToOneDevice(), GlooAllReduce()"
+        "NcclAllReduce cannot work on cpu:0, cpu:1: it is for GPUs; these can: shared_memory, hierarchical_copy, "
+        "one_device, gloo, auto"
     )
     options.check(SharedMemoryAllReduce(), CPUS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import os
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -89,6 +90,19 @@ def test_the_line_follows_the_boxes(made):
     picker.look_at_replicas()
     # Without a name a restart keeps the ops that run.
     assert "%mirror restart --devices cuda:1 --ops nccl --bucket-mb 4 --compression bf16<" in shown(picker)
+
+
+def test_what_a_button_said_goes_when_a_cell_has_changed_the_replicas(made):
+    picker, session = made(2)
+    picker.start.click()
+    assert session.told
+    said = picker._said.value
+    assert "ready" in said
+    picker.look_at_replicas()
+    assert picker._said.value == said
+    session.runs = Standing()
+    picker.look_at_replicas()
+    assert "ready" not in picker._said.value
 
 
 # --------------------------------------------------------------------------- devices
@@ -371,9 +385,14 @@ def test_a_real_session_is_measured_and_given_buckets_and_compression(shell):
     assert all(not its.times for its in offers.operations)
     try:
         # No replicas run: it starts its own, and leaves none.
-        assert "fastest: " in driven.measure(Choice(devices))
+        said = driven.measure(Choice(devices)).partition("fastest: ")[2]
+        # Each op is named once.
+        assert re.fullmatch(r"\w+ for all sizes|\w+ for [^,]+(, \w+ for [^,]+)+", said)
+        assert max(said.count(name) for name in ("shared_memory", "one_device", "gloo")) <= 1
         assert driven.standing() == Standing()
-        for its in driven.offers(devices).operations:
+        *ops, auto = driven.offers(devices).operations
+        assert (auto.name, auto.times) == ("auto", ())
+        for its in ops:
             assert [size for size, _ in its.times] == list(QUICK_SIZES)
             assert all(0 < seconds < 30 for _, seconds in its.times)
         picked = Choice(devices, "one_device", 4 * 2**20, "bf16")

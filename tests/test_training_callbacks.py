@@ -302,8 +302,10 @@ def test_a_mode_that_there_is_not_is_refused():
 
 
 def test_what_was_not_logged_is_said_and_does_not_stop_the_training():
-    with pytest.warns(UserWarning, match="EarlyStopping looks at 'val_loss', .* there is: loss"):
+    with pytest.warns(UserWarning, match="EarlyStopping looks at 'val_loss', .* there is: loss; give fit") as told:
         model = fit(EarlyStopping(), [{"loss": 1.0}] * 3)
+    # In the user's lines.
+    assert {Path(each.filename).name for each in told} == {Path(__file__).name}
     assert model.position == (3, 0)
 
 

@@ -17,6 +17,17 @@ from mirror_nb import DistributedValues, PerReplica, Remote, ReplicaError, Usage
 from mirror_nb.values import merged, same
 
 
+def test_rows_of_tensors_stand_below_each_other():
+    matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert repr(PerReplica([matrix, 5])).splitlines() == [
+        "PerReplica:{",
+        "  0: tensor([[1., 2.],",
+        "             [3., 4.]]),",
+        "  1: 5",
+        "}",
+    ]
+
+
 def test_a_per_replica_value_prints_as_tensorflow_prints_it():
     assert repr(PerReplica([1, "a"])) == "PerReplica:{\n  0: 1,\n  1: 'a'\n}"
 

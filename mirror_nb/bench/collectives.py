@@ -18,7 +18,7 @@ from mirror_nb import advice
 from mirror_nb.bench import table
 from mirror_nb.bench.replicas import of
 from mirror_nb.collectives.auto import AutoAllReduce
-from mirror_nb.collectives.base import CrossDeviceOps, Member
+from mirror_nb.collectives.base import CrossDeviceOps, Member, name_of
 from mirror_nb.collectives.measuring import Trial, compare
 from mirror_nb.collectives.options import AUTO, IMPLEMENTATIONS, check, fitting, named
 from mirror_nb.devices import Device
@@ -71,6 +71,8 @@ class AllReduceTable:
     # One a replica.
     default: str = ""
     # The op that these devices get where none is named.
+    in_notebook: bool = False
+    # Whether advice is in the words of `%mirror`.
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -81,7 +83,14 @@ class AllReduceTable:
         sizes = sorted({row.nbytes for row in self.rows})
         groups = [("small", [n for n in sizes if n < LARGE]), ("large", [n for n in sizes if n >= LARGE])]
         found = [(op, _said(kind, group)) for kind, group in groups if (op := self._fastest_over(group)) is not None]
-        return (advice.fastest_ops(found, _argument, self.default),) if found else ()
+        if len({op for op, _ in found}) == 1 and all(self._wins(found[0][0], n) for n in sizes):
+            found = [(found[0][0], "all sizes measured")]
+        argument, auto = (_restart, "--ops auto") if self.in_notebook else (_argument, repr(AUTO))
+        return (advice.fastest_ops(found, argument, auto, self.default),) if found else ()
+
+    def _wins(self, op: str, nbytes: int) -> bool:
+        right = [row for row in self.rows if row.nbytes == nbytes and row.correct]
+        return bool(right) and self.fastest(nbytes) == op
 
     def _fastest_over(self, sizes: Sequence[int]) -> str | None:
         rows = [row for row in self.rows if row.nbytes in sizes]
@@ -110,10 +119,10 @@ class AllReduceTable:
         return importlib.import_module("mirror_nb.notebook.charts").draw_all_reduce(self)
 
     def __repr__(self) -> str:
-        return table.as_text(self._headline(), _HEADER, self._cells(), self.advice)
+        return table.as_text(self._headline(), _HEADER, self._cells(), self.advice, names=2, best=_BEST)
 
     def _repr_html_(self) -> str:
-        return table.as_html(self._headline(), _HEADER, self._cells(), self.advice)
+        return table.as_html(self._headline(), _HEADER, self._cells(), self.advice, names=2, best=_BEST)
 
     def _headline(self) -> str:
         return f"all-reduce of fp32 over {len(self.devices)} replicas ({', '.join(self.devices)})"
@@ -134,6 +143,7 @@ class AllReduceTable:
         ]
 
 
+_BEST = "the fastest of its size"
 _HEADER = ("size", "op", "p50 µs", "p95 µs", "algorithm GB/s", "bus GB/s", "correct")
 
 
@@ -144,7 +154,11 @@ def _said(kind: str, sizes: Sequence[int]) -> str:
 
 def _argument(op: str) -> str:
     # Of a class of the user's own only the name is known.
-    return repr(op) if op in IMPLEMENTATIONS else f"{op}(...)"
+    return f"cross_device_ops={op!r}" if op in IMPLEMENTATIONS else f"cross_device_ops={op}(...)"
+
+
+def _restart(op: str) -> str:
+    return f"%mirror restart --ops {op}"
 
 
 def all_reduce(
@@ -173,10 +187,10 @@ def all_reduce(
     return AllReduceTable(rows, tuple(map(str, replicas.devices)), fitting(replicas.devices)[0])
 
 
-def check_seconds(seconds: float) -> None:
+def check_seconds(seconds: float, called: str = "`seconds`") -> None:
     """Raise UsageError for a time that cannot be, or that has no end."""
     if not 0 < seconds < math.inf:
-        raise UsageError(f"`seconds` is {seconds}; it must be above 0, and have an end")
+        raise UsageError(f"{called} is {seconds:g}; it must be above 0, and have an end")
 
 
 def chosen_ops(
@@ -192,11 +206,11 @@ def chosen_ops(
     for given in fitting(devices) if ops is None else ops:
         if isinstance(given, str) and given.strip().lower() == AUTO:
             raise UsageError(f"`ops` holds {given!r}, which takes one of {', '.join(fitting(devices))}: name those")
-        op = named(given) if isinstance(given, str) else given
+        op = named(given, devices) if isinstance(given, str) else given
         if not isinstance(op, CrossDeviceOps):
             raise UsageError(f"`ops` holds {given!r}; it takes cross-device ops and their names")
         check(op, devices)
-        name = given if isinstance(given, str) else type(op).__name__
+        name = name_of(op) if isinstance(given, str) else type(op).__name__
         if name in chosen:
             raise UsageError(f"`ops` has {name} twice")
         chosen[name] = op.on(devices)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, final
@@ -15,8 +15,18 @@ from typing import Any, TextIO, final
 import torch
 
 from mirror_nb import devices as device_names
-from mirror_nb.bench.collectives import LARGEST_CPU, SECONDS_A_SIZE, SMALLEST, AllReduceTable, all_reduce
-from mirror_nb.bench.steps import SECONDS, StepTable, steps
+from mirror_nb.bench.collectives import (
+    LARGEST_CPU,
+    SECONDS_A_SIZE,
+    SMALLEST,
+    AllReduceTable,
+    all_reduce,
+    check_seconds,
+    chosen_ops,
+)
+from mirror_nb.bench.replicas import check_several
+from mirror_nb.bench.steps import SECONDS, StepTable, check_task, steps
+from mirror_nb.devices import Device
 from mirror_nb.errors import MirrorError, ReplicaError, UsageError
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.local import LocalPool, stop_forkserver, warm_up
@@ -70,7 +80,8 @@ def run(options: Options, out: TextIO = sys.stdout, err: TextIO = sys.stderr) ->
         if not notes:
             raise
         # The model's own, raised in the replicas: its notes are their traceback, in the user's lines.
-        print("mirror_nb bench: the replicas failed", *notes, sep="\n", file=err)
+        on = "" if options.shape is None else f" on examples of shape {options.shape}"
+        print(f"mirror_nb bench: the replicas failed{on}", *notes, sep="\n", file=err)
         return FAILED
     except KeyboardInterrupt:
         print("mirror_nb bench: interrupted; the replicas are stopped", file=err)
@@ -80,11 +91,9 @@ def run(options: Options, out: TextIO = sys.stdout, err: TextIO = sys.stderr) ->
 
 
 def _run(options: Options, out: TextIO, err: TextIO) -> int:
-    gpus = torch.cuda.device_count()
-    names = options.devices if options.devices is not None or gpus else "cpu:0,cpu:1"
-    devices = device_names.resolve(names, gpus)
+    devices = several(options.devices)
     picture = None if options.picture is None else _writable(options.picture)
-    _check_together(options, options.model is not None)
+    check(options, devices, options.model is not None)
     model = None if options.model is None else imported(options.model)
     if err.isatty():
         # Else a terminal shows nothing for some 15 s.
@@ -100,13 +109,34 @@ def _run(options: Options, out: TextIO, err: TextIO) -> int:
     return FAILED if isinstance(table, AllReduceTable) and not all(row.correct for row in table.rows) else OK
 
 
+def several(names: str | None) -> tuple[Device, ...]:
+    """Return the devices to measure on: those that are named, else all GPUs, else two CPU replicas.
+
+    Raises DeviceError for devices that are not there, UsageError for a single one.
+    """
+    gpus = torch.cuda.device_count()
+    return check_several(device_names.resolve(names if names is not None or gpus else "cpu:0,cpu:1", gpus))
+
+
+def check(options: Options, devices: Sequence[Device], of_a_model: bool) -> None:
+    """Raise UsageError, or DeviceError, for what cannot be measured on these devices: before replicas are started."""
+    _check_together(options, of_a_model)
+    chosen_ops(_names(options.ops), devices)
+    check_seconds(_given(options.seconds, SECONDS), "--seconds")
+    if options.largest is not None:
+        sizes_to(nbytes_of(options.largest))
+    if of_a_model:
+        check_task(options.optimizer, options.batch, len(devices), "--batch")
+        if options.shape is not None:
+            shape_of(options.shape)
+
+
 def measure(pool: Pool, options: Options, model: Any = None) -> AllReduceTable | StepTable:
     """Measure on a pool what the options ask for: a `model`, if there is one, else all-reduces.
 
     Raises UsageError for words that mean nothing, and what `all_reduce` and `steps` raise.
     """
-    _check_together(options, model is not None)
-    ops = None if options.ops is None else [name.strip() for name in options.ops.split(",") if name.strip()]
+    ops = _names(options.ops)
     if model is None:
         sizes = None if options.largest is None else sizes_to(nbytes_of(options.largest))
         return all_reduce(pool, sizes=sizes, ops=ops, seconds=_given(options.seconds, SECONDS_A_SIZE))
@@ -133,6 +163,10 @@ def _check_together(options: Options, of_a_model: bool) -> None:
             else "for the steps of a --model; name one"
         )
         raise UsageError(f"{' and '.join(useless)}: {why}")
+
+
+def _names(ops: str | None) -> list[str] | None:
+    return None if ops is None else [name.strip() for name in ops.split(",") if name.strip()]
 
 
 def _given(seconds: float | None, otherwise: float) -> float:

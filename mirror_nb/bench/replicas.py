@@ -33,7 +33,7 @@ class OfStrategy(Replicas):
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self.devices = _several(tuple(map(device_names.parse, strategy._place.devices)))
+        self.devices = check_several(tuple(map(device_names.parse, strategy._place.devices)))
 
     def call(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `fn` through the strategy."""
@@ -47,7 +47,7 @@ class OfPool(Replicas):
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.devices = _several(pool.devices)
+        self.devices = check_several(pool.devices)
 
     def call(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `fn` with the strategy that each replica has itself."""
@@ -78,7 +78,8 @@ def _with_its_strategy(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(MirroredStrategy(), *args)
 
 
-def _several(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+def check_several(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    """Return the devices. Raises UsageError for a single one."""
     if len(devices) < 2:
         raise UsageError(
             f"one replica ({', '.join(map(str, devices))}) reduces with nobody; measure on several, such as "

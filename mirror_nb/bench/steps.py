@@ -43,6 +43,10 @@ _WARM_UP = 2
 _LEAST, _MOST = 3, 60
 _OPTIMIZER_STEPS = 15
 UNSYNCHRONISED = "no synchronisation"
+_NO_INPUTS = (
+    "what does the model take? Give the shape of one example (`shape=(1, 28, 28)`, --shape 1,28,28), or a function "
+    "that returns (module, inputs)"
+)
 
 Make = nn.Module | Callable[[], Any]
 
@@ -89,10 +93,10 @@ class StepTable:
         return importlib.import_module("mirror_nb.notebook.charts").draw_steps(self)
 
     def __repr__(self) -> str:
-        return table.as_text(self._headline(), _HEADER, self._cells(), self.advice)
+        return table.as_text(self._headline(), _HEADER, self._cells(), self.advice, names=1, best="the fastest op")
 
     def _repr_html_(self) -> str:
-        return table.as_html(self._headline(), _HEADER, self._cells(), self.advice)
+        return table.as_html(self._headline(), _HEADER, self._cells(), self.advice, names=1, best="the fastest op")
 
     def _headline(self) -> str:
         return f"a training step on {self.batch} examples, {len(self.devices)} replicas ({', '.join(self.devices)})"
@@ -168,10 +172,8 @@ def steps(
     replicas = of(strategy)
     if not callable(model):
         raise UsageError(f"`model` is {model!r}; pass an nn.Module, or a function that makes one")
-    if optimizer not in _optimizers():
-        raise UsageError(f"torch.optim has no {optimizer!r} to try; it has: {', '.join(_optimizers())}")
-    if batch < len(replicas.devices):
-        raise UsageError(f"`batch` is {batch}, fewer examples than the {len(replicas.devices)} replicas")
+    _check_call(model, shape)
+    check_task(optimizer, batch, len(replicas.devices))
     check_seconds(seconds)
     chosen = chosen_ops(ops, replicas.devices)
     task = _Task(model, None if shape is None else tuple(shape), batch, optimizer, chosen, seconds)
@@ -179,6 +181,29 @@ def steps(
     rows = tuple(_row(way, times, found.batch) for way, times in found.ways.items())
     names = tuple(map(str, replicas.devices))
     return StepTable(rows, names, found.batch, tuple(chosen), _advice(found, tuple(chosen), len(names), optimizer))
+
+
+def _check_call(model: Make, shape: Sequence[int] | None) -> None:
+    if isinstance(model, nn.Module):
+        if shape is None:
+            raise UsageError(_NO_INPUTS)
+        return
+    try:
+        inspect.signature(model).bind()
+    except TypeError as reason:
+        name = getattr(model, "__qualname__", repr(model))
+        raise UsageError(f"`model` is {name}, which cannot be called without arguments: {reason}") from None
+    except ValueError:
+        # Of some functions that are written in C nobody knows.
+        pass
+
+
+def check_task(optimizer: str, batch: int, num_replicas: int, called: str = "`batch`") -> None:
+    """Raise UsageError for an optimizer that is none, and for a batch that some replicas would get nothing of."""
+    if optimizer not in _optimizers():
+        raise UsageError(f"torch.optim has no {optimizer!r} to try; it has: {', '.join(_optimizers())}")
+    if batch < num_replicas:
+        raise UsageError(f"{called} is {batch}, fewer examples than the {num_replicas} replicas")
 
 
 def _row(way: str, times: Sequence[float], batch: int) -> StepRow:
@@ -379,10 +404,7 @@ def _made(task: _Task, device: torch.device) -> tuple[nn.Module, Any, Callable[[
     elif task.shape is not None:
         inputs = torch.randn(task.batch, *task.shape)
     else:
-        raise UsageError(
-            "what does the model take? Give the shape of one example (`shape=(1, 28, 28)`, --shape 1,28,28), or a "
-            "function that returns (module, inputs)"
-        )
+        raise UsageError(_NO_INPUTS)
     return model.to(device), to_device(inputs, device), given[1] if len(given) == 2 else _squares
 
 

@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Handle, Member
+from mirror_nb.collectives.base import CrossDeviceOps, Handle, Member, name_of
 from mirror_nb.collectives.measuring import Trial, compare
 from mirror_nb.collectives.topology import numa_nodes
 from mirror_nb.devices import Device
@@ -52,7 +52,10 @@ class AutoAllReduce(CrossDeviceOps):
     Raises UsageError without candidates.
     """
 
+    _called = "auto"
     _decided: tuple[Member, dict[int, CrossDeviceOps]] | None = None
+    _told = False
+    # Whether it has said what it chose.
 
     def __init__(self, candidates: Sequence[CrossDeviceOps], cache: str | os.PathLike[str] | None = None) -> None:
         if not candidates:
@@ -91,7 +94,29 @@ class AutoAllReduce(CrossDeviceOps):
             times = self._times(member)
             choices = {nbytes: self.candidates[pick(found)] for nbytes, found in times.items()}
             self._decided = member, choices
+            if member.replica_id == 0 and member.num_replicas > 1 and not self._told:
+                self._told = True
+                print(f"auto chose {self._said(choices)}{self._won(times)}", flush=True)
         return self._decided[1]
+
+    def _said(self, choices: Mapping[int, CrossDeviceOps]) -> str:
+        """Return which op is for which sizes, in words."""
+        sizes: dict[str, list[str]] = {}
+        for nbytes, ops in choices.items():
+            sizes.setdefault(name_of(ops), []).append(_size(nbytes))
+        if len(sizes) == 1:
+            return f"{next(iter(sizes))} for all sizes"
+        return ", ".join(f"{name} for {' and '.join(each)}" for name, each in sizes.items())
+
+    def _won(self, times: Times) -> str:
+        """Return what the chosen op and the next one took for the largest tensors; nothing where there is but one."""
+        nbytes, found = max(times.items())
+        mine = pick(found)
+        others = [(p50, name_of(self.candidates[i])) for i, (p50, _) in enumerate(found) if i != mine]
+        if not others:
+            return ""
+        next_one, name = min(others)
+        return f": {_size(nbytes)} in {found[mine][0] / 1000:.3g} ms against {next_one / 1000:.3g} ms of {name}"
 
     def _times(self, member: Member) -> Times:
         if member.num_replicas == 1 or len(self.candidates) == 1:
@@ -126,6 +151,11 @@ class AutoAllReduce(CrossDeviceOps):
     def _folder(self) -> Path:
         return Path(self.cache) if self.cache is not None else cache_folder()
 
+    def __repr__(self) -> str:
+        if self._decided is not None:
+            return f"<AutoAllReduce: {self._said(self._decided[1])}>"
+        return f"<AutoAllReduce: the fastest of {', '.join(map(name_of, self.candidates))}>"
+
     def __getstate__(self) -> dict[str, object]:
         # What was decided is for the replicas of one group.
         return {"candidates": self.candidates, "cache": self.cache}
@@ -140,6 +170,10 @@ def pick(times: Sequence[tuple[float, float]]) -> int:
         if i and p50 < WORTH * default and default - p50 > max(noise, spread)
     ]
     return min(better, key=lambda i: times[i][0], default=0)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
 
 
 def _outcome(trial: Trial) -> tuple[float, float]:

@@ -192,6 +192,8 @@ class CrossDeviceOps(abc.ABC):
 
     _member: Member | None = None
     _own_fabric: Fabric | None = None
+    _called = ""
+    # What `cross_device_ops` and `--ops` take in its place.
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -421,6 +423,11 @@ class CrossDeviceOps(abc.ABC):
         values = {name: getattr(value, "__qualname__", repr(value)) for name, value in vars(self).items()}
         given = ", ".join(f"{name}={value}" for name, value in values.items() if not name.startswith("_"))
         return f"{type(self).__name__}({given})"
+
+
+def name_of(ops: CrossDeviceOps) -> str:
+    """Return the name of an op; of a class of the user's own, that of the class."""
+    return ops._called or type(ops).__name__
 
 
 _SENT = (

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import threading
 import time
 import zlib
@@ -858,6 +859,12 @@ class Fabric:
         self._flags.show(Counter.TOLD, number)
         yield Counter.TOLD, number
         said = [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+        if _by_other_ops(said):
+            each = ", ".join(f"replica {r}: {text.partition(' for gradients')[0]}" for r, text in enumerate(said))
+            raise UsageError(
+                f"`cross_device_ops` differs between the replicas, which reduce the same gradients in other ways: "
+                f"{each}; assign it alike on every replica, between the same steps (not under `if replica_id == ...`)"
+            )
         each = ", ".join(f"replica {r}: {text}" for r, text in enumerate(said))
         raise UsageError(
             f"the replicas ran different collectives: {each}; run the same ones in the same order, on tensors of the "
@@ -870,6 +877,12 @@ class Fabric:
             f"{exchange.label} did not end within {seconds:g} s: replica {late} has not come; a peer may have left, "
             "or it runs another collective; see that every replica runs the same collectives in the same order"
         )
+
+
+def _by_other_ops(said: Sequence[str]) -> bool:
+    """Whether these are the same gradients on every replica, of which other collectives are made."""
+    gradients = [re.search(r" of (\w+\[[\d, ]*\]).* for gradients", text) for text in said]
+    return len({found and found[1] for found in gradients}) == 1 and None not in gradients
 
 
 @final

@@ -21,6 +21,8 @@ class GlooAllReduce(CrossDeviceOps):
     Tensors on GPUs go through the CPU. The order of summation is gloo's, and depends on the tensor's size.
     """
 
+    _called = "gloo"
+
     exact = True
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:

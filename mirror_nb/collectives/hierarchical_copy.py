@@ -27,6 +27,8 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     replicas do all of it through shared memory, in pieces that fit their caches.
     """
 
+    _called = "hierarchical_copy"
+
     exact = True
 
     def __init__(self, num_packs: int = 1) -> None:

@@ -31,6 +31,8 @@ class NcclAllReduce(CrossDeviceOps):
     `num_packs`: into how many parts a tensor is cut; NCCL takes them one after the other.
     """
 
+    _called = "nccl"
+
     exact = True
     _stream: torch.cuda.Stream | None = None
     _clock: _Clock | None = None

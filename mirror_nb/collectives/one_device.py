@@ -24,6 +24,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     number of replicas. It must be picklable, and runs on that device only.
     """
 
+    _called = "one_device"
+
     def __init__(
         self,
         reduce_to_device: object = None,

@@ -124,7 +124,7 @@ def chosen(ops: Any, options: Any, devices: Sequence[Device]) -> Communication:
     if ops is None and options.implementation != AUTO:
         ops = options.implementation
     if isinstance(ops, str):
-        ops = fastest_for(devices) if ops.strip().lower() == AUTO else named(ops)
+        ops = fastest_for(devices) if ops.strip().lower() == AUTO else named(ops, devices)
     if ops is None:
         return Communication(default_for(devices), options)
     if isinstance(ops, type) and issubclass(ops, CrossDeviceOps):
@@ -146,11 +146,17 @@ def chosen(ops: Any, options: Any, devices: Sequence[Device]) -> Communication:
     return found
 
 
-def named(name: str) -> CrossDeviceOps:
-    """Return a new op by its name ("shared_memory", "nccl", …). Raises UsageError for another one."""
-    found = IMPLEMENTATIONS.get(name.strip().lower().replace("-", "_"))
+def named(name: str, devices: Sequence[Device] | None = None) -> CrossDeviceOps:
+    """Return a new op by its name ("shared_memory", "nccl", …), or that of its class.
+
+    Raises UsageError for another one, and says which there are: for `devices`, if these are given.
+    """
+    key = name.strip().lower().replace("-", "_").removesuffix("()")
+    classes = {kind.__name__.lower(): kind for kind in IMPLEMENTATIONS.values()}
+    found = IMPLEMENTATIONS.get(key) or classes.get(key)
     if found is None:
-        raise UsageError(f"there is no cross-device op {name!r}; there are: {', '.join([*IMPLEMENTATIONS, AUTO])}")
+        there = [*IMPLEMENTATIONS] if devices is None else fitting(devices)
+        raise UsageError(f"there is no cross-device op {name!r}; there are: {', '.join([*there, AUTO])}")
     return found()
 
 
@@ -184,7 +190,7 @@ def check(ops: CrossDeviceOps, devices: Sequence[Device]) -> None:
     if reason is not None:
         raise DeviceError(
             f"{type(ops).__name__} cannot work on {_listed(devices)}: {reason}; these can: "
-            + ", ".join(f"{IMPLEMENTATIONS[name].__name__}()" for name in fitting(devices))
+            + ", ".join([*fitting(devices), AUTO])
         )
 
 

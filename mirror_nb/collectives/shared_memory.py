@@ -29,6 +29,8 @@ class SharedMemoryAllReduce(CrossDeviceOps):
     of the result depend on nothing but the values: replica 0 + 1 + 2 + …, however tensors are cut into buckets.
     """
 
+    _called = "shared_memory"
+
     exact = True
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:

@@ -32,6 +32,8 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
     torch calls this part of itself alpha; what it lacks here is refused by `unfit_for`. Not yet run on several GPUs.
     """
 
+    _called = "symmetric_memory"
+
     exact = True
     _room: tuple[Member, dict[torch.dtype, Tensor]] | None = None
     # Of one replica in one group: who takes a dead one's place has none, and to make it takes all.

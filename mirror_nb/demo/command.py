@@ -178,15 +178,14 @@ def _check(report: Report, err: TextIO) -> None:
 def _verdict(lesson: _Lesson, history: History, err: TextIO) -> int:
     if history.accuracy >= lesson.promise:
         return OK
-    few = lesson.recipe.epochs < lesson.usual_epochs
-    hint = (
-        f"train longer, --epochs {lesson.usual_epochs} is usual"
-        if few
-        else "the data is another, or gradients are not synchronised as they should be: please report it"
-    )
+    right = f"mirror_nb demo: {history.accuracy:.1%} of the test images right"
+    if lesson.recipe.epochs < lesson.usual_epochs:
+        # Nothing was promised of so short a training.
+        print(f"{right}; {lesson.promise:.0%} are expected after the usual --epochs {lesson.usual_epochs}", file=err)
+        return OK
     print(
-        f"mirror_nb demo: {history.accuracy:.1%} of the test images right, less than the {lesson.promise:.0%} "
-        f"that are expected; {hint}",
+        f"{right}, less than the {lesson.promise:.0%} that are expected; the data is another, or gradients are not "
+        "synchronised as they should be: please report it",
         file=err,
     )
     return FAILED

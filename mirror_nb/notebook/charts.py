@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from mirror_nb.bench.collectives import AllReduceTable
 from mirror_nb.bench.steps import StepTable
@@ -47,10 +47,14 @@ def draw_all_reduce(table: AllReduceTable) -> Curves:
             )
             bandwidths.plot(sizes, [row.bus_gbps for row in rows], **style)
         times.set(title="time, µs: median to p95", yscale="log")
+        times.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        times.yaxis.set_major_formatter(lambda us, _: f"{us:,.10g}")
+        times.yaxis.set_minor_locator(NullLocator())
         bandwidths.set(title="bus bandwidth, GB/s")
         for axes in (times, bandwidths):
             _bytes_below(axes, sorted({row.nbytes for row in table.rows}))
         times.legend(loc="best", fontsize=8.5)
+    figure.alt = ". ".join(["Time and bus bandwidth of all-reduces over their size, a line an op", *table.advice])
     return figure
 
 
@@ -73,6 +77,7 @@ def draw_steps(table: StepTable) -> Curves:
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set(title="a training step, ms", xlim=(0, 1.12 * max(row.p50_ms for row in table.rows)))
+    figure.alt = "Milliseconds of a training step: " + ", ".join(f"{r.way} {number(r.p50_ms)}" for r in table.rows)
     return figure
 
 

@@ -59,11 +59,15 @@ _STYLE: Any = {
 class Curves(Figure):
     """A figure that a notebook shows as a cell's last value, whether or not anything of matplotlib was set up."""
 
-    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+    alt = ""
+    # The same in words, for who cannot see it.
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int | str]]:
         png = io.BytesIO()
         self.savefig(png, format="png", dpi=_DPI)
         width, height = self.get_size_inches()
-        return png.getvalue(), {"width": round(width * _DPI / 2), "height": round(height * _DPI / 2)}
+        told: dict[str, int | str] = {"width": round(width * _DPI / 2), "height": round(height * _DPI / 2)}
+        return png.getvalue(), told | ({"alt": self.alt} if self.alt else {})
 
 
 def draw(history: History, metrics: Sequence[str] | None) -> Curves:

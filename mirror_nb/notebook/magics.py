@@ -27,6 +27,23 @@ if TYPE_CHECKING:
 
 _WHAT = ["start", "stop", "restart", "status", "dashboard", "compare", "push", "pull", "bench"]
 _WITH_NAMES = ("push", "pull", "start", "restart")
+_TAKEN_BY = {
+    "devices": ("start", "restart", "bench"),
+    "ops": ("start", "restart", "bench"),
+    "bucket_mb": ("start", "restart"),
+    "compression": ("start", "restart"),
+    "seed": ("start",),
+    "in_process": ("start",),
+    "dashboard": ("start",),
+    "replica": ("pull",),
+    "largest": ("bench",),
+    "seconds": ("bench",),
+    "model": ("bench",),
+    "shape": ("bench",),
+    "batch": ("bench",),
+    "optimizer": ("bench",),
+}
+# Each option of `%mirror`, and what it can stand behind.
 
 
 @magics_class
@@ -77,7 +94,7 @@ class MirrorMagics(Magics):
     @magic_arguments()
     @argument("what", nargs="?", choices=_WHAT, help="what to do")
     @argument("names", nargs="*", help="names to push or pull; start, restart: as --devices")
-    @argument("--devices", default=None, help="start, restart: e.g. cpu:0,cpu:1 or cuda:0,cuda:1; none: all GPUs")
+    @argument("--devices", default=None, help="start, restart, bench: e.g. cpu:0,cpu:1; default: all GPUs")
     @argument(
         "--ops", default=None, metavar="NAME", help="start, restart: cross-device ops; bench: several, with commas"
     )
@@ -89,7 +106,7 @@ class MirrorMagics(Magics):
         help="start, restart: gradients travel in half the bytes",
     )
     @argument(
-        "--seed", type=int, default=0, help="start: seed of the replicas' random numbers, until the notebook seeds"
+        "--seed", type=int, default=None, help="start: seed of the replicas' random numbers, until the notebook seeds"
     )
     @argument("--in-process", action="store_true", help="start: one replica in this very process, for debugging")
     @argument("--dashboard", action="store_true", help="start: show a dashboard above every mirrored cell that trains")
@@ -98,8 +115,8 @@ class MirrorMagics(Magics):
     @argument("--seconds", type=float, default=None, help="bench: for each size, or for the model")
     @argument("--model", default=None, metavar="NAME", help="bench: the steps of this module, or of what makes one")
     @argument("--shape", default=None, help="bench: of one example for the model, e.g. 1,28,28")
-    @argument("--batch", type=int, default=64, help="bench: examples of the global batch")
-    @argument("--optimizer", default="SGD", help="bench: one of torch.optim")
+    @argument("--batch", type=int, default=None, help="bench: examples of the global batch; default: 64")
+    @argument("--optimizer", default=None, help="bench: one of torch.optim; default: SGD")
     @line_magic
     def mirror(self, line: str) -> Any:
         """Start, stop and look at the replicas; compare their parameters; push names to them and pull names; measure.
@@ -111,6 +128,7 @@ class MirrorMagics(Magics):
         given = _parsed(self.mirror, line)
         if given.names and given.what not in _WITH_NAMES:
             raise MagicUsageError(f"`%mirror {given.what}` takes no names, but was given {' '.join(given.names)}")
+        _check_options(given)
         with _short_tracebacks():
             if given.what is None and getattr(self._shell, "kernel", None) is not None:
                 self.show_picker()
@@ -133,21 +151,15 @@ class MirrorMagics(Magics):
         self._picker.show()
 
     def _bench(self, given: Any) -> AllReduceTable | StepTable:
-        options = Options(
-            ops=given.ops,
-            largest=given.largest,
-            seconds=given.seconds,
-            shape=given.shape,
-            batch=given.batch,
-            optimizer=given.optimizer,
-        )
-        return self.session.bench(options, given.model)
+        names = ("devices", "ops", "largest", "seconds", "shape", "batch", "optimizer")
+        said = {name: value for name in names if (value := getattr(given, name)) is not None}
+        return self.session.bench(Options(**said), given.model)
 
     def _mirror(self, given: Any) -> str:
         session = self.session
         match given.what:
             case "start":
-                started = session.start(_devices(given), given.seed, given.in_process, _exchange(given))
+                started = session.start(_devices(given), given.seed or 0, given.in_process, _exchange(given))
                 session.dashboards_above_cells |= given.dashboard
                 return started
             case "restart":
@@ -162,6 +174,19 @@ class MirrorMagics(Magics):
                 return session.pull(given.names, given.replica)
             case _:
                 return session.status()
+
+
+def _check_options(given: Any) -> None:
+    """Refuse an option that would have no effect behind this word."""
+    for name, words in _TAKEN_BY.items():
+        value = getattr(given, name)
+        # 0 was given, where False is a flag that was not.
+        if value is not None and value is not False and given.what not in words:
+            first, *others = (f"`%mirror {words[0]}`", *(f"`{word}`" for word in words[1:]))
+            who = f"{', '.join([first, *others[:-1]])} and {others[-1]} do" if others else f"{first} does"
+            option = f"--{name.replace('_', '-')}"
+            behind = f"`%mirror {given.what}`" if given.what else "`%mirror` alone"
+            raise MagicUsageError(f"{behind} takes no {option}; {who}")
 
 
 def _devices(given: Any) -> str | None:
@@ -195,6 +220,8 @@ def _instead(magic: Any, line: str) -> str:
     """Return what a line with arguments that the magic does not have could have meant."""
     own, mirrors = _options(magic), _options(MirrorMagics.mirror)
     given = [word.partition("=")[0] for word in arg_split(line)]
+    if "--help" in given or "-h" in given:
+        return f"{'%' if magic.__name__ == 'mirror' else '%%'}{magic.__name__}? tells all of it"
     for word in given:
         if word in mirrors and word not in own:
             # Its help begins with what it belongs to: "start, restart: …".

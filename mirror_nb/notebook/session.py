@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import linecache
 import math
 import os
@@ -23,9 +24,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from mirror_nb import devices as device_names
 from mirror_nb import modes
 from mirror_nb.bench.collectives import AllReduceTable, all_reduce
-from mirror_nb.bench.command import Options, imported, measure
+from mirror_nb.bench.command import Options, check, imported, measure, several
 from mirror_nb.bench.steps import StepTable
-from mirror_nb.collectives.options import CommunicationOptions
+from mirror_nb.collectives.base import name_of
+from mirror_nb.collectives.options import Communication, CommunicationOptions
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, TransferError, UsageError
@@ -111,6 +113,8 @@ class Exchange:
 class _Ledger:
     """What the closing line will say."""
 
+    alone: str = ""
+    # The single replica's device, where this cell has started it and others could have.
     mended: list[str] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)
     sent_bytes: int = 0
@@ -123,7 +127,8 @@ class _Ledger:
 
     def parts(self, replicas: Sequence[int], seconds: float) -> list[str]:
         n = len(replicas)
-        parts = [f"{n} replica{'s' if n > 1 else ''}", duration(seconds), *self.mended]
+        alone = f" on {self.alone}; for more: %mirror restart --devices cpu:0,cpu:1" if self.alone else ""
+        parts = [f"{n} replica{'s' if n > 1 else ''}{alone}", duration(seconds), *self.mended]
         if self.sent:
             parts.append(f"sent {_listed(self.sent)} ({size(self.sent_bytes)})")
         if self.withheld:
@@ -177,6 +182,7 @@ class Session:
         # What all-reduces took when they were last measured here, by devices.
         self._operation = ""
         # The same as a class, as dashboards call it.
+        self._communication: Communication | None = None
         self._dashboard: LiveDashboard | None = None
         self._trained = ""
         # The network that the last cell named; empty while one runs.
@@ -210,6 +216,9 @@ class Session:
             same = exchange.over(self._exchange) == self._exchange
             if (devices is None or chosen == self._pool.devices) and same:
                 return f"{_replicas(self._pool.devices)} running already"
+            # What is recommended has to work.
+            wanted = exchange.over(self._exchange)
+            choose(wanted.ops, wanted.options(), self._pool.devices if devices is None else chosen)
             raise UsageError(
                 f"replicas are running on {', '.join(map(str, self._pool.devices))}; "
                 f"use %mirror restart {_flags(devices, exchange)} (their names are lost then), or %mirror stop"
@@ -217,6 +226,7 @@ class Session:
         began = time.perf_counter()
         communication = choose(exchange.ops, exchange.options(), chosen)
         self._seed, self._exchange, self._operation = seed, exchange, type(communication.ops).__name__
+        self._communication = communication
         pool = (InProcessPool if in_process else LocalPool)(
             chosen, setup=SETUP, seed=seed, communication=communication.pickled()
         )
@@ -229,7 +239,8 @@ class Session:
         pool.tell("", self._operation)
         self._watch(pool)
         self._names = Names(self._shell.user_ns, self.fetch, self._lent)
-        return f"{_replicas(chosen)} ready in {duration(time.perf_counter() - began)}"
+        by = f" by {exchange.ops}" if exchange.ops else ""
+        return f"{_replicas(chosen)}{by} ready in {duration(time.perf_counter() - began)}"
 
     def _watch(self, pool: Pool) -> None:
         """Tell of a replica that dies while no cell runs, below the last cell, as soon as the kernel is idle."""
@@ -281,17 +292,26 @@ class Session:
         pool.close()
 
     def status(self) -> str:
-        """Return a table of the replicas: id, device, pid, memory, state."""
+        """Return a table of the replicas: id, device, pid, memory, state; and how they exchange gradients."""
         if self._pool is None:
             return "no replicas are running; %mirror start, or any %%mirrored cell, starts them"
         rows = [("replica", "device", "pid", "memory", "state")]
-        for s in self._pool.status():
+        found = self._pool.status()
+        for s in found:
             memory = size(s.memory_bytes) if s.memory_bytes is not None else "–"
             rows.append((str(s.replica_id), str(s.device), str(s.pid), memory, s.state))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows
-        )
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
+        dead = [f"{s.how}; the next %%mirrored cell starts it anew" for s in found if s.how]
+        return "\n".join([*lines, *dead, *self._exchanging()])
+
+    def _exchanging(self) -> list[str]:
+        """Return a line that says how gradients are exchanged: "2 replicas · shared_memory · 25 MiB buckets"."""
+        n, by = self._running().size, self._communication
+        if by is None or n < 2:
+            return []
+        parts = [f"{n} replicas", name_of(by.ops), f"{by.options.bytes_per_pack / 2**20:.3g} MiB buckets"]
+        return [" · ".join([*parts, *([by.options.compression] if by.options.compression else [])])]
 
     # ------------------------------------------------------------------ dashboards
 
@@ -357,12 +377,14 @@ class Session:
         Raises what the replicas raised, ReplicaDied, ReplicaTimeout, KeyboardInterrupt, or TransferError for a
         name that cannot be sent (then nothing has run).
         """
+        alone = ""
         if self._pool is None:
             self.start()
+            alone = str(self._running().devices[0]) if self._running().devices[0].kind == "cpu" else ""
         pool = self._running()
         began = time.perf_counter()
         replicas = self._chosen(options.replicas)
-        ledger = _Ledger(mended=self._mend())
+        ledger = _Ledger(alone, self._mend())
         self._tell_surroundings(pool)
         names = cell_names(self._shell.transform_cell(source))
         parcels = self._names.prepare(names.read, replicas)
@@ -606,20 +628,38 @@ class Session:
     # ------------------------------------------------------------------ measuring
 
     def bench(self, options: Options, model: str | None = None) -> AllReduceTable | StepTable:
-        """Measure the cross-device ops on the replicas: alone, or under the steps of a model.
+        """Measure the cross-device ops: alone, or under the steps of a model.
 
-        `model`: the notebook's name of a module or of what makes one, else `module:function`. Raises UsageError for
-        one that is not there, and what the measurement raises.
+        On the replicas that run, else on others that live as long as this takes. `model`: the notebook's name of a
+        module or of what makes one, else `module:function`. Raises UsageError for one that is not there and for a
+        wrong call, DeviceError for devices that are not there, and what the measurement raises.
         """
-        if self._pool is None:
-            self.start()
-        self._mend()
-        if model is None:
-            return self._kept(measure(self._running(), options))
-        if model not in self._shell.user_ns and ":" not in model:
-            raise UsageError(f"--model {model}: the notebook has no such name")
-        made = self._shell.user_ns[model] if model in self._shell.user_ns else imported(model)
-        return measure(self._running(), options, made)
+        devices = several(options.devices) if self._pool is None else self._measurable(self._pool, options.devices)
+        check(options, devices, model is not None)
+        made = None if model is None else self._model(model)
+        running = self._mended_pool()
+        with contextlib.nullcontext(running) if running is not None else _started(devices) as pool:
+            table = measure(pool, options, made)
+        return self._kept(table) if isinstance(table, AllReduceTable) else table
+
+    def _measurable(self, pool: Pool, devices: str | None) -> tuple[Device, ...]:
+        """Return the devices of the replicas that run. Raises UsageError for a single one, and if others are named."""
+        if devices is not None:
+            raise UsageError(
+                f"%mirror bench measures the replicas that run, on {', '.join(map(str, pool.devices))}; leave out "
+                f"--devices, or use %mirror restart --devices {devices} first (their names are lost then)"
+            )
+        if pool.size < 2:
+            raise UsageError(
+                f"one replica ({pool.devices[0]}) reduces with nobody; %mirror restart --devices cpu:0,cpu:1, say, "
+                "starts several (its names are lost then), and after %mirror stop, %mirror bench has some of its own"
+            )
+        return pool.devices
+
+    def _model(self, name: str) -> Any:
+        if name not in self._shell.user_ns and ":" not in name:
+            raise UsageError(f"--model {name}: the notebook has no such name")
+        return self._shell.user_ns[name] if name in self._shell.user_ns else imported(name)
 
     def measure(self, devices: str) -> AllReduceTable:
         """Time the all-reduces that fit these devices, a few sizes each, for the picker.
@@ -631,12 +671,11 @@ class Session:
         if self._pool is not None and self._pool.devices == chosen:
             self._mend()
             return self._kept(all_reduce(self._pool, sizes=QUICK_SIZES, seconds=QUICK_SECONDS))
-        with LocalPool(chosen, setup=SETUP) as pool:
-            pool.start()
+        with _started(chosen) as pool:
             return self._kept(all_reduce(pool, sizes=QUICK_SIZES, seconds=QUICK_SECONDS))
 
-    def _kept(self, table: AllReduceTable | StepTable) -> AllReduceTable:
-        assert isinstance(table, AllReduceTable)
+    def _kept(self, table: AllReduceTable) -> AllReduceTable:
+        table = dataclasses.replace(table, in_notebook=True)
         self.measured[table.devices] = table
         return table
 
@@ -684,6 +723,14 @@ class Session:
         if wrong or not replicas:
             raise UsageError(f"there is no replica {spans(wrong)}; there are {n}: {spans(range(n))}")
         return sorted(set(replicas))
+
+
+@contextlib.contextmanager
+def _started(devices: tuple[Device, ...]) -> Iterator[Pool]:
+    """Yield replicas that live as long as the block."""
+    with LocalPool(devices, setup=SETUP) as pool:
+        pool.start()
+        yield pool
 
 
 def _folder() -> str:

@@ -103,9 +103,9 @@ class Death:
         except ValueError:
             name = f"signal {-self.exit_code}"
         hint = {
-            "SIGKILL": " (kill -9, or the system was out of memory)",
-            "SIGSEGV": " (a crash in native code)",
-            "SIGABRT": " (native code gave up)",
+            "SIGKILL": ": kill -9, or the system was out of memory",
+            "SIGSEGV": ": a crash in native code",
+            "SIGABRT": ": native code gave up",
         }.get(name, "")
         return f"was killed by signal {-self.exit_code} ({name}){hint}"
 
@@ -210,7 +210,9 @@ class ReplicaStatus:
     memory_bytes: int | None
     # Resident, with what it shares; None where it cannot be read.
     state: str
-    # "ready", or how it died.
+    # "ready" or "dead".
+    how: str = ""
+    # It died: a sentence.
 
 
 Incoming = tuple[int, Any, int | None]

@@ -35,7 +35,7 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
         _raise(KeyboardInterrupt(), _lines(failures), notes, _where(report, devices))
     if report.timed_out:
         late = sorted({*failures, *(d.replica_id for d in report.deaths)}) or sorted(report.answers)
-        slow = ReplicaTimeout(f"{_who(late, devices, among)} did not finish within {timeout:g} s and were stopped")
+        slow = ReplicaTimeout(_unfinished(late, devices, among, timeout or 0))
         _raise(slow, _lines(failures)[:-1], [_last_line(slow), *_deaths(report)], _where(report, devices))
     stop = next((f for f in failures.values() if f.type_name == TrainingStopped.__name__), None)
     if stop is not None:
@@ -189,6 +189,14 @@ def _who(ids: list[int], devices: Sequence[Device], among: int) -> str:
     if len(ids) == among and among > 1:
         return f"all {among} replicas"
     return f"replica{_s(ids)} {spans(ids)} ({', '.join(str(devices[i]) for i in ids)})"
+
+
+def _unfinished(late: list[int], devices: Sequence[Device], among: int, timeout: float) -> str:
+    stopped = f"{'were' if late[1:] else 'was'} stopped"
+    if len(late) == among and among > 1:
+        who = "neither of the 2" if among == 2 else f"none of the {among}"
+        return f"{who} replicas finished within {timeout:g} s; they {stopped}"
+    return f"{_who(late, devices, among)} did not finish within {timeout:g} s and {stopped}"
 
 
 def _s(ids: list[int]) -> str:

@@ -154,9 +154,14 @@ def _counts(found: Mapping[int, Standing]) -> str:
             by_count.setdefault(counts.get(kind, 0), []).append(str(r))
         if len(by_count) > 1:
             (fewest, first), *others = sorted(by_count.items())
-            said.append(f"{_replicas(first)} {'have' if first[1:] else 'has'} begun {fewest} {kind}")
-            said[-1] += "".join(f", {_replicas(ids)} {count}" for count, ids in others)
+            has = f"{_replicas(first)} {'have' if first[1:] else 'has'}"
+            said.append(f"{has} begun {kind} {_times(fewest)}" if fewest else f"{has} never begun {kind}")
+            said[-1] += "".join(f", {_replicas(ids)} {_times(count)}" for count, ids in others)
     return "; ".join(said)
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _replicas(ids: Sequence[object]) -> str:

@@ -410,12 +410,14 @@ class LocalPool(Pool):
         gone = {death.replica_id: death for death in self.dead()}
         lines = []
         for replica_id, member in sorted(self._members.items()):
-            state = str(gone[replica_id]._how()) if replica_id in gone else "ready"
-            memory = None
-            if replica_id not in gone:
+            state, how, memory = "ready", "", None
+            if replica_id in gone:
+                state, how = "dead", str(gone[replica_id])
+            else:
                 with contextlib.suppress(psutil.Error):
                     memory = psutil.Process(member.process.pid).memory_info().rss
-            lines.append(ReplicaStatus(replica_id, self.devices[replica_id], member.process.pid, memory, state))
+            device = self.devices[replica_id]
+            lines.append(ReplicaStatus(replica_id, device, member.process.pid, memory, state, how))
         return lines
 
     def close_descriptors(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mirror_nb.messages import Check, Restore, Snapshot, StandAt, Standing, Steps
 from mirror_nb.pool.base import Pool
@@ -67,7 +68,7 @@ def compare(pool: Pool) -> Comparison:
     return compared(list(_ask(pool, Check(), range(pool.size)).values()))
 
 
-def _ask(pool: Pool, question: object, replicas: Sequence[int]) -> dict[int, dict[str, int]]:
+def _ask(pool: Pool, question: object, replicas: Sequence[int]) -> dict[int, Any]:
     report = pool.run(dict.fromkeys(replicas, question))
     settle(report, pool.devices)
     return {replica_id: answer for replica_id, (answer, _) in report.unpacked().items()}

@@ -23,6 +23,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import _utils as torch_loaders
 
 from mirror_nb import modes, raised, reporting, sources, surroundings
@@ -31,7 +32,7 @@ from mirror_nb.collectives import process_group
 from mirror_nb.collectives.base import Member
 from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.devices import Device
-from mirror_nb.errors import PeerFailed, UsageError
+from mirror_nb.errors import MirrorError, PeerFailed, UsageError, users_frames
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.messages import (
     Bind,
@@ -54,6 +55,7 @@ from mirror_nb.messages import (
     Standing,
     Steps,
 )
+from mirror_nb.mirrors import checksums
 from mirror_nb.payload import Arrivals, NotRebuilt, Packed, Payload, closing_slab, pack
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica import files, full, whereabouts
@@ -63,6 +65,7 @@ from mirror_nb.replica.progress import Progress
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.shell import ReplicaShell, learn, make_shell
 from mirror_nb.replica.undivided import Undivided
+from mirror_nb.sharded import is_sharded
 from mirror_nb.steering import Steering
 
 _NOTHING = Arrivals()
@@ -173,6 +176,16 @@ class Replica:
             elif id(module) not in parts:
                 yield from module.named_parameters()
 
+    def unsynchronized(self) -> dict[str, int]:
+        """Return checksums of the other parameters of these networks, by name; of parts of a tensor there are none."""
+        seen = {id(parameter) for parameter in self.gradients.synchronized().values()}
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.named_parameters():
+            if id(parameter) not in seen and not is_lazy(parameter) and not is_sharded(parameter):
+                found.setdefault(name, parameter)
+            seen.add(id(parameter))
+        return dict(zip(found, checksums(found.values()), strict=True))
+
     # ------------------------------------------------------------------ requests
 
     def handle(self, request: Request, slab: int | None) -> None:
@@ -218,7 +231,7 @@ class Replica:
                 case Steps():
                     packed = pack(self._progress.steps(), in_band=True)
                 case Check():
-                    packed = pack(self.steering.compare(), in_band=True)
+                    packed = pack((self.steering.compare(), self.unsynchronized()), in_band=True)
                 case Standing(keys):
                     packed = pack((self._progress.standing(keys), self.scope.random_streams()))
                 case StandAt(standing):
@@ -427,9 +440,7 @@ class Replica:
         lack = full.cause(error)
         memory = full.memory(lack, self.identity.device) if lack is not None else ""
         line = whereabouts.line_of(error.__traceback__, self.cell_numbers)
-        lines = rendered or tuple(
-            "".join(traceback.format_exception(type(error), error, _after_ours(error.__traceback__))).splitlines()
-        )
+        lines = rendered or tuple("".join(traceback.format_exception(type(error), error, _users(error))).splitlines())
         self._was_full = self._was_full or lack is not None
         self._keep_until_told(error)
         clean = error.with_traceback(None)
@@ -471,6 +482,14 @@ def _told_by_torch(error: BaseException) -> bool:
 _TOLD = re.compile(
     r"(Got the following error when running the callback: |RuntimeError: )*PeerFailed: .*\n\nAt:\n", re.DOTALL
 )
+
+
+def _users(error: BaseException) -> types.TracebackType | None:
+    """Return the traceback without frames of mirror_nb around the user's; where there are no others, an error of ours
+    needs none: it tells what is wrong with a call.
+    """
+    trace = _after_ours(error.__traceback__)
+    return users_frames(trace) if isinstance(error, MirrorError) else trace
 
 
 def _after_ours(trace: types.TracebackType | None) -> types.TracebackType | None:

@@ -109,7 +109,7 @@ class ReplicaShell(InteractiveShell):
             # It only tells of another replica's failure. Rendering it may take longer than the others wait.
             self._traceback, self._shown = (f"{kind.__name__}: {error}",), error
             return
-        if isinstance(error, KeyboardInterrupt | MirrorError):
+        if isinstance(error, KeyboardInterrupt | MirrorError | StdinNotImplementedError):
             shown = (kind, error, users_frames(trace))
         # A first traceback takes seconds on a machine that is busy.
         self.display_pub.emit(HeldBack())

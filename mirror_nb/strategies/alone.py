@@ -111,7 +111,7 @@ class AlonePlace(Place):
         self.timeline()
 
     def compare_parameters(self) -> Comparison:
-        return compared([{}])
+        return compared([({}, {})])
 
     def every(self, results: list[Any]) -> list[Any]:
         return results

@@ -253,7 +253,7 @@ class Strategy(ABC):
         return self._place.dashboard()
 
     def compare_parameters(self) -> Comparison:
-        """Compare checksums of the parameters that the replicas have synchronised so far: are they all equal?
+        """Compare checksums of the parameters that replicas have synchronised, or hold in networks: are all equal?
 
         The answer is true if they are, and prints as a sentence; `differing` names those that are not, and on which
         replicas. The dashboard shows it too, as it does by itself after each pass over a distributed dataset and each

@@ -100,6 +100,7 @@ class OnReplica(Protocol):
     def communication(self) -> Communication: ...
     def communicate(self, by: Communication) -> None: ...
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
+    def unsynchronized(self) -> dict[str, int]: ...
     @property
     def emit(self) -> Callable[..., None]: ...
 
@@ -217,7 +218,7 @@ class ReplicaPlace(Place):
         raise ContextError("the dashboard is the notebook's: write %mirror dashboard, or %%mirrored --dashboard")
 
     def compare_parameters(self) -> Comparison:
-        return compared(self.seat.collect(self.seat.check()))
+        return compared(self.seat.collect((self.seat.check(), self._replica.unsynchronized())))
 
     def every(self, results: list[Any]) -> list[Any]:
         return self.seat.collect(results[0])

@@ -76,7 +76,8 @@ class MirroredStrategy(Strategy):
         place.communicate(chosen(ops, place.communication.options, tuple(map(device_names.parse, place.devices))))
 
     def __repr__(self) -> str:
-        return f"<MirroredStrategy: {', '.join(self._place.devices)}>"
+        closed = ", closed" if self._place.closed else ""
+        return f"<MirroredStrategy: {', '.join(self._place.devices)}{closed}>"
 
 
 def _whole(seed: Any) -> int:

@@ -13,11 +13,16 @@ LOST_SHOWN = 5
 # Names in a warning.
 
 
+def _a(kind: str) -> str:
+    """Return a class with its article, as it is spoken: a Linear, an Adam, an SGD."""
+    return f"{'an' if kind[0] in 'AEIO' or kind == 'SGD' else 'a'} {kind}"
+
+
 def not_mirrored(obj: object) -> UsageError:
     """The error for an object that only makes sense mirrored."""
     kind = type(obj).__name__
     return UsageError(
-        f"the function captures a {kind} that was made outside this strategy's scope; what a replica did with its "
+        f"the function captures {_a(kind)} that was made outside this strategy's scope; what a replica did with its "
         f"copy would be lost. Create it inside `with strategy.scope():`, or mirror it with strategy.mirror(...)"
     )
 
@@ -25,7 +30,7 @@ def not_mirrored(obj: object) -> UsageError:
 def of_another_strategy(obj: object) -> UsageError:
     """The error for a Variable that another strategy's replicas have."""
     return UsageError(
-        f"the function captures a {type(obj).__name__} of another strategy than the one that runs it: what replicas "
+        f"the function captures {_a(type(obj).__name__)} of another strategy than the one that runs it: what replicas "
         "assigned to their copies would be lost. Make it in this strategy's scope, or pass its value "
         "(variable.detach().clone())"
     )

@@ -66,6 +66,10 @@ class Standalone:
         """It is not known here what the script calls its networks."""
         return ()
 
+    def unsynchronized(self) -> dict[str, int]:
+        """Nor, therefore, which others there are."""
+        return {}
+
     def emit(self, message: object, slab: int | None = None) -> None:
         """There is no controller to hear it."""
 

@@ -17,7 +17,7 @@ class Comparison:
 
     num_replicas: int
     parameters: int
-    # How many were compared: those that the replicas have synchronised so far.
+    # How many were compared: those that the replicas have synchronised, and others of networks that all of them hold.
     differing: Mapping[str, tuple[int, ...]]
     # By name, the replicas whose values are not those that most have.
 
@@ -25,9 +25,10 @@ class Comparison:
         return not self.differing
 
     def __repr__(self) -> str:
+        if self.num_replicas == 1:
+            return "one replica: nothing to compare"
         if not self.parameters:
-            left = "those in DistributedDataParallel are left to it"
-            return f"no parameters to compare: none were synchronised yet ({left})"
+            return "no parameters to compare: none were synchronised yet, and no network is held by all replicas"
         many = f"{self.parameters} parameter{'s' if self.parameters > 1 else ''}"
         if not self.differing:
             return f"{many} in sync on {self.num_replicas} replicas"
@@ -36,14 +37,18 @@ class Comparison:
         return f"{len(each)} of {many} differ: {', '.join(each[:SHOWN])}{more}"
 
 
-def compared(sums: Sequence[Mapping[str, int]]) -> Comparison:
-    """Compare checksums by name, one mapping a replica, in the order of their ids.
+def compared(sums: Sequence[tuple[Mapping[str, int], Mapping[str, int]]]) -> Comparison:
+    """Compare checksums by name, of each replica those of what is synchronised and of what else its networks have.
 
-    One that has none yet has taken the place of another: there is nothing to compare until it has synchronised, too.
+    In the order of their ids. What is not synchronised may be some replicas' own; so is all where one has synchronised
+    nothing yet, since it has taken the place of another.
     """
-    if not all(sums):
-        return Comparison(len(sums), 0, {})
-    return Comparison(len(sums), max(map(len, sums)), differing(sums))
+    several = all(synchronized for synchronized, _ in sums)
+    whole = [{**others, **synchronized} for synchronized, others in sums]
+    everywhere = set.intersection(*map(set, whole))
+    wanted = {name for synchronized, _ in sums for name in synchronized if several} | everywhere
+    each = [{name: value for name, value in one.items() if name in wanted} for one in whole]
+    return Comparison(len(sums), len(wanted), differing(each))
 
 
 def differing(sums: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, ...]]:

@@ -177,7 +177,7 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     number = float(value)
-    return f"{number:.4f}" if number == 0 or not 0 < abs(number) < 1e-2 else f"{number:.4g}"
+    return f"{number:.4f}" if number == 0 or not 0 < abs(number) < 1e-2 else f"{number:#.4g}"
 
 
 def _few(places: range) -> Iterable[int | None]:

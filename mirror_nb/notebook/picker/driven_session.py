@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from mirror_nb import devices as device_names
-from mirror_nb.collectives.options import COMPRESSIONS, IMPLEMENTATIONS, CommunicationOptions
+from mirror_nb.collectives.options import AUTO, COMPRESSIONS, IMPLEMENTATIONS, CommunicationOptions
 from mirror_nb.notebook.dashboard import words
 from mirror_nb.notebook.picker.choice import Choice, Driven, Offers, Operation, Standing
 from mirror_nb.notebook.session import Exchange, Session
@@ -43,7 +43,7 @@ class DrivenSession(Driven):
         rows = table.rows if (table := self._session.measured.get(tuple(devices))) is not None else ()
         times = {name: tuple((row.nbytes, row.p50_us / 1e6) for row in rows if row.op == name) for name in names}
         return Offers(
-            operations=tuple(Operation(name, times[name]) for name in names),
+            operations=(*(Operation(name, times[name]) for name in names), Operation(AUTO)),
             bucket_sizes=tuple(dict.fromkeys([CommunicationOptions().bytes_per_pack, *BUCKETS])),
             compressions=("none", *COMPRESSIONS),
             measurable=True,
@@ -64,9 +64,11 @@ class DrivenSession(Driven):
     def measure(self, choice: Choice) -> str:
         """Time the all-reduces that fit the devices."""
         table = self._session.measure(",".join(choice.devices))
-        sizes = sorted({row.nbytes for row in table.rows})
-        best = ", ".join(f"{table.fastest(size)} for {words.size(size)}" for size in sizes)
-        return f"measured on {', '.join(table.devices)}; fastest: {best}"
+        best: dict[str, list[str]] = {}
+        for size in sorted({row.nbytes for row in table.rows}):
+            best.setdefault(table.fastest(size), []).append(words.size(size))
+        said = [f"{op} for {' and '.join(sizes) if len(best) > 1 else 'all sizes'}" for op, sizes in best.items()]
+        return f"measured on {', '.join(table.devices)}; fastest: {', '.join(said)}"
 
 
 def _exchange(choice: Choice) -> Exchange:

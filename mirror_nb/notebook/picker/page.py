@@ -91,7 +91,7 @@ outline-offset:2px}
 .mnb-picker .mnb-go .mod-primary{color:#fff}
 .mnb-picker .code{display:flex;gap:8px;align-items:stretch;max-width:100%}
 .mnb-picker .code code{flex:0 1 auto;min-width:0;user-select:all;background:var(--lo);color:var(--fg);
-border-radius:6px;padding:5px 10px;overflow-x:auto;white-space:pre;
+border-radius:6px;padding:5px 10px;white-space:pre-wrap;overflow-wrap:anywhere;
 font:12px/1.5 var(--jp-code-font-family,var(--vscode-editor-font-family,monospace))}
 .mnb-picker .code button{font:inherit;font-size:12px;color:var(--fg);background:none;border:1px solid var(--edge);
 border-radius:6px;padding:0 12px;cursor:pointer;min-width:70px}

@@ -226,16 +226,19 @@ class Picker:
             # An interrupt passes on, and leaves the buttons usable.
             self._busy = False
         with self._lock:
-            self._say(said, bad)
             self._offered_for = ()
             self._offer()
             self.refresh()
+            self._say(said, bad)
 
     # ------------------------------------------------------------------ what is on the screen
 
     def _see(self) -> None:
         with self._lock:
-            self._standing = self._driven.standing()
+            before, self._standing = self._standing, self._driven.standing()
+            if self._standing != before and not self._busy:
+                # What a button was said to have done is undone by now.
+                self._say("")
             self._draw()
 
     def _offer(self) -> None:
