@@ -292,11 +292,8 @@ class Namespace:
         for known in (name, *others):
             if _meant(before.objects.get(known, _MISSING)) is value is _meant(self.names.get(known, _MISSING)):
                 held = before.contents.get(known)
-                if (
-                    is_unchanging(value)
-                    if held is None
-                    else held.complete and held.same(self._content(value, large=True))
-                ):
+                now = None if held is None else self._content(value, large=True)
+                if is_unchanging(value) if held is None else held.complete and held.same(now):
                     return known
         return None
 
