@@ -75,7 +75,21 @@ def _backend_of(backend: Any) -> dict[str, Any]:
 # --------------------------------------------------------------------------- hooks
 
 _OURS = (
-    *("gradients", "buckets", "matching", "recorder", "steering", "replaced", "told", "mirrors", "keras_objects"),
+    *(
+        "gradients",
+        "agreement",
+        "rounds",
+        "tracked",
+        "sparse_gradients",
+        "buckets",
+        "matching",
+        "recorder",
+        "steering",
+        "replaced",
+        "told",
+        "mirrors",
+        "keras_objects",
+    ),
     *("telemetry", "collectives", "replica", "pool", "strategies"),
 )
 # Where code of ours is that runs within what users compile. Not training: its layers are part of networks.

@@ -806,7 +806,7 @@ def test_what_is_written_to_an_optimizers_state_here_the_replicas_have(two, chan
 def test_an_optimizer_made_outside_the_scope_is_refused_before_anything_runs(two):
     model = trained(two)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(mnb.UsageError, match=r"a SGD that was made outside.*strategy\.mirror"):
+    with pytest.raises(mnb.UsageError, match=r"an SGD that was made outside.*strategy\.mirror"):
         two.run(lambda: optimizer.step())
     two.mirror(optimizer)
     two.run(lambda: optimizer.step())

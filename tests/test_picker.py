@@ -360,7 +360,7 @@ def test_a_real_session_starts_and_stops_replicas(shell):
         assert driven.standing().devices == ("cpu:0",)
         assert driven.standing().pids
         assert "2 replicas (cpu:0, cpu:1) ready" in driven.restart(Choice(("cpu:0", "cpu:1")))
-        assert "1 replica (cpu:0) ready" in driven.restart(Choice(("cpu:0",), "gloo"))
+        assert "1 replica (cpu:0) by gloo ready" in driven.restart(Choice(("cpu:0",), "gloo"))
         with pytest.raises(DeviceError, match="Nccl"):
             driven.restart(Choice(("cpu:0",), "nccl"))
         with pytest.raises(UsageError, match=r"one replica .* reduces with nobody"):

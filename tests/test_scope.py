@@ -628,7 +628,7 @@ def test_the_tensors_of_an_optimizer_that_arrives_are_synchronised():
     scope = Scope(0, 2, torch.device("cpu"), gradients, 0)
     loose = torch.zeros(2, requires_grad=True)
     scope.adopt_optimizer(torch.optim.SGD([loose], 0.1))
-    assert gradients._known(loose) is not None
+    assert gradients._agreement.find(loose) is not None
 
 
 @pytest.mark.parametrize("at", ["made", "removed"])

@@ -175,7 +175,7 @@ def test_when_the_kernel_is_gone_it_says_what_to_do(trains):
 
 def test_a_replica_that_is_killed_while_one_watches_is_named(trains):
     opened = trains()
-    status = opened.shown(0).splitlines()[-1].split()
+    status = next(line for line in opened.shown(0).splitlines() if line.startswith("1 ")).split()
     assert status[:2] == ["1", "cpu:1"]
     os.kill(int(status[2]), signal.SIGKILL)
     opened.wait()

@@ -51,7 +51,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 def pids(notebook: Notebook, cell: int) -> list[int]:
     """Run `%mirror status` in that cell; return the pids that it shows, by replica."""
     notebook.run(cell)
-    lines = [line.split() for line in notebook.shown(cell).splitlines()[1:] if line.strip()]
+    lines = [line.split() for line in notebook.shown(cell).splitlines() if line[:1].isdigit() and "cpu:" in line]
     assert [int(line[0]) for line in lines] == [0, 1]
     return [int(line[2]) for line in lines]
 
