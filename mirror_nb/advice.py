@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from mirror_nb.readable import milliseconds, size
+
 WORTH = 0.9
 # What is less than 10 % better is not worth a change: two measurements may differ by that.
 _NOTICEABLE = 0.03
@@ -42,8 +44,8 @@ def buckets_too_small(bytes_per_pack: int, step_ms: float, larger: int, larger_m
     if larger_ms >= WORTH * step_ms:
         return None
     return (
-        f"gradient buckets of {_bytes(bytes_per_pack)} are too small: a step takes {_ms(step_ms)}, and "
-        f"{_ms(larger_ms)} with {_bytes(larger)}: CommunicationOptions(bytes_per_pack={larger})"
+        f"gradient buckets of {size(bytes_per_pack)} are too small: a step takes {_ms(step_ms)}, and "
+        f"{_ms(larger_ms)} with {size(larger)}: CommunicationOptions(bytes_per_pack={larger})"
     )
 
 
@@ -70,9 +72,5 @@ def fastest_ops(found: Sequence[tuple[str, str]], argument: Callable[[str], str]
     return f"{said}: {named}; {auto} takes the fastest for each size"
 
 
-def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:.3g} ms" if milliseconds < 100 else f"{milliseconds:.0f} ms"
-
-
-def _bytes(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.3g} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.3g} KiB"
+def _ms(value: float) -> str:
+    return milliseconds(value / 1e3)

@@ -6,7 +6,7 @@ Knows the default process group, and which parameters are tracked here. Knows no
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from mirror_nb.buckets import Agreed
 from mirror_nb.errors import UsageError
 from mirror_nb.matching import Offer, Portrait, Values, made_alike, match
+from mirror_nb.readable import listed
 from mirror_nb.tracked import Tracked
 
 
@@ -159,9 +160,3 @@ def _gather(value: Any, num_replicas: int) -> list[Any]:
     gathered: list[Any] = [None] * num_replicas
     dist.all_gather_object(gathered, value)
     return gathered
-
-
-def listed(things: Sequence[object]) -> str:
-    """Return them in words: 0, 1 and 3."""
-    words = [str(thing) for thing in things]
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f" and {words[-1]}"

@@ -31,11 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mirror_nb.agreement import Agreement, listed
+from mirror_nb.agreement import Agreement
 from mirror_nb.buckets import REMEMBERED, Bucket, Buffers, History, Plan, for_gradients
 from mirror_nb.collectives.base import CrossDeviceOps, word_device
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
 from mirror_nb.matching import checksum, is_sparse
+from mirror_nb.readable import listed
 from mirror_nb.recorder import Recorder
 from mirror_nb.rounds import Round, Tail
 from mirror_nb.sparse_gradients import averaged

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from mirror_nb import readable
 from mirror_nb.errors import TransferError
 from mirror_nb.nameless import nameless_file
 
@@ -56,7 +57,7 @@ def anonymous_file(size: int) -> int:
             os.posix_fallocate(descriptor, 0, size)
     except OSError as reason:
         os.close(descriptor)
-        raise TransferError(f"no shared memory for {size / 2**20:.1f} MiB: {reason}") from reason
+        raise TransferError(f"no shared memory for {readable.size(size)}: {reason}") from reason
     return descriptor
 
 

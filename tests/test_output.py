@@ -11,7 +11,7 @@ from IPython.utils.capture import capture_output
 
 from mirror_nb.devices import Device
 from mirror_nb.messages import ClearOutput, CommMessage, Display, Stream
-from mirror_nb.notebook.output import TAIL_CHARACTERS, TAIL_LINES, CellView, CommProxy, Folded, duration, size, spans
+from mirror_nb.notebook.output import TAIL_CHARACTERS, TAIL_LINES, CellView, CommProxy, Folded, spans
 
 DEVICES = [Device("cpu", i) for i in range(4)]
 
@@ -194,18 +194,3 @@ def test_a_front_ends_message_reaches_the_widgets_replica():
 )
 def test_ids_are_written_as_spans(ids, shown):
     assert spans(ids) == shown
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "shown"),
-    [(0, "0 B"), (999, "999 B"), (1200, "1.2 kB"), (345_600, "346 kB"), (1.2e6, "1.2 MB"), (5e12, "5000 GB")],
-)
-def test_sizes_are_written_for_people(nbytes, shown):
-    assert size(nbytes) == shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"), [(0.0123, "12 ms"), (3.42, "3.4 s"), (125, "2 min 05 s"), (3600, "60 min 00 s")]
-)
-def test_times_are_written_for_people(seconds, shown):
-    assert duration(seconds) == shown

@@ -144,11 +144,11 @@ def test_a_card_tells_memory_whose_it_is_and_the_replica_that_will_be_there(made
     session.runs = Standing(("cuda:0",), (100,))
     picker.refresh()
     busy = picker._bodies["cuda:1"].value
-    for text in ("NVIDIA H100", "19.0 GB free", "61.0 GB of 80.0 GB", "98 % busy", "642 of 700 W", "replica 1"):
+    for text in ("NVIDIA H100", "19 GiB free", "61 GiB of 80 GiB", "98 % busy", "642 of 700 W", "replica 1"):
         assert text in busy
     assert "<span class=hot>88 °C</span>" in busy
     assert "python3 of anna · 4711" in busy
-    assert "40.0 GB" in busy
+    assert "40 GiB" in busy
     assert "and 1 more" in busy
     # A process may be called anything.
     assert "<b>ben</b>" not in busy
@@ -261,7 +261,7 @@ def test_a_measurement_shows_the_times_and_keeps_what_was_picked(made):
     picker.operations.value = "one_device"
     picker.measure.click()
     assert session.told == [("measure", Choice(("cuda:0", "cuda:1"), "one_device"))]
-    assert picker.operations.options[0][0] == "nccl (default)  ·  64 KB 0.030 ms, 25 MB 1.6 ms"
+    assert picker.operations.options[0][0] == "nccl (default)  ·  64 KiB 0.030 ms, 25 MiB 1.6 ms"
     assert picker.operations.value == "one_device"
 
 

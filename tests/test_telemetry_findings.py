@@ -111,7 +111,7 @@ def test_small_buckets_are_told_with_size_and_bandwidth():
         made.step(60)
         finding = next(f for f in found(made) if "small" in f.title)
         assert finding.title == "160 small all-reduces a step"
-        assert finding.detail == "mostly of 64 KB, at 3.9 GB/s: larger buckets would cost less"
+        assert finding.detail == "mostly of 64 KiB, at 3.9 GB/s: larger buckets would cost less"
 
 
 def test_small_buckets_that_cost_nothing_are_not_told():

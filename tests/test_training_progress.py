@@ -12,7 +12,7 @@ import torch
 
 from mirror_nb.errors import UsageError
 from mirror_nb.training import progress as module
-from mirror_nb.training.progress import Progress, duration, say
+from mirror_nb.training.progress import Progress, say
 
 
 class Screen(io.StringIO):
@@ -151,7 +151,7 @@ def test_an_evaluation_has_its_line():
     clock.now += 0.5
     progress.update(2, {"loss": 1.0}, 50)
     progress.end({"loss": 1.0, "accuracy": 0.5})
-    assert screen.lines() == ["evaluate  loss 1.0000  accuracy 0.5000  100 examples/s  0.5 s"]
+    assert screen.lines() == ["evaluate  loss 1.0000  accuracy 0.5000  100 examples/s  500 ms"]
 
 
 def test_epochs_are_aligned_and_a_resumed_training_counts_its_own_time():
@@ -195,19 +195,3 @@ def test_what_a_callback_says_before_it_fails_is_not_lost(capsys):
     with pytest.raises(OSError, match="full"):
         fail()
     assert capsys.readouterr().out == "epoch 1: val_loss has improved\n"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "40 ms"),
-        (0.0996, "0.1 s"),
-        (2.44, "2.4 s"),
-        (35.2, "35 s"),
-        (99.4, "99 s"),
-        (150, "2.5 min"),
-        (6000, "1.7 h"),
-    ],
-)
-def test_a_time_is_one_number_and_its_unit(seconds, text):
-    assert duration(seconds) == text

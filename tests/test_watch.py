@@ -202,7 +202,7 @@ def test_the_lines_have_the_dashboards_numbers(made):
     assert f"{frame.snapshot.throughput:,.0f} examples/s together, waits included" in facts
     assert f"{frame.snapshot.curves['loss'].last:.2f} loss" in facts
     assert "60 steps" in shown
-    assert "25 MB" in shown
+    assert "25 MiB" in shown
     for replica in frame.snapshot.replicas:
         (row,) = [line for line in shown.splitlines() if line.startswith(f"r{replica.replica_id} ")]
         assert f"{replica.throughput:,.0f}" in row
@@ -218,7 +218,7 @@ def test_no_line_is_longer_than_a_terminal_is_wide_with_eight_gpus():
         shown = text_of(frame_of(rings, devices=tuple(f"cuda:{i}" for i in range(8)), operation="nccl"))
     table = shown[: shown.index("all-reduce")]
     assert max(map(len, map(str.rstrip, table.splitlines()))) <= 100
-    assert "73.2 GB" in shown
+    assert "73.2 GiB" in shown
 
 
 def test_a_slow_replica_is_named_with_its_numbers():

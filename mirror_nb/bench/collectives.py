@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import torch.distributed as dist
 
-from mirror_nb import advice
+from mirror_nb import advice, readable
 from mirror_nb.bench import table
 from mirror_nb.bench.replicas import of
 from mirror_nb.collectives.auto import AutoAllReduce
@@ -131,10 +131,10 @@ class AllReduceTable:
         best = {n: self.fastest(n) for n in {row.nbytes for row in self.rows if row.correct}}
         return [
             [
-                (table.size(row.nbytes), False),
+                (readable.size(row.nbytes), False),
                 (row.op, False),
-                (table.number(row.p50_us), best.get(row.nbytes) == row.op),
-                (table.number(row.p95_us), False),
+                (readable.number(row.p50_us), best.get(row.nbytes) == row.op),
+                (readable.number(row.p95_us), False),
                 (f"{row.algorithm_gbps:.3g}", False),
                 (f"{row.bus_gbps:.3g}", False),
                 ("yes" if row.correct else "NO", False),
@@ -148,7 +148,7 @@ _HEADER = ("size", "op", "p50 µs", "p95 µs", "algorithm GB/s", "bus GB/s", "co
 
 
 def _said(kind: str, sizes: Sequence[int]) -> str:
-    ends = dict.fromkeys(table.size(n) for n in (sizes[0], sizes[-1]))
+    ends = dict.fromkeys(readable.size(n) for n in (sizes[0], sizes[-1]))
     return f"{kind} tensors ({' to '.join(ends)})"
 
 

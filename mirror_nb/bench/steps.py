@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mirror_nb import advice
+from mirror_nb import advice, readable
 from mirror_nb.batches import to_device
 from mirror_nb.bench import table
 from mirror_nb.bench.collectives import check_seconds, chosen_ops
@@ -106,8 +106,8 @@ class StepTable:
         return [
             [
                 (row.way, False),
-                (table.number(row.p50_ms), row.way == best),
-                (table.number(row.p95_ms), False),
+                (readable.number(row.p50_ms), row.way == best),
+                (readable.number(row.p95_ms), False),
                 (f"{row.examples_per_second:.0f}", False),
             ]
             for row in self.rows
@@ -228,7 +228,7 @@ def _advice(found: _Found, ops: Sequence[str], num_replicas: int, optimizer: str
 
 
 def _larger_buckets(op: str) -> str:
-    return f"{op}, buckets of {table.size(CommunicationOptions().bytes_per_pack)}"
+    return f"{op}, buckets of {readable.size(CommunicationOptions().bytes_per_pack)}"
 
 
 def _optimizers() -> list[str]:

@@ -62,16 +62,3 @@ def as_frame(rows: Sequence[dict[str, Any]]) -> Any:
     except ImportError as error:
         raise MirrorError("a DataFrame needs pandas, which is not installed: pip install pandas") from error
     return frame(rows)
-
-
-def size(nbytes: int) -> str:
-    """Return bytes as a table says them: 64 KiB."""
-    for unit, words in ((2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {words}"
-    return f"{nbytes} B"
-
-
-def number(value: float) -> str:
-    """Return three digits that count."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

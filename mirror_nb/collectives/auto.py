@@ -21,6 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from mirror_nb import readable
 from mirror_nb.collectives.base import CrossDeviceOps, Handle, Member, name_of
 from mirror_nb.collectives.measuring import Trial, compare
 from mirror_nb.collectives.topology import numa_nodes
@@ -103,7 +104,7 @@ class AutoAllReduce(CrossDeviceOps):
         """Return which op is for which sizes, in words."""
         sizes: dict[str, list[str]] = {}
         for nbytes, ops in choices.items():
-            sizes.setdefault(name_of(ops), []).append(_size(nbytes))
+            sizes.setdefault(name_of(ops), []).append(readable.size(nbytes))
         if len(sizes) == 1:
             return f"{next(iter(sizes))} for all sizes"
         return ", ".join(f"{name} for {' and '.join(each)}" for name, each in sizes.items())
@@ -116,7 +117,8 @@ class AutoAllReduce(CrossDeviceOps):
         if not others:
             return ""
         next_one, name = min(others)
-        return f": {_size(nbytes)} in {found[mine][0] / 1000:.3g} ms against {next_one / 1000:.3g} ms of {name}"
+        its, other = (readable.milliseconds(us / 1e6) for us in (found[mine][0], next_one))
+        return f": {readable.size(nbytes)} in {its} against {other} of {name}"
 
     def _times(self, member: Member) -> Times:
         if member.num_replicas == 1 or len(self.candidates) == 1:
@@ -170,10 +172,6 @@ def pick(times: Sequence[tuple[float, float]]) -> int:
         if i and p50 < WORTH * default and default - p50 > max(noise, spread)
     ]
     return min(better, key=lambda i: times[i][0], default=0)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
 
 
 def _outcome(trial: Trial) -> tuple[float, float]:

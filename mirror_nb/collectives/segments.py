@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mirror_nb.errors import MirrorError, ReplicaError
+from mirror_nb.readable import size
 
 # How a segment can be made, the better first. A memfd counts as memory, not against /dev/shm (64 MB in Docker).
 KINDS = ("memfd", "file")
@@ -135,7 +136,7 @@ def _anonymous(nbytes: int) -> tuple[int, str]:
 def _named(nbytes: int) -> tuple[int, str]:
     room = os.statvfs(_FOLDER)
     if room.f_bavail * room.f_frsize < nbytes:
-        raise OSError(f"{room.f_bavail * room.f_frsize / 2**20:.1f} MiB are free")
+        raise OSError(f"{size(room.f_bavail * room.f_frsize)} are free")
     path = _FOLDER / f"mirror_nb-{os.getpid()}-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -158,7 +159,7 @@ def _map(descriptor: int, nbytes: int) -> Tensor:
 
 
 def _no_room(nbytes: int, kind: str, reason: Exception) -> str:
-    wanted = f"{nbytes / 2**20:.1f} MiB"
+    wanted = size(nbytes)
     if kind == "memfd":
         return f"no anonymous shared memory of {wanted} (memfd_create): {reason}"
     return f"no {wanted} in {_FOLDER}: {reason}; in Docker start the container with a larger --shm-size"

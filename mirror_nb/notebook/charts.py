@@ -14,9 +14,9 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from mirror_nb.bench.collectives import AllReduceTable
 from mirror_nb.bench.steps import StepTable
-from mirror_nb.bench.table import number, size
 from mirror_nb.errors import UsageError
 from mirror_nb.notebook.curves import _INK, _PALE, _STYLE, Curves
+from mirror_nb.readable import number, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,6 +21,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from mirror_nb.devices import Device
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, Stream
 from mirror_nb.pool.failures import spans
+from mirror_nb.readable import duration
 
 TAIL_LINES = 100
 TAIL_CHARACTERS = 20_000
@@ -270,24 +271,6 @@ class CommProxy:
 
     def handle_close(self, msg: dict[str, Any]) -> None:
         """The front end closed its side; the replica's widget stays until its cell lets go of it."""
-
-
-def size(nbytes: float) -> str:
-    """Return a size in bytes for people: `512 B`, `1.2 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000 or unit == "GB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    raise AssertionError
-
-
-def duration(seconds: float) -> str:
-    """Return a time for people: `12 ms`, `3.4 s`, `2 min 05 s`."""
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
 
 
 def _plain(text: str) -> str:

@@ -37,7 +37,7 @@ from mirror_nb.mirrors import called
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.live import LiveDashboard
 from mirror_nb.notebook.names import Names, Parcel, Returned
-from mirror_nb.notebook.output import CellView, CommProxy, duration, size
+from mirror_nb.notebook.output import CellView, CommProxy
 from mirror_nb.notebook.source import cell_names
 from mirror_nb.payload import closing_slab, pack
 from mirror_nb.pool.base import Death, Pool, Report
@@ -45,6 +45,7 @@ from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 from mirror_nb.pool.recovery import compare, recover
+from mirror_nb.readable import duration, size
 from mirror_nb.replica.shell import cell_numbers, learn, source_of
 from mirror_nb.strategies.mirrored import SETUP
 from mirror_nb.values import Remote
@@ -310,7 +311,7 @@ class Session:
         n, by = self._running().size, self._communication
         if by is None or n < 2:
             return []
-        parts = [f"{n} replicas", name_of(by.ops), f"{by.options.bytes_per_pack / 2**20:.3g} MiB buckets"]
+        parts = [f"{n} replicas", name_of(by.ops), f"{size(by.options.bytes_per_pack)} buckets"]
         return [" · ".join([*parts, *([by.options.compression] if by.options.compression else [])])]
 
     # ------------------------------------------------------------------ dashboards

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from mirror_nb.readable import size
+
 _CPU = "DefaultCPUAllocator: can't allocate memory"
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)|[Uu]nable to allocate ([\d.]+) (bytes|[KMGT]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -30,22 +32,22 @@ def cause(error: BaseException | None) -> BaseException | None:
 def memory(error: BaseException, device: torch.device) -> str:
     """Say what was asked, what is free and what is reserved, as of now: before what failed is let go."""
     asked = _asked(str(error))
-    parts = [f"asked for {_size(asked)}" if asked is not None else "it does not say how much was asked for"]
+    parts = [f"asked for {size(asked)}" if asked is not None else "it does not say how much was asked for"]
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info(device)
         reserved, held = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         parts += [
-            f"{_size(free)} of {_size(total)} free",
-            f"torch has reserved {_size(reserved)}, {_size(held)} in use",
+            f"{size(free)} of {size(total)} free",
+            f"torch has reserved {size(reserved)}, {size(held)} in use",
         ]
     else:
         there = psutil.virtual_memory()
-        parts += [f"{_size(there.available)} of {_size(there.total)} free"]
+        parts += [f"{size(there.available)} of {size(there.total)} free"]
         process = psutil.Process().memory_info()
-        parts += [f"this replica has {_size(process.rss)}"]
+        parts += [f"this replica has {size(process.rss)}"]
         limit = _limit()
         if limit is not None:
-            parts += [f"its address space is {_size(process.vms)} of the {_size(limit)} that its limit allows"]
+            parts += [f"its address space is {size(process.vms)} of the {size(limit)} that its limit allows"]
     return "; ".join(parts)
 
 
@@ -71,11 +73,3 @@ def _limit() -> int | None:
         return None
     soft = words.split()[3]
     return int(soft) if soft.isdigit() else None
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} GiB"

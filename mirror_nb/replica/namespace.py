@@ -57,6 +57,7 @@ from mirror_nb.mirrors import (
 )
 from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, pack, unpack
 from mirror_nb.pickler import TooLarge, label_class
+from mirror_nb.readable import size
 from mirror_nb.reads import reached
 from mirror_nb.replica.objects import Objects
 from mirror_nb.replica.outgoing import (
@@ -471,7 +472,7 @@ class Namespace:
         if known is not None:
             return KnownModule(known)
         if not whole and is_large(value):
-            return _stayed(value, f"it is larger than {MODULE_BYTES >> 30} GiB")
+            return _stayed(value, f"it is larger than {size(MODULE_BYTES)}")
         if not rebuilds(value, self.names, self._label):
             return _stayed(value, "it cannot be made again from what pickle makes of it", for_good=True)
         handle = self.mirrors.name(value, handle)
@@ -505,7 +506,7 @@ class Namespace:
             fresh.add(outgoing.found)
             return Plain(payload)
         except TooLarge:
-            return _stayed(value, f"it is larger than {PLAIN_BYTES >> 20} MiB")
+            return _stayed(value, f"it is larger than {size(PLAIN_BYTES)}")
         except (TransferError, RecursionError) as reason:
             return _stayed(value, str(reason), for_good=True)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mirror_nb.readable import listed, milliseconds, size
 from mirror_nb.telemetry.machine import HOT, Reading
 from mirror_nb.telemetry.samples import Operation
 from mirror_nb.telemetry.snapshot import BREAKDOWN, UNKNOWN, Floats, Snapshot
@@ -161,7 +162,7 @@ def slow_replica(snapshot: Snapshot) -> Finding | None:
     return Finding(
         Weight.SLOW,
         f"r{slowest} is slow: +{(typical - 1) * 100:.0f} % time {'an example' if _told(snapshot) else 'a step'}",
-        f"{_since(snapshot, slowest)}the others wait {_time(waited)} a step for it",
+        f"{_since(snapshot, slowest)}the others wait {milliseconds(waited)} a step for it",
         slowest,
         lost,
     )
@@ -183,7 +184,7 @@ def starved(snapshot: Snapshot) -> Finding | None:
     return Finding(
         Weight.SLOW,
         f"Data comes too slowly: {share[worst] * 100:.0f} % of a step is spent waiting for it",
-        f"{'all replicas' if everybody else f'r{worst}'}, {_time(float(waited[worst]))} a step: "
+        f"{'all replicas' if everybody else f'r{worst}'}, {milliseconds(float(waited[worst]))} a step: "
         "more loader workers, or less work on each example",
         None if everybody else worst,
         float(share[worst]),
@@ -202,7 +203,7 @@ def small_buckets(snapshot: Snapshot) -> Finding | None:
     return Finding(
         Weight.HINT,
         f"{per_step:.0f} small all-reduces a step",
-        f"mostly of {_bytes(most.size)}, at {most.bus_bandwidth / 1e9:.1f} GB/s: larger buckets would cost less",
+        f"mostly of {size(most.size)}, at {most.bus_bandwidth / 1e9:.1f} GB/s: larger buckets would cost less",
         None,
         exposed,
     )
@@ -266,7 +267,7 @@ def between_steps(snapshot: Snapshot) -> Finding | None:
     return Finding(
         Weight.HINT,
         f"{between / snapshot.step_seconds * 100:.0f} % of the time passes between steps",
-        f"{_time(between)} a step, which no panel shows: evaluating, saving, calls, or waiting for a replica",
+        f"{milliseconds(between)} a step, which no panel shows: evaluating, saving, calls, or waiting for a replica",
         None,
         between / snapshot.step_seconds,
     )
@@ -339,21 +340,4 @@ def _enough(snapshot: Snapshot) -> bool:
 
 
 def _named(replica_ids: Sequence[int]) -> str:
-    names = [f"r{replica_id}" for replica_id in replica_ids]
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    # As the dashboard's labels are.
-    digits = next((digits for digits, least in enumerate((0.09995, 0.000995, 0.0000995)) if seconds >= least), 3)
-    return f"{seconds * 1e3:.{digits}f} ms"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("bytes", "KB", "MB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GB"
+    return listed([f"r{replica_id}" for replica_id in replica_ids])

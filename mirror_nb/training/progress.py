@@ -16,6 +16,7 @@ from typing import Any, TextIO, final
 from tqdm import tqdm
 
 from mirror_nb.errors import UsageError
+from mirror_nb.readable import duration
 from mirror_nb.training.history import plain, shown
 
 DRAW_SECONDS = 0.1
@@ -160,16 +161,6 @@ class Progress:
 class _Bar(tqdm):
     # None of tqdm's thread that refreshes bars which nobody updates.
     monitor_interval = 0
-
-
-def duration(seconds: float) -> str:
-    """Return a time as one number and its unit: `40 ms`, `2.4 s`, `35 s`, `12.1 min`."""
-    if seconds < 0.0995:
-        return f"{seconds * 1000:.0f} ms"
-    for unit, size, most in (("s", 1, 100), ("min", 60, 100), ("h", 3600, float("inf"))):
-        if seconds / size < most:
-            return f"{seconds / size:.{0 if seconds / size >= 20 else 1}f} {unit}"
-    return "? h"
 
 
 def _metrics(logs: Mapping[str, Any]) -> list[str]:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 from torch import Tensor
 
 from mirror_nb.errors import JobLost, MirrorError, ReplicaDied
+from mirror_nb.readable import duration
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.training import job
 from mirror_nb.training.feeds import Feed
 from mirror_nb.training.loop import Advanced, Note, Task, Totals
 from mirror_nb.training.metrics import metrics
-from mirror_nb.training.progress import duration
 from mirror_nb.training.settings import CompileSettings
 
 if TYPE_CHECKING:

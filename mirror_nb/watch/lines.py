@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from mirror_nb import readable
 from mirror_nb.notebook.dashboard import words
 from mirror_nb.notebook.dashboard.frame import Frame, Phase
 from mirror_nb.telemetry.findings import Weight
@@ -121,12 +122,12 @@ def _row(frame: Frame, replica: ReplicaState) -> tuple[str, ...]:
 
 
 def _time(seconds: float | None) -> str:
-    return "–" if seconds is None or not math.isfinite(seconds) else words.milliseconds(seconds)
+    return "–" if seconds is None or not math.isfinite(seconds) else readable.milliseconds(seconds)
 
 
 def _memory(replica: ReplicaState, reading: Reading | None) -> str:
     used = replica.reserved or (reading.memory_used if reading is not None else None)
-    return "–" if used is None else words.size(used)
+    return "–" if used is None else readable.size(used)
 
 
 def _state(replica: ReplicaState, reading: Reading | None) -> str:
@@ -144,7 +145,7 @@ def _all_reduces(frame: Frame) -> list[Line]:
     rows = [("all-reduce", "a step", "p50 / p95", "bus")]
     for its in frame.snapshot.all_reduces:
         times, rate = words.pair(its.p50, its.p95), words.bandwidth(its.bus_bandwidth)
-        rows.append((words.size(its.size), f"{its.per_step:.3g}", times, rate))
+        rows.append((readable.size(its.size), f"{its.per_step:.3g}", times, rate))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return [
         (("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)), "" if number else "faint"),)

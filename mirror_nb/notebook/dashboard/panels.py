@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from mirror_nb import readable
 from mirror_nb.notebook.dashboard import words
 from mirror_nb.notebook.dashboard.frame import LATEST, Frame, latest
 from mirror_nb.notebook.dashboard.palette import LIGHT
@@ -134,7 +135,7 @@ def breakdown(frame: Frame) -> str:
         marks.append(f'<path class="f-{name}" d="{path}"/>' if path else "")
     height = row * len(parts)
     at = ticks(0, top, 4)
-    right = [Label(r * row + row / 2, words.milliseconds(total / 1e3)) for r, total in enumerate(totals.tolist())]
+    right = [Label(r * row + row / 2, readable.milliseconds(total / 1e3)) for r, total in enumerate(totals.tolist())]
     shown = [name for column, name in enumerate(BREAKDOWN) if parts[:, column].max() >= top / 200]
     body = _legend([(f"f-{name}", "exposed comm" if name == "exposed" else name) for name in shown]) + plot(
         height,
@@ -171,7 +172,7 @@ def all_reduces(frame: Frame) -> str:
     height = row * len(shown)
     right = [Label((i + 0.5) * row - 4, words.pair(c.p50, c.p95), "two") for i, c in enumerate(shown)]
     right += [Label((i + 0.5) * row + 8, words.bandwidth(c.bus_bandwidth), "two m") for i, c in enumerate(shown)]
-    left = [Label((i + 1) * row - 9, words.size(c.size)) for i, c in enumerate(shown)]
+    left = [Label((i + 1) * row - 9, readable.size(c.size)) for i, c in enumerate(shown)]
     body = plot(
         height,
         verticals([share for _, share in at], height) + "".join(marks),
@@ -215,7 +216,7 @@ def lateness(frame: Frame) -> str:
         marks.append(f'<path class="{kind}" d="{"".join(path)}"/>')
     drawn = f'<g class="t" style="stroke-width:{thick}px">{"".join(marks)}</g>'
     right = [
-        Label((r + 0.5) * row, words.milliseconds(value), "hot b" if red[r, -RECENT:].any() else "")
+        Label((r + 0.5) * row, readable.milliseconds(value), "hot b" if red[r, -RECENT:].any() else "")
         for r, value in enumerate(late[:, -RECENT:].mean(axis=1).tolist())
     ]
     below = _step_labels(shot.late_steps)
@@ -320,7 +321,7 @@ def _usage(replica_id: int, at: Reading | None, hot: bool) -> list[str]:
     if at is None:
         return ["<i></i>"] * 4
     used, total = at.memory_used, at.memory_total
-    memory = "–" if used is None else f"{used / 2**30:.1f}" + (f" / {total / 2**30:.0f} GB" if total else " GB")
+    memory = "–" if used is None else f"{used / 2**30:.1f}" + (f" / {total / 2**30:.0f} GiB" if total else " GiB")
     return [
         _bar(replica_id, at.utilisation),
         _told(None if at.utilisation is None else f"{at.utilisation * 100:.0f} %", False),
@@ -336,7 +337,7 @@ def _memory(frame: Frame) -> str:
     for state in frame.snapshot.replicas:
         if state.allocated is not None and most:
             cells = [_device_name(frame, state.replica_id, None), _bar(state.replica_id, state.allocated / most)]
-            cells += [_told(f"{state.allocated / 2**30:.1f} GB", False), *["<i></i>"] * 5]
+            cells += [_told(f"{state.allocated / 2**30:.1f} GiB", False), *["<i></i>"] * 5]
             rows.append("".join(cells))
     return f'<div class="d">{"".join(rows)}</div>' if rows else _nothing("when the devices have been read")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mirror_nb import readable
 from mirror_nb.notebook.dashboard import palette, words
 from mirror_nb.notebook.dashboard.frame import Frame, latest
 from mirror_nb.notebook.dashboard.panels import CLASSES, RECENT, decades, trouble, visible, within
@@ -204,7 +205,7 @@ def _breakdown(axes: Axes, frame: Frame) -> None:
         left = left + widths
     _by_replica(axes, frame)
     for r, total in enumerate(left.tolist()):
-        _beside(axes, r, words.milliseconds(total / 1e3), _PALE)
+        _beside(axes, r, readable.milliseconds(total / 1e3), _PALE)
     axes.set_xlim(0, left.max())
     _legend(axes)
     _title(axes, "Where a step goes", "ms, mean of the last steps")
@@ -245,7 +246,7 @@ def _all_reduces(axes: Axes, frame: Frame) -> None:
         _beside(axes, row - 0.5, words.pair(c.p50, c.p95), _INK)
         _beside(axes, row - 0.12, words.bandwidth(c.bus_bandwidth), _PALE)
     axes.set_ylim(len(shown) - 0.9, -1)
-    axes.set_yticks(range(len(shown)), [words.size(c.size) for c in shown])
+    axes.set_yticks(range(len(shown)), [readable.size(c.size) for c in shown])
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(10 ** edges[0], 10 ** edges[-1])
     at = decades(edges[0], edges[-1])
@@ -278,7 +279,7 @@ def _lateness(axes: Axes, frame: Frame) -> None:
         axes.axhline(r + 0.5, color="white", lw=3)
     for r, value in enumerate(late[:, -RECENT:].mean(axis=1).tolist()):
         hot = red[r, -RECENT:].any()
-        _beside(axes, r, words.milliseconds(value), _HOT if hot else _PALE, "bold" if hot else "normal")
+        _beside(axes, r, readable.milliseconds(value), _HOT if hot else _PALE, "bold" if hot else "normal")
     _title(axes, "Who arrives late", "behind the first, by step")
 
 
@@ -320,7 +321,7 @@ def _devices(axes: Axes, frame: Frame) -> None:
                 axes.barh(r, 0.16, 0.4, left, color=_GROUND)
                 axes.barh(r, 0.16 * min(1.0, share), 0.4, left, color=palette.colour(r), alpha=alpha)
         used = "" if at.memory_used is None else f"{at.memory_used / 2**30:.1f}"
-        used += f" / {at.memory_total / 2**30:.0f} GB" if at.memory_total and used else ""
+        used += f" / {at.memory_total / 2**30:.0f} GiB" if at.memory_total and used else ""
         told = [
             (0.47, "–" if at.utilisation is None else f"{at.utilisation * 100:.0f} %"),
             (0.81, used or "–"),

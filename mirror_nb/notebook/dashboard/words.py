@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from mirror_nb.notebook.dashboard.frame import Frame, Phase, latest
+from mirror_nb.readable import bare_milliseconds
 from mirror_nb.telemetry.findings import AT_MOST, ENOUGH, Weight
 from mirror_nb.telemetry.snapshot import UNKNOWN
 
@@ -37,33 +38,11 @@ def rate(value: float) -> str:
     return number(value) if not value >= 1e5 else tick(value)
 
 
-def milliseconds(seconds: float) -> str:
-    """Return a time: `0.21 ms`, `83 ms`, `1.2 s`."""
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{_bare(seconds)} ms"
-
-
 def pair(p50: float, p95: float) -> str:
     """Return two times with one unit: `0.21 / 0.40 ms`."""
     if max(p50, p95) >= 1:
         return f"{p50:.1f} / {p95:.1f} s"
-    return f"{_bare(p50)} / {_bare(p95)} ms"
-
-
-def _bare(seconds: float) -> str:
-    value = seconds * 1e3
-    digits = next((digits for digits, least in enumerate((99.95, 0.995, 0.0995)) if value >= least), 3)
-    return f"{value:.{digits}f}"
-
-
-def size(count: float) -> str:
-    """Return a number of bytes: `64 KB`, `25 MB`, in steps of 1024."""
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if count >= 10 or unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GB"
+    return f"{bare_milliseconds(p50)} / {bare_milliseconds(p95)} ms"
 
 
 def bandwidth(rate: float) -> str:

@@ -8,8 +8,8 @@ from typing import final
 import torch
 
 from mirror_nb import devices as device_names
+from mirror_nb import readable
 from mirror_nb.collectives.options import AUTO, COMPRESSIONS, IMPLEMENTATIONS, CommunicationOptions
-from mirror_nb.notebook.dashboard import words
 from mirror_nb.notebook.picker.choice import Choice, Driven, Offers, Operation, Standing
 from mirror_nb.notebook.session import Exchange, Session
 
@@ -66,7 +66,7 @@ class DrivenSession(Driven):
         table = self._session.measure(",".join(choice.devices))
         best: dict[str, list[str]] = {}
         for size in sorted({row.nbytes for row in table.rows}):
-            best.setdefault(table.fastest(size), []).append(words.size(size))
+            best.setdefault(table.fastest(size), []).append(readable.size(size))
         said = [f"{op} for {' and '.join(sizes) if len(best) > 1 else 'all sizes'}" for op, sizes in best.items()]
         return f"measured on {', '.join(table.devices)}; fastest: {', '.join(said)}"
 

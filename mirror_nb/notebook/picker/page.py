@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Collection
 
-from mirror_nb.notebook.dashboard import page, words
+from mirror_nb import readable
+from mirror_nb.notebook.dashboard import page
 from mirror_nb.notebook.picker.choice import Operation, Standing
 from mirror_nb.notebook.picker.inventory import MEANINGS, Card, Inventory, Tenant
 from mirror_nb.telemetry.machine import Reading
@@ -173,7 +174,7 @@ def links(inventory: Inventory, picked: Collection[str]) -> str:
 
 def operation(its: Operation, default: bool) -> str:
     """Return the label of cross-device ops: name, whether it is the default, and the times measured last."""
-    times = ", ".join(f"{words.size(size)} {words.milliseconds(seconds)}" for size, seconds in its.times)
+    times = ", ".join(f"{readable.size(size)} {readable.milliseconds(seconds)}" for size, seconds in its.times)
     return its.name + (" (default)" if default else "") + (f"  ·  {times}" if times else "")
 
 
@@ -207,8 +208,8 @@ def _memory(reading: Reading) -> str:
     share = min(1.0, used / total)
     return (
         f'<i class="bar" role="img" aria-label="{share:.0%} of the memory is used">'
-        f'<i style="width:{share:.1%}"></i></i><div class="nums"><b>{words.size(total - used)} free</b>'
-        f"<span>{words.size(used)} of {words.size(total)} used</span></div>"
+        f'<i style="width:{share:.1%}"></i></i><div class="nums"><b>{readable.size(total - used)} free</b>'
+        f"<span>{readable.size(used)} of {readable.size(total)} used</span></div>"
     )
 
 
@@ -227,7 +228,7 @@ def _numbers(reading: Reading) -> str:
 
 def _tenant(tenant: Tenant, mine: Collection[int]) -> str:
     who = "this notebook's replica" if tenant.pid in mine else tenant.who
-    memory = words.size(tenant.memory) if tenant.memory is not None else "–"
+    memory = readable.size(tenant.memory) if tenant.memory is not None else "–"
     return f"<li><span>{html.escape(who)} · {tenant.pid}</span><i>{memory}</i></li>"
 
 

@@ -16,7 +16,7 @@ from typing import Any, final
 from IPython.core.getipython import get_ipython
 from ipywidgets import HTML, BoundedIntText, Box, Button, Checkbox, Dropdown, RadioButtons, VBox, Widget
 
-from mirror_nb.notebook.dashboard import words
+from mirror_nb import readable
 from mirror_nb.notebook.picker import page
 from mirror_nb.notebook.picker.choice import Choice, Driven, Offers
 from mirror_nb.notebook.picker.inventory import Machine
@@ -251,7 +251,7 @@ class Picker:
             offers = self._offers = self._driven.offers(devices) if devices else Offers()
             labels = [(page.operation(its, i == 0), its.name) for i, its in enumerate(offers.operations)]
             _fill(self.operations, labels)
-            _fill(self.bucket_sizes, [(words.size(size), size) for size in offers.bucket_sizes])
+            _fill(self.bucket_sizes, [(readable.size(size), size) for size in offers.bucket_sizes])
             _fill(self.compressions, [(_TRAVEL[name], name) for name in offers.compressions])
             self._draw()
 
