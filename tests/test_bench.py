@@ -349,7 +349,7 @@ def test_what_was_measured_to_be_faster_is_said_with_the_numbers():
         "a step takes 44.0 ms by gloo, and 30.0 ms with cross_device_ops='shared_memory'",
         "gradient buckets of 1 MiB are too small: a step takes 44.0 ms, and 35.0 ms with 25 MiB: "
         "CommunicationOptions(bytes_per_pack=26214400)",
-        "optimizer.step() takes 15.9 ms of a step's 44.0 ms, and 4.70 ms when it is fused: "
+        "optimizer.step() takes 15.9 ms of a step's 44.0 ms, and 4.7 ms when it is fused: "
         "torch.optim.Adam(..., fused=True)",
     )
 
