@@ -210,6 +210,22 @@ def test_a_child_process_that_never_stops_writing_does_not_hold_the_cell_up(two,
     assert heard == {0, 1}
 
 
+def test_what_the_controllers_code_raises_ends_the_cell_and_costs_the_replicas_nothing(two):
+    def fail(replica_id: int, message: Any) -> None:
+        if getattr(message, "text", "").startswith("here"):
+            raise BrokenPipeError("nobody reads this")
+
+    before = pids(two)
+    uneven = f"print('here')\nif replica_id == 1: {WAIT_IN_A_COLLECTIVE}\nwhile True: pass"
+    with pytest.raises(BrokenPipeError, match="nobody reads this"):
+        run_cell(two, uneven, on_message=fail)
+    two.mend()
+    ran = run_cell(two, "n = int(strategy.reduce('sum', 1.0))")
+    assert ran.report.clean
+    assert ran.values[0]["n"] == 2
+    assert pids(two) == before
+
+
 def test_a_cell_runs_in_the_notebooks_folder(two, tmp_path):
     ran = run_cell(two, "import os\nhere = os.getcwd()", working_directory=str(tmp_path))
     assert ran.values[1]["here"] == str(tmp_path)

@@ -405,7 +405,8 @@ class Pool(ABC):
         fails or dies, the others' waits in collectives are ended, then the others; on an interrupt
         (KeyboardInterrupt in the main thread) or after `timeout` seconds all are interrupted; what does not stop
         within GRACE, or SECOND_AFTER if there is a second interrupt, is killed, alone. Returns a Report and raises
-        nothing for what replicas did.
+        nothing for what replicas did. What the two callbacks raise ends the request too, and is raised once the
+        replicas are still.
 
         Raises PoolClosed when the pool is closed, ReplicaError when it is at work already.
         """
@@ -556,6 +557,8 @@ class _Following:
         # What is still to be done to end them, by time.
         self._holding: dict[int, float] = {}
         # When replicas said last that they hold an interrupt back.
+        self._raised: BaseException | None = None
+        # By the controller's own callbacks.
 
     def follow(self) -> Report:
         for replica_ids in _alike(self._requests):
@@ -567,7 +570,7 @@ class _Following:
             if time.monotonic() - tick > TICK_SECONDS:
                 tick = time.monotonic()
                 self._pool._prepare()
-                self._on_tick(set(self._pending))
+                self._call(self._on_tick, set(self._pending))
             for replica_id, message, slab in self._pool._poll(self._patience()):
                 self._take(replica_id, message, slab)
             self._escalate()
@@ -575,6 +578,10 @@ class _Following:
             self._pool.unform()
         else:
             self._drop_unfinished()
+        if self._raised is not None:
+            for answer in self._answers.values():
+                answer.close()
+            raise self._raised
         return Report(
             dict(sorted(self._answers.items())),
             self._interrupts.count > 0,
@@ -591,7 +598,18 @@ class _Following:
             self._pool.unform()
             each = ", ".join(f"{count} on replica {r}" for r, count in sorted(begun.items()))
             text = f"collectives were begun here that not all replicas came to, and are dropped: {each}\n"
-            self._on_message(min(begun), Stream("stderr", text))
+            self._call(self._on_message, min(begun), Stream("stderr", text))
+
+    def _call(self, callback: Callable[..., None], *args: Any) -> None:
+        """Call the controller's own code; what it raises ends the request, and is raised when the replicas are still."""
+        if self._raised is not None:
+            return
+        try:
+            callback(*args)
+        except BaseException as error:
+            self._raised = error
+            if self._pending:
+                self._end_now("the controller failed in the middle of it", time.monotonic())
 
     def _patience(self) -> float:
         soonest = min(self._ask_at, self._deadline, self._steps[0][0] if self._steps else math.inf)
@@ -631,7 +649,7 @@ class _Following:
         elif isinstance(message, HeldBack):
             self._holding[replica_id] = time.monotonic()
         else:
-            self._on_message(replica_id, message)
+            self._call(self._on_message, replica_id, message)
 
     def _check_meetings(self) -> None:
         """End the wait in a merge_call that some replica has left out: it has returned and will never come."""
