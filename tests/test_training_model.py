@@ -225,6 +225,26 @@ def test_wrong_arguments_say_what_was_given(arguments, words):
         model.fit(**{"x": X, "y": Y, "verbose": 0, **arguments})
 
 
+def test_a_distributed_loader_is_divided_by_fit_itself(place):
+    loader = DataLoader(TensorDataset(X, Y), batch_size=10)
+    losses = []
+    for data in (loader, place.experimental_distribute_dataset(loader)):
+        torch.manual_seed(0)
+        losses.append(made(place).fit(data, epochs=2, verbose=0).history["loss"])
+    assert losses[0] == losses[1]
+    with pytest.raises(mnb.UsageError, match="divide batches themselves"):
+        made(place).fit(place.experimental_distribute_dataset((X, Y), batch_size=10))
+
+
+def test_keras_names_that_torch_has_under_another_say_which():
+    model = mnb.Model(nn.Linear(4, 2))
+    with pytest.raises(AttributeError, match=r"'Model' has no `get_weights`: write model\.state_dict\(\)"):
+        model.get_weights()
+    with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
+        _ = model.nothing
+    assert not hasattr(model, "summary")
+
+
 def test_what_is_not_compiled_cannot_be_fitted():
     model = mnb.Model(nn.Linear(4, 2))
     for call in (model.fit, model.evaluate):

@@ -224,6 +224,12 @@ def test_class_weights_of_two_classes():
     torch.testing.assert_close(in_shares("binary_cross_entropy", outputs, targets, class_weight={1: 3.0})[0], wanted)
 
 
+def test_class_weights_are_those_of_the_nearest_class():
+    outputs, targets = torch.randn(N, 1), torch.tensor([0.1, 0.9, 1.0, 0.0, 0.3, 1.2, 0.4])[:, None]
+    wanted = ((outputs - targets).square() * torch.where(targets > 0.5, 3.0, 1.0)).mean()
+    torch.testing.assert_close(in_shares("mse", outputs, targets, class_weight={1: 3.0})[0], wanted)
+
+
 def test_weights_that_do_not_fit_are_named():
     with pytest.raises(UsageError, match=r"`sample_weight` of shape \(3,\) does not fit losses of shape \(7,\)"):
         objective("cross_entropy")(LOGITS, CLASSES, torch.ones(3))

@@ -601,7 +601,7 @@ class _Following:
             self._call(self._on_message, min(begun), Stream("stderr", text))
 
     def _call(self, callback: Callable[..., None], *args: Any) -> None:
-        """Call the controller's own code; what it raises ends the request, and is raised when the replicas are still."""
+        """Call the controller's own code; what it raises ends the request, and is raised when all have ended."""
         if self._raised is not None:
             return
         try:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from mirror_nb.batches import leaves, map_leaves, share_of
-from mirror_nb.data import DistributedDataset, Loaders
+from mirror_nb.data import Distributed, DistributedDataset, Loaders
 from mirror_nb.errors import UsageError
 from mirror_nb.sampling import (
     describe,
@@ -135,10 +135,13 @@ def feed(
     (`seed`, epoch) alone; a DataLoader has its own batch size and sampler, and `shuffle` is nothing to it.
 
     Batches of a Dataset or a DataLoader that are tuples or lists of two or three are (inputs, targets) and
-    (inputs, targets, sample weights); all others are inputs.
+    (inputs, targets, sample weights); all others are inputs. Of a DataLoader that was distributed it is the
+    DataLoader.
 
     Raises UsageError for what cannot be cut into batches, lengths that differ, and no examples at all.
     """
+    if isinstance(x, Distributed):
+        x = _undistributed(x)
     if isinstance(x, DataLoader):
         _check_loader(x, y, sample_weight, batch_size)
         return LoaderFeed(x, seed)
@@ -149,6 +152,16 @@ def feed(
             return ArrayFeed(_columns_of(x), batch_size=size, shuffle=shuffle, seed=seed, listed=len(x.tensors) <= 3)
         return _feed_of_dataset(x, size, shuffle, seed)
     return ArrayFeed(_checked_arrays(x, y, sample_weight), batch_size=size, shuffle=shuffle, seed=seed)
+
+
+def _undistributed(dataset: Distributed) -> DataLoader[Any]:
+    source = getattr(dataset, "source", None)
+    if not isinstance(source, DataLoader):
+        raise UsageError(
+            "the data was distributed already, from something other than a DataLoader; fit, evaluate and predict "
+            "divide batches themselves: pass them what you distributed"
+        )
+    return source
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

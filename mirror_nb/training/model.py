@@ -41,6 +41,19 @@ _OURS: dict[str, Any] = {
     "stop_training": False,
 }
 # What belongs to who calls fit, and does not travel with the network; with its first values.
+_IN_TORCH = {
+    "save_weights": "torch.save(model.state_dict(), path)",
+    "load_weights": "model.load_state_dict(torch.load(path))",
+    "get_weights": "model.state_dict()",
+    "set_weights": "model.load_state_dict(state_dict)",
+    "trainable_variables": "model.parameters()",
+    "trainable_weights": "model.parameters()",
+    "summary": "print(model)",
+    "train_on_batch": "model.fit(x, y, batch_size=len(x))",
+    "test_on_batch": "model.evaluate(x, y)",
+    "predict_on_batch": "model.predict(x)",
+}
+# Names of keras.Model that mean what a network of torch has under another one.
 
 
 class Model(nn.Module):
@@ -493,6 +506,14 @@ class Model(nn.Module):
         if self._is_plain():
             return self.network.load_state_dict(state_dict, *args, **kwargs)
         return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name not in _IN_TORCH:
+                raise
+            raise AttributeError(f"'{type(self).__name__}' has no `{name}`: write {_IN_TORCH[name]}") from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _OURS}

@@ -509,15 +509,19 @@ def _weight_of(outputs: Any, targets: Any, sample_weight: Any, class_weight: Wei
 
 
 def _class_weights(outputs: Tensor, targets: Tensor, class_weight: Weights) -> Tensor:
-    """The weight of each target's class: of the index, of the greatest of several columns, of 0 or 1."""
+    """The weight of each target's class: of the index, of the greatest of several columns, of 0 or 1.
+
+    Numbers between classes count as the nearest, as in Keras.
+    """
     classes = targets
     if targets.shape == outputs.shape and targets.ndim > 1 and targets.shape[-1] > 1:
         classes = targets.argmax(1)
     elif targets.ndim > 1 and targets.shape[-1] == 1:
         classes = targets.squeeze(-1)
+    nearest = classes.round() if classes.is_floating_point() else classes
     weights = torch.ones_like(classes, dtype=torch.float32)
     for index, weight in class_weight.items():
-        weights = weights.masked_fill(classes == index, float(weight))
+        weights = weights.masked_fill(nearest == index, float(weight))
     return weights
 
 
