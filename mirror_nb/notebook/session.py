@@ -190,6 +190,8 @@ class Session:
         # The one that follows from cell to cell.
         self.dashboards_above_cells = False
         # Each cell that trains has one of its own.
+        self._proxies: set[str] = set()
+        # Comms of the replicas' widgets that the kernel knows.
         self._lent = Lent(self._mended_pool)
         self._names = Names(shell.user_ns, self.fetch, self._lent)
 
@@ -290,6 +292,8 @@ class Session:
         if self._dashboard is not None:
             self._dashboard.close()
             self._dashboard = None
+        for comm_id in list(self._proxies):
+            self._drop_proxy(comm_id)
         pool.close()
 
     def status(self) -> str:
@@ -497,8 +501,11 @@ class Session:
         kernel = getattr(self._shell, "kernel", None)
 
         def take(replica_id: int, message: Any) -> None:
-            if isinstance(message, CommSent) and message.kind == "comm_open" and kernel is not None:
-                self._proxy(replica_id, message.content["comm_id"])
+            if isinstance(message, CommSent) and kernel is not None:
+                if message.kind == "comm_open":
+                    self._proxy(replica_id, message.content["comm_id"])
+                elif message.kind == "comm_close":
+                    self._drop_proxy(message.content["comm_id"])
             if isinstance(message, Written):
                 files.take(replica_id, message)
             else:
@@ -508,8 +515,14 @@ class Session:
 
     def _proxy(self, replica_id: int, comm_id: str) -> None:
         pool = self._running()
-        proxy: Any = CommProxy(comm_id, lambda message: pool._send([replica_id], message))
+        proxy: Any = CommProxy(comm_id, lambda message: pool.hand(replica_id, message))
         get_comm_manager().comms[comm_id] = proxy
+        self._proxies.add(comm_id)
+
+    def _drop_proxy(self, comm_id: str) -> None:
+        # The front end may have closed it first.
+        get_comm_manager().comms.pop(comm_id, None)
+        self._proxies.discard(comm_id)
 
     def _shown(self, report: Report, lead: int, value: Any) -> Any:
         """Return the value for Out[n]; nothing where the cell ended in a semicolon or had no value."""
