@@ -395,15 +395,11 @@ class Session:
         parcels = self._names.prepare(names.read, replicas)
         ledger.withheld = sorted(set(self._names.withheld))
         self._trained = ""
-        with self._watched(options) as dashboards:
-            try:
-                self._push_changed(ledger)
-                requests, slabs = self._requests(source, options, names, replicas, parcels)
-                view = CellView(self._shell, replicas, pool.devices, options.quiet)
-                report = self._follow(requests, slabs, view, dashboards, options.timeout)
-            finally:
-                for parcel in parcels:
-                    parcel.packed.close()
+        with _closing(parcels), self._watched(options) as dashboards:
+            self._push_changed(ledger)
+            requests, slabs = self._requests(source, options, names, replicas, parcels)
+            view = CellView(self._shell, replicas, pool.devices, options.quiet)
+            report = self._follow(requests, slabs, view, dashboards, options.timeout)
             self._told |= {death.pid for death in report.deaths}
             self._enter(ledger, parcels, report)
             self._lent.take_changes(report, replicas[0])
@@ -577,15 +573,13 @@ class Session:
             self._names.outdate(replica_id, names)
         parcels = self._names.prepare(names, range(pool.size))
         nbytes = 0
-        for parcel in parcels:
-            try:
+        with _closing(parcels):
+            for parcel in parcels:
                 slabs = dict.fromkeys(parcel.replicas, parcel.packed.slab)
                 report = pool.run(dict.fromkeys(parcel.replicas, Bind(parcel.packed.payload)), slabs=slabs)
-            finally:
-                parcel.packed.close()
-            raise_for(report, pool.devices)
-            self._names.sent(parcel, parcel.replicas)
-            nbytes += parcel.packed.payload.nbytes
+                raise_for(report, pool.devices)
+                self._names.sent(parcel, parcel.replicas)
+                nbytes += parcel.packed.payload.nbytes
         # Of what replicas keep the values go out too: theirs may be others.
         values = self._names.values_of(names)
         if values:
@@ -601,8 +595,8 @@ class Session:
             raise UsageError("pull which names?")
         report = self._fetch(tuple(names), replicas)
         standing = self._names.standing(names)
-        returned = self._absorb(report, replicas[0], pulled=report.clean)
         try:
+            returned = self._absorb(report, replicas[0], pulled=report.clean)
             self._check_fetched(names, report, returned)
         except BaseException:
             self._names.put_back(standing)
@@ -620,9 +614,11 @@ class Session:
         name = self._names.lies_under(name, replica_id)
         report = self._fetch((name,), [replica_id])
         standing = self._names.standing((name,))
-        returned = self._absorb(report, replica_id)
-        value = self._shell.user_ns.get(name)
-        self._names.put_back(standing)
+        try:
+            returned = self._absorb(report, replica_id)
+            value = self._shell.user_ns.get(name)
+        finally:
+            self._names.put_back(standing)
         self._check_fetched((name,), report, returned)
         _check_brought(name, value)
         return value
@@ -745,6 +741,16 @@ def _started(devices: tuple[Device, ...]) -> Iterator[Pool]:
     with LocalPool(devices, setup=SETUP) as pool:
         pool.start()
         yield pool
+
+
+@contextlib.contextmanager
+def _closing(parcels: Iterable[Parcel]) -> Iterator[None]:
+    """Close the sender's descriptors of these parcels at the end of the block."""
+    try:
+        yield
+    finally:
+        for parcel in parcels:
+            parcel.packed.close()
 
 
 def _folder() -> str:
