@@ -135,6 +135,10 @@ class ControllerPlace(Place):
                 refuse_steps(made)
                 self._states.watch(made)
 
+    @property
+    def takes_part(self) -> bool:
+        return True
+
     def no_sync(self) -> AbstractContextManager[None]:
         raise ContextError("no_sync belongs to a replica: use it in the function given to strategy.run")
 
