@@ -186,6 +186,7 @@ class AlonePlace(Place):
 
     def close(self) -> None:
         self.closed = True
+        self._input.loaders.close()
 
 
 def _same(state: bytes) -> bytes:

@@ -447,6 +447,7 @@ class ReplicaPlace(Place):
         # In a mirrored cell it is the notebook's.
         if isinstance(self._replica, Standalone):
             self.closed = True
+            self._input.loaders.close()
             stand_nowhere(self)
             self._replica.leave()
 
