@@ -54,7 +54,7 @@ def test_ids_and_ranges_of_replicas_are_understood():
     assert _ids("0,2-3") == (0, 2, 3)
     assert _ids(" 1 , 2 ") == (1, 2)
     assert _ids(None) is None
-    for wrong in ("", "a", "1-", "1,,2", "-1"):
+    for wrong in ("", "a", "1-", "1,,2", "-1", "3-1", "0,3-1"):
         with pytest.raises(UsageError, match="is no replica id; write 0,2-3"):
             _ids(wrong)
 

@@ -730,7 +730,7 @@ class Session:
         if replicas is None:
             return list(range(n))
         wrong = [r for r in replicas if not 0 <= r < n]
-        if wrong or not replicas:
+        if wrong:
             raise UsageError(f"there is no replica {spans(wrong)}; there are {n}: {spans(range(n))}")
         return sorted(set(replicas))
 
