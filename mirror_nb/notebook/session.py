@@ -182,12 +182,12 @@ class Session:
         self.measured: dict[tuple[str, ...], AllReduceTable] = {}
         # What all-reduces took when they were last measured here, by devices.
         self._operation = ""
-        # The same as a class, as dashboards call it.
+        # The cross-device ops by their class's name, as dashboards call them.
         self._communication: Communication | None = None
         self._dashboard: LiveDashboard | None = None
+        # The one that follows from cell to cell.
         self._trained = ""
         # The network that the last cell named; empty while one runs.
-        # The one that follows from cell to cell.
         self.dashboards_above_cells = False
         # Each cell that trains has one of its own.
         self._proxies: set[str] = set()
