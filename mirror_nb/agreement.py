@@ -20,6 +20,9 @@ from mirror_nb.matching import Offer, Portrait, Values, made_alike, match
 from mirror_nb.readable import listed
 from mirror_nb.tracked import Tracked
 
+NAMED = 5
+# Parameters whose names a warning gives.
+
 
 @final
 class Agreement:
@@ -98,6 +101,7 @@ class Agreement:
         parameters = [None if tracked is None else tracked.parameter() for tracked in candidates]
         portraits = [None if parameter is None else Portrait.of(parameter) for parameter in parameters]
         differing: list[str] = []
+        sources: set[int] = set()
         agreed: list[Agreed] = []
         for tracked, name, column in zip(
             candidates, names, zip(*_gather(portraits, self.num_replicas), strict=True), strict=True
@@ -114,15 +118,17 @@ class Agreement:
             entry = Agreed(tracked, torch.Size(first.shape), first.dtype, first.device_type, sparse)
             if any(portrait.checksum != first.checksum for _, portrait in there):
                 differing.append(name)
+                sources.add(source)
                 entry.take_values(source, self.replica_id)
             agreed.append(entry)
         if differing:
+            more = len(differing) - NAMED
+            rest = [f"{more} more parameter{'s' if more > 1 else ''}"] if more > 0 else []
+            whose = listed([f"replica {i}'s" for i in sorted(sources)])
             warnings.warn(
-                f"the replicas had different values in {listed(differing[:5])}"
-                + (f" and {len(differing) - 5} more parameters" if len(differing) > 5 else "")
-                + "; replica 0's were taken. Build modules in the same order on every replica, from random "
-                "numbers of torch, NumPy or Python. After training without synchronisation (--no-sync) this is how "
-                "they become equal again",
+                f"the replicas had different values in {listed([*differing[:NAMED], *rest])}; {whose} were taken. "
+                "Build modules in the same order on every replica, from random numbers of torch, NumPy or Python. "
+                "After training without synchronisation (--no-sync) this is how they become equal again",
                 stacklevel=2,
             )
         return agreed

@@ -471,9 +471,10 @@ class Packed:
     # Where these functions were written, as their code says it.
 
     def close(self) -> None:
-        """Close this process's descriptor of the slab; those who received it keep theirs."""
-        if self.slab is not None:
-            os.close(self.slab)
+        """Close this process's descriptor of the slab, once; those who received it keep theirs."""
+        slab, self.slab = self.slab, None
+        if slab is not None:
+            os.close(slab)
 
 
 def pack(

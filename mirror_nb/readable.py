@@ -43,6 +43,6 @@ def duration(seconds: float) -> str:
 
 
 def listed(things: Sequence[object]) -> str:
-    """Return them in words: `0, 1 and 3`."""
+    """Return them in words: `0, 1 and 3`. Raises IndexError where there are none."""
     words = [str(thing) for thing in things]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f" and {words[-1]}"

@@ -19,9 +19,11 @@ from crew import Crew, Replica, batches, in_scope, network, small_buckets, value
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mirror_nb.buckets import PATIENCE, History
+from mirror_nb import agreement
+from mirror_nb.buckets import PATIENCE, Agreed, History
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.matching import Portrait
 from mirror_nb.steering import QUIET
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -716,6 +718,16 @@ def test_different_initial_values_give_way_to_replica_0s_and_are_named(two: Crew
         assert len(messages) == 1
         assert "Linear.weight" in messages[0]
         assert "Linear.bias" not in messages[0]
+        assert "; replica 0's were taken. " in messages[0]
+
+
+def test_who_gave_the_values_is_told_where_replica_0_has_no_such_parameter(monkeypatch) -> None:
+    ones, twos = (Portrait.of(nn.Parameter(torch.full((2,), value))) for value in (1.0, 2.0))
+    monkeypatch.setattr(agreement, "_gather", lambda mine, n: [mine, [ones] * 7, [twos] * 7])
+    monkeypatch.setattr(Agreed, "take_values", lambda agreed, source, replica_id: None)
+    told = "in a, b, c, d, e and 2 more parameters; replica 1's were taken. "
+    with pytest.warns(UserWarning, match=told):
+        agreement.Agreement(0, 3)._compare([None] * 7, list("abcdefg"))
 
 
 def test_a_module_that_only_one_replica_trains_is_named_on_all(two: Crew) -> None:

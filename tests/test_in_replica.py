@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
 import torch
-from driving import launch, run_cell
+from driving import DEADLINE, launch, run_cell
 
 import mirror_nb as mnb
+from mirror_nb.messages import Call, RunCell
+from mirror_nb.payload import pack
 
 IMPORTS = """
 import torch
@@ -68,6 +71,19 @@ def test_what_belongs_to_all_replicas_is_refused_inside_run(replicas):
         assert "merge_call()" in nested[1]
         assert "all_reduce()" in reduced[1]
         assert "Strategy.gather method requires being in cross-replica context" in gathered[1]
+
+
+def test_a_call_after_a_cell_of_some_replicas_is_one_of_all(replicas):
+    pool = replicas(2)
+    some = RunCell("1", None, frozenset(), frozenset(), 1, os.getcwd(), True, True, partial=True)
+    assert pool.run({0: some}, timeout=DEADLINE).clean
+
+    def merged() -> int:
+        return mnb.get_replica_context().merge_call(lambda strategy: strategy.num_replicas_in_sync)
+
+    what = Call(pack(merged, in_band=True).payload, pack(((), {}), in_band=True).payload)
+    report = pool.run(dict.fromkeys(range(2), what), timeout=DEADLINE)
+    assert [result for result, _ in report.unpacked().values()] == [2, 2], report.failures
 
 
 @pytest.mark.parametrize("length", [2, 1000])

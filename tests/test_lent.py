@@ -285,10 +285,14 @@ def test_replicas_that_all_died_are_asked_nothing_at_the_end(shell, run):
 
 def test_a_state_that_cannot_be_asked_for_at_the_end_is_told_of(shell, run):
     run("%%mirrored\nmore = nn.Parameter(torch.ones(1))\noptimizer.add_param_group({'params': [more]})")
-    run("%%mirrored\n(model(x).sum() + more.sum()).backward(); optimizer.step()")
-    without = "ended without the latest states of optimizers and values of metrics: the AdamW got parameter"
-    with pytest.warns(UserWarning, match=without):
+    run("second = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)")
+    run("%%mirrored\n(model(x).sum() + more.sum()).backward(); optimizer.step(); second.step()")
+    without = "ended without the latest values of the AdamW: the AdamW got parameter"
+    with pytest.warns(UserWarning, match=without) as told:
         run("%mirror stop")
+    assert len(told) == 1
+    # The others' are here.
+    assert len(run("second.state")) == 2
 
 
 def test_a_scheduler_that_arrives_does_not_warn_of_steps_it_did_not_see(shell, run):

@@ -26,10 +26,11 @@ from driving import DEADLINE, doing, eventually, gone, press_ctrl_c, run_cell, w
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
 from mirror_nb.messages import Done, Interrupt, Steps
-from mirror_nb.pool import base, nanny
+from mirror_nb.pool import base, local, nanny
 from mirror_nb.pool.base import Death
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.recovery import recover
+from mirror_nb.strategies.mirrored import SETUP
 
 WAIT_IN_A_COLLECTIVE = "strategy.reduce('sum', 1.0)"
 HOLD_THE_GIL = (
@@ -884,6 +885,16 @@ def unstarted() -> Iterator[LocalPool]:
     pool = LocalPool((Device("cpu", 0),), setup="mirror_nb.nowhere:setup")
     yield pool
     pool.close()
+
+
+def test_a_nanny_that_does_not_end_is_ended(monkeypatch):
+    monkeypatch.setattr(local, "NANNY_SECONDS", 0.05)
+    pool = LocalPool((Device("cpu", 0),), setup=SETUP)
+    pool.start()
+    stuck = pool._nanny
+    stuck.send_signal(signal.SIGSTOP)
+    pool.close()
+    assert stuck.returncode == -signal.SIGKILL
 
 
 def test_replicas_that_cannot_start_say_why(unstarted):

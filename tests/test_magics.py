@@ -17,6 +17,7 @@ from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
 from mirror_nb import DeviceError, PerReplica, PoolClosed, Remote, TransferError, UsageError
+from mirror_nb.messages import Bind
 from mirror_nb.notebook.magics import _ids
 from mirror_nb.pool.in_process import InProcessPool
 
@@ -53,7 +54,7 @@ def test_ids_and_ranges_of_replicas_are_understood():
     assert _ids("0,2-3") == (0, 2, 3)
     assert _ids(" 1 , 2 ") == (1, 2)
     assert _ids(None) is None
-    for wrong in ("", "a", "1-", "1,,2", "-1"):
+    for wrong in ("", "a", "1-", "1,,2", "-1", "3-1", "0,3-1"):
         with pytest.raises(UsageError, match="is no replica id; write 0,2-3"):
             _ids(wrong)
 
@@ -232,7 +233,7 @@ def test_an_error_is_raised_here_with_its_type_and_lines(run):
     with pytest.raises(ZeroDivisionError) as caught:
         run("%%mirrored\nx = 1\n1 / 0")
     shown = plain("\n".join(caught.value._render_traceback_()))
-    assert "----> 3 1 / 0" in shown.replace("      ", " ") or "3 1 / 0" in shown
+    assert "----> 3 1 / 0" in shown
     assert "raised by replica 0 (cpu:0)" in shown
 
 
@@ -265,6 +266,33 @@ def test_what_cannot_be_sent_says_so_when_it_is_asked_for(run, shell):
         run("%mirror pull large lock")
     assert len(shell.user_ns["large"]) == 3_000_000
     assert isinstance(shell.user_ns["lock"], Remote)
+
+
+def test_an_interrupt_while_a_name_is_brought_leaves_the_notebooks_own_alone(run, shell, monkeypatch):
+    run("%%mirrored --quiet\nbig = 'x' * 3_000_000")
+    session = shell.magics_manager.registry["MirrorMagics"].session
+    absorb = session._names.absorb
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        absorb(*args, **options)
+        raise KeyboardInterrupt
+
+    stand_in = shell.user_ns["big"]
+    monkeypatch.setattr(session._names, "absorb", interrupted)
+    for bring in (stand_in.fetch, lambda: session.pull(["big"])):
+        with pytest.raises(KeyboardInterrupt):
+            bring()
+        assert shell.user_ns["big"] is stand_in
+    monkeypatch.undo()
+    assert len(stand_in.fetch()) == 3_000_000
+
+
+def test_a_cell_that_cannot_be_shown_leaves_no_descriptor(run):
+    run("big = 'x' * 3_000_000")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UsageError, match="records nothing that a dashboard could show"):
+        run("%%mirrored --dashboard\nlen(big)")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_what_a_later_search_path_finds_can_be_pushed_and_imported(run, shell, tmp_path, monkeypatch):
@@ -321,6 +349,26 @@ def run_on_two(run: Run) -> Run:
     run("%mirror stop")
     run("%mirror start --devices cpu:0,cpu:1")
     return run
+
+
+def test_a_push_that_is_interrupted_leaves_no_descriptor(run_on_two, shell, monkeypatch):
+    run_on_two("big = 'x' * 3_000_000\ndef f(): return big")
+    run_on_two("%%mirrored --quiet --replicas 0\nlen(big)")
+    pool = shell.magics_manager.registry["MirrorMagics"].session.pool
+    ordinary = pool.run
+
+    def interrupted(requests: dict[int, Any], **options: Any) -> Any:
+        if any(isinstance(what, Bind) for what in requests.values()):
+            # Replica 0's, which has the string: replica 1's has a slab.
+            assert list(requests) == [0]
+            raise KeyboardInterrupt
+        return ordinary(requests, **options)
+
+    monkeypatch.setattr(pool, "run", interrupted)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        run_on_two("%mirror push f")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_what_cannot_be_rebuilt_here_is_not_pulled(run_on_two):

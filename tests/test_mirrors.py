@@ -16,6 +16,7 @@ from torch import nn
 from mirror_nb.errors import TransferError
 from mirror_nb.mirrors import Mirrors, averaged_statistics, bits, load, structure, tensors
 from mirror_nb.payload import pack, unpack
+from mirror_nb.strategies.reading import Reading
 from mirror_nb.told import Told, told_of
 
 
@@ -288,3 +289,28 @@ def test_nothing_is_told_of_what_is_gone_or_forgotten():
     assert told.changes(lambda handle: None) == ()
     told.forget("o")
     assert told.changes({"o": optimizer}.get) == ()
+
+
+class Source:
+    """Has every network, once."""
+
+    stale = True
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+
+    def holds(self, module: nn.Module) -> bool:
+        return True
+
+    def refresh(self) -> None:
+        self.stale = False
+        self._reading.remove(self)
+
+
+def test_sources_may_go_while_a_network_is_read():
+    reading = Reading()
+    sources = [Source(reading) for _ in range(3)]
+    for source in sources:
+        reading.add(source)
+    net().state_dict()
+    assert not any(source.stale for source in sources)

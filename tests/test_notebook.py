@@ -447,6 +447,17 @@ def test_progress_bars_appear(notebook):
     assert any("application/vnd.jupyter.widget-view+json" in o.get("data", {}) for o in shown.outputs[1:])
 
 
+def test_the_kernel_lets_go_of_replicas_widgets_that_are_closed_and_of_all_at_a_restart(notebook):
+    notebook.run("from comm import get_comm_manager\nfrom mirror_nb.notebook.output import CommProxy")
+    known = "sum(isinstance(comm, CommProxy) for comm in get_comm_manager().comms.values())"
+    notebook.run("%%mirrored --quiet\nimport ipywidgets\nslider = ipywidgets.IntSlider()")
+    made = int(notebook.value(known))
+    notebook.run("%%mirrored --quiet\nslider.close()")
+    assert int(notebook.value(known)) == made - 2 > 0
+    notebook.run("%mirror restart")
+    assert notebook.value(known) == "0"
+
+
 def test_much_output_arrives_whole_and_in_order(notebook):
     shown = notebook.run("%%mirrored --quiet\nfor i in range(20_000): print(i)")
     assert shown.stdout.split() == [str(i) for i in range(20_000)]

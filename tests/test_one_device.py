@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from mirror_nb.errors import ContextError, DeviceError, PoolClosed
 from mirror_nb.strategies.context import (
@@ -201,3 +204,12 @@ def test_code_in_the_default_strategys_scope_stands_where_code_outside_every_sco
         with pytest.raises(ContextError, match="Must not nest Strategy scopes: <OneDeviceStrategy: cpu:0> is current"):
             default.scope().__enter__()
         assert get_strategy() is other
+
+
+def test_a_closed_strategy_lets_go_of_the_workers_of_its_loaders(strategy):
+    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2, num_workers=1, persistent_workers=True)
+    before = set(multiprocessing.active_children())
+    assert len(list(strategy.distribute_dataset(loader))) == 2
+    assert len(set(multiprocessing.active_children()) - before) == 1
+    strategy.close()
+    assert set(multiprocessing.active_children()) <= before

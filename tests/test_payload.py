@@ -629,3 +629,14 @@ def test_tensors_that_are_kept_hold_no_descriptors():
     kept = [sent() for _ in range(10)]
     assert descriptors() == before
     assert all(torch.equal(tensor, torch.arange(100_000)) for tensor in kept)
+
+
+def test_a_slab_that_is_closed_twice_is_closed_once():
+    packed = pack(torch.zeros(1 << 20))
+    slab = packed.slab
+    with open(os.devnull) as other:
+        packed.close()
+        # Somebody else has the number by then.
+        os.dup2(other.fileno(), slab)
+    packed.close()
+    os.close(slab)

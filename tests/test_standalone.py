@@ -59,10 +59,11 @@ def test_words_go_by_the_gpu_where_the_scripts_group_is_for_gpus_alone():
 
 
 TWO_STRATEGIES = """
-import os, sys
+import multiprocessing, os, sys
 import torch
 import mirror_nb as mnb
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 first, second, alone = mnb.MirroredStrategy(), mnb.MirroredStrategy(), mnb.OneDeviceStrategy("cpu:0")
 found = [first.run(lambda: 1), second.run(lambda: 2), alone.run(lambda: 3)]
@@ -85,7 +86,11 @@ with summed.scope():
     model = nn.Linear(1, 1, bias=False)
 model(torch.ones(1, 1)).sum().backward()
 found.append(model.weight.grad.item())
+loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2, num_workers=1, persistent_workers=True)
+list(first.distribute_dataset(loader))
+found.append(len(multiprocessing.active_children()))
 second.close()
+found.append(len(multiprocessing.active_children()))
 found.append(mnb.has_strategy())
 try:
     first.run(lambda: 1)
@@ -106,4 +111,4 @@ def test_several_strategies_in_a_script_have_one_place_and_another_kind_may_stan
     mixing = "Mixing different mirror_nb Strategy objects"
     for rank in "01":
         found = ast.literal_eval((tmp_path / rank).read_text())
-        assert found == [1, 2, 3, 1.5, 1.5, 3.0, mixing, 2.0, False, "closed"]
+        assert found == [1, 2, 3, 1.5, 1.5, 3.0, mixing, 2.0, 1, 0, False, "closed"]

@@ -46,7 +46,7 @@ PIECE_BYTES = 512 * 1024
 PIECES = 4
 BLOCK_BYTES = 512 * 1024
 _HEADERS = 2 * SLOTS
-# A replica may be that far ahead of another: both post ahead of what has ended, that by so many.
+# A replica posts SLOTS ahead of what has ended here, and that may be SLOTS ahead of what has ended there.
 _ALIGNMENT = 64
 _REMEMBERED = 512
 CALL_AFTER_SECONDS = 0.002

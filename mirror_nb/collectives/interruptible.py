@@ -118,8 +118,9 @@ class InterruptibleGroup(dist.ProcessGroup):
         self._announced: deque[tuple[Exchange, Operation, Callable[[], dist.Work]]] = deque()
         # What gloo is to begin, in the order of the exchanges by which the replicas meet for it.
         self.shared: Fabric | None = None
-        # What the members share, for collectives of others than torch's; None where they cannot, and why:
+        # What the members share, for collectives of others than torch's; None where they cannot.
         self.unshared = ""
+        # Why they cannot; empty: they can.
         self.adopt(opened)
 
     def may_adopt(self, opened: Opened) -> bool:

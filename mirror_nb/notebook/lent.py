@@ -8,9 +8,10 @@ Knows the pool's requests; knows no names and shows nothing.
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -21,7 +22,7 @@ from mirror_nb.payload import closing_slab, pack, unpack
 from mirror_nb.pool.base import Pool, Report
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.strategies.objects import Objects
-from mirror_nb.strategies.states import States, load_state, state_of
+from mirror_nb.strategies.states import States, kept, load_state, state_of
 from mirror_nb.told import is_told
 
 KEEP_SECONDS = 5.0
@@ -172,18 +173,16 @@ class Lent:
         before, self._ready, self._timeout = self._ready, living, KEEP_SECONDS
         try:
             living()
-            try:
-                for obj in self._objects.all():
-                    if isinstance(obj, torch.optim.Optimizer) and obj not in self._lost:
-                        self._states.read(obj)
-            finally:
-                also()
-        except Exception as reason:
-            left = "states of optimizers and values of metrics"
-            warnings.warn(f"the replicas ended without the latest {left}: {reason}", stacklevel=2)
+            for lost in kept([*self._learned(), ("metrics", also)]):
+                warnings.warn(f"the replicas ended without the latest values of {lost}", stacklevel=2)
         finally:
             self._ready, self._timeout = before, None
             self._holders.clear()
+
+    def _learned(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        for obj in self._objects.all():
+            if isinstance(obj, torch.optim.Optimizer) and obj not in self._lost:
+                yield f"the {type(obj).__name__}", functools.partial(self._states.read, obj)
 
     # ------------------------------------------------------------------ for States
 

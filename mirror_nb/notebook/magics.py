@@ -256,6 +256,8 @@ def _ids(text: str | None) -> tuple[int, ...] | None:
         first, dash, last = part.strip().partition("-")
         try:
             span = range(int(first), int(last if dash else first) + 1)
+            if not span:
+                raise ValueError
             # Not a billion ids for a slip of the finger.
             ids += span if len(span) <= MOST_IDS else [span[0], span[-1]]
         except (ValueError, OverflowError):

@@ -5,7 +5,6 @@ Knows payloads, networks and the replicas' ids; sends nothing itself and shows n
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import types
@@ -659,13 +658,15 @@ class Names:
         objects = []
         payloads = opened[owner].objects if owner in opened else {}
         for handle, payload in sorted(payloads.items(), key=lambda given: given[1] is not None):
-            # What it needs may not have come: then names that mean it have a stand-in.
-            with contextlib.suppress(Exception):
+            try:
                 obj = inside[handle] if payload is None else self._incoming.unpacked(payload)
-                objects.append(obj)
-                self._incoming.undelivered.discard(handle)
-                holders = [r for r, exports in opened.items() if handle in exports.objects]
-                self.lent.learn(handle, obj, holders, with_state=payload is None)
+            except Exception:
+                # What it needs has not come: names that mean it have a stand-in.
+                continue
+            objects.append(obj)
+            self._incoming.undelivered.discard(handle)
+            holders = [r for r, exports in opened.items() if handle in exports.objects]
+            self.lent.learn(handle, obj, holders, with_state=payload is None)
         return objects
 
     def _absorb_name(

@@ -182,14 +182,16 @@ class Session:
         self.measured: dict[tuple[str, ...], AllReduceTable] = {}
         # What all-reduces took when they were last measured here, by devices.
         self._operation = ""
-        # The same as a class, as dashboards call it.
+        # The cross-device ops by their class's name, as dashboards call them.
         self._communication: Communication | None = None
         self._dashboard: LiveDashboard | None = None
+        # The one that follows from cell to cell.
         self._trained = ""
         # The network that the last cell named; empty while one runs.
-        # The one that follows from cell to cell.
         self.dashboards_above_cells = False
         # Each cell that trains has one of its own.
+        self._proxies: set[str] = set()
+        # Comms of the replicas' widgets that the kernel knows.
         self._lent = Lent(self._mended_pool)
         self._names = Names(shell.user_ns, self.fetch, self._lent)
 
@@ -290,6 +292,8 @@ class Session:
         if self._dashboard is not None:
             self._dashboard.close()
             self._dashboard = None
+        for comm_id in list(self._proxies):
+            self._drop_proxy(comm_id)
         pool.close()
 
     def status(self) -> str:
@@ -391,15 +395,11 @@ class Session:
         parcels = self._names.prepare(names.read, replicas)
         ledger.withheld = sorted(set(self._names.withheld))
         self._trained = ""
-        with self._watched(options) as dashboards:
-            try:
-                self._push_changed(ledger)
-                requests, slabs = self._requests(source, options, names, replicas, parcels)
-                view = CellView(self._shell, replicas, pool.devices, options.quiet)
-                report = self._follow(requests, slabs, view, dashboards, options.timeout)
-            finally:
-                for parcel in parcels:
-                    parcel.packed.close()
+        with _closing(parcels), self._watched(options) as dashboards:
+            self._push_changed(ledger)
+            requests, slabs = self._requests(source, options, names, replicas, parcels)
+            view = CellView(self._shell, replicas, pool.devices, options.quiet)
+            report = self._follow(requests, slabs, view, dashboards, options.timeout)
             self._told |= {death.pid for death in report.deaths}
             self._enter(ledger, parcels, report)
             self._lent.take_changes(report, replicas[0])
@@ -497,8 +497,11 @@ class Session:
         kernel = getattr(self._shell, "kernel", None)
 
         def take(replica_id: int, message: Any) -> None:
-            if isinstance(message, CommSent) and message.kind == "comm_open" and kernel is not None:
-                self._proxy(replica_id, message.content["comm_id"])
+            if isinstance(message, CommSent) and kernel is not None:
+                if message.kind == "comm_open":
+                    self._proxy(replica_id, message.content["comm_id"])
+                elif message.kind == "comm_close":
+                    self._drop_proxy(message.content["comm_id"])
             if isinstance(message, Written):
                 files.take(replica_id, message)
             else:
@@ -508,8 +511,14 @@ class Session:
 
     def _proxy(self, replica_id: int, comm_id: str) -> None:
         pool = self._running()
-        proxy: Any = CommProxy(comm_id, lambda message: pool._send([replica_id], message))
+        proxy: Any = CommProxy(comm_id, lambda message: pool.hand(replica_id, message))
         get_comm_manager().comms[comm_id] = proxy
+        self._proxies.add(comm_id)
+
+    def _drop_proxy(self, comm_id: str) -> None:
+        # The front end may have closed it first.
+        get_comm_manager().comms.pop(comm_id, None)
+        self._proxies.discard(comm_id)
 
     def _shown(self, report: Report, lead: int, value: Any) -> Any:
         """Return the value for Out[n]; nothing where the cell ended in a semicolon or had no value."""
@@ -564,15 +573,13 @@ class Session:
             self._names.outdate(replica_id, names)
         parcels = self._names.prepare(names, range(pool.size))
         nbytes = 0
-        for parcel in parcels:
-            try:
+        with _closing(parcels):
+            for parcel in parcels:
                 slabs = dict.fromkeys(parcel.replicas, parcel.packed.slab)
                 report = pool.run(dict.fromkeys(parcel.replicas, Bind(parcel.packed.payload)), slabs=slabs)
-            finally:
-                parcel.packed.close()
-            raise_for(report, pool.devices)
-            self._names.sent(parcel, parcel.replicas)
-            nbytes += parcel.packed.payload.nbytes
+                raise_for(report, pool.devices)
+                self._names.sent(parcel, parcel.replicas)
+                nbytes += parcel.packed.payload.nbytes
         # Of what replicas keep the values go out too: theirs may be others.
         values = self._names.values_of(names)
         if values:
@@ -588,8 +595,8 @@ class Session:
             raise UsageError("pull which names?")
         report = self._fetch(tuple(names), replicas)
         standing = self._names.standing(names)
-        returned = self._absorb(report, replicas[0], pulled=report.clean)
         try:
+            returned = self._absorb(report, replicas[0], pulled=report.clean)
             self._check_fetched(names, report, returned)
         except BaseException:
             self._names.put_back(standing)
@@ -607,9 +614,11 @@ class Session:
         name = self._names.lies_under(name, replica_id)
         report = self._fetch((name,), [replica_id])
         standing = self._names.standing((name,))
-        returned = self._absorb(report, replica_id)
-        value = self._shell.user_ns.get(name)
-        self._names.put_back(standing)
+        try:
+            returned = self._absorb(report, replica_id)
+            value = self._shell.user_ns.get(name)
+        finally:
+            self._names.put_back(standing)
         self._check_fetched((name,), report, returned)
         _check_brought(name, value)
         return value
@@ -721,7 +730,7 @@ class Session:
         if replicas is None:
             return list(range(n))
         wrong = [r for r in replicas if not 0 <= r < n]
-        if wrong or not replicas:
+        if wrong:
             raise UsageError(f"there is no replica {spans(wrong)}; there are {n}: {spans(range(n))}")
         return sorted(set(replicas))
 
@@ -732,6 +741,16 @@ def _started(devices: tuple[Device, ...]) -> Iterator[Pool]:
     with LocalPool(devices, setup=SETUP) as pool:
         pool.start()
         yield pool
+
+
+@contextlib.contextmanager
+def _closing(parcels: Iterable[Parcel]) -> Iterator[None]:
+    """Close the sender's descriptors of these parcels at the end of the block."""
+    try:
+        yield
+    finally:
+        for parcel in parcels:
+            parcel.packed.close()
 
 
 def _folder() -> str:

@@ -438,9 +438,15 @@ class Pool(ABC):
     def steer(self, word: Word) -> None:
         """Have the training that runs hold, go on or end where its step ends; any thread may call it.
 
-        What runs when no training does takes no notice.
+        What runs when no training does takes no notice. Raises PoolClosed.
         """
+        self._check_open()
         self._send(range(self.size), Steer(next(self._words), word))
+
+    def hand(self, replica_id: int, message: object) -> None:
+        """Give a replica a message that nobody waits for; once the pool is closed it is dropped."""
+        if not self._closed:
+            self._send([replica_id], message)
 
     def next_number(self) -> int:
         """Return the number of a new request."""

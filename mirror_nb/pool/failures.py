@@ -86,7 +86,7 @@ def _raise_users(
     ]
     freed = [r for r in failures if primary and r not in primary]
     if freed:
-        notes.append(f"{_who(freed, devices, among)} waited for it and was freed")
+        notes.append(f"{_who(freed, devices, among)} waited for it and {_was(freed)} freed")
     # A replica that would not stop for another's error was ended: the error is what the user has to know.
     _raise(rebuilt(failure), _with_text(failure.traceback), notes + deaths, where)
 
@@ -192,11 +192,15 @@ def _who(ids: list[int], devices: Sequence[Device], among: int) -> str:
 
 
 def _unfinished(late: list[int], devices: Sequence[Device], among: int, timeout: float) -> str:
-    stopped = f"{'were' if late[1:] else 'was'} stopped"
+    stopped = f"{_was(late)} stopped"
     if len(late) == among and among > 1:
         who = "neither of the 2" if among == 2 else f"none of the {among}"
         return f"{who} replicas finished within {timeout:g} s; they {stopped}"
     return f"{_who(late, devices, among)} did not finish within {timeout:g} s and {stopped}"
+
+
+def _was(ids: list[int]) -> str:
+    return "were" if len(ids) > 1 else "was"
 
 
 def _s(ids: list[int]) -> str:

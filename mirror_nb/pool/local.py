@@ -54,6 +54,8 @@ from mirror_nb.telemetry.timeline import Timeline
 COLLECTIVE_SECONDS = 600.0
 # A collective that waits longer fails; the controller frees waits much earlier when it knows of a failure.
 EXIT_SECONDS = 0.5
+NANNY_SECONDS = 10.0
+# For the nanny to sweep up, which takes it a quarter of a second; one that a signal has stopped never does.
 SPARE_SECONDS = 0.1
 # From the start of replicas until another is started that waits for one to die. Who starts some for one all-reduce
 # does not pay for it.
@@ -344,7 +346,11 @@ class LocalPool(Pool):
         if self._nanny is not None and self._nanny.stdin is not None:
             self._tell_nanny(".")
             self._nanny.stdin.close()
-            self._nanny.wait()
+            try:
+                self._nanny.wait(NANNY_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._nanny.kill()
+                self._nanny.wait()
         self._store = None
         self._selector.close()
         if self._posted is not None:

@@ -331,10 +331,10 @@ class Replica:
         learn(shell, cell.sources)
         reporting.settle()
         failure = None
-        self.partial = cell.partial
         synchronizing = self._synchronizing(cell.synchronize and not cell.partial)
         with synchronizing, self.cell_context(), modes.entered(cell.modes):
             enabled = torch.is_grad_enabled()
+            self.partial = cell.partial
             try:
                 with self._interruptible(number):
                     end = shell.run(cell.source, cell.count)
@@ -343,6 +343,8 @@ class Replica:
             except BaseException as error:
                 end = None
                 failure = self.failure(error)
+            finally:
+                self.partial = False
             grads = None if torch.is_grad_enabled() is enabled else not enabled
         value, bundle = (end.value, end.bundle) if end is not None else (None, None)
         if value is not None:

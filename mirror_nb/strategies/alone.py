@@ -119,6 +119,10 @@ class AlonePlace(Place):
     def draw_seed(self) -> int:
         return int(torch.randint(1 << 62, (), device="cpu"))
 
+    @property
+    def takes_part(self) -> bool:
+        return True
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context that changes nothing: there is nobody to synchronise with."""
         return contextlib.nullcontext()
@@ -182,6 +186,7 @@ class AlonePlace(Place):
 
     def close(self) -> None:
         self.closed = True
+        self._input.loaders.close()
 
 
 def _same(state: bytes) -> bytes:

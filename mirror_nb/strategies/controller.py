@@ -53,7 +53,7 @@ from mirror_nb.strategies.reductions import (
     select,
 )
 from mirror_nb.strategies.references import References
-from mirror_nb.strategies.states import States, load_state, state_of
+from mirror_nb.strategies.states import States, kept, load_state, state_of
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
@@ -134,6 +134,10 @@ class ControllerPlace(Place):
             if isinstance(made, torch.optim.Optimizer):
                 refuse_steps(made)
                 self._states.watch(made)
+
+    @property
+    def takes_part(self) -> bool:
+        return True
 
     def no_sync(self) -> AbstractContextManager[None]:
         raise ContextError("no_sync belongs to a replica: use it in the function given to strategy.run")
@@ -534,20 +538,9 @@ class ControllerPlace(Place):
             self._end()
 
     def _keep_what_was_learned(self) -> None:
-        """Bring networks, Variables, states of optimizers and metrics here, where they stay readable.
-
-        Each by itself: what one of them cannot tell costs no other its value.
-        """
-        if self._pool is None:
-            return
-        lost: dict[str, list[str]] = {}
-        for what, keep in list(self._learned()):
-            try:
-                keep()
-            except Exception as reason:
-                lost.setdefault(str(reason), []).append(what)
-        for why, those in lost.items():
-            warnings.warn(f"closed without the latest values of {', '.join(those)}: {why}", stacklevel=4)
+        """Bring networks, Variables, states of optimizers and metrics here, where they stay readable."""
+        for lost in kept(self._learned()) if self._pool is not None else ():
+            warnings.warn(f"closed without the latest values of {lost}", stacklevel=4)
 
     def _learned(self) -> Iterator[tuple[str, Callable[[], None]]]:
         if self.stale:

@@ -93,6 +93,8 @@ class OnReplica(Protocol):
     @property
     def own_process(self) -> bool: ...
     @property
+    def partial(self) -> bool: ...
+    @property
     def recorder(self) -> Recorder: ...
     @property
     def steering(self) -> Steering: ...
@@ -152,7 +154,7 @@ class ReplicaPlace(Place):
 
     def _announce(self) -> None:
         """Tell whoever follows the replicas that this one waits for all the others now."""
-        if getattr(self._replica, "partial", False):
+        if self._replica.partial:
             raise UsageError("this call needs all replicas, but --replicas leaves some out of this cell")
         self._replica.emit(Meeting())
 
@@ -237,6 +239,10 @@ class ReplicaPlace(Place):
     def reduction(self) -> str:
         """How gradients are reduced: "mean" or "sum"."""
         return self._replica.gradients.reduction
+
+    @property
+    def takes_part(self) -> bool:
+        return not self._replica.partial and self._replica.gradients.enabled
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward() accumulates local gradients; the first one after it reduces all."""
@@ -441,6 +447,7 @@ class ReplicaPlace(Place):
         # In a mirrored cell it is the notebook's.
         if isinstance(self._replica, Standalone):
             self.closed = True
+            self._input.loaders.close()
             stand_nowhere(self)
             self._replica.leave()
 

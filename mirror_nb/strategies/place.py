@@ -175,6 +175,11 @@ class Place(ABC):
     def mirror(self, obj: Any) -> Any:
         """Treat an object as created in the scope, and return it."""
 
+    @property
+    @abstractmethod
+    def takes_part(self) -> bool:
+        """Whether this code runs on all replicas, in step, or commands them: not in a cell of some, or --no-sync."""
+
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward() accumulates local gradients; RuntimeError in the controller."""

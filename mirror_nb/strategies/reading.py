@@ -31,8 +31,7 @@ _READS = (
 )
 # All that leads to a network's tensors: attributes, what state_dict and parameters() are made of, moves, copies. And
 # what sets its mode, which is a change or none by the mode that it has in the replicas, or takes parts away: there may
-# be others there. A forward pass may begin with
-# plain attributes, which come along.
+# be others there. A forward pass may begin with plain attributes, which come along.
 
 
 class Source(Protocol):
@@ -75,7 +74,8 @@ class Reading:
                 self._changes.pop().remove()
 
     def _read(self, module: nn.Module, *_: object, **__: object) -> None:
-        for source in self._sources:
+        # A list: refreshing may add and remove sources.
+        for source in list(self._sources):
             if source.stale and source.holds(module):
                 source.refresh()
 

@@ -53,6 +53,8 @@ class Standalone:
     steering: Steering
     # Nobody steers.
     own_process: bool = True
+    partial: bool = False
+    # All processes run the script.
 
     def communicate(self, by: Communication) -> None:
         """Reduce gradients by these cross-device ops from now on; every replica makes the same call."""

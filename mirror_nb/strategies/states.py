@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, final
 
 import torch
 
 from mirror_nb.errors import UsageError
+from mirror_nb.readable import listed
 from mirror_nb.told import parameters_of
 
 
@@ -180,6 +181,20 @@ def _beside(parameter: torch.Tensor | None, value: Any) -> Any:
         name: one.to(parameter.device) if isinstance(one, torch.Tensor) and one.shape == parameter.shape else one
         for name, one in value.items()
     }
+
+
+def kept(learned: Iterable[tuple[str, Callable[[], None]]]) -> list[str]:
+    """Bring here what only the replicas know, each by itself: what one cannot tell costs no other its value.
+
+    Returns what was lost, with the reason.
+    """
+    lost: dict[str, list[str]] = {}
+    for what, keep in list(learned):
+        try:
+            keep()
+        except Exception as reason:
+            lost.setdefault(str(reason), []).append(what)
+    return [f"{listed(those)}: {why}" for why, those in lost.items()]
 
 
 def state_of(optimizer: torch.optim.Optimizer, wanted: bool = True) -> dict[Any, Any] | None:

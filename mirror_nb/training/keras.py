@@ -85,7 +85,7 @@ def _mirrored(original: Callable[..., Any], work: Callable[..., Any]) -> Callabl
         if strategy is None:
             return original(self, *args, **kwargs)
         require_cross_replica(f"Model.{original.__name__}", "call it outside the function given to strategy.run")
-        if not _all_take_part(strategy):
+        if not strategy._place.takes_part:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
@@ -112,14 +112,6 @@ def _strategy_of(model: Any) -> Strategy | None:
         )
     # It came to this replica from the notebook.
     return current
-
-
-def _all_take_part(strategy: Strategy) -> bool:
-    """Whether this code runs on all replicas, or commands them: not so in a cell with --replicas or --no-sync."""
-    replica = getattr(strategy._place, "_replica", None)
-    if replica is None:
-        return True
-    return not getattr(replica, "partial", False) and bool(replica.gradients.enabled)
 
 
 def _team(strategy: Strategy, model: Any) -> Team:

@@ -13,7 +13,19 @@ from torch import nn
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import DeviceError, PoolClosed
-from mirror_nb.messages import Bind, Call, ClearOutput, Display, Fetch, LoadModules, Restore, Snapshot, Stayed
+from mirror_nb.messages import (
+    Bind,
+    Call,
+    ClearOutput,
+    CommMessage,
+    Display,
+    Fetch,
+    LoadModules,
+    Restore,
+    Snapshot,
+    Stayed,
+    Word,
+)
 from mirror_nb.payload import closing_slab, pack, unpack
 from mirror_nb.pool.base import Pool, Report
 from mirror_nb.pool.in_process import InProcessPool
@@ -270,6 +282,9 @@ def test_a_closed_pool_says_so_and_closing_again_does_nothing(kind, n):
         run_cell(made, "1")
     with pytest.raises(PoolClosed):
         made.mend()
+    with pytest.raises(PoolClosed):
+        made.steer(Word.STOP)
+    made.hand(0, CommMessage({"comm_id": "late"}, ()))
     eventually(lambda: not made.dead(), "a closed pool tells of no deaths")
 
 
