@@ -29,7 +29,7 @@ from mirror_nb.values import (
     widened,
 )
 
-_SUM, _MEAN, _NONE = VariableAggregation.SUM, VariableAggregation.MEAN, VariableAggregation.NONE
+_SUM, _NONE = VariableAggregation.SUM, VariableAggregation.NONE
 _FIRST = VariableAggregation.ONLY_FIRST_REPLICA
 
 _WRITES: dict[str, Callable[..., Tensor]] = {
@@ -277,7 +277,7 @@ class Variable(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # TensorFlow's layout, torch's own repr inside.
-        lines = ",\n".join(labelled(i, _shown(value)) for i, value in self._components().items())
+        lines = ",\n".join(labelled(i, value) for i, value in self._components().items())
         return f"{type(self).__name__}:{{\n{lines}\n}}"
 
     def __format__(self, specification: str) -> str:
@@ -309,7 +309,7 @@ class PlainVariable(Variable):
     """A Variable of this process alone, made outside every scope."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Variable({_shown(component(self))!r})"
+        return f"Variable({component(self)!r})"
 
 
 @final
@@ -606,9 +606,6 @@ def bare(tensor: Tensor) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
 
-
-def _shown(value: Tensor) -> Tensor:
-    return value.detach()
 
 
 def _about(names: Sequence[str]) -> frozenset[Any]:
