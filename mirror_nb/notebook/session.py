@@ -56,6 +56,8 @@ QUICK_SECONDS = 0.3
 # For each size.
 IDLE_SECONDS = 0.2
 # Between two looks at the replicas while no cell runs; one takes 10 µs.
+LISTED = 8
+# Names that a line shows.
 KEPT_CELLS = 1000
 
 
@@ -767,9 +769,9 @@ def _check_brought(name: str, value: object) -> None:
         raise TransferError(f"`{name}` cannot be brought to the notebook: {value.why}; it stays in the replicas")
 
 
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:LISTED])
+    return shown if len(names) <= LISTED else f"{shown} and {len(names) - LISTED} more"
 
 
 def _flags(devices: str | None, exchange: Exchange) -> str:

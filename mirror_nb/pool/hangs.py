@@ -73,7 +73,7 @@ def uneven(found: Mapping[int, Standing], idle: Set[int], running: Set[int]) -> 
         for group, wait in _waits(one):
             gone = [p for p in group.replicas if p in idle and _will_not_come(found.get(p), group.group, wait.number)]
             if gone and isinstance(one, Whereabouts):
-                return _uneven(r, one, group, wait, gone, found)
+                return _uneven(r, one, wait, gone, found)
     return None
 
 
@@ -84,9 +84,7 @@ def _will_not_come(one: Standing | None, group: str, number: int) -> bool:
     return any(g.group == group and g.issued < number and not g.under_way for g in one.groups)
 
 
-def _uneven(
-    r: int, one: Whereabouts, group: Collectives, wait: Wait, gone: Sequence[int], found: Mapping[int, Standing]
-) -> str:
+def _uneven(r: int, one: Whereabouts, wait: Wait, gone: Sequence[int], found: Mapping[int, Standing]) -> str:
     at = f" at {told(one.line)}" if one.line else ""
     counts = _counts({p: found[p] for p in (r, *gone)})
     gone_without = f"{_replicas(gone)} {'have' if gone[1:] else 'has'} come to the end without it"

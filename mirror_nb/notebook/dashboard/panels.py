@@ -301,7 +301,7 @@ def devices(frame: Frame) -> str:
         hot = bool(at and at.slowed and any(f.title.startswith(at.device) for f in frame.findings))
         cells = [
             _device_name(frame, r, at),
-            *_usage(r, at, hot),
+            *_usage(r, at),
             f"<i>{_spark(its, hot) if clocks and its else ''}</i>",
         ]
         cells += [_told(column(at) if at else None, hot) for column in known]
@@ -317,7 +317,7 @@ def _device_name(frame: Frame, replica_id: int, at: Reading | None) -> str:
     return f'<b class="n1 {_replica(replica_id)}">{device} <small>{name}</small></b>'
 
 
-def _usage(replica_id: int, at: Reading | None, hot: bool) -> list[str]:
+def _usage(replica_id: int, at: Reading | None) -> list[str]:
     if at is None:
         return ["<i></i>"] * 4
     used, total = at.memory_used, at.memory_total
