@@ -66,13 +66,10 @@ def run(options: Options, out: TextIO = sys.stdout, err: TextIO = sys.stderr) ->
     """
     try:
         return _run(options, out, err)
-    except (UsageError, ImportError) as error:
-        print(f"mirror_nb bench: {error}", file=err)
-        return WRONG_CALL
     except ReplicaError as error:
         print(f"mirror_nb bench: {error}", file=err)
         return FAILED
-    except MirrorError as error:
+    except (MirrorError, ImportError) as error:
         print(f"mirror_nb bench: {error}", file=err)
         return WRONG_CALL
     except Exception as error:
