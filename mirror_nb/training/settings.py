@@ -104,11 +104,6 @@ def make_optimizer(settings: CompileSettings, network: nn.Module) -> tuple[Optim
     return optimizer, _scheduler(settings.scheduler, optimizer)
 
 
-def optimizer_names() -> list[str]:
-    """Return every name of an optimizer, in lower case."""
-    return sorted(_OPTIMIZERS)
-
-
 def _optimizer(asked: Any, network: nn.Module) -> Optimizer:
     parameters = list(network.parameters())
     if not parameters:
