@@ -29,7 +29,7 @@ from mirror_nb.messages import (
     KnownModule,
     travels,
 )
-from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, mirrored_values
+from mirror_nb.mirrors import Mirrors, absorb_states
 from mirror_nb.notebook.holdings import inside
 from mirror_nb.notebook.incoming import Incoming, all_alike
 from mirror_nb.notebook.lent import Lent
@@ -380,7 +380,7 @@ class Names:
             if self.mirrors.known(module) is None:
                 values[handle] = self.mirrors.left(module)
             elif self.mirrors.changed(module):
-                values[handle] = self._given(module, self.mirrors.written(module))
+                values[handle] = self.mirrors.given(module, self.mirrors.written(module))
         self.mirrors.let_go()
         # Nothing is to be said of an attribute that is not plain.
         return {handle: given for handle, given in values.items() if given}
@@ -392,21 +392,7 @@ class Names:
             module = self.user_ns[name]
             handle = self.mirrors.known(module) if isinstance(module, nn.Module) else None
             if handle is not None:
-                values[handle] = self._given(module)
-        return values
-
-    def _given(self, module: nn.Module, written: set[str] | None = None) -> dict[str, torch.Tensor]:
-        """Return the values of a network, those of these names alone, which both sides have from now on."""
-        values = {
-            name: value.detach()
-            for name, value in mirrored_values(module).items()
-            if written is None or name in written
-        }
-        # Only what has changed here: replicas may have attributes of their own.
-        attributes = self.mirrors.attributes(module)
-        if attributes is not None:
-            values[ATTRIBUTES] = attributes
-        self.mirrors.mark(module)
+                values[handle] = self.mirrors.given(module)
         return values
 
     def _travels(self, name: str) -> bool:
