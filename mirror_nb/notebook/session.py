@@ -45,7 +45,7 @@ from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 from mirror_nb.pool.recovery import compare, recover
-from mirror_nb.readable import duration, size
+from mirror_nb.readable import aligned, duration, size
 from mirror_nb.replica.shell import cell_numbers, learn, source_of
 from mirror_nb.strategies.mirrored import SETUP
 from mirror_nb.values import Remote
@@ -303,10 +303,8 @@ class Session:
         for s in found:
             memory = size(s.memory_bytes) if s.memory_bytes is not None else "–"
             rows.append((str(s.replica_id), str(s.device), str(s.pid), memory, s.state))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
         dead = [f"{s.how}; the next %%mirrored cell starts it anew" for s in found if s.how]
-        return "\n".join([*lines, *dead, *self._exchanging()])
+        return "\n".join([*aligned(rows), *dead, *self._exchanging()])
 
     def _exchanging(self) -> list[str]:
         """Return a line that says how gradients are exchanged: "2 replicas · shared_memory · 25 MiB buckets"."""

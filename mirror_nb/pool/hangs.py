@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mirror_nb.devices import Device
 from mirror_nb.messages import Collectives, Wait, Whereabouts
 from mirror_nb.pool.cells import told
+from mirror_nb.readable import aligned
 
 HANG_SECONDS = 0.5
 # A wait in a collective that is longer may be one for a replica that does not come.
@@ -58,9 +59,7 @@ def explain(found: Mapping[int, Standing], ended: Set[int], devices: Sequence[De
         if isinstance(one, Silent):
             below += [f"replica {r} {one.how}" + (":" if one.stack else ""), *(f"  {line}" for line in one.stack)]
             below += [f"replica {r}'s last record: {one.last}"] if one.last else []
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-    return ["where the replicas were:", *(line.rstrip() for line in lines), *below, *_differences(found)]
+    return ["where the replicas were:", *aligned(rows), *below, *_differences(found)]
 
 
 def uneven(found: Mapping[int, Standing], idle: Set[int], running: Set[int]) -> str | None:
