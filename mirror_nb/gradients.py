@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from mirror_nb.agreement import Agreement
 from mirror_nb.buckets import REMEMBERED, Bucket, Buffers, History, Plan, for_gradients
-from mirror_nb.collectives.base import CrossDeviceOps, word_device
+from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, word_device
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
 from mirror_nb.matching import checksum, is_sparse
 from mirror_nb.readable import listed
@@ -65,7 +65,7 @@ class GradientSynchronizer:
         num_replicas: int,
         *,
         reduction: str = "mean",
-        bytes_per_bucket: int = 25 * 2**20,
+        bytes_per_bucket: int = BYTES_PER_PACK,
         first_bucket_bytes: int = 2**20,
     ) -> None:
         if not 0 <= replica_id < num_replicas:

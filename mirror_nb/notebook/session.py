@@ -26,7 +26,7 @@ from mirror_nb import modes
 from mirror_nb.bench.collectives import AllReduceTable, all_reduce
 from mirror_nb.bench.command import Options, check, imported, measure, several
 from mirror_nb.bench.steps import StepTable
-from mirror_nb.collectives.base import name_of
+from mirror_nb.collectives.base import BYTES_PER_PACK, name_of
 from mirror_nb.collectives.options import Communication, CommunicationOptions
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
@@ -50,7 +50,7 @@ from mirror_nb.replica.shell import cell_numbers, learn, source_of
 from mirror_nb.strategies.mirrored import SETUP
 from mirror_nb.values import Remote
 
-QUICK_SIZES = (64 * 2**10, 2**20, 25 * 2**20)
+QUICK_SIZES = (64 * 2**10, 2**20, BYTES_PER_PACK)
 # Bytes, of all-reduces that are measured for the picker.
 QUICK_SECONDS = 0.3
 # For each size.
@@ -91,7 +91,8 @@ class Exchange:
     def options(self) -> CommunicationOptions:
         """Return the same as options. Raises UsageError for what cannot be."""
         if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
-            raise UsageError(f"--bucket-mb is {self.bucket_mb:g}; it must be above 0, and 25 is usual")
+            usual = BYTES_PER_PACK / 2**20
+            raise UsageError(f"--bucket-mb is {self.bucket_mb:g}; it must be above 0, and {usual:g} is usual")
         return CommunicationOptions(
             bytes_per_pack=round((self.bucket_mb or 0) * 2**20),
             compression=None if self.compression == "none" else self.compression,
