@@ -81,8 +81,8 @@ class GradientSynchronizer:
         self.num_replicas = num_replicas
         self.reduction = reduction
         self.enabled = True
-        # Called at the first gradient of every round, for whoever has to know that training began.
         self.before_backward: Callable[[], None] = lambda: None
+        # Called at the first gradient of every round, for whoever has to know that training began.
         self._ops: CrossDeviceOps | None = None
         self._exact = True
         self.recorder: Recorder | None = None
