@@ -69,7 +69,7 @@ class _Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class BothSides:
     """What one name is on both sides."""
 
     value: object
@@ -168,10 +168,10 @@ class Names:
         for name in names:
             self._sent.get(replica_id, {}).pop(name, None)
 
-    def standing(self, names: Iterable[str]) -> dict[str, Standing]:
+    def standing(self, names: Iterable[str]) -> dict[str, BothSides]:
         """Return what these names are on both sides, for `put_back`."""
         return {
-            name: Standing(
+            name: BothSides(
                 self.user_ns.get(name, _MISSING),
                 {replica_id: sent[name] for replica_id, sent in self._sent.items() if name in sent},
                 {replica_id for replica_id, there in self._there.items() if name in there},
@@ -179,7 +179,7 @@ class Names:
             for name in names
         }
 
-    def put_back(self, names: Mapping[str, Standing]) -> None:
+    def put_back(self, names: Mapping[str, BothSides]) -> None:
         """Let names be what they were: what has been absorbed since was not meant for them."""
         for name, standing in names.items():
             if standing.value is _MISSING:

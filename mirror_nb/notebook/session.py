@@ -78,7 +78,7 @@ class CellOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class GradientFlags:
     """How replicas exchange gradients, in the words of `%mirror start`; None: not said."""
 
     ops: str | None = None
@@ -98,9 +98,9 @@ class Exchange:
             compression=None if self.compression == "none" else self.compression,
         )
 
-    def over(self, before: Exchange) -> Exchange:
+    def over(self, before: GradientFlags) -> GradientFlags:
         """Return this where it says something, else what was before."""
-        return Exchange(
+        return GradientFlags(
             self.ops or before.ops,
             before.bucket_mb if self.bucket_mb is None else self.bucket_mb,
             self.compression or before.compression,
@@ -181,7 +181,7 @@ class Session:
         self._untaught: set[int] = set()
         # Replicas that have functions of these cells from another one, without their lines.
         self._seed = 0
-        self._exchange = Exchange()
+        self._exchange = GradientFlags()
         self.measured: dict[tuple[str, ...], AllReduceTable] = {}
         # What all-reduces took when they were last measured here, by devices.
         self._operation = ""
@@ -208,7 +208,7 @@ class Session:
         devices: str | None = None,
         seed: int = 0,
         in_process: bool = False,
-        exchange: Exchange = Exchange(),
+        exchange: GradientFlags = GradientFlags(),
     ) -> str:
         """Start replicas and return a line that says so; on the same devices again, say that they run.
 
@@ -265,7 +265,7 @@ class Session:
 
         loop.call_later(IDLE_SECONDS, look)
 
-    def restart(self, devices: str | None = None, exchange: Exchange = Exchange()) -> str:
+    def restart(self, devices: str | None = None, exchange: GradientFlags = GradientFlags()) -> str:
         """Stop the replicas and start new ones, on the same devices with the same options unless others are named."""
         if self._pool is None:
             return self.start(devices, exchange=exchange)
@@ -773,5 +773,5 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= LISTED else f"{shown} and {len(names) - LISTED} more"
 
 
-def _flags(devices: str | None, exchange: Exchange) -> str:
+def _flags(devices: str | None, exchange: GradientFlags) -> str:
     return " ".join([*([] if devices is None else [f"--devices {devices}"]), *exchange.flags()])
