@@ -20,14 +20,14 @@ from torch.utils.weak import TensorWeakRef
 from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.tracked import Tracked
 
-# So many backward passes in a row leave the same parameters out before the plan leaves them out too.
 PATIENCE = 4
-# Plans, and entries of what followed what; when there are more, all are forgotten, alike on all replicas.
+# So many backward passes in a row leave the same parameters out before the plan leaves them out too.
 REMEMBERED = 64
-# How many look at a storage, by its address: torch's own, and private. Without it no gradient shows a bucket's memory.
-_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-# What messages say of an all-reduce: the first words in short.
+# Plans, and entries of what followed what; when there are more, all are forgotten, alike on all replicas.
 PURPOSE = "gradients, in which a backward pass that uses no parameter of a mirrored module takes no part"
+# What messages say of an all-reduce: the first words in short.
+_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+# How many look at a storage, by its address: torch's own, and private. Without it no gradient shows a bucket's memory.
 
 
 @final
@@ -35,11 +35,13 @@ PURPOSE = "gradients, in which a backward pass that uses no parameter of a mirro
 class Agreed:
     """A parameter that all replicas know by the same number."""
 
-    tracked: Tracked | None  # None: gone on this replica
+    tracked: Tracked | None
+    # None: gone on this replica.
     shape: torch.Size
     dtype: torch.dtype
     device_type: str
-    sparse: bool = False  # its gradients are of some rows only, and go by themselves
+    sparse: bool = False
+    # Its gradients are of some rows only, and go by themselves.
 
     def parameter(self) -> nn.Parameter | None:
         return None if self.tracked is None else self.tracked.parameter()
@@ -80,7 +82,8 @@ class Plan:
     numbers: frozenset[int]
     buckets: tuple[Bucket, ...]
     bucket_of: dict[int, int]
-    early: int  # buckets that may leave before the backward pass ends; the others wait for the tail
+    early: int
+    # Buckets that may leave before the backward pass ends; the others wait for the tail.
 
     @staticmethod
     def cut(numbers: frozenset[int], agreed: Sequence[Agreed], first_bytes: int, bytes_each: int, exact: bool) -> Plan:

@@ -5,30 +5,5 @@ Knows nothing but where they are made.
 
 from __future__ import annotations
 
-from mirror_nb.training.callbacks import (
-    BackupAndRestore,
-    Callback,
-    CallbackList,
-    CSVLogger,
-    EarlyStopping,
-    LambdaCallback,
-    LearningRateScheduler,
-    ModelCheckpoint,
-    ReduceLROnPlateau,
-    TensorBoard,
-    TerminateOnNaN,
-)
-
-__all__ = [
-    "BackupAndRestore",
-    "CSVLogger",
-    "Callback",
-    "CallbackList",
-    "EarlyStopping",
-    "LambdaCallback",
-    "LearningRateScheduler",
-    "ModelCheckpoint",
-    "ReduceLROnPlateau",
-    "TensorBoard",
-    "TerminateOnNaN",
-]
+from mirror_nb.training.callbacks import *  # noqa: F403
+from mirror_nb.training.callbacks import __all__ as __all__

@@ -260,10 +260,9 @@ class GlobalBatches:
         batch_size: int | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
-        loaders: Loaders | None = None,
     ) -> None:
         self._loader = _loader_of(source, num_replicas, batch_size, shuffle, drop_last)
-        self._loaders = Loaders() if loaders is None else loaders
+        self._loaders = Loaders()
         # Pinning needs a GPU's driver, and these batches still have to travel to another process.
         self._place = _Place(0, 1, contextlib.nullcontext, pin_memory=False)
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from mirror_nb.agreement import Agreement
 from mirror_nb.buckets import REMEMBERED, Bucket, Buffers, History, Plan, for_gradients
-from mirror_nb.collectives.base import CrossDeviceOps, word_device
+from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, word_device
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
 from mirror_nb.matching import checksum, is_sparse
 from mirror_nb.readable import listed
@@ -65,7 +65,7 @@ class GradientSynchronizer:
         num_replicas: int,
         *,
         reduction: str = "mean",
-        bytes_per_bucket: int = 25 * 2**20,
+        bytes_per_bucket: int = BYTES_PER_PACK,
         first_bucket_bytes: int = 2**20,
     ) -> None:
         if not 0 <= replica_id < num_replicas:
@@ -81,8 +81,8 @@ class GradientSynchronizer:
         self.num_replicas = num_replicas
         self.reduction = reduction
         self.enabled = True
-        # Called at the first gradient of every round, for whoever has to know that training began.
         self.before_backward: Callable[[], None] = lambda: None
+        # Called at the first gradient of every round, for whoever has to know that training began.
         self._ops: CrossDeviceOps | None = None
         self._exact = True
         self.recorder: Recorder | None = None

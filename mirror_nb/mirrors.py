@@ -217,6 +217,17 @@ class Mirrors:
                 Attributes(module.modules()),
             )
 
+    def given(self, module: nn.Module, names: set[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return the values of a network, those of these names alone, which both sides have from now on."""
+        held = mirrored_values(module)
+        values = {name: value.detach() for name, value in held.items() if names is None or name in names}
+        # Only what has changed here: replicas may have attributes of their own.
+        attributes = self.attributes(module)
+        if attributes is not None:
+            values[ATTRIBUTES] = attributes
+        self.mark(module)
+        return values
+
     def unmark(self, module: nn.Module) -> None:
         """The other side has not got the network, and none of its parts."""
         for part in module.modules():

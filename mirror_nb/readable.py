@@ -46,3 +46,10 @@ def listed(things: Sequence[object]) -> str:
     """Return them in words: `0, 1 and 3`. Raises IndexError where there are none."""
     words = [str(thing) for thing in things]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f" and {words[-1]}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines: every column but the last is as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
+    lines = ("  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows)
+    return [line.rstrip() for line in lines]

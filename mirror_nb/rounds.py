@@ -23,14 +23,17 @@ class Round:
     """One backward pass on its way."""
 
     plan: Plan
-    owner: Callable[[], object | None]  # gone when autograd has let go of this pass
+    owner: Callable[[], object | None]
+    # Gone when autograd has let go of this pass.
     touched: list[int] = field(default_factory=list)
     unknown: list[Tracked] = field(default_factory=list)
     works: list[Reduction | Any] = field(default_factory=list)
-    unproven: list[Tensor] = field(default_factory=list)  # what ops reduced that may be no exact sum
+    unproven: list[Tensor] = field(default_factory=list)
+    # What ops reduced that may be no exact sum.
     launched: int = 0
     given_up: bool = False
-    lacking: list[int] = field(init=False)  # gradients that each bucket waits for
+    lacking: list[int] = field(init=False)
+    # Gradients that each bucket waits for.
 
     def __post_init__(self) -> None:
         self.lacking = [len(bucket.numbers) for bucket in self.plan.buckets]

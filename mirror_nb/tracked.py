@@ -42,7 +42,8 @@ class Tracked:
         self.parameter: Callable[[], nn.Parameter | None] = TensorWeakRef(parameter)
         self.name = name
         self.ordinal = ordinal
-        self.number: int | None = None  # its place among what is agreed, the same on all replicas
+        self.number: int | None = None
+        # Its place among what is agreed, the same on all replicas.
         self.owner: Callable[[], object | None] | None = None
         self.aside: Tensor | None = None
         self.round: object = None

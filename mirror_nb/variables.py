@@ -29,7 +29,7 @@ from mirror_nb.values import (
     widened,
 )
 
-_SUM, _MEAN, _NONE = VariableAggregation.SUM, VariableAggregation.MEAN, VariableAggregation.NONE
+_SUM, _NONE = VariableAggregation.SUM, VariableAggregation.NONE
 _FIRST = VariableAggregation.ONLY_FIRST_REPLICA
 
 _WRITES: dict[str, Callable[..., Tensor]] = {
@@ -212,7 +212,7 @@ class Variable(torch.Tensor):
             return self._home.assign(self, how, value)
         apply_assign(self, how, value)
         # As with several replicas: what `run` returns is the value of now.
-        return component(self) if any(ask() for ask in _replicas) else self
+        return component(self) if _on_replica is not None and _on_replica() else self
 
     def read_value(self) -> Tensor:
         """Return a copy of the value, a plain tensor: on a replica its own, from outside the aggregated one."""
@@ -277,7 +277,7 @@ class Variable(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # TensorFlow's layout, torch's own repr inside.
-        lines = ",\n".join(labelled(i, _shown(value)) for i, value in self._components().items())
+        lines = ",\n".join(labelled(i, value) for i, value in self._components().items())
         return f"{type(self).__name__}:{{\n{lines}\n}}"
 
     def __format__(self, specification: str) -> str:
@@ -309,7 +309,7 @@ class PlainVariable(Variable):
     """A Variable of this process alone, made outside every scope."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Variable({_shown(component(self))!r})"
+        return f"Variable({component(self)!r})"
 
 
 @final
@@ -380,28 +380,31 @@ def _build(kind: type[Variable], value: Tensor, home: VariableHome | None, optio
 
 Make = Callable[..., Variable]
 
-_scopes: list[Callable[[], Make | None]] = []
-_arrivals: list[Make] = []
-_replicas: list[Callable[[], bool]] = []
+_scope: Callable[[], Make | None] | None = None
+_arrival: Make | None = None
+_on_replica: Callable[[], bool] | None = None
 
 
 def provide_scope(find: Callable[[], Make | None]) -> None:
     """Say how the maker of the scope that the caller is in is found; it returns None outside every scope."""
-    _scopes.append(find)
+    global _scope
+    _scope = find
 
 
 def provide_replica(ask: Callable[[], bool]) -> None:
     """Say how it is found whether the caller's code is one replica's alone, in `strategy.run`."""
-    _replicas.append(ask)
+    global _on_replica
+    _on_replica = ask
 
 
 def provide_arrivals(make: Make) -> None:
     """Say who makes the Variables that arrive in this process by pickle: a replica's place."""
-    _arrivals.append(make)
+    global _arrival
+    _arrival = make
 
 
 def _making() -> Make | None:
-    return _scopes[-1]() if _scopes and not _arriving else None
+    return _scope() if _scope is not None and not _arriving else None
 
 
 _arriving = False
@@ -434,9 +437,9 @@ def rebuild(
     """
     made: Variable
     make = _making()
-    if _arrivals and (kind != PlainVariable.__name__ or make is not None):
+    if _arrival is not None and (kind != PlainVariable.__name__ or make is not None):
         sums = kind == SyncOnReadVariable.__name__ and options["aggregation"] is _SUM
-        made = _arrivals[-1](torch.zeros_like(value) if sums and _of_a_peer else value, **options)
+        made = _arrival(torch.zeros_like(value) if sums and _of_a_peer else value, **options)
     elif make is not None:
         made = make(value, **options)
     else:
@@ -474,6 +477,14 @@ def set_trained(variable: Variable, trained: bool) -> None:
 def component(variable: Variable) -> Tensor:
     """Return a copy of the component in this process, a plain tensor."""
     return bare(variable).clone()
+
+
+def update_component(variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `fn` with the component in this process, or with what is no Variable; return the result, no Variable."""
+
+    own = component_variable(variable) if isinstance(variable, Variable) else variable
+    result = fn(own, *args, **kwargs)
+    return component(result) if isinstance(result, Variable) else result
 
 
 def read_component(variable: Variable) -> Tensor:
@@ -605,10 +616,6 @@ def bare(tensor: Tensor) -> Tensor:
     """Return a tensor, of a Variable the component in this process, as a plain one on the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
-
-
-def _shown(value: Tensor) -> Tensor:
-    return value.detach()
 
 
 def _about(names: Sequence[str]) -> frozenset[Any]:

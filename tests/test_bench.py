@@ -21,7 +21,7 @@ from traitlets.config import Config
 import mirror_nb as mnb
 from mirror_nb import advice
 from mirror_nb.bench import AllReduceTable, StepTable, command, steps
-from mirror_nb.bench.collectives import AllReduceRow, all_reduce
+from mirror_nb.bench.collectives import AllReduceRow, all_reduce, sizes_to
 from mirror_nb.bench.replicas import OfPool
 from mirror_nb.bench.steps import StepRow, _advice, _Found
 from mirror_nb.collectives.base import Finished
@@ -501,5 +501,5 @@ def test_sizes_are_read_as_people_write_them():
         12,
         8192,
     ]
-    assert command.sizes_to(20_000) == (1024, 4096, 16384)
+    assert sizes_to(20_000) == (1024, 4096, 16384)
     assert command.shape_of("(1, 28, 28)") == (1, 28, 28)

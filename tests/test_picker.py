@@ -27,7 +27,7 @@ from mirror_nb.notebook.picker.choice import Choice, Standing
 from mirror_nb.notebook.picker.driven_session import DrivenSession
 from mirror_nb.notebook.picker.inventory import Machine, places
 from mirror_nb.notebook.picker.widget import Picker
-from mirror_nb.notebook.session import QUICK_SIZES, Exchange, Session
+from mirror_nb.notebook.session import QUICK_SIZES, GradientFlags, Session
 
 Made = Callable[..., tuple[Picker, MadeSession]]
 
@@ -399,17 +399,17 @@ def test_a_real_session_is_measured_and_given_buckets_and_compression(shell):
         driven.start(picked)
         # The line that is shown means the same.
         parsed = parse_argstring(MirrorMagics.mirror, picked.line().removeprefix("%mirror "))
-        assert _exchange(parsed) == session._exchange == Exchange("one_device", 4, "bf16")
+        assert _exchange(parsed) == session._exchange == GradientFlags("one_device", 4, "bf16")
         options = communication_of(session)
         assert (options.options.bytes_per_pack, options.options.compression) == (4 * 2**20, "bf16")
         assert type(options.ops).__name__ == "ReductionToOneDevice"
         assert "running already" in session.start()
         with pytest.raises(UsageError, match=r"%mirror restart --bucket-mb 25 \("):
-            session.start(exchange=Exchange(bucket_mb=25))
+            session.start(exchange=GradientFlags(bucket_mb=25))
         with pytest.raises(UsageError, match="--bucket-mb is -1; it must be above 0"):
-            session.restart(exchange=Exchange(bucket_mb=-1))
+            session.restart(exchange=GradientFlags(bucket_mb=-1))
         # What is not named stays.
-        session.restart("cpu:0,cpu:1", Exchange(compression="none"))
+        session.restart("cpu:0,cpu:1", GradientFlags(compression="none"))
         assert communication_of(session).options.bytes_per_pack == 4 * 2**20
         assert communication_of(session).options.compression is None
     finally:

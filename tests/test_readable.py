@@ -57,3 +57,12 @@ def test_a_duration_has_units(seconds, shown):
 @pytest.mark.parametrize(("things", "shown"), [([0], "0"), ([0, 1], "0 and 1"), (["a", "b", "c"], "a, b and c")])
 def test_a_list_ends_with_and(things, shown):
     assert readable.listed(things) == shown
+
+
+def test_the_columns_of_a_table_stand_below_each_other():
+    rows = [("replica", "device", "at"), ("0", "cpu:0", "line 12"), ("10", "cpu:10", "")]
+    assert readable.aligned(rows) == [
+        "replica  device  at",
+        "0        cpu:0   line 12",
+        "10       cpu:10",
+    ]

@@ -133,7 +133,6 @@ def test_all_reduce_times_and_bandwidths_are_those_of_nccl_tests(replicas):
         for seen in (small, large):
             assert seen.p50 == pytest.approx(seen.size * traffic / 20e9, rel=0.02)
             assert seen.p50 < seen.p95 < seen.p50 * 1.1
-            assert seen.algorithm_bandwidth == pytest.approx(seen.size / seen.p50)
             assert seen.bus_bandwidth == pytest.approx(20e9, rel=0.02)
         assert len(large.seconds) == 100
 

@@ -219,10 +219,16 @@ def chosen_ops(
     return chosen
 
 
+def sizes_to(largest: int) -> tuple[int, ...]:
+    """Return the sizes of a table up to `largest` bytes, each four times the last. Raises UsageError where none is."""
+    if largest < SMALLEST:
+        raise UsageError(f"the largest size is {largest} bytes; it starts with {SMALLEST}, and {LARGEST_CPU} is usual")
+    return tuple(2**k for k in range(SMALLEST.bit_length() - 1, largest.bit_length(), 2))
+
+
 def _sizes(sizes: Sequence[int] | None, devices: Sequence[Device]) -> tuple[int, ...]:
     if sizes is None:
-        largest = LARGEST_GPU if devices[0].kind == "cuda" else LARGEST_CPU
-        return tuple(2**k for k in range(SMALLEST.bit_length() - 1, largest.bit_length(), 2))
+        return sizes_to(LARGEST_GPU if devices[0].kind == "cuda" else LARGEST_CPU)
     wrong = [size for size in sizes if size < 4]
     if wrong or not sizes:
         raise UsageError(f"`sizes` holds {wrong[0]}; an fp32 takes 4 bytes" if wrong else "`sizes` is empty")

@@ -16,13 +16,12 @@ import torch
 
 from mirror_nb import devices as device_names
 from mirror_nb.bench.collectives import (
-    LARGEST_CPU,
     SECONDS_A_SIZE,
-    SMALLEST,
     AllReduceTable,
     all_reduce,
     check_seconds,
     chosen_ops,
+    sizes_to,
 )
 from mirror_nb.bench.replicas import check_several
 from mirror_nb.bench.steps import SECONDS, StepTable, check_task, steps
@@ -66,13 +65,10 @@ def run(options: Options, out: TextIO = sys.stdout, err: TextIO = sys.stderr) ->
     """
     try:
         return _run(options, out, err)
-    except (UsageError, ImportError) as error:
-        print(f"mirror_nb bench: {error}", file=err)
-        return WRONG_CALL
     except ReplicaError as error:
         print(f"mirror_nb bench: {error}", file=err)
         return FAILED
-    except MirrorError as error:
+    except (MirrorError, ImportError) as error:
         print(f"mirror_nb bench: {error}", file=err)
         return WRONG_CALL
     except Exception as error:
@@ -195,13 +191,6 @@ def nbytes_of(words: str) -> int:
         return int(float(text[:-1] if unit > 1 else text) * unit)
     except (ValueError, OverflowError):
         raise UsageError(f"{words!r} is no size; write 64M or 512K, say") from None
-
-
-def sizes_to(largest: int) -> tuple[int, ...]:
-    """Return the sizes of a table up to `largest` bytes, each four times the last."""
-    if largest < SMALLEST:
-        raise UsageError(f"the largest size is {largest} bytes; it starts with {SMALLEST}, and {LARGEST_CPU} is usual")
-    return tuple(2**k for k in range(SMALLEST.bit_length() - 1, largest.bit_length(), 2))
 
 
 def shape_of(words: str) -> tuple[int, ...]:

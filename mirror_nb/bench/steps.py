@@ -345,13 +345,20 @@ class _Measurement:
         return self._largest(times)
 
     def _steps(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, count: int) -> list[float]:
+        def step() -> None:
+            optimizer.zero_grad()
+            self._loss(_called(model, inputs)).backward()
+            optimizer.step()
+
+        return self._timed(step, count)
+
+    def _timed(self, step: Callable[[], object], count: int) -> list[float]:
+        """Return how long a step takes, ms, `count` times, when it is warm."""
         times = []
         for i in range(_WARM_UP + count):
             _synchronize(self._seat.device)
             begun = time.perf_counter()
-            optimizer.zero_grad()
-            self._loss(_called(model, inputs)).backward()
-            optimizer.step()
+            step()
             _synchronize(self._seat.device)
             if i >= _WARM_UP:
                 times.append((time.perf_counter() - begun) * 1000)
@@ -375,14 +382,7 @@ class _Measurement:
             return None
         medians = []
         for optimizer in (self._optimizer, fused):
-            times = []
-            for i in range(_WARM_UP + _OPTIMIZER_STEPS):
-                _synchronize(self._seat.device)
-                begun = time.perf_counter()
-                optimizer.step()
-                _synchronize(self._seat.device)
-                if i >= _WARM_UP:
-                    times.append((time.perf_counter() - begun) * 1000)
+            times = self._timed(optimizer.step, _OPTIMIZER_STEPS)
             medians.append(statistics.median(self._largest(times)))
         return medians[0], medians[1]
 

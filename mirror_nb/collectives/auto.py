@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from mirror_nb import readable
-from mirror_nb.collectives.base import CrossDeviceOps, Handle, Member, name_of
+from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, Handle, Member, name_of
 from mirror_nb.collectives.measuring import Trial, compare
 from mirror_nb.collectives.topology import numa_nodes
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp
 
-SIZES = (2**12, 2**16, 2**20, 2**22, 25 * 2**20)
+SIZES = (2**12, 2**16, 2**20, 2**22, BYTES_PER_PACK)
 # Bytes; buckets are 1 to 25 MiB as a rule, and small ones are what is left over.
 SECONDS_A_SIZE = 0.3
 WORTH = 0.9

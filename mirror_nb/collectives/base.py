@@ -28,6 +28,9 @@ from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError, UsageError
 from mirror_nb.values import ReduceOp
 
+BYTES_PER_PACK = 25 * 2**20
+# Of a bucket of gradients, where nothing else is said.
+
 
 @final
 @dataclass(frozen=True, slots=True)

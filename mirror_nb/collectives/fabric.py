@@ -361,9 +361,9 @@ class Fabric:
 
     # ------------------------------------------------------------------ questions, which take no lock
 
-    def waits(self) -> list[tuple[Exchange, float, list[int]]]:
-        """Return what threads wait for here, since when (time.monotonic), and which replicas have not come to it."""
-        return [(exchange, since, self.lacking(exchange)) for exchange, since in list(self._waiting)]
+    def waits(self) -> list[tuple[Exchange, float]]:
+        """Return what threads wait for here, and since when (time.monotonic)."""
+        return list(self._waiting)
 
     def lacking(self, exchange: Exchange) -> list[int]:
         """Return the replicas that have not come to an exchange."""

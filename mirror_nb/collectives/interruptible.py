@@ -239,7 +239,7 @@ class InterruptibleGroup(dist.ProcessGroup):
         if shared is not None:
             begun += shared.begun()
             seen = tuple(shared.seen())
-            found = [(exchange, since) for exchange, since, _ in shared.waits()]
+            found = shared.waits()
             if not found:
                 # Futures that C++ waits for.
                 found = [(work.exchange, work.since) for work in live if isinstance(work, SharedWork)]

@@ -22,6 +22,8 @@ from mirror_nb.values import ReduceOp
 _TILE = 65_537
 # Prime, so that what lands in the wrong place differs: tensors are cut by powers of two.
 _WARM_UP = 2
+_LEAST, _MOST = 5, 200
+# Rounds that count.
 
 
 @final
@@ -49,19 +51,16 @@ def compare(
     numel: int,
     *,
     seconds: float,
-    least: int = 5,
-    most: int = 200,
-    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Trial]:
-    """Time the sum of `numel` elements by each of `ops`, which take turns; every replica makes the same call.
+    """Time the sum of `numel` fp32 by each of `ops`, which take turns; every replica makes the same call.
 
     The tensor is filled anew each time, with numbers that no round before had, and lies where gradient buckets lie: an
-    op that is repeated on the same numbers measures the caches. About `seconds` are spent, and between `least` and
-    `most` rounds. Raises what the ops raise.
+    op that is repeated on the same numbers measures the caches. About `seconds` are spent, and between 5 and 200
+    rounds. Raises what the ops raise.
     """
     first = next(iter(ops.values()))
     member = first.member
-    flat = first.allocate(numel, dtype)
+    flat = first.allocate(numel, torch.float32)
     course = _Course(member, flat)
     try:
         with first.limited():
@@ -71,7 +70,7 @@ def compare(
                     course.run(ops[name])
                 took = time.perf_counter() - begun
             took = float(_worst(member, torch.tensor([took], dtype=torch.float64, device="cpu")))
-            rounds = max(least, min(most, int(seconds / max(took, 1e-6))))
+            rounds = max(_LEAST, min(_MOST, int(seconds / max(took, 1e-6))))
             found = torch.tensor(
                 [[course.run(ops[name]) for name in ops] for _ in range(rounds)], dtype=torch.float64, device="cpu"
             )

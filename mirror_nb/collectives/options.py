@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from mirror_nb.collectives.auto import AutoAllReduce
-from mirror_nb.collectives.base import CrossDeviceOps, Member
+from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, Member
 from mirror_nb.collectives.compressed import Compressed
 from mirror_nb.collectives.gloo import GlooAllReduce
 from mirror_nb.collectives.hierarchical_copy import HierarchicalCopyAllReduce
@@ -43,7 +43,7 @@ class CommunicationOptions:
     Raises UsageError for sizes and times that cannot be, and for an implementation that is not there.
     """
 
-    bytes_per_pack: int = 25 * 2**20
+    bytes_per_pack: int = BYTES_PER_PACK
     # Size of a gradient bucket; 0 means this default, as in TensorFlow.
     timeout_seconds: float | None = None
     # How long a replica on the CPU waits for a collective; None: as long as the process group allows. GPUs are
@@ -61,7 +61,7 @@ class CommunicationOptions:
         if not 0 <= self.bytes_per_pack < math.inf:
             raise UsageError(f"`bytes_per_pack` is {self.bytes_per_pack}; it is a number of bytes from 0 on")
         if self.bytes_per_pack == 0:
-            object.__setattr__(self, "bytes_per_pack", 25 * 2**20)
+            object.__setattr__(self, "bytes_per_pack", BYTES_PER_PACK)
         if self.timeout_seconds is not None and not 0 < self.timeout_seconds <= LONGEST_SECONDS:
             raise UsageError(
                 f"`timeout_seconds` is {self.timeout_seconds}; it must be above 0 and at most {LONGEST_SECONDS:.0e}, "

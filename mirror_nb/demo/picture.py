@@ -15,6 +15,7 @@ import numpy as np
 from mirror_nb.demo.datasets import LabelledImages
 from mirror_nb.demo.progress import History, Stepped
 from mirror_nb.devices import Device
+from mirror_nb.notebook.ink import INK, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,31 +24,11 @@ if TYPE_CHECKING:
 ENDINGS = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours without yellow and black, which colour-blind readers tell apart, and two more.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F3C8D", "#6E7781")
-_INK, _PALE, _WRONG = "#24292f", "#8c959f", "#cf222e"
+_WRONG = "#cf222e"
 _COLUMNS, _ROWS = 8, 5
 _POINTS = 40
 _FEW = 4
 # Up to so many replicas, the legend has room for their devices.
-_STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "text.color": _INK,
-    "axes.edgecolor": _PALE,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#eaeef2",
-    "xtick.color": _PALE,
-    "ytick.color": _PALE,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
-    "legend.frameon": False,
-}
 
 
 def draw(history: History, data: LabelledImages, devices: Sequence[Device], path: Path) -> None:
@@ -61,7 +42,7 @@ def draw(history: History, data: LabelledImages, devices: Sequence[Device], path
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(13, 6.8), layout=ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.09))
         FigureCanvasAgg(figure)
         figure.suptitle(_headline(history, data, devices), fontsize=14, fontweight="bold", x=0.008, ha="left")
@@ -88,7 +69,7 @@ def _draw_losses(axes: Axes, history: History, devices: Sequence[Device]) -> Non
         values = history.losses(r)
         axes.plot(range(1, len(values) + 1), values, color=_colour(r), alpha=0.35, lw=0.8)
     smooth = _smoothed(history.mean_losses())
-    axes.plot(range(1, len(smooth) + 1), smooth, color=_INK, lw=1.6, label="global batch, smoothed")
+    axes.plot(range(1, len(smooth) + 1), smooth, color=INK, lw=1.6, label="global batch, smoothed")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlim(0, len(smooth))
@@ -156,7 +137,7 @@ def _draw_image(axes: Axes, data: LabelledImages, index: int, predicted: int) ->
     text = said if right else f"{said}\nis {data.classes[int(data.test_labels[index])]}"
     axes.set_title(
         text,
-        color=_INK if right else _WRONG,
+        color=INK if right else _WRONG,
         fontsize=8.5,
         loc="center",
         pad=3,

@@ -1,6 +1,6 @@
 """Measurements as pictures: all-reduces over their sizes, a model's steps as bars.
 
-Draws with matplotlib, without pyplot, in the look of curves.py. Knows tables; knows no replicas.
+Draws with matplotlib, without pyplot, in the look of ink.py. Knows tables; knows no replicas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 from mirror_nb.bench.collectives import AllReduceTable
 from mirror_nb.bench.steps import StepTable
 from mirror_nb.errors import UsageError
-from mirror_nb.notebook.curves import _INK, _PALE, _STYLE, Curves
+from mirror_nb.notebook.curves import Curves
+from mirror_nb.notebook.ink import INK, PALE, STYLE
 from mirror_nb.readable import number, size
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def draw_all_reduce(table: AllReduceTable) -> Curves:
     """
     if not table.rows:
         raise UsageError("there is nothing to plot: nothing was measured")
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Curves(figsize=(9.2, 3.4), layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09))
         FigureCanvasAgg(figure)
         times, bandwidths = figure.subplots(1, 2)
@@ -65,15 +66,15 @@ def draw_steps(table: StepTable) -> Curves:
     """
     if not table.rows:
         raise UsageError("there is nothing to plot: nothing was measured")
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Curves(figsize=(6.6, 0.9 + 0.34 * len(table.rows)), layout=ConstrainedLayoutEngine(h_pad=0.09))
         FigureCanvasAgg(figure)
         axes = figure.subplots()
         names = [row.way for row in table.rows]
         best = table.fastest().way
-        colours = [_COLOURS[0] if name == best else _PALE for name in names]
+        colours = [_COLOURS[0] if name == best else PALE for name in names]
         bars = axes.barh(names, [row.p50_ms for row in table.rows], color=colours, height=0.62)
-        axes.bar_label(bars, [number(row.p50_ms) for row in table.rows], padding=4, color=_INK, fontsize=8.5)
+        axes.bar_label(bars, [number(row.p50_ms) for row in table.rows], padding=4, color=INK, fontsize=8.5)
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set(title="a training step, ms", xlim=(0, 1.12 * max(row.p50_ms for row in table.rows)))

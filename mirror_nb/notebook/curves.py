@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -18,6 +18,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from mirror_nb.errors import UsageError
+from mirror_nb.notebook.ink import INK, PALE, STYLE
 from mirror_nb.training.history import History, lower_is_better, shown
 
 if TYPE_CHECKING:
@@ -25,35 +26,11 @@ if TYPE_CHECKING:
 
 _TRAINING, _VALIDATION = "#0072B2", "#D55E00"
 # Okabe and Ito's blue and vermilion, which colour-blind readers tell apart.
-_INK, _PALE = "#24292f", "#8c959f"
 _COLUMNS = 3
 _DPI = 144
 # Twice a screen's, shown at half the size.
 _FEW = 30
 # Up to so many epochs, each is a dot.
-_STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "text.color": _INK,
-    "axes.edgecolor": _PALE,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.titlesize": 10.5,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#eaeef2",
-    "xtick.color": _PALE,
-    "ytick.color": _PALE,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
-    "legend.frameon": False,
-    # Paper of its own, so that the ink can be read on a dark page too.
-    "figure.facecolor": "white",
-    "axes.facecolor": "white",
-}
 
 
 class Curves(Figure):
@@ -78,7 +55,7 @@ def draw(history: History, metrics: Sequence[str] | None) -> Curves:
     names = _panels(history, metrics)
     columns = min(_COLUMNS, len(names))
     rows = math.ceil(len(names) / columns)
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Curves(figsize=(4.6 * columns, 3.1 * rows), layout=ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.09))
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False).flat
@@ -135,7 +112,7 @@ def _mark_best(axes: Axes, history: History, metric: str) -> None:
     if best is None:
         return
     value = history.values(metric)[best]
-    axes.axvline(best + 1, color=_PALE, lw=1, ls=":")
-    axes.plot([best + 1], [value], "o", ms=7, mfc="none", mec=_INK, mew=1.3)
+    axes.axvline(best + 1, color=PALE, lw=1, ls=":")
+    axes.plot([best + 1], [value], "o", ms=7, mfc="none", mec=INK, mew=1.3)
     which = "best validation" if metric.startswith("val_") else "best"
     axes.set_title(f"{which} {shown(value)}, epoch {best + 1}", loc="right", fontsize=8.5, fontweight="normal")

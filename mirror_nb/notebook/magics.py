@@ -19,7 +19,7 @@ from mirror_nb.bench.command import Options
 from mirror_nb.bench.steps import StepTable
 from mirror_nb.errors import MirrorError, UsageError
 from mirror_nb.notebook.picker.driven_session import DrivenSession
-from mirror_nb.notebook.session import CellOptions, Exchange, Session
+from mirror_nb.notebook.session import CellOptions, GradientFlags, Session
 
 if TYPE_CHECKING:
     from mirror_nb.notebook.picker.widget import Picker
@@ -196,8 +196,8 @@ def _devices(given: Any) -> str | None:
     return ",".join(given.names) or given.devices
 
 
-def _exchange(given: Any) -> Exchange:
-    return Exchange(given.ops, given.bucket_mb, given.compression)
+def _exchange(given: Any) -> GradientFlags:
+    return GradientFlags(given.ops, given.bucket_mb, given.compression)
 
 
 MOST_IDS = 1024

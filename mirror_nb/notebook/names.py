@@ -28,7 +28,7 @@ from mirror_nb.messages import (
     KnownModule,
     travels,
 )
-from mirror_nb.mirrors import ATTRIBUTES, Mirrors, absorb_states, mirrored_values
+from mirror_nb.mirrors import Mirrors, absorb_states
 from mirror_nb.notebook.holdings import inside
 from mirror_nb.notebook.incoming import Incoming, all_alike
 from mirror_nb.notebook.lent import Lent
@@ -68,7 +68,7 @@ class _Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class BothSides:
     """What one name is on both sides."""
 
     value: object
@@ -167,10 +167,10 @@ class Names:
         for name in names:
             self._sent.get(replica_id, {}).pop(name, None)
 
-    def standing(self, names: Iterable[str]) -> dict[str, Standing]:
+    def standing(self, names: Iterable[str]) -> dict[str, BothSides]:
         """Return what these names are on both sides, for `put_back`."""
         return {
-            name: Standing(
+            name: BothSides(
                 self.user_ns.get(name, _MISSING),
                 {replica_id: sent[name] for replica_id, sent in self._sent.items() if name in sent},
                 {replica_id for replica_id, there in self._there.items() if name in there},
@@ -178,7 +178,7 @@ class Names:
             for name in names
         }
 
-    def put_back(self, names: Mapping[str, Standing]) -> None:
+    def put_back(self, names: Mapping[str, BothSides]) -> None:
         """Let names be what they were: what has been absorbed since was not meant for them."""
         for name, standing in names.items():
             if standing.value is _MISSING:
@@ -379,7 +379,7 @@ class Names:
             if self.mirrors.known(module) is None:
                 values[handle] = self.mirrors.left(module)
             elif self.mirrors.changed(module):
-                values[handle] = self._given(module, self.mirrors.written(module))
+                values[handle] = self.mirrors.given(module, self.mirrors.written(module))
         self.mirrors.let_go()
         # Nothing is to be said of an attribute that is not plain.
         return {handle: given for handle, given in values.items() if given}
@@ -391,21 +391,7 @@ class Names:
             module = self.user_ns[name]
             handle = self.mirrors.known(module) if isinstance(module, nn.Module) else None
             if handle is not None:
-                values[handle] = self._given(module)
-        return values
-
-    def _given(self, module: nn.Module, written: set[str] | None = None) -> dict[str, torch.Tensor]:
-        """Return the values of a network, those of these names alone, which both sides have from now on."""
-        values = {
-            name: value.detach()
-            for name, value in mirrored_values(module).items()
-            if written is None or name in written
-        }
-        # Only what has changed here: replicas may have attributes of their own.
-        attributes = self.mirrors.attributes(module)
-        if attributes is not None:
-            values[ATTRIBUTES] = attributes
-        self.mirrors.mark(module)
+                values[handle] = self.mirrors.given(module)
         return values
 
     def _travels(self, name: str) -> bool:

@@ -20,6 +20,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb.devices import Device
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, Stream
+from mirror_nb.notebook.view import view_of
 from mirror_nb.pool.failures import spans
 from mirror_nb.readable import duration
 
@@ -31,7 +32,6 @@ LINE_CHARACTERS = 1 << 20
 UPDATE_SECONDS = 0.3
 SHOW_AFTER_SECONDS = 0.4
 # Cells that end sooner show no status lines: they would only flicker.
-_WIDGET = "application/vnd.jupyter.widget-view+json"
 # The colours of JupyterLab, then of VS Code, then some that can be read on light and on dark paper.
 _PALE = "var(--jp-ui-font-color2,var(--vscode-descriptionForeground,#767676))"
 _BUSY = "var(--jp-brand-color1,var(--vscode-charts-blue,#2f7fd6))"
@@ -169,8 +169,7 @@ class CellView:
         from ipywidgets import HTML
 
         self._status = HTML()
-        view = {"version_major": 2, "version_minor": 0, "model_id": self._status.model_id}
-        self._show_status({"text/plain": "", _WIDGET: view}, update=True)
+        self._show_status({"text/plain": "", **view_of(self._status)}, update=True)
 
     def _show_status(self, bundle: dict[str, Any], update: bool) -> None:
         transient = {"display_id": self._place}

@@ -26,7 +26,7 @@ from mirror_nb import modes
 from mirror_nb.bench.collectives import AllReduceTable, all_reduce
 from mirror_nb.bench.command import Options, check, imported, measure, several
 from mirror_nb.bench.steps import StepTable
-from mirror_nb.collectives.base import name_of
+from mirror_nb.collectives.base import BYTES_PER_PACK, name_of
 from mirror_nb.collectives.options import Communication, CommunicationOptions
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
@@ -45,17 +45,19 @@ from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 from mirror_nb.pool.recovery import compare, recover
-from mirror_nb.readable import duration, size
+from mirror_nb.readable import aligned, duration, size
 from mirror_nb.replica.shell import cell_numbers, learn, source_of
 from mirror_nb.strategies.mirrored import SETUP
 from mirror_nb.values import Remote
 
-QUICK_SIZES = (64 * 2**10, 2**20, 25 * 2**20)
+QUICK_SIZES = (64 * 2**10, 2**20, BYTES_PER_PACK)
 # Bytes, of all-reduces that are measured for the picker.
 QUICK_SECONDS = 0.3
 # For each size.
 IDLE_SECONDS = 0.2
 # Between two looks at the replicas while no cell runs; one takes 10 µs.
+LISTED = 8
+# Names that a line shows.
 KEPT_CELLS = 1000
 
 
@@ -76,7 +78,7 @@ class CellOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class GradientFlags:
     """How replicas exchange gradients, in the words of `%mirror start`; None: not said."""
 
     ops: str | None = None
@@ -89,15 +91,16 @@ class Exchange:
     def options(self) -> CommunicationOptions:
         """Return the same as options. Raises UsageError for what cannot be."""
         if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
-            raise UsageError(f"--bucket-mb is {self.bucket_mb:g}; it must be above 0, and 25 is usual")
+            usual = BYTES_PER_PACK / 2**20
+            raise UsageError(f"--bucket-mb is {self.bucket_mb:g}; it must be above 0, and {usual:g} is usual")
         return CommunicationOptions(
             bytes_per_pack=round((self.bucket_mb or 0) * 2**20),
             compression=None if self.compression == "none" else self.compression,
         )
 
-    def over(self, before: Exchange) -> Exchange:
+    def over(self, before: GradientFlags) -> GradientFlags:
         """Return this where it says something, else what was before."""
-        return Exchange(
+        return GradientFlags(
             self.ops or before.ops,
             before.bucket_mb if self.bucket_mb is None else self.bucket_mb,
             self.compression or before.compression,
@@ -178,7 +181,7 @@ class Session:
         self._untaught: set[int] = set()
         # Replicas that have functions of these cells from another one, without their lines.
         self._seed = 0
-        self._exchange = Exchange()
+        self._exchange = GradientFlags()
         self.measured: dict[tuple[str, ...], AllReduceTable] = {}
         # What all-reduces took when they were last measured here, by devices.
         self._operation = ""
@@ -207,7 +210,7 @@ class Session:
         devices: str | None = None,
         seed: int = 0,
         in_process: bool = False,
-        exchange: Exchange = Exchange(),
+        exchange: GradientFlags = GradientFlags(),
     ) -> str:
         """Start replicas and return a line that says so; on the same devices again, say that they run.
 
@@ -264,7 +267,7 @@ class Session:
 
         loop.call_later(IDLE_SECONDS, look)
 
-    def restart(self, devices: str | None = None, exchange: Exchange = Exchange()) -> str:
+    def restart(self, devices: str | None = None, exchange: GradientFlags = GradientFlags()) -> str:
         """Stop the replicas and start new ones, on the same devices with the same options unless others are named."""
         if self._pool is None:
             return self.start(devices, exchange=exchange)
@@ -305,10 +308,8 @@ class Session:
         for s in found:
             memory = size(s.memory_bytes) if s.memory_bytes is not None else "–"
             rows.append((str(s.replica_id), str(s.device), str(s.pid), memory, s.state))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
         dead = [f"{s.how}; the next %%mirrored cell starts it anew" for s in found if s.how]
-        return "\n".join([*lines, *dead, *self._exchanging()])
+        return "\n".join([*aligned(rows), *dead, *self._exchanging()])
 
     def _exchanging(self) -> list[str]:
         """Return a line that says how gradients are exchanged: "2 replicas · shared_memory · 25 MiB buckets"."""
@@ -786,10 +787,10 @@ def _check_brought(name: str, value: object) -> None:
         raise TransferError(f"`{name}` cannot be brought to the notebook: {value.why}; it stays in the replicas")
 
 
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:LISTED])
+    return shown if len(names) <= LISTED else f"{shown} and {len(names) - LISTED} more"
 
 
-def _flags(devices: str | None, exchange: Exchange) -> str:
+def _flags(devices: str | None, exchange: GradientFlags) -> str:
     return " ".join([*([] if devices is None else [f"--devices {devices}"]), *exchange.flags()])

@@ -148,7 +148,7 @@ class Report:
     interrupted: bool
     # The user asked for the end.
     timed_out: bool
-    standings: dict[int, hangs.Standing] = field(default_factory=dict)
+    standings: dict[int, hangs.Found] = field(default_factory=dict)
     # Where they were, those that were asked: by replica id.
     uneven: bool = False
     # Some waited in a collective for others that had come to the end without it.
@@ -555,7 +555,7 @@ class _Following:
         # By the user, first.
         self._question = 0
         self._asked: set[int] = set()
-        self._standings: dict[int, hangs.Standing] = {}
+        self._standings: dict[int, hangs.Found] = {}
         # What was answered to the last question.
         self._uneven = False
         self._ask_at = time.monotonic() + UNEVEN_AFTER if len(requests) < pool.size else math.inf

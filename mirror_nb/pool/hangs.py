@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mirror_nb.devices import Device
 from mirror_nb.messages import Collectives, Wait, Whereabouts
 from mirror_nb.pool.cells import told
+from mirror_nb.readable import aligned
 
 HANG_SECONDS = 0.5
 # A wait in a collective that is longer may be one for a replica that does not come.
@@ -36,10 +37,10 @@ class Silent:
     # The last that it recorded; empty: nothing.
 
 
-Standing = Whereabouts | Silent
+Found = Whereabouts | Silent
 
 
-def hangs(found: Mapping[int, Standing]) -> bool:
+def hangs(found: Mapping[int, Found]) -> bool:
     """Whether this looks like a hang: a long wait in a collective, or a replica that does not answer."""
     return any(
         isinstance(one, Silent) or any(wait.seconds >= HANG_SECONDS for _, wait in _waits(one))
@@ -47,7 +48,7 @@ def hangs(found: Mapping[int, Standing]) -> bool:
     )
 
 
-def explain(found: Mapping[int, Standing], ended: Set[int], devices: Sequence[Device]) -> list[str]:
+def explain(found: Mapping[int, Found], ended: Set[int], devices: Sequence[Device]) -> list[str]:
     """Return a table of where the replicas are, and what differs; `ended`: those that are done with the request."""
     rows = [("replica", "device", "where", "at")]
     below: list[str] = []
@@ -58,12 +59,10 @@ def explain(found: Mapping[int, Standing], ended: Set[int], devices: Sequence[De
         if isinstance(one, Silent):
             below += [f"replica {r} {one.how}" + (":" if one.stack else ""), *(f"  {line}" for line in one.stack)]
             below += [f"replica {r}'s last record: {one.last}"] if one.last else []
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-    return ["where the replicas were:", *(line.rstrip() for line in lines), *below, *_differences(found)]
+    return ["where the replicas were:", *aligned(rows), *below, *_differences(found)]
 
 
-def uneven(found: Mapping[int, Standing], idle: Set[int], running: Set[int]) -> str | None:
+def uneven(found: Mapping[int, Found], idle: Set[int], running: Set[int]) -> str | None:
     """Say that a replica waits in a collective for one that is done and will never come; None if none does.
 
     `idle`: replicas that have ended the request, or were never asked to run it.
@@ -73,20 +72,18 @@ def uneven(found: Mapping[int, Standing], idle: Set[int], running: Set[int]) -> 
         for group, wait in _waits(one):
             gone = [p for p in group.replicas if p in idle and _will_not_come(found.get(p), group.group, wait.number)]
             if gone and isinstance(one, Whereabouts):
-                return _uneven(r, one, group, wait, gone, found)
+                return _uneven(r, one, wait, gone, found)
     return None
 
 
-def _will_not_come(one: Standing | None, group: str, number: int) -> bool:
+def _will_not_come(one: Found | None, group: str, number: int) -> bool:
     """Whether a replica that runs nothing has begun fewer collectives, and nothing there may begin more."""
     if not isinstance(one, Whereabouts) or one.request is not None or one.threads:
         return False
     return any(g.group == group and g.issued < number and not g.under_way for g in one.groups)
 
 
-def _uneven(
-    r: int, one: Whereabouts, group: Collectives, wait: Wait, gone: Sequence[int], found: Mapping[int, Standing]
-) -> str:
+def _uneven(r: int, one: Whereabouts, wait: Wait, gone: Sequence[int], found: Mapping[int, Found]) -> str:
     at = f" at {told(one.line)}" if one.line else ""
     counts = _counts({p: found[p] for p in (r, *gone)})
     gone_without = f"{_replicas(gone)} {'have' if gone[1:] else 'has'} come to the end without it"
@@ -95,11 +92,11 @@ def _uneven(
     return f"replica {r} waits in {wait.collective}{at}, but {gone_without}{f' ({counts})' if counts else ''}; {why}"
 
 
-def _waits(one: Standing | None) -> list[tuple[Collectives, Wait]]:
+def _waits(one: Found | None) -> list[tuple[Collectives, Wait]]:
     return [(group, wait) for group in one.groups for wait in group.waits] if isinstance(one, Whereabouts) else []
 
 
-def _row(one: Standing) -> tuple[str, str]:
+def _row(one: Found) -> tuple[str, str]:
     if isinstance(one, Silent):
         return one.how, one.stack[0].strip() if one.stack else ""
     if one.request is None:
@@ -112,7 +109,7 @@ def _row(one: Standing) -> tuple[str, str]:
     return (f"in {one.inside}" if one.inside else "runs"), told(one.line)
 
 
-def _differences(found: Mapping[int, Standing]) -> list[str]:
+def _differences(found: Mapping[int, Found]) -> list[str]:
     """Return what some replicas have begun and others have not, by the first that waits for others."""
     counts = _counts(found)
     lines = [f"in this cell or call, {counts}"] if counts else []
@@ -128,7 +125,7 @@ def _differences(found: Mapping[int, Standing]) -> list[str]:
     return lines
 
 
-def _for_gradients(one: Standing) -> bool:
+def _for_gradients(one: Found) -> bool:
     return isinstance(one, Whereabouts) and one.gradients
 
 
@@ -138,7 +135,7 @@ def _last(group: Collectives, replica: int) -> str:
     return group.seen[place] if place < len(group.seen) else ""
 
 
-def _counts(found: Mapping[int, Standing]) -> str:
+def _counts(found: Mapping[int, Found]) -> str:
     """Say how many collectives of each kind they have begun, where that differs."""
     begun: dict[int, dict[str, int]] = {}
     for r, one in sorted(found.items()):

@@ -32,7 +32,7 @@ from mirror_nb.strategies.reductions import (
 from mirror_nb.strategies.seat import AloneSeat
 from mirror_nb.telemetry.comparison import Comparison, compared
 from mirror_nb.values import ReduceOp, mean
-from mirror_nb.variables import Variable, component, component_variable, plain
+from mirror_nb.variables import plain, update_component
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
@@ -65,7 +65,7 @@ class AlonePlace(Place):
             loaders=Loaders(),
         )
 
-    def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[Any]:
         self.check_open()
         return self._scope
 
@@ -178,11 +178,9 @@ class AlonePlace(Place):
         return True
 
     def update(
-        self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
-        own = component_variable(variable) if isinstance(variable, Variable) else variable
-        result = fn(own, *select(args, 0), **select(kwargs, 0))
-        return [component(result) if isinstance(result, Variable) else result]
+        return [update_component(variable, fn, select(args, 0), select(kwargs, 0))]
 
     def close(self) -> None:
         self.closed = True

@@ -153,7 +153,7 @@ class StrategyScope(ContextDecorator):
         current = entered(self._strategy, None, cross=True)
         current.__enter__()
         try:
-            making = self._strategy._place.scope(self._strategy)
+            making = self._strategy._place.scope()
             making.__enter__()
         except BaseException:
             current.__exit__()
@@ -220,7 +220,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if scope is not None:
         scope.__exit__(None, None, None)
     if strategy is not None:
-        scope = strategy._place.scope(strategy)
+        scope = strategy._place.scope()
         scope.__enter__()
         _stack.chosen_scope, _stack.chosen = scope, strategy
 
@@ -254,20 +254,11 @@ provide_replica(on_one_replica)
 _defaults: list[Strategy] = []
 
 
-def provide_default(make: Callable[[], Strategy]) -> None:
-    """Say how the default strategy is made."""
-    _makers.append(make)
-
-
-_makers: list[Callable[[], Strategy]] = []
-
-
 def _default() -> Strategy:
-    if not _makers:
-        # By name: it is built upon this module, and nobody may have asked for it yet.
-        importlib.import_module("mirror_nb.strategies.one_device")
     if not _defaults:
-        _defaults.append(_makers[-1]())
+        # By name: it is built upon this module.
+        one_device = importlib.import_module("mirror_nb.strategies.one_device")
+        _defaults.append(one_device.DefaultStrategy())
     return _defaults[0]
 
 

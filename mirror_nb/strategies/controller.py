@@ -33,7 +33,7 @@ from mirror_nb.pool.local import LocalPool, warm_up
 from mirror_nb.pool.recovery import compare, recover
 from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
-from mirror_nb.strategies.controller_variables import ControllerHome, update_component
+from mirror_nb.strategies.controller_variables import ControllerHome
 from mirror_nb.strategies.functions import Functions
 from mirror_nb.strategies.misuse import (
     refuse_steps,
@@ -57,7 +57,7 @@ from mirror_nb.strategies.states import States, kept, load_state, state_of
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
-from mirror_nb.variables import Variable
+from mirror_nb.variables import Variable, update_component
 
 _NO_ARGUMENTS = pack(((), {}))
 READS = 3
@@ -106,7 +106,7 @@ class ControllerPlace(Place):
 
     # ------------------------------------------------------------------ scope
 
-    def scope(self, strategy: Strategy) -> AbstractContextManager[None]:
+    def scope(self) -> AbstractContextManager[None]:
         self.check_open()
         return creation.noted(self._note)
 
@@ -462,7 +462,7 @@ class ControllerPlace(Place):
         return self.mirror(self._home.make(value, **options))
 
     def update(
-        self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
         self._require_mirrored(variable)
         return self._call(update_component, (variable, fn, args, kwargs), {}, plain=True)

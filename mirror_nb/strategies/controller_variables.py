@@ -206,10 +206,3 @@ def _kept(variable: Variable) -> Mapping[int, Variable]:
     """Return the components of a Variable whose replicas have ended, by replica id."""
     kept: Mapping[int, Variable] = getattr(variable, "_kept", {})
     return kept
-
-
-def update_component(variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `fn` with this replica's component of a Variable."""
-    own = component_variable(variable) if isinstance(variable, Variable) else variable
-    result = fn(own, *args, **kwargs)
-    return component(result) if isinstance(result, Variable) else result

@@ -71,7 +71,7 @@ class StrategyExtended:
         """
         require_cross_replica("StrategyExtended.update", "use get_replica_context().merge_call() around it")
         self._strategy._place.check_open()
-        results = self._strategy._place.update(self._strategy, var, fn, tuple(args), kwargs or {})
+        results = self._strategy._place.update(var, fn, tuple(args), kwargs or {})
         return regroup(results) if group else results
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any = None, options: Any = None) -> Any:

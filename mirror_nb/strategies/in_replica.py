@@ -47,16 +47,14 @@ from mirror_nb.strategies.reductions import (
 )
 from mirror_nb.strategies.replica_variables import ReplicaHome
 from mirror_nb.strategies.seat import PeerSeat
-from mirror_nb.strategies.standalone import Standalone, standalone
+from mirror_nb.strategies.standalone import Standalone
 from mirror_nb.telemetry.comparison import Comparison, compared
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp, widened
-from mirror_nb.variables import Variable, component, component_variable, distributed, provide_arrivals
+from mirror_nb.variables import Variable, component, distributed, provide_arrivals, update_component
 from mirror_nb.weighing import Weighing
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
-
-__all__ = ["OnReplica", "ReplicaPlace", "Standalone", "standalone"]
 
 _Value = TypeVar("_Value")
 
@@ -168,7 +166,7 @@ class ReplicaPlace(Place):
 
     # ------------------------------------------------------------------ scope and run
 
-    def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[Any]:
         self.check_open()
         return self._replica.scope
 
@@ -234,11 +232,6 @@ class ReplicaPlace(Place):
             self._listeners[-1](value)
         else:
             self._replica.emit(Note(value))
-
-    @property
-    def reduction(self) -> str:
-        """How gradients are reduced: "mean" or "sum"."""
-        return self._replica.gradients.reduction
 
     @property
     def takes_part(self) -> bool:
@@ -432,16 +425,14 @@ class ReplicaPlace(Place):
         return variable
 
     def update(
-        self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
         if not self.mirrors(variable) or not isinstance(variable, Variable):
             raise UsageError(
                 f"`update` must only be passed a Variable created in this strategy's scope, not: {variable!r}; make "
                 "it with Variable(...) inside `with strategy.scope():`, or in a cell"
             )
-        own = component_variable(variable)
-        result = fn(own, *select(args, self.replica_id), **select(kwargs, self.replica_id))
-        return [component(result) if isinstance(result, Variable) else result]
+        return [update_component(variable, fn, select(args, self.replica_id), select(kwargs, self.replica_id))]
 
     def close(self) -> None:
         # In a mirrored cell it is the notebook's.

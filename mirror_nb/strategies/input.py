@@ -306,7 +306,6 @@ class ControllerDataset(DistributedDataset):
         batch_size: int | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
-        loaders: Loaders | None = None,
     ) -> None:
         self.source = source
         self._asked = _Asked(_options(options), batch_size, shuffle, drop_last)
@@ -320,7 +319,6 @@ class ControllerDataset(DistributedDataset):
             batch_size=batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
-            loaders=loaders,
         )
 
     @classmethod
@@ -385,13 +383,12 @@ class ControllerFunctionDataset(DistributedDataset):
         *,
         num_replicas: int,
         options: InputOptions | None = None,
-        loaders: Loaders | None = None,
     ) -> None:
         self._options = _options(options)
         self._num_replicas = num_replicas
         self._made = _made_by(dataset_fn, num_replicas)
         self.source = _given(self._made)
-        self._batches = GlobalBatches(self._made, num_replicas=num_replicas, loaders=loaders)
+        self._batches = GlobalBatches(self._made, num_replicas=num_replicas)
 
     @property
     def element_spec(self) -> Any:

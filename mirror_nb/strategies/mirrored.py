@@ -17,8 +17,9 @@ from mirror_nb.errors import UsageError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import ReplicaContext, entered, stand_on
 from mirror_nb.strategies.controller import ControllerPlace
-from mirror_nb.strategies.in_replica import ReplicaPlace, standalone
+from mirror_nb.strategies.in_replica import ReplicaPlace
 from mirror_nb.strategies.place import Place
+from mirror_nb.strategies.standalone import standalone
 from mirror_nb.values import ReduceOp
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from mirror_nb import devices
 from mirror_nb.errors import DeviceError
 from mirror_nb.strategies.alone import AlonePlace
 from mirror_nb.strategies.base import Strategy
-from mirror_nb.strategies.context import provide_default
 
 
 @final
@@ -49,6 +48,3 @@ class DefaultStrategy(Strategy):
 
     def __repr__(self) -> str:
         return "<DefaultStrategy: one replica, this process>"
-
-
-provide_default(DefaultStrategy)

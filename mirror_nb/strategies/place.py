@@ -57,7 +57,7 @@ class Place(ABC):
             raise PoolClosed("this strategy was closed; make a new one")
 
     @abstractmethod
-    def scope(self, strategy: Strategy) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[Any]:
         """Return the context in which what is created is mirrored."""
 
     @abstractmethod
@@ -190,7 +190,7 @@ class Place(ABC):
 
     @abstractmethod
     def update(
-        self, strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
         """Call `fn(component, *args, **kwargs)` for every replica's component of a Variable that this place has."""
 

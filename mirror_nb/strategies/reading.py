@@ -34,54 +34,54 @@ _READS = (
 # be others there. A forward pass may begin with plain attributes, which come along.
 
 
-class Source(Protocol):
+class Holder(Protocol):
     """Who has the values."""
 
     stale: bool
     # Whether the networks here may be behind.
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether this source has the values of this network."""
+        """Whether this holder has the values of this network."""
 
     def refresh(self) -> None:
         """Bring the networks here up to date; `stale` is False afterwards."""
 
     def clear_gradients(self, owner: Any, set_to_none: bool) -> None:
-        """Do as `owner.zero_grad(set_to_none)` did here; nothing for what this source has not."""
+        """Do as `owner.zero_grad(set_to_none)` did here; nothing for what this holder has not."""
 
 
 @final
 class Reading:
-    """Watches the reads of all networks of the process, for as long as there are sources."""
+    """Watches the reads of all networks of the process, for as long as there are holders."""
 
     def __init__(self) -> None:
-        self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._changes: list[Replaced] = []
 
-    def add(self, source: Source) -> None:
-        """Ask this source from now on."""
-        self._sources.add(source)
+    def add(self, holder: Holder) -> None:
+        """Ask this holder from now on."""
+        self._holders.add(holder)
         if not self._changes:
             self._changes = [Replaced(nn.Module, name, before=self._read) for name in _READS]
             for owner in (nn.Module, torch.optim.Optimizer):
                 self._changes.append(Replaced(owner, "zero_grad", after=self._cleared))
 
-    def remove(self, source: Source) -> None:
-        """Ask this source no more."""
-        self._sources.discard(source)
-        if not self._sources:
+    def remove(self, holder: Holder) -> None:
+        """Ask this holder no more."""
+        self._holders.discard(holder)
+        if not self._holders:
             while self._changes:
                 self._changes.pop().remove()
 
     def _read(self, module: nn.Module, *_: object, **__: object) -> None:
-        # A list: refreshing may add and remove sources.
-        for source in list(self._sources):
-            if source.stale and source.holds(module):
-                source.refresh()
+        # A list: refreshing may add and remove holders.
+        for holder in list(self._holders):
+            if holder.stale and holder.holds(module):
+                holder.refresh()
 
     def _cleared(self, owner: Any, set_to_none: bool = True) -> None:
-        for source in list(self._sources):
-            source.clear_gradients(owner, set_to_none)
+        for holder in list(self._holders):
+            holder.clear_gradients(owner, set_to_none)
 
 
 reading = Reading()

@@ -13,7 +13,7 @@ from torch import nn
 
 from mirror_nb.errors import UsageError
 from mirror_nb.held_variables import scope_variables
-from mirror_nb.mirrors import ATTRIBUTES, Mirrors, mirrored_values
+from mirror_nb.mirrors import Mirrors
 from mirror_nb.payload import Arrivals, Packed, pack
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.misuse import not_mirrored, not_owned, of_another_strategy
@@ -152,13 +152,9 @@ class References:
             # These alone: of the others the replicas may have newer values.
             written = self.mirrors.written(module)
             if written:
-                values = {name: value.detach() for name, value in mirrored_values(module).items() if name in written}
-                attributes = self.mirrors.attributes(module)
-                if attributes is not None:
-                    values[ATTRIBUTES] = attributes
+                values = self.mirrors.given(module, written)
                 if values:
                     changed[handle] = values
-                self.mirrors.mark(module)
         return changed
 
     def graft(self, handle: str, module: nn.Module, arrivals: Arrivals) -> None:

@@ -21,7 +21,7 @@ from mirror_nb.readable import listed
 from mirror_nb.told import parameters_of
 
 
-class Place(Protocol):
+class Keeper(Protocol):
     """Where the states are."""
 
     calls: int
@@ -41,9 +41,9 @@ class Place(Protocol):
 class States:
     """Brings states here when they are asked for, and out when they are loaded."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, keeper: Keeper) -> None:
         # Weakly: an optimizer may outlive its strategy.
-        self._place = weakref.ref(place)
+        self._keeper = weakref.ref(keeper)
         self._read_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # After how many calls the state here was that of the replicas.
         self._signs: weakref.WeakKeyDictionary[Any, list[object] | None] = weakref.WeakKeyDictionary()
@@ -65,37 +65,37 @@ class States:
 
     def have(self, optimizer: Any) -> None:
         """The replicas have the state that is here."""
-        place = self._place()
-        if place is not None:
-            self._read_at[optimizer] = place.calls
+        keeper = self._keeper()
+        if keeper is not None:
+            self._read_at[optimizer] = keeper.calls
             if optimizer in self._signs:
                 self._signs[optimizer] = _signs_of(optimizer)
 
     def push(self) -> None:
         """Give the replicas the states that somebody has written to here since they were read, or has replaced."""
-        place = self._place()
-        if place is None:
+        keeper = self._keeper()
+        if keeper is None:
             return
         for optimizer, signs in list(self._signs.items()):
             replaced = not isinstance(optimizer.state, _State)
-            read = signs is not None and self._read_at.get(optimizer) == place.calls
+            read = signs is not None and self._read_at.get(optimizer) == keeper.calls
             if replaced or (read and signs != _signs_of(optimizer)):
                 self._loaded(optimizer)
 
     def here(self, optimizer: Any) -> bool:
         """Whether the state here is that which the replicas had when the latest call began."""
-        place = self._place()
-        return place is None or self._read_at.get(optimizer, -1) >= place.calls - 1
+        keeper = self._keeper()
+        return keeper is None or self._read_at.get(optimizer, -1) >= keeper.calls - 1
 
     def read(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the replicas' state here, unless it is here.
 
         Raises what a call raises, and UsageError for an optimizer that has parameters there alone.
         """
-        place = self._asked(optimizer)
-        if place is None or self._read_at.get(optimizer) == place.calls:
+        keeper = self._asked(optimizer)
+        if keeper is None or self._read_at.get(optimizer) == keeper.calls:
             return
-        state = place.state_of(optimizer)
+        state = keeper.state_of(optimizer)
         parameters = parameters_of(optimizer)
         if any(isinstance(key, int) and key >= len(parameters) for key in state):
             raise UsageError(
@@ -111,20 +111,20 @@ class States:
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self._follow(optimizer)
-        place = self._asked(optimizer)
-        if place is None:
+        keeper = self._asked(optimizer)
+        if keeper is None:
             return
         # Not read again first.
         self.have(optimizer)
         try:
-            place.load_state(optimizer, optimizer.state_dict()["state"])
+            keeper.load_state(optimizer, optimizer.state_dict()["state"])
         except BaseException:
             del self._read_at[optimizer]
             raise
 
-    def _asked(self, optimizer: torch.optim.Optimizer) -> Place | None:
-        place = self._place()
-        return place if place is not None and place.has_sent(optimizer) else None
+    def _asked(self, optimizer: torch.optim.Optimizer) -> Keeper | None:
+        keeper = self._keeper()
+        return keeper if keeper is not None and keeper.has_sent(optimizer) else None
 
 
 class _State(defaultdict[Any, Any]):

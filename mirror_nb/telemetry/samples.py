@@ -63,8 +63,6 @@ class Operation(enum.IntEnum):
     BROADCAST = 2
     REDUCE = 3
     ALL_GATHER = 4
-    REDUCE_SCATTER = 5
-    ALL_TO_ALL = 6
     BARRIER = 7
 
 

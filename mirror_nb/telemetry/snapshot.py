@@ -107,10 +107,9 @@ class SizeClass:
     # Seconds: the median. A collective's time is that of the replica that came last to it: no wait for peers in it.
     p95: float
     # Seconds.
-    algorithm_bandwidth: float
-    # Bytes a second: size by median time (nccl-tests: "algbw").
     bus_bandwidth: float
-    # Bytes a second: algbw × 2(n−1)/n (nccl-tests, doc/PERFORMANCE.md), comparable with what the hardware gives.
+    # Bytes a second: size by median time × 2(n−1)/n (nccl-tests, doc/PERFORMANCE.md: "busbw"), comparable with what
+    # the hardware gives.
     seconds: Floats
     # The latest times, oldest first, for drawing how they are distributed.
 

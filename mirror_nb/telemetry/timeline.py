@@ -541,9 +541,9 @@ class Timeline:
             p50, p95 = np.interp(
                 [0.5 * (len(its) - 1), 0.95 * (len(its) - 1)], np.arange(len(its)), np.sort(its)
             ).tolist()
-            algorithm = mean / p50 if p50 > 0 else math.nan
-            bus, per_step = algorithm * 2 * (n - 1) / n, int((classes[whole] == which).sum()) / num_steps
-            found.append(SizeClass(round(mean), len(its), per_step, p50, p95, algorithm, bus, its[-512:]))
+            bus = mean / p50 * 2 * (n - 1) / n if p50 > 0 else math.nan
+            per_step = int((classes[whole] == which).sum()) / num_steps
+            found.append(SizeClass(round(mean), len(its), per_step, p50, p95, bus, its[-512:]))
         return tuple(found)
 
     def _latest(self, wanted: Mark) -> int | None:

@@ -284,11 +284,11 @@ def _join(path: str, name: str) -> str:
 # ---- what cannot be rebuilt ---------------------------------------------------------------------------
 
 
-def unbuildable(description: Mapping[str, Any], custom: Mapping[str, type] | None = None) -> list[str]:
+def unbuildable(description: Mapping[str, Any]) -> list[str]:
     """Return, in words, every part that `rebuild` cannot make: classes of the user's first."""
     classes: dict[str, str] = {}
     parts: list[str] = []
-    _look(description, "", custom or {}, classes, parts)
+    _look(description, "", {}, classes, parts)
     return [*(f"the class {name} ({where})" for name, where in classes.items()), *parts]
 
 

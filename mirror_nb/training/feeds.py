@@ -815,8 +815,8 @@ def _as_numpy(leaf: Any, name: str) -> np.ndarray[Any, Any]:
     )
 
 
-# torch has these too, but not the operations to take rows of them.
 _WIDER = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
+# torch has these too, but not the operations to take rows of them.
 
 
 def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:

@@ -167,14 +167,13 @@ class Running:
         args = (self._strategy, self.token, epoch, until)
         return self._place.every(self._place.command(job.advance, args, changes=changes, on_note=on_note))
 
-    def ask(self, function: Callable[..., Any], *args: Any, changes: bool = False) -> list[Any]:
+    def ask(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call a function of job.py for this job; return every replica's result."""
-        return self._guard.through(lambda: self.ask_once(function, *args, changes=changes), self._again)
+        return self._guard.through(lambda: self.ask_once(function, *args), self._again)
 
-    def ask_once(self, function: Callable[..., Any], *args: Any, changes: bool = False) -> list[Any]:
+    def ask_once(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Do the same without going on when a replica dies."""
-        call = self._place.command(function, (self._strategy, self.token, *args), changes=changes)
-        return self._place.every(call)
+        return self._place.every(self._place.command(function, (self._strategy, self.token, *args), changes=False))
 
     def end(self) -> dict[str, Any]:
         """Let the replicas forget it; return what replica 0 kept for the next one."""

@@ -27,36 +27,36 @@ from mirror_nb.training.objectives import objective, unknown
 class CompileSettings:
     """How a model is trained. Raises UsageError for what cannot be, when it is made."""
 
+    optimizer: Any = "adam"
     # Name of a torch.optim class (any case), the class, (name or class, {arguments}), a function of the list of
     # parameters, or an optimizer over the network's parameters. Learning rates are torch's unless they are given.
-    optimizer: Any = "adam"
-    # As `objective` takes it; None for models with a `training_step` of their own.
     loss: Any = None
-    # As `metrics` takes them; without sample weights.
+    # As `objective` takes it; None for models with a `training_step` of their own.
     metrics: Any = None
-    # A factor for each of several outputs' losses; None: 1.
+    # As `metrics` takes them; without sample weights.
     loss_weights: Any = None
-    # Metrics that take sample weights into account.
+    # A factor for each of several outputs' losses; None: 1.
     weighted_metrics: Any = None
+    # Metrics that take sample weights into account.
+    scheduler: Any = None
     # Name of a torch.optim.lr_scheduler class ("LR" may be left out), the class, (name or class, {arguments}), or a
     # function of the optimizer; None: the learning rate stays.
-    scheduler: Any = None
-    # "epoch" or "step": after which the scheduler goes on. ReduceLROnPlateau goes by epochs.
     scheduler_interval: str = "epoch"
-    # Greatest 2-norm of all gradients together, after they were reduced; None: no limit.
+    # "epoch" or "step": after which the scheduler goes on. ReduceLROnPlateau goes by epochs.
     clip_norm: float | None = None
-    # Greatest absolute value of a gradient's element, after they were reduced; None: no limit.
+    # Greatest 2-norm of all gradients together, after they were reduced; None: no limit.
     clip_value: float | None = None
-    # Global batches whose gradients are averaged for one step of the optimizer.
+    # Greatest absolute value of a gradient's element, after they were reduced; None: no limit.
     accumulate_steps: int = 1
-    # "bf16" or "fp16": what autocast computes in; None: as the network is.
+    # Global batches whose gradients are averaged for one step of the optimizer.
     precision: str | None = None
-    # True, or torch.compile's arguments: the network's forward pass is compiled.
+    # "bf16" or "fp16": what autocast computes in; None: as the network is.
     compile: bool | dict[str, Any] = False
-    # Images [N, C, H, W] and their weights lie in memory as [N, H, W, C].
+    # True, or torch.compile's arguments: the network's forward pass is compiled.
     channels_last: bool = False
-    # BatchNorm takes the global batch's statistics, as one device would; False: each replica its share's.
+    # Images [N, C, H, W] and their weights lie in memory as [N, H, W, C].
     sync_batch_norm: bool = False
+    # BatchNorm takes the global batch's statistics, as one device would; False: each replica its share's.
 
     def __post_init__(self) -> None:
         if self.loss is not None:
@@ -102,11 +102,6 @@ def make_optimizer(settings: CompileSettings, network: nn.Module) -> tuple[Optim
     """
     optimizer = _optimizer(settings.optimizer, network)
     return optimizer, _scheduler(settings.scheduler, optimizer)
-
-
-def optimizer_names() -> list[str]:
-    """Return every name of an optimizer, in lower case."""
-    return sorted(_OPTIMIZERS)
 
 
 def _optimizer(asked: Any, network: nn.Module) -> Optimizer:
@@ -235,8 +230,8 @@ def _classes(module: Any, base: type) -> dict[str, type]:
 
 
 _OPTIMIZERS = _classes(torch.optim, Optimizer)
-# Adagrad's is for CPUs alone.
 _HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+# Adagrad's is for CPUs alone.
 _OTHER_WAYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 # Those that are made of other schedulers have no arguments that a dict could give.
 _SCHEDULERS = {

@@ -289,19 +289,19 @@ def devices(frame: Frame) -> str:
     readings = frame.histories()
     if not any(readings):
         return _card("Devices", _memory(frame), "memory in use", "wide2")
-    latest = [its[-1] if its else None for its in readings]
+    last = [its[-1] if its else None for its in readings]
     columns: list[Callable[[Reading], str | None]] = [
         lambda at: None if at.temperature is None else f"{at.temperature:.0f} °C",
         lambda at: None if at.power is None else f"{at.power:.0f} W",
     ]
-    known = [column for column in columns if any(at and column(at) for at in latest)]
-    clocks = any(at and at.clock_rate for at in latest)
+    known = [column for column in columns if any(at and column(at) for at in last)]
+    clocks = any(at and at.clock_rate for at in last)
     rows = []
-    for r, (its, at) in enumerate(zip(readings, latest, strict=True)):
+    for r, (its, at) in enumerate(zip(readings, last, strict=True)):
         hot = bool(at and at.slowed and any(f.title.startswith(at.device) for f in frame.findings))
         cells = [
             _device_name(frame, r, at),
-            *_usage(r, at, hot),
+            *_usage(r, at),
             f"<i>{_spark(its, hot) if clocks and its else ''}</i>",
         ]
         cells += [_told(column(at) if at else None, hot) for column in known]
@@ -317,7 +317,7 @@ def _device_name(frame: Frame, replica_id: int, at: Reading | None) -> str:
     return f'<b class="n1 {_replica(replica_id)}">{device} <small>{name}</small></b>'
 
 
-def _usage(replica_id: int, at: Reading | None, hot: bool) -> list[str]:
+def _usage(replica_id: int, at: Reading | None) -> list[str]:
     if at is None:
         return ["<i></i>"] * 4
     used, total = at.memory_used, at.memory_total
@@ -435,13 +435,13 @@ def decades(low: float, high: float) -> list[float]:
     return [value for k in range(-5, 7) for value in (10.0**k, 3 * 10.0**k) if low <= math.log10(value) <= high]
 
 
-def visible(values: Floats, latest: Sequence[float], floor: bool = True) -> tuple[float, float]:
+def visible(values: Floats, always: Sequence[float], floor: bool = True) -> tuple[float, float]:
     """Return the range of an axis that shows what matters: a cold start and single spikes are cut off.
 
-    `latest`: what is in it in any case. `floor`: it is a quarter of its top at least, so that noise does not fill it.
+    `always`: what is in it in any case. `floor`: it is a quarter of its top at least, so that noise does not fill it.
     """
     low, high = within(values, 0.03, 0.98)
-    now = [value for value in latest if math.isfinite(value)]
+    now = [value for value in always if math.isfinite(value)]
     low, high = min([low, *now]), max([high, *now])
     spare = max((high - low) * 0.12, abs(high) * 0.01, 1e-9)
     low, high = low - spare, high + spare

@@ -19,6 +19,7 @@ from IPython.core.getipython import get_ipython
 
 from mirror_nb.notebook.dashboard import page, routes, words
 from mirror_nb.notebook.dashboard.frame import Frame, Phase
+from mirror_nb.notebook.view import view_of
 from mirror_nb.telemetry.findings import findings
 from mirror_nb.telemetry.machine import SHORTEST, Machine, Reading
 from mirror_nb.telemetry.snapshot import Half, Snapshot
@@ -44,7 +45,6 @@ TEXT = (
 )
 # The same in every run, so that notebooks can be compared. Seen only where widgets and pictures are not.
 NOTHING = "mirror_nb dashboard: no step was trained, so there is nothing to show."
-_WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 class Controls(Protocol):
@@ -303,7 +303,7 @@ class _View:
 
     def mime(self) -> dict[str, Any]:
         """Return what tells a front end to show the widgets."""
-        return {_WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self._board.model_id}}
+        return view_of(self._board)
 
     def draw(self, frame: Frame, half: Half | None = None) -> None:
         """Show a frame, or half of it anew."""

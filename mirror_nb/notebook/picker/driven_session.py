@@ -11,7 +11,7 @@ from mirror_nb import devices as device_names
 from mirror_nb import readable
 from mirror_nb.collectives.options import AUTO, COMPRESSIONS, IMPLEMENTATIONS, CommunicationOptions
 from mirror_nb.notebook.picker.choice import Choice, Driven, Offers, Operation, Standing
-from mirror_nb.notebook.session import Exchange, Session
+from mirror_nb.notebook.session import GradientFlags, Session
 
 BUCKETS = (2**20, 4 * 2**20, 100 * 2**20)
 # Bytes: what is offered beside the default.
@@ -71,9 +71,9 @@ class DrivenSession(Driven):
         return f"measured on {', '.join(table.devices)}; fastest: {', '.join(said)}"
 
 
-def _exchange(choice: Choice) -> Exchange:
+def _exchange(choice: Choice) -> GradientFlags:
     size = None if choice.bucket_size is None else choice.bucket_size / 2**20
-    return Exchange(choice.operation, size, choice.compression)
+    return GradientFlags(choice.operation, size, choice.compression)
 
 
 def _fitting(devices: Sequence[str]) -> list[str]:

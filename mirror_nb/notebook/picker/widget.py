@@ -20,6 +20,7 @@ from mirror_nb import readable
 from mirror_nb.notebook.picker import page
 from mirror_nb.notebook.picker.choice import Choice, Driven, Offers
 from mirror_nb.notebook.picker.inventory import Machine
+from mirror_nb.notebook.view import view_of
 
 READING_SECONDS = 2.0
 # Between two readings of the devices.
@@ -28,7 +29,6 @@ FRESH_SECONDS = 60.0
 SUGGESTED = 2
 # CPU replicas, where there is no GPU and nothing runs.
 _TRAVEL = {"none": "they are", "bf16": "bf16, half the bytes"}
-_WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 @final
@@ -81,8 +81,7 @@ class Picker:
 
     def bundle(self) -> dict[str, Any]:
         """Return what is displayed: the widgets, and a text for who cannot show them."""
-        view = {"version_major": 2, "version_minor": 0, "model_id": self.board.model_id}
-        return {"text/plain": page.TEXT, _WIDGET: view}
+        return {"text/plain": page.TEXT, **view_of(self.board)}
 
     def refresh(self) -> None:
         """Read the devices anew, and see which replicas run."""
