@@ -324,6 +324,7 @@ strategy.run(replica)
     ran = run_cell(replicas(2), IMPORTS + source)
     assert ran.errors[0] == "ReplicaError"
     assert DIFFERENT in ran.report.failures[0].message
+    assert after or "together: 2 by replica 0, 1 by replica 1" in ran.report.failures[0].message
     assert cell(replicas(2), "strategy.reduce('sum', mine, axis=None).item()") == [3, 3]
 
 
@@ -394,7 +395,7 @@ with strategy.no_sync():
 # --------------------------------------------------------------------------- under torchrun
 
 SCRIPT = """
-import json, os, sys
+import json, os, sys, warnings
 import torch
 from torch import nn
 from mirror_nb.strategies.context import get_replica_context
@@ -438,6 +439,26 @@ for epoch in range(2):
 found.update(losses=losses, weight=model.weight.item(), gathered=gathered.tolist(), merged=merged.item())
 found.update(total=total.read_value().item(), counter=counter.read_value().item())
 found["error"] = raised(lambda: strategy.reduce("sum", torch.ones(replica_id + 1), axis=None))
+
+found["devices"] = []
+for devices in (["foo"], ["cpu:0", "cpu:0"], [], ["cpu:1", "cpu:0"], ["cuda:5", "cuda:6"], "cpu:0"):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        error = raised(lambda: MirroredStrategy(devices))
+    found["devices"].append(error or [[str(one.message).partition(", which are used")[0] for one in said]])
+
+def one_too_many(call):
+    def replica():
+        for _ in range(1 + replica_id):
+            call(get_replica_context())
+        step(*batch)
+
+    return raised(lambda: strategy.run(replica))
+
+found["uneven"] = [
+    one_too_many(lambda context: context.all_reduce("sum", mine)),
+    one_too_many(lambda context: context.merge_call(lambda merging: 1)),
+]
 found["after"] = strategy.reduce("sum", mine, axis=None).item()
 strategy.close()
 if len(sys.argv) > 1:
@@ -469,6 +490,25 @@ def test_a_script_under_torchrun_has_the_same_calls(under_torchrun):
         assert "float32[1] on replica 0, float32[2] on replica 1" in found["error"][1]
     assert under_torchrun[0]["losses"] == under_torchrun[1]["losses"]
     assert under_torchrun[0]["weight"] == under_torchrun[1]["weight"]
+
+
+def test_devices_that_are_not_those_of_the_launcher_are_checked_and_told_of_once(under_torchrun):
+    for replica_id, found in enumerate(under_torchrun):
+        no_device, twice, none, same, others, fewer = found["devices"]
+        assert [kind for kind, _ in (no_device, twice, none)] == ["DeviceError"] * 3
+        here = "but the replicas are here already, on cpu:0, cpu:1"
+        said = [f"`devices` is {asked}, {here}" for asked in ("cuda:5, cuda:6", "cpu:0")]
+        assert (same, others, fewer) == ([[]], *([[]] * 2 if replica_id else ([[text]] for text in said)))
+
+
+def test_a_call_too_many_before_a_step_is_told_by_its_name(under_torchrun):
+    for found in under_torchrun:
+        (kind, told), (merging, uneven) = found["uneven"]
+        assert (kind, merging) == ("UsageError", "ReplicaError")
+        assert "replica 0: all_reduce (MEAN) of float32[" in told
+        assert "replica 1: all_reduce SUM of float32[]" in told
+        assert uneven.startswith(DIFFERENT)
+        assert "replica 1: merge_call" in uneven
 
 
 def test_the_same_loop_in_a_cell_gives_the_same_numbers(under_torchrun, replicas):
