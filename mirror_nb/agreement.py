@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mirror_nb.buckets import Agreed
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import UsageError, users_level
 from mirror_nb.matching import Offer, Portrait, Values, made_alike, match
 from mirror_nb.readable import listed
 from mirror_nb.tracked import Tracked
+from mirror_nb.values import VariableAggregation
+from mirror_nb.variables import Variable
 
 NAMED = 5
 # Parameters whose names a warning gives.
@@ -102,6 +104,9 @@ class Agreement:
         portraits = [None if parameter is None else Portrait.of(parameter) for parameter in parameters]
         differing: list[str] = []
         sources: set[int] = set()
+        # Of them, who gave the values.
+        assigned: list[str] = []
+        # Variables that each replica assigns to by itself.
         agreed: list[Agreed] = []
         for tracked, name, column in zip(
             candidates, names, zip(*_gather(portraits, self.num_replicas), strict=True), strict=True
@@ -117,11 +122,22 @@ class Agreement:
             sparse = any(portrait.sparse for _, portrait in there)
             entry = Agreed(tracked, torch.Size(first.shape), first.dtype, first.device_type, sparse)
             if any(portrait.checksum != first.checksum for _, portrait in there):
-                differing.append(name)
-                sources.add(source)
+                parameter = entry.parameter()
+                if isinstance(parameter, Variable) and parameter.aggregation is VariableAggregation.NONE:
+                    assigned.append(repr(parameter.name))
+                else:
+                    differing.append(name)
+                    sources.add(source)
                 entry.take_values(source, self.replica_id)
             agreed.append(entry)
-        if differing:
+        if assigned and self.replica_id == 0:
+            warnings.warn(
+                f"the replicas had assigned different values to the Variable {listed(assigned)}, made with "
+                "VariableAggregation.NONE; since gradients train it, all have replica 0's from now on. Make it with "
+                "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign the same value on all",
+                stacklevel=users_level(),
+            )
+        if differing and self.replica_id == 0:
             more = len(differing) - NAMED
             rest = [f"{more} more parameter{'s' if more > 1 else ''}"] if more > 0 else []
             whose = listed([f"replica {i}'s" for i in sorted(sources)])
@@ -129,7 +145,7 @@ class Agreement:
                 f"the replicas had different values in {listed([*differing[:NAMED], *rest])}; {whose} were taken. "
                 "Build modules in the same order on every replica, from random numbers of torch, NumPy or Python. "
                 "After training without synchronisation (--no-sync) this is how they become equal again",
-                stacklevel=2,
+                stacklevel=users_level(),
             )
         return agreed
 

@@ -362,7 +362,7 @@ class Buffers:
     def _allocate(bucket: Bucket, extra: int, agreed: Sequence[Agreed], ops: CrossDeviceOps | None) -> Tensor:
         if ops is not None:
             # Where the replicas reduce it as it lies, if there is such memory.
-            with for_gradients():
+            with for_gradients(ops):
                 return ops.allocate(bucket.numel + extra, bucket.dtype)
         owners = (agreed[number].parameter() for number in bucket.numbers)
         device = next((parameter.device for parameter in owners if parameter is not None), bucket.device_type)
@@ -421,8 +421,10 @@ class for_gradients:  # noqa: N801
 
     __slots__ = ("_fabric",)
 
+    def __init__(self, ops: CrossDeviceOps | None) -> None:
+        self._fabric = getattr(dist.group.WORLD, "shared", None) if ops is None else ops.fabric
+
     def __enter__(self) -> None:
-        self._fabric = getattr(dist.group.WORLD, "shared", None)
         if self._fabric is not None:
             self._fabric.purpose = PURPOSE
 

@@ -61,6 +61,19 @@ def resolve(devices: Sequence[object] | str | int | None, num_gpus: int) -> tupl
     """
     if devices is None:
         return tuple(Device("cuda", i) for i in range(num_gpus)) or (Device("cpu", 0),)
+    chosen = named(devices)
+    missing = [str(d) for d in chosen if d.kind == "cuda" and d.index >= num_gpus]
+    if missing:
+        there = ", ".join([f"cuda:{i}" for i in range(num_gpus)] + ["cpu:0, cpu:1, … (CPU replicas)"])
+        raise DeviceError(f"{', '.join(missing)} not found; visible here: {there}")
+    return chosen
+
+
+def named(devices: Sequence[object] | str | int) -> tuple[Device, ...]:
+    """Return one device a replica for what the user named, there or not.
+
+    Raises DeviceError as `resolve` does, but for GPUs that are not there.
+    """
     if isinstance(devices, str):
         devices = [part for part in devices.split(",") if part.strip()]
     elif isinstance(devices, (int, Device)) or not isinstance(devices, Iterable):
@@ -68,24 +81,16 @@ def resolve(devices: Sequence[object] | str | int | None, num_gpus: int) -> tupl
     chosen = tuple(parse(name) for name in devices)
     if not chosen:
         raise DeviceError("`devices` is empty; name at least one device, or leave it out for every visible GPU")
-    _check(chosen, num_gpus)
+    twice = sorted({str(d) for d in chosen if chosen.count(d) > 1})
+    if twice:
+        raise DeviceError(f"{', '.join(twice)} named twice; every replica needs a device of its own")
+    if len({d.kind for d in chosen}) > 1:
+        raise DeviceError(
+            f"CPU and GPU replicas cannot be mixed: {', '.join(map(str, chosen))}; name devices of one kind"
+        )
     return chosen
 
 
 def cores() -> int:
     """Return how many of the machine's cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _check(chosen: tuple[Device, ...], num_gpus: int) -> None:
-    there = ", ".join([f"cuda:{i}" for i in range(num_gpus)] + ["cpu:0, cpu:1, … (CPU replicas)"])
-    missing = [str(d) for d in chosen if d.kind == "cuda" and d.index >= num_gpus]
-    if missing:
-        raise DeviceError(f"{', '.join(missing)} not found; visible here: {there}")
-    twice = sorted({str(d) for d in chosen if chosen.count(d) > 1})
-    if twice:
-        raise DeviceError(f"{', '.join(twice)} named twice; every replica needs a device of its own: {there}")
-    if len({d.kind for d in chosen}) > 1:
-        raise DeviceError(
-            f"CPU and GPU replicas cannot be mixed: {', '.join(map(str, chosen))}; name devices of one kind"
-        )

@@ -25,6 +25,7 @@ import types
 
 _WAITING = ("mirror_nb.collectives", "mirror_nb.gradients")
 # They call nothing of the user's.
+_OURS_OR_TORCH = ("mirror_nb.", "torch.", "contextlib")
 
 
 class MirrorError(Exception):
@@ -114,3 +115,11 @@ def users_frames(trace: types.TracebackType | None) -> types.TracebackType | Non
     for frame in reversed(frames[:end]):
         short = types.TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return short
+
+
+def users_level() -> int:
+    """Return the `stacklevel` by which a warning of the caller tells the user's line, past mirror_nb and torch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OURS_OR_TORCH):
+        frame, level = frame.f_back, level + 1
+    return level

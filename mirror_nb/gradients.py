@@ -34,6 +34,8 @@ from torch import Tensor, nn
 from mirror_nb.agreement import Agreement
 from mirror_nb.buckets import REMEMBERED, Bucket, Buffers, History, Plan, for_gradients
 from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, word_device
+from mirror_nb.collectives.headers import Fold
+from mirror_nb.collectives.shared_memory import ExchangeHandle
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
 from mirror_nb.matching import checksum, is_sparse
 from mirror_nb.readable import listed
@@ -338,11 +340,11 @@ class GradientSynchronizer:
             number = len(round_.works)
             nbytes = flat.numel() * flat.element_size()
             serial = self.recorder.queued(number, nbytes) if self.recorder is not None else 0
-            with for_gradients():
+            with for_gradients(self._ops):
                 round_.works.append(ops.all_reduce(ReduceOp.MEAN, flat, bucket=number, serial=serial))
         else:
             flat[: bucket.numel].mul_(1 / self.num_replicas)
-            with for_gradients():
+            with for_gradients(self._ops):
                 round_.works.append(dist.all_reduce(flat, async_op=True))
         return flat
 
@@ -428,9 +430,19 @@ class GradientSynchronizer:
             round_.launched += 1
         if plan.early < len(plan.buckets):
             return self._launch(round_, plan.buckets[-1], tail)[-len(tail) :]
-        alone = torch.tensor(tail, device=word_device(self._ops.member.device if self._ops else torch.device("cpu")))
-        with for_gradients():
-            round_.works.append(dist.all_reduce(alone, async_op=True))
+        return self._send_alone(round_, tail)
+
+    def _send_alone(self, round_: Round, tail: list[float]) -> Tensor:
+        ops = self._ops
+        own = None if ops is None else ops.own_fabric
+        with for_gradients(ops):
+            if own is not None:
+                # Not by torch's group, which takes another replica's call for this one, or waits without a word.
+                alone = torch.tensor(tail, device="cpu")
+                round_.works.append(ExchangeHandle(own, own.all_reduce(alone, Fold.SUM)))
+            else:
+                alone = torch.tensor(tail, device=word_device(ops.member.device if ops else torch.device("cpu")))
+                round_.works.append(dist.all_reduce(alone, async_op=True))
         return alone
 
     def _check_given_up(self, tail: Tail) -> None:
@@ -457,7 +469,7 @@ class GradientSynchronizer:
         agreed = [self._agreement.agreed[number] for number in numbers]
         parameters = [each.parameter() for each in agreed]
         own = [None if parameter is None else parameter.grad for parameter in parameters]
-        with for_gradients():
+        with for_gradients(self._ops):
             means = averaged(own, [each.like() for each in agreed], self.num_replicas)
         for parameter, mean in zip(parameters, means, strict=True):
             if parameter is not None:

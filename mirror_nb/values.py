@@ -130,7 +130,10 @@ class PerReplica(DistributedValues):
 
     def __getitem__(self, replica_id: Any) -> Any:
         if isinstance(replica_id, int | slice) or hasattr(replica_id, "__index__"):
-            return super().__getitem__(replica_id)
+            try:
+                return super().__getitem__(replica_id)
+            except IndexError:
+                raise IndexError(f"{self._what()}: none at {replica_id!r}, they are counted from 0") from None
         raise UsageError(f"{self._what()}: index it by the replica first, as in value[0][{replica_id!r}]")
 
     def __getattr__(self, name: str) -> Any:
@@ -184,6 +187,14 @@ def _in_arithmetic() -> UsageError:
 def _refuse(self: PerReplica, *others: object) -> Never:
     raise _in_arithmetic()
 
+
+def _refuse_to_be_a_number(self: PerReplica, *others: object) -> Never:
+    # As Python says it of what is none: some who ask go on with another way.
+    raise TypeError(str(_in_arithmetic()))
+
+
+for _name in ("__round__", "__index__", "__trunc__", "__floor__", "__ceil__", "__complex__"):
+    setattr(PerReplica, _name, _refuse_to_be_a_number)
 
 _OPERATORS = (
     *(

@@ -8,11 +8,16 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from crew import CPU
 from driving import DEADLINE, launch, run_cell
 
 import mirror_nb as mnb
+from mirror_nb.collectives.base import Member
+from mirror_nb.collectives.gloo import GlooAllReduce
 from mirror_nb.messages import Call, RunCell
 from mirror_nb.payload import pack
+from mirror_nb.strategies.peers import Form, Peers
 
 IMPORTS = """
 import torch
@@ -340,6 +345,7 @@ strategy.run(replica)
     ran = run_cell(replicas(2), IMPORTS + source)
     assert ran.errors[0] == "ReplicaError"
     assert DIFFERENT in ran.report.failures[0].message
+    assert after or "together: 2 by replica 0, 1 by replica 1" in ran.report.failures[0].message
     assert cell(replicas(2), "strategy.reduce('sum', mine, axis=None).item()") == [3, 3]
 
 
@@ -407,10 +413,33 @@ with strategy.no_sync():
     assert cell(replicas(2), source) == [(3, 1), (3, 2)]
 
 
+def test_where_no_memory_is_shared_a_call_that_another_leaves_out_ends_in_the_time_that_was_asked_for(crews):
+    def call(r):
+        store = dist.distributed_c10d._get_default_store()
+        ops = GlooAllReduce()
+        ops.bind(Member(r.id, r.n, CPU, dist.group.WORLD, timeout_seconds=0.1))
+        # As on several machines.
+        ops._own_fabric = None
+        try:
+            if r.id == 0:
+                Peers(r.id, r.n, CPU, ops=lambda: ops).agree("merge_call", Form())
+            else:
+                store.wait(["over"])
+        finally:
+            store.set("over", "")
+            dist.destroy_process_group()
+
+    late, none = crews[2].outcomes(call)
+    assert none is None
+    assert late.args[0] == "ReplicaTimeout"
+    assert "did not end within 0.1 s" in late.args[1]
+    assert "CommunicationOptions(timeout_seconds=0.1)" in late.args[1]
+
+
 # --------------------------------------------------------------------------- under torchrun
 
 SCRIPT = """
-import json, os, sys
+import json, os, sys, warnings
 import torch
 from torch import nn
 from mirror_nb.strategies.context import get_replica_context
@@ -454,6 +483,26 @@ for epoch in range(2):
 found.update(losses=losses, weight=model.weight.item(), gathered=gathered.tolist(), merged=merged.item())
 found.update(total=total.read_value().item(), counter=counter.read_value().item())
 found["error"] = raised(lambda: strategy.reduce("sum", torch.ones(replica_id + 1), axis=None))
+
+found["devices"] = []
+for devices in (["foo"], ["cpu:0", "cpu:0"], [], ["cpu:1", "cpu:0"], ["cuda:5", "cuda:6"], "cpu:0"):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        error = raised(lambda: MirroredStrategy(devices))
+    found["devices"].append(error or [[str(one.message).partition(", which are used")[0] for one in said]])
+
+def one_too_many(call):
+    def replica():
+        for _ in range(1 + replica_id):
+            call(get_replica_context())
+        step(*batch)
+
+    return raised(lambda: strategy.run(replica))
+
+found["uneven"] = [
+    one_too_many(lambda context: context.all_reduce("sum", mine)),
+    one_too_many(lambda context: context.merge_call(lambda merging: 1)),
+]
 found["after"] = strategy.reduce("sum", mine, axis=None).item()
 strategy.close()
 if len(sys.argv) > 1:
@@ -487,14 +536,42 @@ def test_a_script_under_torchrun_has_the_same_calls(under_torchrun):
     assert under_torchrun[0]["weight"] == under_torchrun[1]["weight"]
 
 
+def test_devices_that_are_not_those_of_the_launcher_are_checked_and_told_of_once(under_torchrun):
+    for replica_id, found in enumerate(under_torchrun):
+        no_device, twice, none, same, others, fewer = found["devices"]
+        assert [kind for kind, _ in (no_device, twice, none)] == ["DeviceError"] * 3
+        here = "but the replicas are here already, on cpu:0, cpu:1"
+        asked = () if replica_id else ("cuda:5, cuda:6", "cpu:0")
+        told = [[text for text in texts if "`devices`" in text] for (texts,) in (same, others, fewer)]
+        assert told == [[], *([f"`devices` is {names}, {here}"] for names in asked)] if asked else [[]] * 3
+
+
+def check_uneven(reductions, merges):
+    (kind, told), (merging, uneven) = reductions, merges
+    assert (kind, merging) == ("UsageError", "ReplicaError")
+    assert "replica 0: all_reduce (MEAN) of float32[" in told
+    assert "replica 1: all_reduce SUM of float32[]" in told
+    assert uneven.startswith(DIFFERENT)
+    assert "replica 1: merge_call" in uneven
+
+
+def test_a_call_too_many_before_a_step_is_told_by_its_name(under_torchrun):
+    for found in under_torchrun:
+        check_uneven(*found["uneven"])
+
+
 def test_the_same_loop_in_a_cell_gives_the_same_numbers(under_torchrun, replicas):
     # The cell's strategy is bound; the script makes its own. Seeded alike, since the shared pool's streams have moved.
     body = SCRIPT.partition("found = {")[2].partition("if len(sys.argv)")[0]
     start = SCRIPT.partition("strategy = ")[0]
     helper = SCRIPT.partition("mine = ")[2].partition("found = ")[0]
     source = f"{start}\ntorch.manual_seed(0)\nmine = {helper}found = {{{body}\nfound"
-    found_there = [{name: value for name, value in found.items() if name != "closed"} for found in under_torchrun]
-    assert [json.loads(json.dumps(found)) for found in cell(replicas(2), source)] == found_there
+    here = cell(replicas(2), source)
+    for found in here:
+        # What else the shared pool's replicas have trained shows in the size of what they reduce.
+        check_uneven(*found.pop("uneven"))
+    there = [{name: found[name] for name in here[0]} for found in under_torchrun]
+    assert json.loads(json.dumps(here)) == there
 
 
 def test_dicts_are_reduced_by_their_keys_whatever_their_order(replicas):

@@ -1605,6 +1605,21 @@ def test_devices_for_libraries_are_those_of_all_replicas(two):
         two.extended.colocate_vars_with(mnb.Variable(1.0))
 
 
+def test_a_destination_is_a_device_that_is_there_or_a_value(two):
+    with two.scope():
+        variable = mnb.Variable(1.0)
+    each = mnb.PerReplica([1.0, 3.0])
+    for destination in ("cpu:0", "/cpu:0", "CPU:1", torch.device("cpu"), variable, each, torch.ones(1)):
+        assert two.extended.reduce_to("mean", each, destinations=destination) == 2
+    with pytest.raises(mnb.DeviceError, match="cuda:0, which is none of this strategy's devices: cpu:0, cpu:1"):
+        two.extended.reduce_to("mean", each, destinations="cuda:0")
+    with pytest.raises(mnb.DeviceError, match="names no device"):
+        two.extended.reduce_to("mean", each, destinations="foo")
+    for none in (None, [], ["cpu:0"]):
+        with pytest.raises(ValueError, match="it must be one of a device"):
+            two.extended.batch_reduce_to("mean", [(each, none)])
+
+
 def test_datasets_iterators_and_what_libraries_call_can_be_named_in_annotations(two):
     for strategy in (two, mnb.OneDeviceStrategy("cpu")):
         by_function = strategy.distribute_datasets_from_function(lambda context: [torch.ones(2)])

@@ -251,3 +251,10 @@ def test_other_leaves_are_where_torch_says_that_they_are(nest):
         (pytree.keystr(path) or "*", repr(leaf)) for path, leaf in found
     )
     assert made(leaves) == nest
+
+
+def test_every_structure_that_differs_is_named():
+    with pytest.raises(
+        UsageError, match=r"structure: \[\*\] on replica 0, \[\] on replica 1, \(\*,\) on replica 3; the"
+    ):
+        regroup([[1], [], [2], (3,)])

@@ -172,3 +172,14 @@ def test_an_attribute_of_a_per_replica_value_cannot_be_set_where_it_would_change
         value.rate = 3
     value.shares = (1, 2)
     assert value.shares == (1, 2)
+
+
+@pytest.mark.parametrize("use", [round, range, lambda value: round(value, 4), lambda value: [1, 2][value]])
+def test_a_per_replica_is_no_number(use):
+    with pytest.raises(TypeError, match="It looks like you are using a PerReplica object"):
+        use(PerReplica([1, 2]))
+
+
+def test_a_replica_that_is_not_there_has_no_value():
+    with pytest.raises(IndexError, match=r"a value \(here int\) from each of 2 replicas: none at 9"):
+        PerReplica([1, 2])[9]

@@ -343,6 +343,23 @@ mean = Variable(10.0, aggregation="MEAN")
         assert numbers == [10, 13, 4]
 
 
+def test_a_variable_that_is_trained_after_its_copies_diverged_is_named_once_at_the_users_line(replicas):
+    source = """
+v = Variable(1.0, name="scale")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    strategy.run(lambda: v.assign(mine))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    strategy.run(lambda: (v * 2).backward())
+(v.read_value().item(), [(str(warning.message), "mirror_nb" in warning.filename) for warning in caught])
+"""
+    (first, ((message, ours),)), (second, unsaid) = cell(replicas(2), source)
+    assert (first, second, unsaid, ours) == (1.0, 1.0, [], False)
+    assert "different values to the Variable 'scale', made with VariableAggregation.NONE" in message
+    assert "order" not in message
+
+
 def test_copies_that_may_diverge_are_warned_of_once_but_not_for_a_number(replicas):
     source = """
 v = Variable(10.0)

@@ -4,7 +4,8 @@ Knows torch.distributed's process groups and shared memory by their methods. Kno
 ring: timings go to a `record` that is handed in.
 
 An op is made in the controller, where it costs nothing and knows only its arguments; it is pickled, and bound in each
-replica. To write one, derive from `CrossDeviceOps` and write `start` and `unfit_for`.
+replica. To write one, derive from `CrossDeviceOps` and write `start` and `unfit_for`; one that uses others returns
+them by `parts`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import abc
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,8 +26,8 @@ from torch import Tensor
 
 from mirror_nb.collectives.fabric import Fabric
 from mirror_nb.devices import Device
-from mirror_nb.errors import ReplicaError, UsageError
-from mirror_nb.values import ReduceOp
+from mirror_nb.errors import ReplicaError, ReplicaTimeout, UsageError
+from mirror_nb.values import ReduceOp, widened
 
 BYTES_PER_PACK = 25 * 2**20
 # Of a bucket of gradients, where nothing else is said.
@@ -161,7 +162,10 @@ class Reduction(Handle):
 
         `seconds`: how long it may take; None: the options' `timeout_seconds`, else the group's own.
         """
-        self._handle.wait(self._limit if seconds is None else seconds)
+        try:
+            self._handle.wait(self._limit if seconds is None else seconds)
+        except ReplicaTimeout as late:
+            raise named(late, self._limit) from late.__cause__
         if self._record is None:
             return
         if self._handle.ends_after_wait:
@@ -182,15 +186,16 @@ class Reduction(Handle):
 
 
 _OF_THIS_PROCESS = ("_member", "_own_fabric", "_unrecorded")
-_TIMEOUT_SECONDS = 60.0
-# For groups of torch's own, which do not tell theirs.
+_GROUPS_SECONDS = 1800.0
+# Of groups of torch's own that do not tell theirs: what torch gives to gloo.
 
 
 class CrossDeviceOps(abc.ABC):
     """The algorithm that reduces and broadcasts across replicas.
 
-    A subclass writes `start`, the all-reduce itself, and `unfit_for`. What it keeps from its constructor must be
-    picklable; `member` says, in a replica, which one this is.
+    A subclass writes `start`, the all-reduce itself, and `unfit_for`; one that has other ops begin a part of it
+    returns them by `parts`. What it keeps from its constructor must be picklable; `member` says, in a replica, which
+    one this is.
     """
 
     _member: Member | None = None
@@ -242,8 +247,7 @@ class CrossDeviceOps(abc.ABC):
         """Be the op of this replica from now on; every replica calls it."""
         self.unbind()
         fabric = None
-        if member.num_replicas > 1 and not hasattr(member.group, "shared") and member.device.type == "cpu":
-            # A group that torch made: ours brings its shared memory along.
+        if member.num_replicas > 1 and not hasattr(member.group, "shared"):
             fabric = _fabric_over(member)
         self._belong(member, fabric)
 
@@ -263,9 +267,13 @@ class CrossDeviceOps(abc.ABC):
 
     @property
     def member(self) -> Member:
-        """The replica that this op is bound to. Raises ReplicaError in the controller."""
+        """The replica that this op is bound to. Raises ReplicaError in the controller, and for ops of no strategy."""
         if self._member is None:
-            raise ReplicaError(f"{type(self).__name__} works in replicas; here it is not bound to one")
+            raise ReplicaError(
+                f"{type(self).__name__} works in replicas; this one is bound to none here: it is not, or no longer, "
+                "what a strategy has as its `cross_device_ops`; one that another op uses has to be among those that "
+                "the other's `parts()` returns"
+            )
         return self._member
 
     @property
@@ -273,6 +281,11 @@ class CrossDeviceOps(abc.ABC):
         """The memory that all replicas share; None where they share none."""
         # Asked for each time: the group has another one after it was formed anew.
         return self._own_fabric or getattr(self.member.group, "shared", None)
+
+    @property
+    def own_fabric(self) -> Fabric | None:
+        """Such memory over a group that torch made; None where the group brings its own along, or there is none."""
+        return self._own_fabric
 
     @final
     def all_reduce(self, op: ReduceOp | str, flat: Tensor, *, bucket: int = -1, serial: int = 0) -> Reduction:
@@ -328,23 +341,25 @@ class CrossDeviceOps(abc.ABC):
     def reduce(self, op: ReduceOp | str, tensor: Tensor, destination: int) -> Tensor | None:
         """Return the sum or the mean of all replicas' `tensor` on replica `destination`, None on the others."""
         op = ReduceOp.of(op)
+        tensor = _as_it_is(tensor)
         _check_tensor(op, tensor.reshape(-1))
         self._check_replica("destination", destination)
         options = dist.ReduceOptions()
         options.rootRank = destination
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        total = (widened(tensor) if op is ReduceOp.MEAN else tensor).clone(memory_format=torch.contiguous_format)
         real = torch.view_as_real(total) if total.dtype.is_complex else total
         self._run("reduce", real, lambda group: group.reduce([real], options))
         if self.member.replica_id != destination:
             return None
         if op is ReduceOp.MEAN:
             real.div_(self.member.num_replicas)
-        return total
+        return total.to(tensor.dtype)
 
     @final
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Make `tensor` (contiguous) on every replica what it is on replica `source`, in place."""
         self._check_replica("source", source)
+        _check_view("tensor", tensor)
         if not tensor.is_contiguous():
             raise UsageError(
                 f"`tensor` has the shape {tuple(tensor.shape)} and strides {tensor.stride()}; it must be contiguous, "
@@ -363,7 +378,7 @@ class CrossDeviceOps(abc.ABC):
         options.rootRank = destination
         mine = self.member.replica_id == destination
         parts = [tensor.new_empty(tensor.shape) for _ in range(self.member.num_replicas)] if mine else []
-        given = as_sent(tensor.detach().contiguous())
+        given = as_sent(_as_it_is(tensor).contiguous())
         into = [[as_sent(part) for part in parts]] if mine else []
         self._run("gather", given, lambda group: group.gather(into, [given], options))
         return parts if mine else None
@@ -378,7 +393,11 @@ class CrossDeviceOps(abc.ABC):
         fabric = self.fabric if self.member.device.type == "cpu" else None
         if fabric is None or numel == 0:
             return torch.zeros(numel, dtype=dtype, device=self.member.device)
-        return fabric.allocate(numel, dtype, self.member.limit)
+        limit = self.member.limit
+        try:
+            return fabric.allocate(numel, dtype, limit)
+        except ReplicaTimeout as late:
+            raise named(late, limit) from None
 
     @final
     def release(self, tensor: Tensor) -> None:
@@ -399,7 +418,7 @@ class CrossDeviceOps(abc.ABC):
         within: Callable[[float], AbstractContextManager[None]] | None = getattr(self.member.group, "within", None)
         limit = self.member.limit
         # A group that torch made waits as long as it was made to.
-        return contextlib.nullcontext() if limit is None or within is None else within(limit)
+        return contextlib.nullcontext() if limit is None or within is None else _naming(within(limit), limit)
 
     def _run(self, op: str, tensor: Tensor, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
         member = self.member
@@ -411,7 +430,11 @@ class CrossDeviceOps(abc.ABC):
 
     def _complete(self, work: dist.Work) -> None:
         """Wait for a collective of torch's, as long as the options allow."""
-        _wait(work, self.member.limit)
+        limit = self.member.limit
+        try:
+            _wait(work, limit)
+        except ReplicaTimeout as late:
+            raise named(late, limit) from late.__cause__
 
     def _check_replica(self, name: str, replica_id: int) -> None:
         if not 0 <= replica_id < self.member.num_replicas:
@@ -447,15 +470,64 @@ def as_sent(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor.view(-1).view(torch.uint8)
 
 
+def named(late: ReplicaTimeout, limit: float | None) -> ReplicaTimeout:
+    """Return a timeout that says whose the limit is, if it is the one that the options gave."""
+    said = str(late)
+    if limit is None or f"within {limit:g} s" not in said or "timeout_seconds" in said:
+        return late
+    return ReplicaTimeout(
+        f"{said}. The {limit:g} s are the strategy's CommunicationOptions(timeout_seconds={limit:g}); a replica that "
+        "is only slow needs more"
+    )
+
+
+@contextlib.contextmanager
+def _naming(within: AbstractContextManager[None], limit: float) -> Iterator[None]:
+    try:
+        with within:
+            yield
+    except ReplicaTimeout as late:
+        raise named(late, limit) from late.__cause__
+
+
 def _wait(work: dist.Work, seconds: float | None) -> None:
     if seconds is None:
         work.wait()
-    else:
+        return
+    try:
         work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        # gloo's words, of a group that torch made.
+        if "timed out" not in str(error).lower():
+            raise
+        raise ReplicaTimeout(
+            f"a collective did not end within {seconds:g} s: a peer may have left, or it runs another one; see that "
+            "every replica runs the same collectives in the same order"
+        ) from error
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    """Return a tensor in whose memory stands what it shows: of a conjugate view another one."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def averages_first(op: ReduceOp, dtype: torch.dtype) -> bool:
+    """Whether a mean divides before it adds: a sum that is rounded to fp16 on the way ends at 65504."""
+    return op is ReduceOp.MEAN and dtype is torch.float16
+
+
+def _check_view(name: str, tensor: Tensor) -> None:
+    if tensor.is_conj() or tensor.is_neg():
+        kind, resolve = ("conjugate", "resolve_conj") if tensor.is_conj() else ("negative", "resolve_neg")
+        raise UsageError(
+            f"`{name}` shows the {kind} of what stands in its memory, where nothing can be written to in place; pass "
+            f"tensor.{resolve}()"
+        )
 
 
 def _check_tensor(op: ReduceOp, flat: Tensor) -> None:
     dtype = flat.dtype
+    _check_view("flat", flat)
     if dtype is torch.bool:
         raise UsageError(f"booleans have no {op.name.lower()}; convert them first: tensor.int()")
     if op is ReduceOp.MEAN and not (dtype.is_floating_point or dtype.is_complex):
@@ -487,6 +559,16 @@ def _fabric_over(member: Member) -> Fabric | None:
         return gathered
 
     try:
-        return Fabric.form(gather, member.replica_id, member.num_replicas, _TIMEOUT_SECONDS)
+        seconds = member.timeout_seconds or _seconds_of(member.group)
+        return Fabric.form(gather, member.replica_id, member.num_replicas, seconds)
     except ReplicaError:
         return None
+
+
+def _seconds_of(group: dist.ProcessGroup) -> float:
+    """Return how long torch's own group waits for its collectives on the CPU, seconds."""
+    try:
+        gloo: Any = group._get_backend(torch.device("cpu"))
+        return float(gloo.options._timeout.total_seconds())
+    except (RuntimeError, AttributeError):
+        return _GROUPS_SECONDS

@@ -35,7 +35,17 @@ import torch
 from torch import Tensor
 
 from mirror_nb.collectives.barrier import Counter, Flags, integers
-from mirror_nb.collectives.headers import SUM_HEADS, Fold, Kind, for_purpose, head, label, words
+from mirror_nb.collectives.headers import (
+    MERGE_CALL,
+    SUM_HEADS,
+    UNEVEN_MERGE_CALLS,
+    Fold,
+    Kind,
+    for_purpose,
+    head,
+    label,
+    words,
+)
 from mirror_nb.collectives.segments import Gather, Segment, common_segment, read, written
 from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
 
@@ -61,6 +71,13 @@ _Need = tuple[int, int]
 _Steps = Generator[_Need, None, None]
 
 
+class _Differs(Exception):
+    """The replicas have met in different collectives: every one sees it, and none has read or written anything."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
 @final
 class Exchange:
     """One collective under way."""
@@ -80,7 +97,7 @@ class Exchange:
         self.number = number
         self.kind = kind
         self.what: Tensor | str | None = what
-        # For messages: the tensor as its owner knows it; of what is announced, what it is.
+        # For messages: the tensor as its owner knows it; of what is announced or named, what it is.
         self.steps = steps
         self.purpose = purpose
 
@@ -208,8 +225,11 @@ class Fabric:
 
         return self._begin_pieces(Kind.BROADCAST, Fold.SUM, root, flat, what, take, lays_out=mine)
 
-    def all_gather(self, outputs: Sequence[Tensor], flat: Tensor, what: Tensor | None = None) -> Exchange:
-        """Begin to make `outputs[i]` on every replica what `flat` is on replica i."""
+    def all_gather(self, outputs: Sequence[Tensor], flat: Tensor, what: Tensor | str | None = None) -> Exchange:
+        """Begin to make `outputs[i]` on every replica what `flat` is on replica i.
+
+        `what`: or what it is for, in words that stand for all of it.
+        """
 
         def take(views: list[Tensor], low: int, high: int) -> None:
             for output, view in zip(outputs, views, strict=True):
@@ -494,7 +514,7 @@ class Fabric:
         fold: Fold,
         root: int,
         flat: Tensor,
-        what: Tensor | None,
+        what: Tensor | str | None,
         take: Callable[[list[Tensor], int, int], None],
         lays_out: bool = True,
     ) -> Exchange:
@@ -558,9 +578,9 @@ class Fabric:
             return False
         except StopIteration:
             self._end(exchange, None)
-        except UsageError as mismatch:
-            # Every replica sees it, and none has read or written anything: the next exchange is in step.
-            self._end(exchange, mismatch)
+        except _Differs as found:
+            # The next exchange is in step.
+            self._end(exchange, found.error)
         except BaseException as error:
             self._give_up(exchange, error)
             raise
@@ -859,17 +879,7 @@ class Fabric:
         self._flags.show(Counter.TOLD, number)
         yield Counter.TOLD, number
         said = [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
-        if _by_other_ops(said):
-            each = ", ".join(f"replica {r}: {text.partition(' for gradients')[0]}" for r, text in enumerate(said))
-            raise UsageError(
-                f"`cross_device_ops` differs between the replicas, which reduce the same gradients in other ways: "
-                f"{each}; assign it alike on every replica, between the same steps (not under `if replica_id == ...`)"
-            )
-        each = ", ".join(f"replica {r}: {text}" for r, text in enumerate(said))
-        raise UsageError(
-            f"the replicas ran different collectives: {each}; run the same ones in the same order, on tensors of the "
-            "same shape and dtype, on every replica"
-        )
+        raise _Differs(_different(said))
 
     def _timeout(self, exchange: Exchange, needs: _Need, seconds: float) -> ReplicaTimeout:
         late = ", ".join(map(str, self._flags.lagging(*needs)))
@@ -877,6 +887,23 @@ class Fabric:
             f"{exchange.label} did not end within {seconds:g} s: replica {late} has not come; a peer may have left, "
             "or it runs another collective; see that every replica runs the same collectives in the same order"
         )
+
+
+def _different(said: Sequence[str]) -> Exception:
+    """Return the error where the replicas have met in what they `said`."""
+    if _by_other_ops(said):
+        each = ", ".join(f"replica {r}: {text.partition(' for gradients')[0]}" for r, text in enumerate(said))
+        return UsageError(
+            f"`cross_device_ops` differs between the replicas, which reduce the same gradients in other ways: "
+            f"{each}; assign it alike on every replica, between the same steps (not under `if replica_id == ...`)"
+        )
+    each = ", ".join(f"replica {r}: {text}" for r, text in enumerate(said))
+    if MERGE_CALL in said:
+        return ReplicaError(f"{UNEVEN_MERGE_CALLS} The replicas are at different calls: {each}")
+    return UsageError(
+        f"the replicas ran different collectives: {each}; run the same ones in the same order, on tensors of the "
+        "same shape and dtype, on every replica"
+    )
 
 
 def _by_other_ops(said: Sequence[str]) -> bool:

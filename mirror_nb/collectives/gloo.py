@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Handle, WorkHandle
+from mirror_nb.collectives.base import CrossDeviceOps, Handle, WorkHandle, averages_first
 from mirror_nb.devices import Device
 from mirror_nb.values import ReduceOp
 
@@ -27,7 +27,10 @@ class GlooAllReduce(CrossDeviceOps):
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Begin an all-reduce, which gloo's threads carry on."""
-        group, options = self.member.group, dist.AllreduceOptions()
+        group, options, num_replicas = self.member.group, dist.AllreduceOptions(), self.member.num_replicas
+        first = averages_first(op, flat.dtype)
+        if first:
+            flat.div_(num_replicas)
         # gloo adds no numbers of 16 bits, of which these hold the sum, or overflow alike.
         summed = flat.int() if flat.dtype is torch.int16 else flat
         # A tensor on a GPU the group would hand to NCCL.
@@ -38,12 +41,11 @@ class GlooAllReduce(CrossDeviceOps):
             # torch's own group knows no shared memory.
             else group.allreduce([summed], options)
         )
-        num_replicas = self.member.num_replicas
 
         def finish() -> None:
             if summed is not flat:
                 flat.copy_(summed)
-            if op is ReduceOp.MEAN:
+            if op is ReduceOp.MEAN and not first:
                 # gloo's own mean is not in every torch.
                 flat.div_(num_replicas)
 

@@ -24,6 +24,9 @@ DTYPES = (
     torch.uint8,
 )
 _CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
+MERGE_CALL = "merge_call"
+# How one says in words what it is; where another collective meets it, that is TensorFlow's error:
+UNEVEN_MERGE_CALLS = "Some replicas made a different number of replica_context().merge_call() calls."
 
 
 class Fold(enum.IntEnum):

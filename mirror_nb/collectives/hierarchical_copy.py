@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle
+from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, averages_first
 from mirror_nb.collectives.shared_memory import ExchangeHandle, fabric_for, fold_of, needs_shared_memory
 from mirror_nb.collectives.topology import groups_of
 from mirror_nb.devices import Device
@@ -44,10 +44,13 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         if flat.device.type == "cpu":
             fabric = fabric_for(self, flat)
             return ExchangeHandle(fabric, fabric.all_reduce_by_groups(flat, fold_of(op), groups))
+        first = averages_first(op, flat.dtype)
+        if first:
+            flat.div_(member.num_replicas)
         for pack in flat.chunk(self.num_packs):
             self._reduce_pack(pack, groups)
-        if op is ReduceOp.MEAN:
-            flat.div_(self.member.num_replicas)
+        if op is ReduceOp.MEAN and not first:
+            flat.div_(member.num_replicas)
         return Finished()
 
     def unfit_for(self, devices: Sequence[Device]) -> str | None:

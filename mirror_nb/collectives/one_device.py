@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, as_sent
+from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, as_sent, averages_first
 from mirror_nb.devices import Device, parse
 from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp
@@ -46,13 +46,16 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Reduce, at once: the handle is of something finished."""
-        root = self._root
+        root, num_replicas = self._root, self.member.num_replicas
+        first = self.accumulation_fn is None and averages_first(op, flat.dtype)
+        if first:
+            flat.div_(num_replicas)
         if self.accumulation_fn is None:
             self._add_up(flat, root)
         else:
             self._accumulate(self.accumulation_fn, flat, root)
-        if op is ReduceOp.MEAN and self.member.replica_id == root:
-            flat.div_(self.member.num_replicas)
+        if op is ReduceOp.MEAN and not first and self.member.replica_id == root:
+            flat.div_(num_replicas)
         options = dist.BroadcastOptions()
         options.rootRank = root
         self._complete(self.member.group.broadcast([flat], options))
@@ -78,10 +81,12 @@ class ReductionToOneDevice(CrossDeviceOps):
         parts = self._gathered(flat, root)
         if parts is None:
             return
-        total = accumulate(parts)
-        if total.shape != flat.shape:
+        total: Any = accumulate(parts)
+        if not isinstance(total, Tensor) or total.shape != flat.shape:
+            made = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else _a(total)
             raise UsageError(
-                f"`accumulation_fn` made a tensor of shape {tuple(total.shape)} of {len(parts)} of {tuple(flat.shape)}"
+                f"`accumulation_fn` returned {made}; it must return one tensor of shape {tuple(flat.shape)}, made of "
+                f"the {len(parts)} that it is given"
             )
         flat.copy_(total)
 
@@ -102,3 +107,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             return wanted if 0 <= wanted < len(devices) else None
         device = parse(wanted)
         return devices.index(device) if device in devices else None
+
+
+def _a(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from mirror_nb import surroundings
+from mirror_nb.collectives.headers import UNEVEN_MERGE_CALLS
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, ReplicaError, ReplicaTimeout
 from mirror_nb.messages import (
@@ -69,7 +70,6 @@ SILENT_AFTER = 0.25
 # Seconds from a question to a look at a replica that does not answer it, from outside.
 UNEVEN_AFTER = 0.5
 # Seconds from the first replica's end to the question whether the others wait for it; then as often.
-UNEVEN_MERGE_CALLS = "Some replicas made a different number of replica_context().merge_call() calls."
 FORM_SECONDS = 60.0
 # For joining the process group; a replica that is not there by then is replaced.
 
@@ -661,9 +661,13 @@ class _Following:
         """End the wait in a merge_call that some replica has left out: it has returned and will never come."""
         if not self._meetings:
             return
-        waiting = max((self._meetings.get(r, 0) for r in self._pending), default=0)
-        if any(self._meetings.get(r, 0) < waiting for r, answer in self._answers.items() if answer.failure is None):
-            self._fail(UNEVEN_MERGE_CALLS, abort_after=0.0)
+        begun = Counter({r: self._meetings.get(r, 0) for r in {*self._pending, *self._answers}})
+        waiting = max((begun[r] for r in self._pending), default=0)
+        if any(begun[r] < waiting for r, answer in self._answers.items() if answer.failure is None):
+            each = ", ".join(f"{count} by replica {r}" for r, count in sorted(begun.items()))
+            self._fail(
+                f"{UNEVEN_MERGE_CALLS} Of these and other calls that all make together: {each}", abort_after=0.0
+            )
 
     def _ask(self, replicas: Iterable[int]) -> None:
         """Have replicas say where they are; they do so before they heed what is sent after this."""

@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
-from mirror_nb.errors import UsageError
+from torch import Tensor
+
+from mirror_nb.devices import parse
+from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.strategies.context import require_cross_replica
 from mirror_nb.strategies.reductions import regroup
-from mirror_nb.values import ReduceOp
+from mirror_nb.values import DistributedValues, ReduceOp
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
@@ -74,10 +77,15 @@ class StrategyExtended:
         results = self._strategy._place.update(var, fn, tuple(args), kwargs or {})
         return regroup(results) if group else results
 
-    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any = None, options: Any = None) -> Any:
-        """Return `value` reduced over the replicas; destinations hold the same value, so they make no difference."""
+    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
+        """Return `value` reduced over the replicas; destinations hold the same value, so they make no difference.
+
+        `destinations`: a device of the strategy's or the CPU, or a Variable, a tensor or a PerReplica, for where that
+        is. Raises DeviceError for another device, UsageError for no destination.
+        """
         require_cross_replica("StrategyExtended.reduce_to", "use get_replica_context().all_reduce() instead")
         self._strategy._place.check_open()
+        self._check_destination(destinations)
         return self._strategy._place.reduce(ReduceOp.of(reduce_op, "reduce_op"), value, None, "*")
 
     def batch_reduce_to(
@@ -87,4 +95,21 @@ class StrategyExtended:
         pairs = list(value_destination_pairs)
         if any(not isinstance(pair, (tuple, list)) or len(pair) != 2 for pair in pairs):
             raise UsageError("`value_destination_pairs` must hold pairs of a value and its destination")
+        for _, destination in pairs:
+            self._check_destination(destination)
         return [self.reduce_to(reduce_op, value, destination) for value, destination in pairs]
+
+    def _check_destination(self, destination: Any) -> None:
+        if isinstance(destination, (DistributedValues, Tensor)):
+            return
+        if destination is None or isinstance(destination, (list, tuple)):
+            # Source: tf.distribute's `_validate_destinations`.
+            raise UsageError(
+                f'`destinations` is {destination!r}; it must be one of a device, as in "cpu:0", a Variable, a tensor '
+                "or a PerReplica"
+            )
+        device, there = parse(destination), self._strategy._place.devices
+        if device.kind != "cpu" and str(device) not in there:
+            raise DeviceError(
+                f"`destinations` is {device}, which is none of this strategy's devices: {', '.join(there)}"
+            )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mirror_nb.collectives.headers import MERGE_CALL
 from mirror_nb.collectives.options import Communication
 from mirror_nb.data import Loaders
 from mirror_nb.errors import ContextError, TransferError, UsageError
@@ -28,7 +29,7 @@ from mirror_nb.steering import Steering
 from mirror_nb.strategies.context import ReplicaContext, entered, stand_nowhere
 from mirror_nb.strategies.differentiable import all_gathered, all_reduced
 from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
-from mirror_nb.strategies.peers import MERGE_CALL, Form, Peers, form_of_nest, of_dtype
+from mirror_nb.strategies.peers import Form, Peers, form_of_nest, of_dtype
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reductions import (
     as_tensor,

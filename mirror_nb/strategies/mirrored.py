@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -13,7 +14,7 @@ import torch
 from mirror_nb import devices as device_names
 from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.options import AUTO, chosen
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import UsageError, users_level
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import ReplicaContext, entered, stand_on
 from mirror_nb.strategies.controller import ControllerPlace
@@ -39,8 +40,8 @@ class MirroredStrategy(Strategy):
     `communication_options`: CommunicationOptions.
 
     In the controller (a notebook cell or a script) it starts one process a device, with the first call. In a
-    `%%mirrored` cell, and in a script that torchrun starts once per device, it is the place it stands in; `devices`
-    is then given by who started the processes.
+    `%%mirrored` cell, and in a script that torchrun starts once per device, it is the place it stands in, on the
+    devices that who started the processes has given; where `devices` names others, a warning says so.
 
     Raises DeviceError for devices that are not there or named twice and for ops that cannot work on them, UsageError
     for another reduction and for a seed that is no whole number.
@@ -90,7 +91,10 @@ def _whole(seed: Any) -> int:
 
 def _place(devices: Any, reduction: str | None, seed: int, ops: Any, options: Any) -> Place:
     if _here or _started_by_a_launcher():
+        asked = None if devices is None else device_names.named(devices)
         place = _place_in_replica(reduction, seed)
+        if asked is not None:
+            _tell_of_others(asked, place)
         if ops is not None or options is not None:
             if ops is None and getattr(options, "implementation", None) == AUTO:
                 # The place has chosen, who knows whether all replicas are on this machine.
@@ -100,6 +104,18 @@ def _place(devices: Any, reduction: str | None, seed: int, ops: Any, options: An
     resolved = device_names.resolve(devices, torch.cuda.device_count())
     by = chosen(ops, options, resolved)
     return ControllerPlace(resolved, setup=SETUP, seed=seed, reduction=reduction or "mean", communication=by)
+
+
+def _tell_of_others(asked: Sequence[device_names.Device], place: Place) -> None:
+    """Warn, on one replica, where the devices of this place are not those that a script asks for."""
+    here = tuple(map(device_names.parse, place.devices))
+    if place.replica_id == 0 and (len(asked), asked[0].kind) != (len(here), here[0].kind):
+        who = "what started them, %mirror start for one," if _here else "the launcher, torchrun's --nproc_per_node,"
+        warnings.warn(
+            f"`devices` is {', '.join(map(str, asked))}, but the replicas are here already, on "
+            f"{', '.join(place.devices)}, which are used: {who} says on which",
+            stacklevel=users_level(),
+        )
 
 
 def _place_in_replica(reduction: str | None, seed: int) -> ReplicaPlace:

@@ -424,9 +424,10 @@ def _ordered_like(first: Any, other: Any, replica_id: int, results: Sequence[Any
 
 
 def _different(results: Sequence[Any], replica_id: int) -> UsageError:
+    first, *_ = shapes = [structure(result) for result in results]
+    differing = [f"{shape} on replica {i}" for i, shape in enumerate(shapes) if shape != first or i in (0, replica_id)]
     return UsageError(
-        f"the replicas' values differ in structure: {structure(results[0])} on replica 0, "
-        f"{structure(results[replica_id])} on replica {replica_id}; the same is needed on every replica"
+        f"the replicas' values differ in structure: {', '.join(differing)}; the same is needed on every replica"
     )
 
 

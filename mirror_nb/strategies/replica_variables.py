@@ -8,7 +8,6 @@ from outside        MirroredVariable: the one value that all replicas give
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -16,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import UsageError, users_level
 from mirror_nb.mirrors import bits
 from mirror_nb.strategies.context import has_strategy, on_one_replica
 from mirror_nb.strategies.peers import Form, Leaf, Peers, form_of_nest
@@ -194,13 +193,5 @@ class ReplicaHome:
             f"{how} on replica {self._peers.replica_id} to {variable.name}, made with VariableAggregation.NONE: every "
             "replica writes its own value, so the copies may differ from now on; make the Variable with "
             "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA to keep them equal",
-            stacklevel=_users_level(),
+            stacklevel=users_level(),
         )
-
-
-def _users_level() -> int:
-    """Return how far above its caller the user's line is, for `warnings.warn`: past mirror_nb and torch."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("mirror_nb.", "torch.")):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -167,6 +167,19 @@ for dtype in (torch.bfloat16, torch.float16):
     )
 
 
+def test_a_mean_of_fp16_needs_no_sum_that_fits_in_it(pool, name):
+    run(
+        pool,
+        OPS[name](),
+        """
+x = torch.full((5,), 60000.0, dtype=torch.float16)
+found = ops.reduce("mean", x, 0)
+assert found is None or found.tolist() == x.tolist()
+assert reduced(x.clone(), "mean").tolist() == x.tolist()
+""",
+    )
+
+
 def test_complex_numbers_are_summed(pool, name):
     run(
         pool,
@@ -233,6 +246,22 @@ for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
     dist.all_reduce(x, op)
     dist.broadcast(x, 0)
     assert x.tolist() == [{"SUM": 2 * num_replicas, "MAX": 2, "PRODUCT": 2 ** num_replicas}[op.name]] * 3
+""",
+    )
+
+
+def test_what_a_view_shows_is_gathered_and_reduced_to_one(pool, name):
+    run(
+        pool,
+        OPS[name](),
+        """
+conjugate = torch.tensor([1 + 2j, 3j]).conj()
+negative = torch.tensor([1 + 2j, 3j]).conj().imag
+assert conjugate.is_conj() and negative.is_neg()
+for view in (conjugate, negative):
+    parts, total = ops.gather(view, 0), ops.reduce("sum", view, 0)
+    assert parts is None or [part.tolist() for part in parts] == [view.tolist()] * num_replicas
+    assert total is None or total.tolist() == (view * num_replicas).tolist()
 """,
     )
 
@@ -352,6 +381,34 @@ ops = Largest()
     assert all(found["found"] == [pool.size - 1] * 2 for found in values.values())
 
 
+WRAPS = """
+import torch
+from mirror_nb import CrossDeviceOps, SharedMemoryAllReduce
+
+class Wraps(CrossDeviceOps):
+    def __init__(self):
+        self.inner = SharedMemoryAllReduce()
+
+    def start(self, op, flat):
+        return self.inner.start(op, flat)
+
+    def unfit_for(self, devices):
+        return None
+
+before = strategy.cross_device_ops
+strategy.cross_device_ops = Wraps()
+"""
+
+
+@pytest.mark.parametrize("op", ["strategy.cross_device_ops", "before"])
+def test_an_op_that_is_not_the_strategys_is_told_so_in_a_replica(replicas, op):
+    ran = run_cell(replicas(2), f"{WRAPS}\n{op}.all_reduce('sum', torch.ones(2))")
+    run_cell(replicas(2), "strategy.cross_device_ops = before")
+    assert set(ran.errors.values()) == {"ReplicaError"}
+    assert "not, or no longer, what a strategy has as its `cross_device_ops`" in ran.report.failures[0].message
+    assert "among those that the other's `parts()` returns" in ran.report.failures[0].message
+
+
 # Ends
 
 
@@ -435,6 +492,8 @@ REFUSED = {
     "torch.ones(2, 2)": "of one dimension",
     "torch.ones(4)[::2]": "contiguous",
     "torch.ones(3, dtype=torch.bool)": "tensor.int()",
+    "torch.ones(3, dtype=torch.complex64).conj()": "`flat` shows the conjugate of what stands in its memory",
+    "torch._neg_view(torch.ones(3))": "pass tensor.resolve_neg()",
 }
 
 
@@ -443,6 +502,24 @@ def test_a_tensor_that_cannot_be_reduced_is_refused_before_anything_is_sent(repl
     ran = run_cell(replicas(2), f"{BOUND}\nops.all_reduce('sum', {tensor})", {"ops": OPS[name]()}, timeout=60)
     assert set(ran.errors.values()) == {"UsageError"}
     assert REFUSED[tensor] in ran.report.failures[0].message
+
+
+def test_a_view_is_not_broadcast_to(replicas, name):
+    source = "ops.broadcast(torch.ones(2, dtype=torch.complex64).conj(), 0)"
+    ran = run_cell(replicas(2), BOUND + source, {"ops": OPS[name]()})
+    assert "pass tensor.resolve_conj()" in ran.report.failures[0].message
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [("None", "None"), ("list(parts)", "a list"), ("parts[0].numpy()", "a ndarray"), ("parts[0][:1]", "a tensor of")],
+)
+def test_what_a_function_accumulates_has_to_be_a_tensor_like_its_parts(replicas, made, said):
+    source = f"ops = mnb.ReductionToOneDevice(accumulation_fn=lambda parts: {made})"
+    ran = run_cell(replicas(2), f"import mirror_nb as mnb\n{source}\n{BOUND}\nreduced(torch.ones(3))", timeout=60)
+    assert ran.errors[0] == "UsageError"
+    assert f"`accumulation_fn` returned {said}" in ran.report.failures[0].message
+    assert "it must return one tensor of shape (3,)" in ran.report.failures[0].message
 
 
 def test_a_mean_of_integers_says_to_convert(replicas, name):

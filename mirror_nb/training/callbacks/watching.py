@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import UsageError, users_level
 from mirror_nb.training.callbacks.base import Callback, Logs
 from mirror_nb.training.history import lower_is_better
 
@@ -57,22 +56,13 @@ def monitored(who: Callback, monitor: str, logs: Logs) -> float | None:
         warnings.warn(
             f"{type(who).__name__} looks at {monitor!r}, which was not logged in this epoch; there is: {known}"
             + advice,
-            stacklevel=_users_level(),
+            stacklevel=users_level(),
         )
         return None
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"{type(who).__name__} looks at {monitor!r}, which is no single number: {value!r}") from error
-
-
-def _users_level() -> int:
-    """Return the `stacklevel` of the caller's that is the user's line: the first outside of mirror_nb."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("mirror_nb."):
-        level, frame = level + 1, frame.f_back
-    # The caller's own is 1, and this function's is not counted.
-    return level - 1
 
 
 class Steps:
