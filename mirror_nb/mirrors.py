@@ -279,6 +279,11 @@ class Mirrors:
         moved = [tensor.is_meta for tensor in mark.tensors] != [tensor.is_meta for tensor in now.values()]
         return not same or mark.names != tuple(now) or moved
 
+    def forget_replica(self, replica_id: int) -> None:
+        """The replica is no more: what it told last of networks does not count."""
+        for shares in self.statistics.values():
+            shares.pop(replica_id, None)
+
     def left(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Return, once, what was written since `mark` to the tensors of then; the network has other parts since.
 

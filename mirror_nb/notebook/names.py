@@ -144,6 +144,7 @@ class Names:
         self._there.pop(replica_id, None)
         self._renamed.pop(replica_id, None)
         self.lent.forget_replica(replica_id)
+        self.mirrors.forget_replica(replica_id)
         for holders in self._holders.values():
             holders.discard(replica_id)
 

@@ -32,14 +32,14 @@ from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, TransferError, UsageError
 from mirror_nb.event_files import EventFiles, Written
-from mirror_nb.messages import Bind, CommSent, Fetch, LoadModules, RunCell, Source
+from mirror_nb.messages import Again, Bind, CommSent, Fetch, LoadModules, RunCell, Source
 from mirror_nb.mirrors import called
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.live import LiveDashboard
 from mirror_nb.notebook.names import Names, Parcel, Returned
 from mirror_nb.notebook.output import CellView, CommProxy
 from mirror_nb.notebook.source import cell_names
-from mirror_nb.payload import closing_slab, pack
+from mirror_nb.payload import Payload, closing_slab, pack
 from mirror_nb.pool.base import Death, Pool, Report
 from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
@@ -533,13 +533,19 @@ class Session:
         return [path.removeprefix(os.path.realpath(here) + os.sep) if here else path for path in first]
 
     def _absorb(self, report: Report, lead: int, *, pulled: bool = False) -> Returned:
-        payloads = {
-            r: (a.done.payload, a.slab)
-            for r, a in report.answers.items()
-            if a.done is not None and a.done.payload is not None
-        }
-        owner = lead if lead in payloads else min(payloads, default=lead)
-        returned = self._names.absorb(payloads, owner, pulled=pulled)
+        for death in report.deaths:
+            self._names.mirrors.forget_replica(death.replica_id)
+        payloads = _payloads(report)
+        told = bool(payloads)
+        while payloads and lead not in payloads:
+            # It was to send the networks: of these the others have sent only what is averaged.
+            report.close()
+            lead = min(payloads)
+            report = self._running().run({r: Again(r == lead) for r in payloads})
+            payloads = _payloads(report)
+        returned = self._names.absorb(payloads, lead, pulled=pulled)
+        if told and not payloads:
+            returned.problem = "the replicas that are left could not say what they hold"
         if returned.grads is not None:
             torch.set_grad_enabled(returned.grads)
         return returned
@@ -734,6 +740,14 @@ class Session:
         if wrong:
             raise UsageError(f"there is no replica {spans(wrong)}; there are {n}: {spans(range(n))}")
         return sorted(set(replicas))
+
+
+def _payloads(report: Report) -> dict[int, tuple[Payload, int | None]]:
+    return {
+        r: (a.done.payload, a.slab)
+        for r, a in report.answers.items()
+        if a.done is not None and a.done.payload is not None
+    }
 
 
 @contextlib.contextmanager

@@ -93,6 +93,20 @@ class Before:
     contents: dict[str, Content] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """What was exported last."""
+
+    names: tuple[str, ...]
+    networks: tuple[str, ...]
+    objects: tuple[str, ...]
+    # Handles of those that the controller had not got.
+    told: Exports
+    # The rest, without values.
+    whole: bool
+    # The size limits were lifted.
+
+
 class Namespace:
     """Names in a replica. `names` is the dictionary that its cells run in."""
 
@@ -126,6 +140,7 @@ class Namespace:
         # Names that hold what the notebook has, as it was when the latest cell began, and its name there.
         self._label = ""
         # Of the latest cell, for the classes that it made.
+        self._latest: Latest | None = None
 
     # ------------------------------------------------------------------ in
 
@@ -309,6 +324,8 @@ class Namespace:
         whole: bool = False,
         compare: bool = False,
         grads: bool | None = None,
+        gone: tuple[str, ...] = (),
+        networks: Iterable[nn.Module] = (),
     ) -> Packed:
         """Pack what the names hold, as `Exports`.
 
@@ -316,9 +333,12 @@ class Namespace:
         changed values; the other replicas add the statistics that are averaged. `trained` tells that values may have
         changed in ways that only reading them shows. `compare` adds what tells whether the replicas differ. `whole`
         lifts the size limits: the user asked for it. `tag` is the same number on all replicas and makes their handles
-        agree.
+        agree. `gone` are handles to tell again as those of what lives here no more, `networks` are sent whole though no
+        name may have them.
         """
         fresh = Fresh()
+        for network in networks:
+            fresh.add_network(self.mirrors.name(network, ""), network, self)
         for handle, network in self.mirrors.roots():
             # What the controller has under these names are other tensors.
             if self.mirrors.rebuilt(network) and not has_sharded(network):
@@ -332,7 +352,7 @@ class Namespace:
         shown = None if result is None else self._result(_meant(result), tag, fresh)
         for obj in self.objects.outgrown():
             self._plain(obj, "", fresh, whole)
-        gone = (*self.mirrors.gone(), *self.objects.take_gone())
+        gone = (*gone, *self.mirrors.gone(), *self.objects.take_gone())
         exports = Exports(
             exported,
             self._changed_search(),
@@ -348,16 +368,15 @@ class Namespace:
         )
         self._unchanged = {}
         self._altered = self._deleted = self._refilled = ()
-        networks = fresh.networks
         if owner:
-            exports.modules.update(networks)
+            exports.modules.update(fresh.networks)
         told = components_in if owner else told_by_all
-        exports.states.update({handle: told(module) for handle, module in networks.items()})
+        exports.states.update({handle: told(module) for handle, module in fresh.networks.items()})
         for handle, (_, payload) in fresh.objects.items():
             exports.objects[handle] = payload if owner else None
         exports.objects.update(dict.fromkeys(fresh.inside))
-        sums = {handle: bits(_complete(module)) for handle, module in networks.items()} if compare else None
-        changed = self._changed_roots(networks, owner, trained, sums)
+        sums = {handle: bits(_complete(module)) for handle, module in fresh.networks.items()} if compare else None
+        changed = self._changed_roots(fresh.networks, owner, trained, sums)
         exports.states.update(changed)
         exports.sums.update(sums or {})
         try:
@@ -367,13 +386,40 @@ class Namespace:
             packed = self._packed(exports, fresh)
         for handle, obj in (*((handle, obj) for handle, (obj, _) in fresh.objects.items()), *fresh.inside.items()):
             self.objects.give(handle, obj)
-        self.mirrors.gave(networks.values())
+        self.mirrors.gave(fresh.networks.values())
         for handle in changed:
             module = self.mirrors.find(handle)
             if module is not None:
                 # It may have been collected meanwhile.
                 self.mirrors.mark(module)
+        without = dataclasses.replace(exports, names={}, modules={}, states={}, result=None, objects={})
+        self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole)
         return packed
+
+    def export_again(self, *, tag: int, owner: bool) -> Packed:
+        """Pack once more what `export` has packed last, without its result; networks from another owner."""
+        latest = self._latest
+        assert latest is not None
+        networks = [network for handle in latest.networks if (network := self.mirrors.find(handle)) is not None]
+        for network in networks:
+            self.mirrors.unmark(network)
+        self.objects.undelivered(latest.objects)
+        self.forget_told()
+        told = latest.told
+        self._altered, self._deleted, self._refilled = told.altered, told.deleted, told.refilled
+        self._unchanged = told.unchanged
+        self._search = self._search if told.search is None else []
+        return self.export(
+            [name for name in latest.names if name in self.names],
+            tag=tag,
+            owner=owner,
+            trained=True,
+            whole=latest.whole,
+            compare=bool(told.sums),
+            grads=told.grads,
+            gone=told.gone,
+            networks=networks,
+        )
 
     def _packed(self, networks: object, fresh: Fresh) -> Packed:
         return pack(
