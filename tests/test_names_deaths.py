@@ -66,10 +66,8 @@ def test_what_gets_other_parts_as_replica_0_dies_stays_who_it_is(run):
     run(MADE)
     run("%%mirrored --quiet\ntrain(net, opt)")
     run("kept, kept_opt = net, opt")
-    lost(
-        run,
-        "more = nn.Linear(1, 1)\nnet.append(more)\nopt.add_param_group({'params': more.parameters()})\ntrain(net, opt)",
-    )
+    grows = "more = nn.Linear(1, 1)\nnet.append(more)\nopt.add_param_group({'params': more.parameters()})"
+    lost(run, f"{grows}\ntrain(net, opt)")
     assert run("net is kept, opt is kept_opt, len(net), len(opt.param_groups)") == (True, True, 4, 2)
     assert same_as_in_replica_1(run)
 

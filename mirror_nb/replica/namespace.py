@@ -144,10 +144,13 @@ class Namespace:
 
     # ------------------------------------------------------------------ in
 
-    def open(self, payload: Any, slab: int | None, *, of_replica: bool = False) -> Any:
+    def open(
+        self, payload: Any, slab: int | None, *, of_replica: bool = False, own: tuple[int, int] | None = None
+    ) -> Any:
         """Rebuild a payload's object; networks in it move to the device and are tracked.
 
         What metrics in it have counted counts once: in the replica that it is from (`of_replica`), or in the first.
+        `own`: see `unpack`.
         """
         with variables.of_a_peer() if of_replica else contextlib.nullcontext():
             value, arrivals = unpack(
@@ -156,6 +159,7 @@ class Namespace:
                 namespace=self.names,
                 resolve=self._resolve,
                 device=self._device,
+                own=own,
             )
         for module in arrivals.modules:
             self._scope.adopt(module)
@@ -178,7 +182,7 @@ class Namespace:
 
     def bind(self, payload: Any, slab: int | None) -> None:
         """Bind the names of a payload, which is a dict, or `Changed`."""
-        opened = self.open(payload, slab)
+        opened = self.open(payload, slab, own=self._own())
         if isinstance(opened, Changed):
             for name, filling in opened.fillings.items():
                 refill(opened.names[name], filling)
@@ -200,6 +204,9 @@ class Namespace:
             # When all have their values: networks may share tensors.
             self.mirrors.mark(module)
 
+    def _own(self) -> tuple[int, int]:
+        return self._given["replica_id"], self._given["num_replicas"]
+
     # ------------------------------------------------------------------ mirrored objects of the controller
 
     def keep(self, payload: Payload, slab: int | None) -> None:
@@ -214,9 +221,7 @@ class Namespace:
 
     def open_call(self, payload: Payload, slab: int | None) -> tuple[Any, Arrivals]:
         """Rebuild a call's function or arguments; return too what came as a copy."""
-        value, arrivals = unpack(
-            payload, slab, resolve=self._resolve, device=self._device, replica_id=self._given.get("replica_id")
-        )
+        value, arrivals = unpack(payload, slab, resolve=self._resolve, device=self._device, own=self._own())
         for module in arrivals.modules:
             self._scope.adopt(module)
         return value, arrivals
@@ -333,8 +338,8 @@ class Namespace:
         changed values; the other replicas add the statistics that are averaged. `trained` tells that values may have
         changed in ways that only reading them shows. `compare` adds what tells whether the replicas differ. `whole`
         lifts the size limits: the user asked for it. `tag` is the same number on all replicas and makes their handles
-        agree. `gone` are handles to tell again as those of what lives here no more, `networks` are sent whole though no
-        name may have them.
+        agree. `gone` are handles to tell again as those of what lives here no more; `networks` are sent whole, whether
+        a name has them or not.
         """
         fresh = Fresh()
         for network in networks:
