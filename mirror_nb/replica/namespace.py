@@ -116,7 +116,7 @@ class Namespace:
         self.names = names
         self.mirrors = Mirrors("r")
         # Names that mirror_nb binds itself; they never travel unless the user rebinds them.
-        self._given = {name: names.get(name) for name in own}
+        self._given: dict[str, Any] = {name: names.get(name) for name in own}
         self._scope = scope
         self._device = device
         self._sums: dict[str, int] = {}
@@ -614,7 +614,8 @@ def describe(value: object) -> str:
     """Return a few words on a value, without running its repr: that may be long, slow or wrong."""
     name = type(value).__name__
     if isinstance(value, torch.Tensor):
-        return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+        shape = "nested" if value.is_nested else tuple(value.shape)
+        return f"{name} {shape} {str(value.dtype).removeprefix('torch.')} on {value.device}"
     if isinstance(value, torch.optim.Optimizer):
         return f"{name} over {sum(len(group['params']) for group in value.param_groups)} tensors"
     if isinstance(value, (list, tuple, dict, set, str, bytes)):
