@@ -244,7 +244,8 @@ class _Reader(pickle.Pickler):
             return _nothing, (_values(obj).tobytes(), str(obj.dtype), tuple(obj.shape), obj.requires_grad)
         try:
             reduce = copyreg.dispatch_table.get(type(obj))
-            return reduce(obj) if reduce is not None else obj.__reduce_ex__(5)
+            reduced = reduce(obj) if reduce is not None else obj.__reduce_ex__(5)
+            return _uncached(reduced) if type(obj).__module__.partition(".")[0] == "pandas" else reduced
         except Exception:
             # A lock, a generator, an open file.
             return _nothing, (self._beside(obj),)
@@ -255,6 +256,17 @@ class _Reader(pickle.Pickler):
         except TypeError:
             self.beside.append((None, id(obj)))
         return len(self.beside)
+
+
+def _uncached(reduced: Any) -> Any:
+    """Return what pickle takes of an object of pandas without what it has found out of itself when it was read."""
+    if not isinstance(reduced, tuple) or len(reduced) < 3:
+        return reduced
+    make, args, state, *rest = reduced
+    parts = state if isinstance(state, tuple) else (state,)
+    kept = ({k: v for k, v in part.items() if k != "_cache"} if isinstance(part, dict) else part for part in parts)
+    # Before the first reading there may be no attributes at all.
+    return make, args, tuple(part for part in kept if not isinstance(part, dict) or part), *rest
 
 
 def data_sets(value: object) -> list[object]:
