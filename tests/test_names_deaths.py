@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from driving import running
+from IPython.utils.capture import capture_output
 
-from mirror_nb.errors import ReplicaDied
+from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError
 
 MADE = """
 import torch
@@ -87,3 +88,35 @@ def test_statistics_of_a_replica_that_died_do_not_count(run):
     run("mean = net[1].running_mean.clone()")
     run("%%mirrored --quiet --replicas 0\nequal = torch.equal(mean, net[1].running_mean)")
     assert run("equal") is True
+
+
+@pytest.mark.parametrize("end", ["%mirror stop", "%mirror restart", "all die"])
+def test_what_only_the_replicas_had_is_told_when_they_end(run, shell, end):
+    run("import torch\nbig = kept = torch.ones(300, 1000)")
+    run("%%mirrored --quiet\nbig /= 2\nmade = torch.ones(300, 1000)\nprivate = [made]")
+    run("other, held = made, [private]")
+    assert run("type(big).__name__, type(made).__name__") == ("Remote", "Remote")
+    if end == "all die":
+        with pytest.raises(ReplicaDied):
+            run("%%mirrored --quiet\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+        with pytest.raises(ReplicaError, match=r"^`made` .*: its value is lost; run the cell that makes it again$"):
+            run("made.fetch()")
+    else:
+        with capture_output() as shown:
+            shell.run_line_magic("mirror", end.split()[1])
+        assert (
+            "; lost with the replicas, which alone had it: made, other, private; again as before cells" in shown.stdout
+        )
+    assert run("big is kept") is True
+    assert run("repr(held[0])") == (
+        "<private: list of 1, was in the replicas alone, which have ended: its value is lost>"
+    )
+    with pytest.raises(UsageError, match=r"^`made` \(Tensor\) was in the replicas alone, which have ended: "):
+        run("made + 1")
+    with pytest.raises(NameError) as error:
+        run("%%mirrored --quiet\nmade + 1")
+    assert "`made` (Tensor) was in the replicas alone" in error.value.__notes__[0]
+    with pytest.raises(TransferError, match=r"`held` .* was in the replicas alone, which have ended"):
+        run("%%mirrored --quiet\nheld")
+    run("%%mirrored --quiet\nmade = 3")
+    assert run("made") == 3

@@ -8,6 +8,7 @@ import dataclasses
 import linecache
 import math
 import os
+import re
 import sys
 import time
 import types
@@ -58,6 +59,7 @@ IDLE_SECONDS = 0.2
 # Between two looks at the replicas while no cell runs; one takes 10 µs.
 LISTED = 8
 # Names that a line shows.
+_UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 KEPT_CELLS = 1000
 
 
@@ -275,8 +277,8 @@ class Session:
         # A mistake in the names must not cost the replicas that run.
         choose(exchange.ops, exchange.options(), device_names.resolve(names, torch.cuda.device_count()))
         in_process = isinstance(self._pool, InProcessPool)
-        self._end()
-        return self.start(names, self._seed, in_process, exchange)
+        lost = self._end()
+        return "; ".join([self.start(names, self._seed, in_process, exchange), *lost])
 
     def stop(self) -> str:
         """Stop the replicas and all that they started; return a line that says so."""
@@ -284,11 +286,12 @@ class Session:
             return "no replicas are running"
         devices = self._pool.devices
         self.dashboards_above_cells = False
-        self._end()
+        lost = self._end()
         stop_forkserver()
-        return f"{_replicas(devices)} stopped"
+        return "; ".join([f"{_replicas(devices)} stopped", *lost])
 
-    def _end(self) -> None:
+    def _end(self) -> list[str]:
+        """Stop the replicas; return what there is to say of the values that they had."""
         pool = self._running()
         self._lent.keep(pool, self._names.keep)
         self._pool = None
@@ -298,6 +301,7 @@ class Session:
         for comm_id in list(self._proxies):
             self._drop_proxy(comm_id)
         pool.close()
+        return _lost(*self._names.ended())
 
     def status(self) -> str:
         """Return a table of the replicas: id, device, pid, memory, state; and how they exchange gradients."""
@@ -411,11 +415,22 @@ class Session:
             self._trained = self._network(names.mentioned)
             pool.tell(self._trained, self._operation)
         view.close(ledger.parts(replicas, time.perf_counter() - began))
+        self._explain_lacking(report)
         raise_for(report, pool.devices, options.timeout)
         if options.out is not None:
             self._shell.user_ns[options.out] = ledger.returned.result
             return None
         return self._shown(report, replicas[0], ledger.returned.result)
+
+    def _explain_lacking(self, report: Report) -> None:
+        """Say below a NameError if the replicas that had the name are gone."""
+        for answer in report.answers.values():
+            failure = answer.failure
+            name = _UNDEFINED.fullmatch(failure.message) if failure is not None else None
+            value = self._shell.user_ns.get(name[1]) if name is not None else None
+            if answer.done is not None and failure is not None and isinstance(value, Remote) and value.lost:
+                explained = (*failure.traceback, value.where())
+                answer.done.failure = dataclasses.replace(failure, traceback=explained)
 
     def _follow(
         self,
@@ -707,12 +722,13 @@ class Session:
         if not (pool.blank or pool.apart):
             return []
         recovery = recover(pool)
+        lost = _lost(*self._names.ended()) if recovery.source is None else []
         if recovery.source is not None:
             for replica_id in recovery.filled:
                 self._names.restored(replica_id, recovery.source)
                 self._untaught.add(replica_id)
                 self._names.forget(replica_id, recovery.left)
-        return [_mended(death, recovery.source, recovery.left) for death in gone]
+        return [*(_mended(death, recovery.source, recovery.left) for death in gone), *lost]
 
     def _mended_pool(self) -> Pool | None:
         if self._pool is not None:
@@ -783,6 +799,11 @@ def _mended(death: Death, source: int | None, left: Sequence[str]) -> str:
     if left:
         text += f", except {_listed(left)}, which cannot travel"
     return text
+
+
+def _lost(lost: list[str], earlier: list[str]) -> list[str]:
+    says = [f"lost with the replicas, which alone had it: {_listed(lost)}"] if lost else []
+    return [*says, *([f"again as before cells changed it: {_listed(earlier)}"] if earlier else [])]
 
 
 def _replicas(devices: Sequence[Device]) -> str:
