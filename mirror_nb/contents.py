@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset
 
+from mirror_nb.layouts import address, is_block
 from mirror_nb.pickler import Limited
 from mirror_nb.sources import is_users
 
@@ -76,7 +77,7 @@ def content(value: object, token: Token, *, large: bool = False) -> Content | No
     """Return what `value` holds now; None when it is nothing that is watched. `large`: large arrays are."""
     if isinstance(value, np.ndarray) and value.nbytes > WATCHED_BYTES:
         return Content(state=(hash(value.tobytes()),)) if large or value.nbytes <= ARRAY_BYTES else None
-    if isinstance(value, torch.Tensor) and (value.nbytes > WATCHED_BYTES or value.device.type != "cpu"):
+    if isinstance(value, torch.Tensor) and not _is_small(value):
         return Content(state=_written(value))
     if isinstance(value, _AROUND_DATA_SETS):
         return Content(beside=((weakref.ref(value), _of_data_sets(value, token)),), own=True)
@@ -229,8 +230,7 @@ class _Reader(pickle.Pickler):
         if token is not None:
             return token
         if isinstance(obj, torch.Tensor):
-            small = _is_plain(obj) and obj.nbytes <= WATCHED_BYTES
-            return None if small else self._beside(obj, _written(obj))
+            return None if _is_small(obj) else self._beside(obj, _written(obj))
         if isinstance(obj, np.ndarray):
             return None if obj.nbytes <= WATCHED_BYTES else self._beside(obj)
         if isinstance(obj, _AROUND_DATA_SETS):
@@ -244,7 +244,8 @@ class _Reader(pickle.Pickler):
             return _nothing, (_values(obj).tobytes(), str(obj.dtype), tuple(obj.shape), obj.requires_grad)
         try:
             reduce = copyreg.dispatch_table.get(type(obj))
-            return reduce(obj) if reduce is not None else obj.__reduce_ex__(5)
+            reduced = reduce(obj) if reduce is not None else obj.__reduce_ex__(5)
+            return _uncached(reduced) if type(obj).__module__.partition(".")[0] == "pandas" else reduced
         except Exception:
             # A lock, a generator, an open file.
             return _nothing, (self._beside(obj),)
@@ -255,6 +256,17 @@ class _Reader(pickle.Pickler):
         except TypeError:
             self.beside.append((None, id(obj)))
         return len(self.beside)
+
+
+def _uncached(reduced: Any) -> Any:
+    """Return what pickle takes of an object of pandas without what it has found out of itself when it was read."""
+    if not isinstance(reduced, tuple) or len(reduced) < 3:
+        return reduced
+    make, args, state, *rest = reduced
+    parts = state if isinstance(state, tuple) else (state,)
+    kept = ({k: v for k, v in part.items() if k != "_cache"} if isinstance(part, dict) else part for part in parts)
+    # Before the first reading there may be no attributes at all.
+    return make, args, tuple(part for part in kept if not isinstance(part, dict) or part), *rest
 
 
 def data_sets(value: object) -> list[object]:
@@ -301,12 +313,15 @@ def _nothing(*_: object) -> None:
 
 def _written(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what is another once somebody wrote to a tensor: without reading it, which on a GPU would wait."""
-    address = tensor.data_ptr() if tensor.layout is torch.strided else None
-    return _version(tensor), address, tensor.numel(), tensor.requires_grad
+    return _version(tensor), address(tensor), tensor.numel(), tensor.requires_grad
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return tensor.device.type == "cpu" and is_block(tensor)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return _is_plain(tensor) and tensor.nbytes <= WATCHED_BYTES
 
 
 def _values(tensor: torch.Tensor) -> Any:

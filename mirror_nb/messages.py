@@ -220,6 +220,14 @@ class Fetch:
     # Handles of networks that the controller was told of, and has not got.
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Send once more what was sent last of names: the replica whose networks were to travel has sent nothing."""
+
+    owner: bool
+    # True on the one replica whose networks travel in their place.
+
+
 class Word(enum.Enum):
     """What a training is told while it runs."""
 

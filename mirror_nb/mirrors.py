@@ -23,6 +23,7 @@ from mirror_nb.attributes import Attributes, set_attributes
 from mirror_nb.errors import TransferError
 from mirror_nb.handles import Handles
 from mirror_nb.held_variables import attribute_variables, is_elsewhere, part_of, read_together_in, whole
+from mirror_nb.layouts import address, blocks
 from mirror_nb.payload import Arrivals
 from mirror_nb.replaced import Replaced
 from mirror_nb.variables import SyncOnReadVariable, bare, take_from_outside
@@ -279,6 +280,11 @@ class Mirrors:
         moved = [tensor.is_meta for tensor in mark.tensors] != [tensor.is_meta for tensor in now.values()]
         return not same or mark.names != tuple(now) or moved
 
+    def forget_replica(self, replica_id: int) -> None:
+        """The replica is no more: what it told last of networks does not count."""
+        for shares in self.statistics.values():
+            shares.pop(replica_id, None)
+
     def left(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Return, once, what was written since `mark` to the tensors of then; the network has other parts since.
 
@@ -331,7 +337,7 @@ class Mirrors:
         names |= set() if same_mode and now[2::3] == was[2::3] else {FLAGS}
         before = dict(zip(map(id, mark.tensors), zip(was[::3], was[1::3], strict=True), strict=True))
         own = [(name, tensor) for name, tensor in kept_equal(module) if not is_lazy(tensor)]
-        return names | {name for name, t in own if before.get(id(t)) != (t._version, t.data_ptr())}
+        return names | {name for name, t in own if before.get(id(t)) != (t._version, address(t))}
 
     def reference(self, obj: object) -> Any:
         """For `pack`: a token for a network, or a parameter of one, that the other side has; else None."""
@@ -446,7 +452,7 @@ def _versions(watched: Iterable[torch.Tensor]) -> list[int]:
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in watched:
             # Together: where to find each of them takes longer than to read it.
-            counts += (tensor._version, tensor.data_ptr(), tensor.requires_grad)
+            counts += (tensor._version, address(tensor), tensor.requires_grad)
     return counts
 
 
@@ -610,15 +616,21 @@ def bits(values: Iterable[torch.Tensor]) -> int:
 
 def checksums(values: Iterable[torch.Tensor]) -> list[int]:
     """Return such a checksum of each tensor; a GPU is waited for once."""
-    sums = [
-        # On the meta device there is a shape alone.
-        torch.tensor(0, device="cpu")
-        if value.is_meta
-        else _placed(_words(value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)))
-        for value in values
-    ]
+    sums = [_sum(value.detach()) for value in values]
     here = torch.stack([each.cpu() if len({s.device for s in sums}) > 1 else each for each in sums]) if sums else None
     return [] if here is None else [each % _MODULUS for each in here.tolist()]
+
+
+def _sum(value: torch.Tensor) -> torch.Tensor:
+    parts = [_placed(_words(b.resolve_conj().resolve_neg().contiguous().reshape(-1))) for b in blocks(value)]
+    if len(parts) == 1:
+        return parts[0]
+    # On the meta device there is a shape alone.
+    return (
+        torch.stack([part * (2 * i + 1) for i, part in enumerate(parts)]).sum()
+        if parts
+        else torch.tensor(0, device="cpu")
+    )
 
 
 def mixed(sums: Iterable[int]) -> int:

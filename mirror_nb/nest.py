@@ -82,7 +82,7 @@ class Nest:
         return obj
 
     def _bytes_of(self, tensor: torch.Tensor) -> pickle.PickleBuffer:
-        code, shape = _CODES.get(tensor.dtype), tuple(tensor.shape)
+        code = _CODES.get(tensor.dtype)
         if code is None or self._reference(tensor) is not None:
             raise NotSimpleError
         try:
@@ -90,6 +90,7 @@ class Nest:
         except (RuntimeError, TypeError) as reason:
             # On a GPU, with a gradient to come, sparse, nested or to be negated.
             raise NotSimpleError from reason
+        shape = array.shape
         # Not one whose strides would be others when it is made anew.
         if not array.size or tensor.stride() != _strides(shape):
             raise NotSimpleError

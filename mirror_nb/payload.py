@@ -135,9 +135,10 @@ def _open_parameter(make: Callable[..., torch.Tensor], *args: object) -> torch.T
 
 
 def _open_per_replica(values: tuple[Any, ...]) -> Any:
-    """Make a PerReplica; in the replica that it was captured for, its own value: as arguments are there."""
-    own = None if _opening is None else _opening.replica_id
-    return PerReplica(values) if own is None else values[own]
+    """Make a PerReplica; in a replica that is to have its own value that: as arguments are there."""
+    own, count = (None if _opening is None else _opening.own) or (0, None)
+    # Values of other replicas, more or fewer, belong to none of these.
+    return values[own] if len(values) == count else PerReplica(values)
 
 
 def _open_generator(device: torch.device) -> torch.Generator:
@@ -571,13 +572,13 @@ class _Opener(pickle.Unpickler):
         resolve: Callable[[Any], object] | None,
         device: torch.device | None,
         lenient: bool,
-        replica_id: int | None,
+        own: tuple[int, int] | None,
     ) -> None:
         super().__init__(io.BytesIO(pickled), buffers=buffers)
         self._lenient = lenient
         self.arrivals = Arrivals()
         self.device = device
-        self.replica_id = replica_id
+        self.own = own
         self.at = ""
         self._namespace = namespace
         self._resolve = resolve
@@ -622,13 +623,13 @@ def unpack(
     resolve: Callable[[Any], object] | None = None,
     device: torch.device | None = None,
     lenient: bool = False,
-    replica_id: int | None = None,
+    own: tuple[int, int] | None = None,
 ) -> tuple[Any, Arrivals]:
     """Rebuild what `pack` was given, and tell which modules arrived in it. Takes over `slab` and closes it.
 
     Tensors and arrays look at the slab's pages; writing to them changes this process's copy alone. Tensors
     that were on a GPU go to `device` (None: they stay on the CPU). `resolve` turns a reference into its object.
-    With `replica_id`, a PerReplica is that replica's value in arithmetic.
+    With `own`, a replica's id and the number of replicas, a PerReplica of so many is that replica's value.
 
     With `lenient`, what cannot be imported here does not fail: see `Arrivals.lacking`, of which no network is told.
 
@@ -644,7 +645,7 @@ def unpack(
     if payload.simple:
         bare, forms = pickle.loads(pickled, buffers=buffers)
         return dressed(bare, iter(forms)) if forms else bare, Arrivals()
-    opener = _Opener(pickled, buffers, namespace, resolve, device, lenient, replica_id)
+    opener = _Opener(pickled, buffers, namespace, resolve, device, lenient, own)
     before, _opening = _opening, opener
     try:
         with repairing(), arriving():

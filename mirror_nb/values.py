@@ -239,6 +239,8 @@ class Remote:
         self._fetch = fetch
         self._for_good = for_good
         # As far as is known, `fetch` cannot bring it either.
+        self.lost = False
+        # The replicas that had it are gone.
 
     def fetch(self) -> Any:
         """Return the value of replica `replica_id`, whatever its size.
@@ -246,9 +248,18 @@ class Remote:
         Raises TransferError if it cannot be pickled, or not be made again here, ReplicaError if the replica no longer
         has it.
         """
-        return self._fetch(self.name, self.replica_id)
+        try:
+            if not self.lost:
+                return self._fetch(self.name, self.replica_id)
+        except Exception:
+            # This may have been the first to find it out.
+            if not self.lost:
+                raise
+        raise ReplicaError(self.where())
 
     def __repr__(self) -> str:
+        if self.lost:
+            return f"<{self.shown}: {self._text}, was in the replicas alone, which have ended: its value is lost>"
         how = "use it in %%mirrored cells" if self._for_good else f".fetch() brings replica {self.replica_id}'s"
         return f"<{self.shown}: {self._text}, in the replicas ({self.why}); {how}>"
 
@@ -258,9 +269,13 @@ class Remote:
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__") or attribute.startswith("_repr_"):
             raise AttributeError(attribute)
-        raise AttributeError(self._where())
+        raise AttributeError(self.where())
 
-    def _where(self) -> str:
+    def where(self) -> str:
+        """Say where the value is, and how to have it."""
+        if self.lost:
+            was = f"`{self.shown}` ({self.type_name}) was in the replicas alone, which have ended"
+            return f"{was}: its value is lost; run the cell that makes it again"
         where = f"`{self.shown}` ({self.type_name}) is in the replicas, not in the notebook"
         how = f": {self.why}" if self._for_good else f", or bring it with {self.shown}.fetch()"
         return f"{where}: use it in a %%mirrored cell{how}"
@@ -268,14 +283,14 @@ class Remote:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = pytree.tree_leaves((args, kwargs or {}))
-        raise UsageError(next(one for one in given if isinstance(one, Remote))._where())
+        raise UsageError(next(one for one in given if isinstance(one, Remote)).where())
 
     def __reduce__(self) -> Any:
         raise ReplicaError(f"`{self.shown}` stays in the replicas and cannot be pickled; .fetch() brings the value")
 
 
 def _refused(self: Remote, *_: object, **__: object) -> Any:
-    raise UsageError(self._where())
+    raise UsageError(self.where())
 
 
 for _name in (

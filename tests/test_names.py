@@ -374,3 +374,28 @@ def test_threads_and_locks_of_the_test_itself_cannot_be_sent():
     made.user_ns["thread"] = threading.current_thread()
     with pytest.raises(TransferError, match="`thread`"):
         made.cell("thread")
+
+
+def test_what_differs_by_replica_is_each_ones_own_value_wherever_it_is_sent(notebook):
+    notebook.cell("mine = {'r': replica_id}")
+    notebook.here("kept = alias = mine; pair = [mine, 1]")
+    notebook.cell("seen = mine['r'], alias['r'], pair[0]['r']")
+    assert notebook.user_ns["seen"].values == ((0, 0, 0), (1, 1, 1))
+    for replica_id, replica in enumerate(notebook.replicas):
+        # As after a restart.
+        notebook.names.forget_replica(replica_id)
+        del replica.names["mine"]
+    returned = notebook.cell("seen = mine['r']")
+    assert notebook.sent == ["mine"]
+    assert (returned.bound, notebook.user_ns["seen"].values) == (["seen"], (0, 1))
+    notebook.cell("mine['r']")
+    assert notebook.sent == []
+    notebook.cell("mine['n'] = 5")
+    assert notebook.user_ns["mine"] is notebook.user_ns["kept"]
+    assert [value["n"] for value in notebook.user_ns["mine"]] == [5, 5]
+
+
+def test_values_of_another_number_of_replicas_stay_together(notebook):
+    notebook.user_ns["three"] = PerReplica((1, 2, 3))
+    notebook.cell("seen = three[2]")
+    assert notebook.user_ns["seen"] == 3

@@ -82,6 +82,13 @@ def test_what_is_put_in_the_place_of_a_large_tensor_is_another_wherever_it_lies(
         assert notebook.user_ns["y"] == value
 
 
+def test_what_a_table_of_pandas_keeps_of_a_reading_is_no_change(notebook):
+    dates = "index = pandas.date_range('2020', periods=3); prices = pandas.Series([1., 2., 3.], index=index)"
+    notebook.here(f"import pandas; {dates}")
+    assert notebook.cell("price = prices.loc['2020-01-02']").altered == []
+    assert notebook.cell("prices.loc['2020-01-02'] = 5").altered == ["prices"]
+
+
 CONFIGS = {
     "of a class": "class Config: pass\nconfig = Config()",
     "of a class on another one": "class Base: pass\nclass Config(Base): pass\nconfig = Config()",

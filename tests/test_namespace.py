@@ -22,7 +22,7 @@ from mirror_nb.replica.namespace import Namespace, describe
 
 
 def replica() -> Namespace:
-    own = {"replica_id": 0, "device": torch.device("cpu"), "strategy": object()}
+    own = {"replica_id": 0, "num_replicas": 1, "device": torch.device("cpu"), "strategy": object()}
     return Namespace({"__name__": "__main__", **own}, own, Scope(), torch.device("cpu"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import types
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, final
 
@@ -37,6 +38,7 @@ class Incoming:
         self._mirrors = mirrors
         self._lent = lent
         self._fetch = fetch
+        self.stand_ins: weakref.WeakSet[Remote] = weakref.WeakSet()
         self.lacking: dict[str, str] = {}
         # By handle of a network that could not be rebuilt here: why.
         self.undelivered: set[str] = set()
@@ -111,7 +113,9 @@ class Incoming:
 
     def _remote(self, name: str, stayed: Stayed, replica_id: int) -> Remote:
         kept = stayed.name or name
-        return Remote(kept, stayed.type_name, stayed.text, stayed.why, self._fetch, replica_id, stayed.for_good)
+        made = Remote(kept, stayed.type_name, stayed.text, stayed.why, self._fetch, replica_id, stayed.for_good)
+        self.stand_ins.add(made)
+        return made
 
 
 def _is_drawn(value: Any, deep: int = 3) -> bool:

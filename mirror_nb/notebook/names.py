@@ -126,6 +126,8 @@ class Names:
         self._count = itertools.count()
         self._given_names: dict[str, weakref.ref[Remote]] = {}
         # Names of ours in the replicas, by which stand-ins mean their values.
+        self._earlier: dict[str, tuple[Remote, object]] = {}
+        # By name: a stand-in, and what the notebook had, and has sent, before cells changed it.
         self._renamed: dict[int, dict[str, str]] = {}
         # By replica: those that it is yet to give, and the names that have the values until then.
         self.stale = False
@@ -144,6 +146,7 @@ class Names:
         self._there.pop(replica_id, None)
         self._renamed.pop(replica_id, None)
         self.lent.forget_replica(replica_id)
+        self.mirrors.forget_replica(replica_id)
         for holders in self._holders.values():
             holders.discard(replica_id)
 
@@ -341,6 +344,9 @@ class Names:
         return self.lent.token(obj) or self.mirrors.reference(obj)
 
     def _reference(self, obj: object, replicas: tuple[int, ...]) -> Any:
+        if isinstance(obj, Remote) and obj.lost:
+            # Other replicas may have something else by this name.
+            raise TransferError(obj.where())
         if is_told(obj):
             return self.lent.reference(obj, replicas)
         token = self._token(obj)
@@ -365,6 +371,20 @@ class Names:
     def keep(self) -> None:
         """Keep here what only the replicas know, since they are about to end."""
         torchmetrics_objects.settle(module for _, module in self.mirrors.roots())
+
+    def ended(self) -> tuple[list[str], list[str]]:
+        """All replicas are gone: return the names whose values are lost, and those that get back what they had before.
+
+        The latter are of values that cells have changed, and that the notebook has kept.
+        """
+        self._prune()
+        for stand_in in self._incoming.stand_ins:
+            stand_in.lost = True
+        earlier, self._earlier = self._earlier, {}
+        self.user_ns.update((name, value) for name, (_, value) in earlier.items())
+        held = list(self.user_ns.items())
+        lost = sorted(n for n, value in held if isinstance(value, Remote) and value.lost and travels(n))
+        return [name for name in lost if self.user_ns[name] in self._incoming.stand_ins], sorted(earlier)
 
     def _hold(self, handle: str, replicas: Iterable[int]) -> None:
         root = self.mirrors.find(handle)
@@ -399,7 +419,7 @@ class Names:
             return False
         # A stand-in under its own name means what the replicas have there, or have not.
         value = self.user_ns[name]
-        return not (isinstance(value, Remote) and value.name == name)
+        return not (isinstance(value, Remote) and (value.name == name or value.lost))
 
     def _lacked(self, name: str, replicas: tuple[int, ...]) -> bool:
         if not self._travels(name):
@@ -453,6 +473,8 @@ class Names:
         for has in self._sent.values():
             for name in [n for n, shared in has.items() if self.user_ns.get(n, _MISSING) is not shared.value]:
                 del has[name]
+        for name in [n for n, (stand_in, _) in self._earlier.items() if self.user_ns.get(n) is not stand_in]:
+            del self._earlier[name]
 
     def _look_into(self) -> None:
         """Find what the notebook has of the replicas' values besides the names that they have there."""
@@ -675,6 +697,8 @@ class Names:
             # As the cell did: who else has it here sees the change.
             refill(before, filling(value))
             value = before
+        if isinstance(value, Remote):
+            self._keep_earlier(name, value, before, exports)
         self.user_ns[name] = value
         self._share(exports, {name: value})
         if name not in self._loose and _trains_apart(value):
@@ -684,6 +708,14 @@ class Names:
             returned.stayed.append(name)
         elif not known or before is not value or any(exports[owner].handle in e.states for e in opened.values()):  # type: ignore[union-attr]
             returned.bound.append(name)
+
+    def _keep_earlier(self, name: str, stand_in: Remote, before: object, replicas: Iterable[int]) -> None:
+        """Keep what the notebook had in the place of a stand-in: should the replicas end, there is nothing else."""
+        known, earlier = self._earlier.pop(name, (None, None))
+        if known is not before and any(self._shares(r, name, before) for r in replicas):
+            earlier = before
+        if type(earlier).__name__ == stand_in.type_name:
+            self._earlier[name] = stand_in, earlier
 
     def _kept(self, name: str, exports: Iterable[int], opened: Mapping[int, Exports]) -> str | None:
         """Return the name that has here what a name holds in all of these replicas, of which nothing was changed."""

@@ -8,6 +8,7 @@ import dataclasses
 import linecache
 import math
 import os
+import re
 import sys
 import time
 import types
@@ -32,14 +33,14 @@ from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, TransferError, UsageError
 from mirror_nb.event_files import EventFiles, Written
-from mirror_nb.messages import Bind, CommSent, Fetch, LoadModules, RunCell, Source
+from mirror_nb.messages import Again, Bind, CommSent, Fetch, LoadModules, RunCell, Source
 from mirror_nb.mirrors import called
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.live import LiveDashboard
 from mirror_nb.notebook.names import Names, Parcel, Returned
 from mirror_nb.notebook.output import CellView, CommProxy
 from mirror_nb.notebook.source import cell_names
-from mirror_nb.payload import closing_slab, pack
+from mirror_nb.payload import Payload, closing_slab, pack
 from mirror_nb.pool.base import Death, Pool, Report
 from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
@@ -58,6 +59,7 @@ IDLE_SECONDS = 0.2
 # Between two looks at the replicas while no cell runs; one takes 10 µs.
 LISTED = 8
 # Names that a line shows.
+_UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 KEPT_CELLS = 1000
 
 
@@ -275,8 +277,8 @@ class Session:
         # A mistake in the names must not cost the replicas that run.
         choose(exchange.ops, exchange.options(), device_names.resolve(names, torch.cuda.device_count()))
         in_process = isinstance(self._pool, InProcessPool)
-        self._end()
-        return self.start(names, self._seed, in_process, exchange)
+        lost = self._end()
+        return "; ".join([self.start(names, self._seed, in_process, exchange), *lost])
 
     def stop(self) -> str:
         """Stop the replicas and all that they started; return a line that says so."""
@@ -284,11 +286,12 @@ class Session:
             return "no replicas are running"
         devices = self._pool.devices
         self.dashboards_above_cells = False
-        self._end()
+        lost = self._end()
         stop_forkserver()
-        return f"{_replicas(devices)} stopped"
+        return "; ".join([f"{_replicas(devices)} stopped", *lost])
 
-    def _end(self) -> None:
+    def _end(self) -> list[str]:
+        """Stop the replicas; return what there is to say of the values that they had."""
         pool = self._running()
         self._lent.keep(pool, self._names.keep)
         self._pool = None
@@ -298,6 +301,7 @@ class Session:
         for comm_id in list(self._proxies):
             self._drop_proxy(comm_id)
         pool.close()
+        return _lost(*self._names.ended())
 
     def status(self) -> str:
         """Return a table of the replicas: id, device, pid, memory, state; and how they exchange gradients."""
@@ -411,11 +415,22 @@ class Session:
             self._trained = self._network(names.mentioned)
             pool.tell(self._trained, self._operation)
         view.close(ledger.parts(replicas, time.perf_counter() - began))
+        self._explain_lacking(report)
         raise_for(report, pool.devices, options.timeout)
         if options.out is not None:
             self._shell.user_ns[options.out] = ledger.returned.result
             return None
         return self._shown(report, replicas[0], ledger.returned.result)
+
+    def _explain_lacking(self, report: Report) -> None:
+        """Say below a NameError if the replicas that had the name are gone."""
+        for answer in report.answers.values():
+            failure = answer.failure
+            name = _UNDEFINED.fullmatch(failure.message) if failure is not None else None
+            value = self._shell.user_ns.get(name[1]) if name is not None else None
+            if answer.done is not None and failure is not None and isinstance(value, Remote) and value.lost:
+                explained = (*failure.traceback, value.where())
+                answer.done.failure = dataclasses.replace(failure, traceback=explained)
 
     def _follow(
         self,
@@ -533,13 +548,19 @@ class Session:
         return [path.removeprefix(os.path.realpath(here) + os.sep) if here else path for path in first]
 
     def _absorb(self, report: Report, lead: int, *, pulled: bool = False) -> Returned:
-        payloads = {
-            r: (a.done.payload, a.slab)
-            for r, a in report.answers.items()
-            if a.done is not None and a.done.payload is not None
-        }
-        owner = lead if lead in payloads else min(payloads, default=lead)
-        returned = self._names.absorb(payloads, owner, pulled=pulled)
+        for death in report.deaths:
+            self._names.mirrors.forget_replica(death.replica_id)
+        payloads = _payloads(report)
+        told = bool(payloads)
+        while payloads and lead not in payloads:
+            # It was to send the networks: of these the others have sent only what is averaged.
+            report.close()
+            lead = min(payloads)
+            report = self._running().run({r: Again(r == lead) for r in payloads})
+            payloads = _payloads(report)
+        returned = self._names.absorb(payloads, lead, pulled=pulled)
+        if told and not payloads:
+            returned.problem = "the replicas that are left could not say what they hold"
         if returned.grads is not None:
             torch.set_grad_enabled(returned.grads)
         return returned
@@ -701,12 +722,13 @@ class Session:
         if not (pool.blank or pool.apart):
             return []
         recovery = recover(pool)
+        lost = _lost(*self._names.ended()) if recovery.source is None else []
         if recovery.source is not None:
             for replica_id in recovery.filled:
                 self._names.restored(replica_id, recovery.source)
                 self._untaught.add(replica_id)
                 self._names.forget(replica_id, recovery.left)
-        return [_mended(death, recovery.source, recovery.left) for death in gone]
+        return [*(_mended(death, recovery.source, recovery.left) for death in gone), *lost]
 
     def _mended_pool(self) -> Pool | None:
         if self._pool is not None:
@@ -734,6 +756,14 @@ class Session:
         if wrong:
             raise UsageError(f"there is no replica {spans(wrong)}; there are {n}: {spans(range(n))}")
         return sorted(set(replicas))
+
+
+def _payloads(report: Report) -> dict[int, tuple[Payload, int | None]]:
+    return {
+        r: (a.done.payload, a.slab)
+        for r, a in report.answers.items()
+        if a.done is not None and a.done.payload is not None
+    }
 
 
 @contextlib.contextmanager
@@ -769,6 +799,11 @@ def _mended(death: Death, source: int | None, left: Sequence[str]) -> str:
     if left:
         text += f", except {_listed(left)}, which cannot travel"
     return text
+
+
+def _lost(lost: list[str], earlier: list[str]) -> list[str]:
+    says = [f"lost with the replicas, which alone had it: {_listed(lost)}"] if lost else []
+    return [*says, *([f"again as before cells changed it: {_listed(earlier)}"] if earlier else [])]
 
 
 def _replicas(devices: Sequence[Device]) -> str:

@@ -93,6 +93,20 @@ class Before:
     contents: dict[str, Content] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """What was exported last."""
+
+    names: tuple[str, ...]
+    networks: tuple[str, ...]
+    objects: tuple[str, ...]
+    # Handles of those that the controller had not got.
+    told: Exports
+    # The rest, without values.
+    whole: bool
+    # The size limits were lifted.
+
+
 class Namespace:
     """Names in a replica. `names` is the dictionary that its cells run in."""
 
@@ -102,7 +116,7 @@ class Namespace:
         self.names = names
         self.mirrors = Mirrors("r")
         # Names that mirror_nb binds itself; they never travel unless the user rebinds them.
-        self._given = {name: names.get(name) for name in own}
+        self._given: dict[str, Any] = {name: names.get(name) for name in own}
         self._scope = scope
         self._device = device
         self._sums: dict[str, int] = {}
@@ -126,13 +140,17 @@ class Namespace:
         # Names that hold what the notebook has, as it was when the latest cell began, and its name there.
         self._label = ""
         # Of the latest cell, for the classes that it made.
+        self._latest: Latest | None = None
 
     # ------------------------------------------------------------------ in
 
-    def open(self, payload: Any, slab: int | None, *, of_replica: bool = False) -> Any:
+    def open(
+        self, payload: Any, slab: int | None, *, of_replica: bool = False, own: tuple[int, int] | None = None
+    ) -> Any:
         """Rebuild a payload's object; networks in it move to the device and are tracked.
 
         What metrics in it have counted counts once: in the replica that it is from (`of_replica`), or in the first.
+        `own`: see `unpack`.
         """
         with variables.of_a_peer() if of_replica else contextlib.nullcontext():
             value, arrivals = unpack(
@@ -141,6 +159,7 @@ class Namespace:
                 namespace=self.names,
                 resolve=self._resolve,
                 device=self._device,
+                own=own,
             )
         for module in arrivals.modules:
             self._scope.adopt(module)
@@ -163,7 +182,7 @@ class Namespace:
 
     def bind(self, payload: Any, slab: int | None) -> None:
         """Bind the names of a payload, which is a dict, or `Changed`."""
-        opened = self.open(payload, slab)
+        opened = self.open(payload, slab, own=self._own())
         if isinstance(opened, Changed):
             for name, filling in opened.fillings.items():
                 refill(opened.names[name], filling)
@@ -185,6 +204,9 @@ class Namespace:
             # When all have their values: networks may share tensors.
             self.mirrors.mark(module)
 
+    def _own(self) -> tuple[int, int]:
+        return self._given["replica_id"], self._given["num_replicas"]
+
     # ------------------------------------------------------------------ mirrored objects of the controller
 
     def keep(self, payload: Payload, slab: int | None) -> None:
@@ -199,9 +221,7 @@ class Namespace:
 
     def open_call(self, payload: Payload, slab: int | None) -> tuple[Any, Arrivals]:
         """Rebuild a call's function or arguments; return too what came as a copy."""
-        value, arrivals = unpack(
-            payload, slab, resolve=self._resolve, device=self._device, replica_id=self._given.get("replica_id")
-        )
+        value, arrivals = unpack(payload, slab, resolve=self._resolve, device=self._device, own=self._own())
         for module in arrivals.modules:
             self._scope.adopt(module)
         return value, arrivals
@@ -309,6 +329,8 @@ class Namespace:
         whole: bool = False,
         compare: bool = False,
         grads: bool | None = None,
+        gone: tuple[str, ...] = (),
+        networks: Iterable[nn.Module] = (),
     ) -> Packed:
         """Pack what the names hold, as `Exports`.
 
@@ -316,9 +338,12 @@ class Namespace:
         changed values; the other replicas add the statistics that are averaged. `trained` tells that values may have
         changed in ways that only reading them shows. `compare` adds what tells whether the replicas differ. `whole`
         lifts the size limits: the user asked for it. `tag` is the same number on all replicas and makes their handles
-        agree.
+        agree. `gone` are handles to tell again as those of what lives here no more; `networks` are sent whole, whether
+        a name has them or not.
         """
         fresh = Fresh()
+        for network in networks:
+            fresh.add_network(self.mirrors.name(network, ""), network, self)
         for handle, network in self.mirrors.roots():
             # What the controller has under these names are other tensors.
             if self.mirrors.rebuilt(network) and not has_sharded(network):
@@ -332,7 +357,7 @@ class Namespace:
         shown = None if result is None else self._result(_meant(result), tag, fresh)
         for obj in self.objects.outgrown():
             self._plain(obj, "", fresh, whole)
-        gone = (*self.mirrors.gone(), *self.objects.take_gone())
+        gone = (*gone, *self.mirrors.gone(), *self.objects.take_gone())
         exports = Exports(
             exported,
             self._changed_search(),
@@ -348,16 +373,15 @@ class Namespace:
         )
         self._unchanged = {}
         self._altered = self._deleted = self._refilled = ()
-        networks = fresh.networks
         if owner:
-            exports.modules.update(networks)
+            exports.modules.update(fresh.networks)
         told = components_in if owner else told_by_all
-        exports.states.update({handle: told(module) for handle, module in networks.items()})
+        exports.states.update({handle: told(module) for handle, module in fresh.networks.items()})
         for handle, (_, payload) in fresh.objects.items():
             exports.objects[handle] = payload if owner else None
         exports.objects.update(dict.fromkeys(fresh.inside))
-        sums = {handle: bits(_complete(module)) for handle, module in networks.items()} if compare else None
-        changed = self._changed_roots(networks, owner, trained, sums)
+        sums = {handle: bits(_complete(module)) for handle, module in fresh.networks.items()} if compare else None
+        changed = self._changed_roots(fresh.networks, owner, trained, sums)
         exports.states.update(changed)
         exports.sums.update(sums or {})
         try:
@@ -367,13 +391,40 @@ class Namespace:
             packed = self._packed(exports, fresh)
         for handle, obj in (*((handle, obj) for handle, (obj, _) in fresh.objects.items()), *fresh.inside.items()):
             self.objects.give(handle, obj)
-        self.mirrors.gave(networks.values())
+        self.mirrors.gave(fresh.networks.values())
         for handle in changed:
             module = self.mirrors.find(handle)
             if module is not None:
                 # It may have been collected meanwhile.
                 self.mirrors.mark(module)
+        without = dataclasses.replace(exports, names={}, modules={}, states={}, result=None, objects={})
+        self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole)
         return packed
+
+    def export_again(self, *, tag: int, owner: bool) -> Packed:
+        """Pack once more what `export` has packed last, without its result; networks from another owner."""
+        latest = self._latest
+        assert latest is not None
+        networks = [network for handle in latest.networks if (network := self.mirrors.find(handle)) is not None]
+        for network in networks:
+            self.mirrors.unmark(network)
+        self.objects.undelivered(latest.objects)
+        self.forget_told()
+        told = latest.told
+        self._altered, self._deleted, self._refilled = told.altered, told.deleted, told.refilled
+        self._unchanged = told.unchanged
+        self._search = self._search if told.search is None else []
+        return self.export(
+            [name for name in latest.names if name in self.names],
+            tag=tag,
+            owner=owner,
+            trained=True,
+            whole=latest.whole,
+            compare=bool(told.sums),
+            grads=told.grads,
+            gone=told.gone,
+            networks=networks,
+        )
 
     def _packed(self, networks: object, fresh: Fresh) -> Packed:
         return pack(
@@ -563,7 +614,8 @@ def describe(value: object) -> str:
     """Return a few words on a value, without running its repr: that may be long, slow or wrong."""
     name = type(value).__name__
     if isinstance(value, torch.Tensor):
-        return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+        shape = "nested" if value.is_nested else tuple(value.shape)
+        return f"{name} {shape} {str(value.dtype).removeprefix('torch.')} on {value.device}"
     if isinstance(value, torch.optim.Optimizer):
         return f"{name} over {sum(len(group['params']) for group in value.param_groups)} tensors"
     if isinstance(value, (list, tuple, dict, set, str, bytes)):

@@ -27,6 +27,8 @@ class Objects:
         self._groups: dict[str, int] = {}
         # How many parameter groups the controller's optimizers have.
         self._gone: list[str] = []
+        self._undelivered: set[str] = set()
+        # Handles of those that the controller was given and has not got.
 
     def keep(self, handle: str, obj: Any) -> None:
         """The controller has sent the object; another one that had the handle has none any more."""
@@ -38,7 +40,12 @@ class Objects:
         """The controller gets the object as it is now."""
         if handle not in self._kept:
             self._made.learn(handle, obj)
+        self._undelivered.discard(handle)
         self._know(handle, obj)
+
+    def undelivered(self, handles: Iterable[str]) -> None:
+        """What the controller was given under these handles last has not reached it."""
+        self._undelivered.update(handles)
 
     def _know(self, handle: str, obj: Any) -> None:
         if isinstance(obj, torch.optim.Optimizer):
@@ -52,6 +59,7 @@ class Objects:
             self._made.unlearn(handle)
             self._told.forget(handle)
             self._groups.pop(handle, None)
+            self._undelivered.discard(handle)
 
     def _forget(self, handle: str) -> None:
         self.release(handle)
@@ -75,10 +83,12 @@ class Objects:
         return None if handle is None or self._outgrown(handle, obj) else ("object", handle)
 
     def _outgrown(self, handle: str, obj: Any) -> bool:
+        if handle in self._undelivered:
+            return True
         return handle in self._groups and self._groups[handle] != len(vars(obj).get("param_groups", ()))
 
     def outgrown(self) -> list[Any]:
-        """Return the optimizers that have got other parameter groups than the controller's."""
+        """Return optimizers that have got other parameter groups than the controller's, and what it has not got."""
         return [obj for handle, obj in self.all().items() if self._outgrown(handle, obj)]
 
     def resolve(self, token: Any) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 
 from mirror_nb.errors import TransferError
 from mirror_nb.keras_objects import reduce_keras
+from mirror_nb.layouts import nbytes
 from mirror_nb.mirrors import Mirrors, tensors
 from mirror_nb.parametrized import reduce_parametrized
 from mirror_nb.payload import Payload, pack, unpack
@@ -224,4 +225,4 @@ def _pickles_plainly(part: nn.Module) -> bool:
 
 def is_large(network: nn.Module) -> bool:
     """Whether a network stays in the replica for its size."""
-    return sum(t.nbytes for _, t in tensors(network)) > MODULE_BYTES
+    return sum(nbytes(tensor) for _, tensor in tensors(network)) > MODULE_BYTES

@@ -35,6 +35,7 @@ from mirror_nb.devices import Device
 from mirror_nb.errors import MirrorError, PeerFailed, UsageError, users_frames
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.messages import (
+    Again,
     Bind,
     Call,
     Check,
@@ -224,6 +225,8 @@ class Replica:
                     if anew:
                         self.namespace.forget_told()
                     packed = self._fetch(names, owner, request.number)
+                case Again(owner):
+                    packed = self.namespace.export_again(tag=request.number, owner=owner)
                 case Snapshot(without):
                     packed, left = self.namespace.snapshot(self.scope.random_streams(), without)
                 case Restore(names):

@@ -1,0 +1,71 @@
+"""Tensors of every layout that a notebook and its cells have names for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from two_sides import Notebook, with_torch
+
+from mirror_nb.layouts import address, nbytes
+from mirror_nb.mirrors import bits
+
+TENSORS = {
+    "COO": "torch.tensor([[0., 2.], [3., 0.]]).to_sparse()",
+    "large COO": "torch.ones(200, 200).to_sparse()",
+    "CSR": "torch.tensor([[0., 2.], [3., 0.]]).to_sparse_csr()",
+    "CSC": "torch.tensor([[0., 2.], [3., 0.]]).to_sparse_csc()",
+    "BSR": "torch.ones(4, 4).to_sparse_bsr((2, 2))",
+    "nested": "torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])",
+    "jagged": "torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)",
+    "quantized": "torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)",
+    "meta": "torch.empty(3, device='meta')",
+}
+pytestmark = pytest.mark.filterwarnings("ignore")
+# Half of these torch calls prototypes.
+
+
+@pytest.fixture
+def notebook() -> Notebook:
+    return with_torch()
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
+def test_a_tensor_of_any_layout_travels_and_cells_that_read_it_go_on(notebook, make):
+    notebook.cell(f"import torch\nmade = {make}\nheld = [made]")
+    notebook.here(f"own = {make}\nholds = {{'a': own}}")
+    for _ in range(2):
+        notebook.cell("layouts = [t.layout for t in (made, held[0], own, holds['a'])]")
+    assert notebook.sent == []
+    assert set(notebook.user_ns["layouts"]) == {notebook.user_ns["made"].layout}
+    assert bits([notebook.user_ns["made"]]) == bits([notebook.there("made")]) == bits([notebook.there("own")])
+
+
+@pytest.mark.parametrize("layout", ["COO", "CSR"])
+def test_what_is_written_to_a_sparse_tensor_is_seen_on_the_other_side(notebook, layout):
+    notebook.here(f"own = {TENSORS[layout]}")
+    notebook.cell("own.values()" if layout == "CSR" else "own")
+    notebook.cell("own *= 2")
+    assert notebook.user_ns["own"].to_dense().tolist() == [[0, 4], [6, 0]]
+    notebook.here("own *= 2")
+    notebook.cell("seen = own.to_dense().tolist()")
+    assert notebook.user_ns["seen"] == [[0, 8], [12, 0]]
+
+
+def test_a_network_with_a_sparse_buffer_is_the_same_on_both_sides(notebook):
+    notebook.here("net = nn.Linear(2, 2); net.register_buffer('graph', torch.eye(2).to_sparse())")
+    notebook.cell("with torch.no_grad():\n    net.weight += 1\n    net.graph *= 3")
+    assert notebook.user_ns["net"].graph.to_dense().tolist() == [[3, 0], [0, 3]]
+    assert torch.equal(notebook.user_ns["net"].weight, notebook.there("net").weight)
+
+
+def test_other_values_and_other_places_have_other_checksums():
+    sparse = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse()
+    others = (sparse.t().coalesce(), sparse * 2, sparse.to_sparse_csr(), torch.empty(2, 2, device="meta"))
+    assert len({bits([tensor]) for tensor in (sparse, *others)}) == 5
+
+
+def test_the_size_of_a_tensor_is_that_of_its_blocks():
+    assert nbytes(torch.zeros(3)) == 12
+    assert nbytes(torch.eye(2).to_sparse()) == 2 * 2 * 8 + 2 * 4
+    assert nbytes(torch.zeros(3, device="meta")) == 0
+    assert address(torch.eye(2).to_sparse()) == 0

@@ -1,0 +1,122 @@
+"""What the notebook has of its names when replicas end that held them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from driving import running
+from IPython.utils.capture import capture_output
+
+from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError
+
+MADE = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+X = torch.randn(8, 3)
+net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+def train(net, opt):
+    for _ in range(3): opt.zero_grad(); net(X).square().mean().backward(); opt.step()
+"""
+DIES = "import os, signal\nif replica_id == 0: os.kill(os.getpid(), signal.SIGKILL)\nstrategy.reduce('sum', 1)"
+
+
+@pytest.fixture
+def run(shell):
+    return running(shell)
+
+
+def lost(run, source: str) -> None:
+    """Run a mirrored cell at whose end replica 0 dies."""
+    with pytest.raises(ReplicaDied):
+        run(f"%%mirrored --quiet\n{source}\n{DIES}")
+
+
+def same_as_in_replica_1(run, net: str = "net", opt: str = "opt") -> bool:
+    run(f"values = {{k: v.clone() for k, v in {net}.state_dict().items()}}\nstate = {opt}.state_dict()['state']")
+    run(f"%%mirrored --quiet --replicas 1\nvalues\nequal = {net}.state_dict(), {opt}.state_dict()['state']")
+    values, state = run("equal")
+    return all(torch.equal(values[name], run("values")[name]) for name in values) and all(
+        torch.equal(state[i]["momentum_buffer"], run("state")[i]["momentum_buffer"]) for i in state
+    )
+
+
+def test_a_network_whose_replica_0_died_is_a_survivors_with_its_statistics(run):
+    run(MADE)
+    run("%%mirrored --quiet\ntrain(net, opt)")
+    before = run("weight, tracked = net[0].weight.detach().clone(), net[1].num_batches_tracked.item()\nweight")
+    lost(run, "train(net, opt)")
+    assert not torch.equal(run("net[0].weight.detach()"), before)
+    assert run("net[1].num_batches_tracked.item() - tracked") == 3
+    assert same_as_in_replica_1(run)
+
+
+def test_a_network_that_a_cell_made_whose_replica_0_died_is_in_the_notebook(run):
+    run(f"{MADE}\nclass Net(nn.Linear): pass")
+    lost(run, "made = Net(3, 1)\nmade_opt = torch.optim.SGD(made.parameters(), 0.1, momentum=0.9)\nheld = [made]")
+    assert (
+        run("type(made) is Net, held[0] is made, made_opt.param_groups[0]['params'][0] is made.weight") == (True,) * 3
+    )
+    run("%%mirrored --quiet\ntrain(made, made_opt)\nsame = held[0] is made")
+    assert run("same") is True
+    assert same_as_in_replica_1(run, "made", "made_opt")
+
+
+def test_what_gets_other_parts_as_replica_0_dies_stays_who_it_is(run):
+    run(MADE)
+    run("%%mirrored --quiet\ntrain(net, opt)")
+    run("kept, kept_opt = net, opt")
+    grows = "more = nn.Linear(1, 1)\nnet.append(more)\nopt.add_param_group({'params': more.parameters()})"
+    lost(run, f"{grows}\ntrain(net, opt)")
+    assert run("net is kept, opt is kept_opt, len(net), len(opt.param_groups)") == (True, True, 4, 2)
+    assert same_as_in_replica_1(run)
+
+
+def test_names_that_a_cell_deleted_whose_replica_0_died_are_deleted(run):
+    run("%%mirrored --quiet\nfirst = second = [1]")
+    run("held = first")
+    lost(run, "del second\nfirst.append(2)")
+    assert run("'second' in globals(), first is held, held") == (False, True, [1, 2])
+
+
+def test_statistics_of_a_replica_that_died_do_not_count(run):
+    run(MADE)
+    run("%%mirrored --quiet\ntrain(net, opt)")
+    with pytest.raises(ReplicaDied):
+        run(f"%%mirrored --quiet\ntrain(net, opt)\n{DIES.replace('== 0', '== 1')}")
+    run("mean = net[1].running_mean.clone()")
+    run("%%mirrored --quiet --replicas 0\nequal = torch.equal(mean, net[1].running_mean)")
+    assert run("equal") is True
+
+
+@pytest.mark.parametrize("end", ["%mirror stop", "%mirror restart", "all die"])
+def test_what_only_the_replicas_had_is_told_when_they_end(run, shell, end):
+    run("import torch\nbig = kept = torch.ones(300, 1000)")
+    run("%%mirrored --quiet\nbig /= 2\nmade = torch.ones(300, 1000)\nprivate = [made]")
+    run("other, held = made, [private]")
+    assert run("type(big).__name__, type(made).__name__") == ("Remote", "Remote")
+    if end == "all die":
+        with pytest.raises(ReplicaDied):
+            run("%%mirrored --quiet\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+        with pytest.raises(ReplicaError, match=r"^`made` .*: its value is lost; run the cell that makes it again$"):
+            run("made.fetch()")
+    else:
+        with capture_output() as shown:
+            shell.run_line_magic("mirror", end.split()[1])
+        assert (
+            "; lost with the replicas, which alone had it: made, other, private; again as before cells" in shown.stdout
+        )
+    assert run("big is kept") is True
+    assert run("repr(held[0])") == (
+        "<private: list of 1, was in the replicas alone, which have ended: its value is lost>"
+    )
+    with pytest.raises(UsageError, match=r"^`made` \(Tensor\) was in the replicas alone, which have ended: "):
+        run("made + 1")
+    with pytest.raises(NameError) as error:
+        run("%%mirrored --quiet\nmade + 1")
+    assert "`made` (Tensor) was in the replicas alone" in error.value.__notes__[0]
+    with pytest.raises(TransferError, match=r"`held` .* was in the replicas alone, which have ended"):
+        run("%%mirrored --quiet\nheld")
+    run("%%mirrored --quiet\nmade = 3")
+    assert run("made") == 3
