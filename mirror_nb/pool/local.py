@@ -62,6 +62,8 @@ LOOK_SECONDS = 1.0
 RESTS = "mirror_nb rests"
 # Name of a forkserver's process that has loaded all: who asks it for a process does not wait. 15 characters at most.
 _PRELOAD = ["mirror_nb.strategies.preload"]
+_LONGEST = 107 - len("/listener-12345678")
+# Bytes of the path of multiprocessing's folder, in which a socket's name has to have room.
 
 
 @dataclass(slots=True)
@@ -466,7 +468,30 @@ def _context() -> Any:
         return torch.multiprocessing.get_context("spawn")
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    with _main_lock:
+        _shorten_addresses()
     return context
+
+
+def _shorten_addresses() -> None:
+    """Have multiprocessing keep its sockets where there is room for their paths. Raises ReplicaError if nowhere is."""
+    configured, saved = tempfile.gettempdir(), tempfile.tempdir
+    reason: object = ""
+    if len(os.fsencode(configured)) > _LONGEST - len("/pymp-12345678"):
+        tempfile.tempdir = "/tmp"
+    try:
+        # It makes its folder once.
+        folder = multiprocessing.util.get_temp_dir()
+    except OSError as error:
+        folder, reason = configured, f" ({error})"
+    finally:
+        tempfile.tempdir = saved
+    if len(os.fsencode(folder)) > _LONGEST:
+        raise ReplicaError(
+            f"the path of a Unix socket may have {_LONGEST} bytes before its name; the folder for temporary files has "
+            f"{len(os.fsencode(configured))}, {configured!r}, and /tmp was not used{reason}: set TMPDIR to a shorter "
+            "one, before Python starts"
+        )
 
 
 def warm_up() -> None:
