@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import importlib
 import math
 import multiprocessing.forkserver
+import multiprocessing.process
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
@@ -121,8 +123,6 @@ class LocalPool(Pool):
         self._store: Any = None
         self._port = 0
         self._nanny: subprocess.Popen[bytes] | None = None
-        self._pid = os.getpid()
-        # A process forked from the controller must not end its replicas.
         _guard_this_process()
         _open_pools.add(self)
 
@@ -333,7 +333,8 @@ class LocalPool(Pool):
                 self._selector.unregister(source)
 
     def _close(self) -> None:
-        if os.getpid() != self._pid:
+        # A process forked from the controller must not end its replicas.
+        if self.forked:
             return
         _open_pools.discard(self)
         self._end_spare()
@@ -363,7 +364,7 @@ class LocalPool(Pool):
     # ------------------------------------------------------------------ questions
 
     def dead(self) -> list[Death]:
-        for replica_id, source in [] if self._closed else self._ready(0.0):
+        for replica_id, source in [] if self._closed or self.forked else self._ready(0.0):
             if source is _END:
                 self._died(replica_id)
         found = [member.death for member in self._members.values() if member.death is not None]
@@ -422,11 +423,16 @@ class LocalPool(Pool):
             lines.append(ReplicaStatus(replica_id, device, member.process.pid, memory, state, how))
         return lines
 
-    def close_descriptors(self) -> None:
+    def leave(self) -> None:
         """In a forked child: close what would hide the controller's end from replicas and nanny."""
+        self.forked = True
         for member in filter(None, [*self._members.values(), self._spare]):
             member.channel.close()
             member.last_words.close()
+            # At its end multiprocessing waits for these, as if they were the child's.
+            getattr(multiprocessing.process, "_children", set()).discard(member.process)
+        # Its destructor would wait for a thread that is not here.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
         if self._nanny is not None and self._nanny.stdin is not None:
             self._nanny.stdin.close()
 
@@ -621,7 +627,7 @@ def _guard_this_process() -> None:
     # After multiprocessing.util's own handler was registered, hence run before it: that one waits for processes.
     atexit.register(_close_pools)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_close_descriptors)
+        os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _close_pools() -> None:
@@ -629,6 +635,13 @@ def _close_pools() -> None:
         pool.close()
 
 
-def _close_descriptors() -> None:
+def _leave_to_parent() -> None:
+    """In a forked child: leave replicas and forkserver to the parent; pools that are made here start another."""
     for pool in list(_open_pools):
-        pool.close_descriptors()
+        pool.leave()
+    server: Any = multiprocessing.forkserver._forkserver
+    descriptor = getattr(server, "_forkserver_alive_fd", None)
+    if descriptor is not None:
+        os.close(descriptor)
+    # It would wait for its parent's child; and its lock may be held by a thread that is not here.
+    server.__init__()

@@ -186,7 +186,7 @@ class ControllerPlace(Place):
     @property
     def open(self) -> bool:
         """Whether there are replicas to ask."""
-        return self._pool is not None and not self.closed
+        return self._pool is not None and not self.closed and not self._pool.forked
 
     def has_sent(self, obj: object) -> bool:
         """Whether there are replicas that have an object that is mirrored."""
@@ -371,7 +371,7 @@ class ControllerPlace(Place):
 
     def refresh(self) -> None:
         """Bring the networks here up to date with replica 0, statistics averaged over the replicas."""
-        if self._refreshing or self._pool is None or self.closed:
+        if self._refreshing or not self.open:
             return
         self._refreshing = True
         try:
@@ -526,7 +526,7 @@ class ControllerPlace(Place):
         raise_for(report, self._names)
 
     def close(self) -> None:
-        if self.closed:
+        if self.closed or (self._pool is not None and self._pool.forked):
             return
         try:
             self._keep_what_was_learned()
