@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1109,6 +1110,60 @@ def test_a_model_keeps_what_it_learned_when_its_strategy_is_closed():
     model = trained(strategy)
     strategy.close()
     assert model.weight.sum() == 2.0
+
+
+def held() -> tuple[int, int]:
+    """Return how many descriptors and how many children this process has, zombies among them."""
+    gc.collect()
+    process = psutil.Process()
+    return process.num_fds(), len(process.children())
+
+
+def test_a_strategy_that_is_dropped_gives_everything_back():
+    def start() -> None:
+        strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+        strategy.run(lambda: 1)
+
+    start()
+    before = held()
+    for _ in range(2):
+        start()
+        assert held() == before
+
+
+def test_what_was_trained_outlives_its_strategy_and_the_replicas_go_with_it():
+    before = held()
+    strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = trained(strategy)
+    with strategy.scope():
+        counter = mnb.Variable(3.0)
+        # As what imports torch's compiler does.
+        taken = nn.Module.__init__, torch.Generator
+
+    def bump(variable: mnb.Variable) -> None:
+        variable.assign_add(1.0)
+
+    strategy.run(bump, (counter,))
+    del strategy
+    gc.collect()
+    assert model.weight.sum() == 2.0
+    assert counter == 4.0
+    del model
+    gc.collect()
+    assert held() > before, "the Variable is there"
+    del counter
+    assert held() <= before
+    assert len(taken) == 2
+
+
+def test_a_dashboard_that_is_shown_does_not_keep_a_strategy():
+    before = held()[1]
+    strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy.run(lambda: 1)
+    dashboard = strategy.dashboard()
+    del strategy
+    assert held()[1] <= before
+    assert dashboard.text()
 
 
 def in_a_fork(function: Callable[[], str]) -> str:

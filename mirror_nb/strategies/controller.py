@@ -92,7 +92,7 @@ class ControllerPlace(Place):
         self._replaced: dict[int, str] = {}
         self._survived = True
         # Since `mend` told it.
-        self._references = References(lambda strategy: strategy._place is self)
+        self._references = References(lambda strategy: strategy._place is self, lambda: reading.release(self))
         self._objects = self._references.objects
         self._followed: tuple[int, int] | None = None
         # When the replicas were last told what this process has set for all of its code.
@@ -220,7 +220,14 @@ class ControllerPlace(Place):
         if self._dashboard is None:
             # By name: what draws lies above.
             live = importlib.import_module("mirror_nb.notebook.live")
-            self._dashboard = live.LiveDashboard(pool, operation=self._operation(), title=self._title)
+            here = weakref.WeakMethod(self._title)
+
+            def title() -> str:
+                # Notebooks keep what they show; the replicas they need not keep.
+                known = here()
+                return "" if known is None else known()
+
+            self._dashboard = live.LiveDashboard(pool, operation=self._operation(), title=title)
         return self._dashboard.show()
 
     def compare_parameters(self) -> Comparison:
@@ -481,6 +488,8 @@ class ControllerPlace(Place):
                 pool.close()
                 raise
             self._pool = pool
+            # For who drops the strategy. At the process's end all pools are closed.
+            weakref.finalize(self, pool.close).atexit = False
             return pool
         if not self._mend(self._pool):
             warnings.warn(

@@ -10,7 +10,6 @@ whom to ask; knows no replicas.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Protocol, final
 
 import torch
@@ -53,15 +52,16 @@ class Source(Protocol):
 
 @final
 class Reading:
-    """Watches the reads of all networks of the process, for as long as there are sources."""
+    """Watches the reads of all networks of the process, and keeps the sources that have one, whoever drops them."""
 
     def __init__(self) -> None:
-        self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._sources: dict[int, Source] = {}
+        # By id.
         self._changes: list[Replaced] = []
 
     def add(self, source: Source) -> None:
-        """Ask this source from now on."""
-        self._sources.add(source)
+        """Ask this source from now on: networks live here whose values it has."""
+        self._sources[id(source)] = source
         if not self._changes:
             self._changes = [Replaced(nn.Module, name, before=self._read) for name in _READS]
             for owner in (nn.Module, torch.optim.Optimizer):
@@ -69,18 +69,22 @@ class Reading:
 
     def remove(self, source: Source) -> None:
         """Ask this source no more."""
-        self._sources.discard(source)
+        self.release(source)
         if not self._sources:
             while self._changes:
                 self._changes.pop().remove()
 
+    def release(self, source: Source) -> None:
+        """All that it had is gone here; any thread may say so at any time, so that the watching is left as it is."""
+        self._sources.pop(id(source), None)
+
     def _read(self, module: nn.Module, *_: object, **__: object) -> None:
-        for source in self._sources:
+        for source in list(self._sources.values()):
             if source.stale and source.holds(module):
                 source.refresh()
 
     def _cleared(self, owner: Any, set_to_none: bool = True) -> None:
-        for source in list(self._sources):
+        for source in list(self._sources.values()):
             source.clear_gradients(owner, set_to_none)
 
 

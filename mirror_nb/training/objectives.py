@@ -144,8 +144,8 @@ class Objective:
         """Return the loss of a share.
 
         `sample_weight`: shape [examples], or the losses' own (one for each token, say); with several outputs also
-        a dict or list of them by output. `class_weight`: a factor by class. Both multiply the losses and leave the divisor as
-        it is, Keras's rule ("sum_over_batch_size"). `examples`: the share's, by default the length of the first
+        a dict or list of them by output. `class_weight`: a factor by class. Both multiply the losses and leave the divisor
+        as it is, Keras's rule ("sum_over_batch_size"). `examples`: the share's, by default the length of the first
         tensor.
 
         Raises UsageError for targets or weights that do not fit, and for weights where there is one loss for all.
