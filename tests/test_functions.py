@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,16 @@ def test_a_loss_with_a_list_or_a_class_of_the_notebook_is_pickled_each_time(func
         function = reads(loss)
         functions.keep(function, PICKLE)
         assert functions.get(function) is None
+
+
+def test_a_pickle_keeps_nothing_that_the_replicas_have(functions):
+    captured = Mirrored()
+    function, gone = reads(captured), weakref.ref(captured)
+    functions.keep(function, PICKLE)
+    rebind(function, None, 0)
+    del captured
+    assert gone() is None
+    assert functions.get(function) is None
 
 
 def test_an_object_that_the_replicas_have_no_more_needs_another_pickle():

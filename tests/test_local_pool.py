@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import multiprocessing.util
 import os
 import platform
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -782,6 +784,26 @@ def test_a_plain_script_needs_no_guard_and_ends_its_replicas(script, tmp_path):
     assert len(replicas) == 2
     eventually(lambda: all(map(gone, replicas)), "the replicas end with the script")
     assert (tmp_path / "ran").read_text() == "x"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a forkserver")
+def test_a_long_path_of_temporary_files_does_not_keep_replicas_from_starting(script, tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    process = script(SAY)
+    assert len(process.stdout.readline().split()) == 2
+    assert process.wait(DEADLINE) == 0
+    assert not list(folder.iterdir())
+
+
+def test_where_no_path_is_short_enough_the_error_names_it(tmp_path, monkeypatch):
+    folder = str(tmp_path / ("x" * 100))
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    monkeypatch.setattr(multiprocessing.util, "get_temp_dir", lambda: folder)
+    with pytest.raises(ReplicaError, match=rf"has {len(folder)}, '{folder}', and /tmp was not used: set TMPDIR"):
+        local._context()
+    assert tempfile.gettempdir() == folder
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import multiprocessing
 import os
 import pickle
 import re
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import mirror_nb as mnb
 from mirror_nb import surroundings
 from mirror_nb.messages import Stream
+from mirror_nb.pool.local import stop_forkserver
 from mirror_nb.strategies.controller import _Listener
 from mirror_nb.values import same
 
@@ -1107,6 +1110,124 @@ def test_a_model_keeps_what_it_learned_when_its_strategy_is_closed():
     model = trained(strategy)
     strategy.close()
     assert model.weight.sum() == 2.0
+
+
+def held() -> tuple[int, int]:
+    """Return how many descriptors and how many children this process has, zombies among them."""
+    gc.collect()
+    process = psutil.Process()
+    return process.num_fds(), len(process.children())
+
+
+def test_a_strategy_that_is_dropped_gives_everything_back():
+    def start() -> None:
+        strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+        strategy.run(lambda: 1)
+
+    start()
+    before = held()
+    for _ in range(2):
+        start()
+        assert held() == before
+
+
+def test_what_was_trained_outlives_its_strategy_and_the_replicas_go_with_it():
+    before = held()
+    strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = trained(strategy)
+    with strategy.scope():
+        counter = mnb.Variable(3.0)
+        # As what imports torch's compiler does.
+        taken = nn.Module.__init__, torch.Generator
+
+    def bump(variable: mnb.Variable) -> None:
+        variable.assign_add(1.0)
+
+    strategy.run(bump, (counter,))
+    del strategy
+    gc.collect()
+    assert model.weight.sum() == 2.0
+    assert counter == 4.0
+    del model
+    gc.collect()
+    assert held() > before, "the Variable is there"
+    del counter
+    assert held() <= before
+    assert len(taken) == 2
+
+
+def test_a_dashboard_that_is_shown_does_not_keep_a_strategy():
+    before = held()[1]
+    strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy.run(lambda: 1)
+    dashboard = strategy.dashboard()
+    del strategy
+    assert held()[1] <= before
+    assert dashboard.text()
+
+
+def in_a_fork(function: Callable[[], str]) -> str:
+    """Return what the function returns in a forked child, or what it raises; fail if it takes too long."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            said = function()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writable, said.encode())
+        os._exit(0)
+    os.close(writable)
+    with open(readable) as pipe:
+        said = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return said
+
+
+def test_a_fork_reads_what_its_parent_knew_and_is_told_where_to_run(two):
+    model = trained(two)
+    assert model.weight.sum() == 2.0
+    with two.scope():
+        counter = mnb.Variable(3.0)
+
+    def bump() -> None:
+        counter.assign_add(1.0)
+
+    two.run(bump)
+    refused = "ContextError: this process is a fork of the one that started the replicas; use the strategy there"
+    assert in_a_fork(lambda: str(two.run(lambda: 1))) == refused
+    assert in_a_fork(lambda: str(two.timeline())) == refused
+    assert in_a_fork(lambda: str(float(model.weight.sum()))) == "2.0"
+    # What was not read before the fork is as this process had it.
+    assert in_a_fork(lambda: str(float(counter))) == "3.0"
+    assert in_a_fork(lambda: str(two.close())) == "None"
+    assert counter == 4.0
+    assert two.run(lambda: 1) == 1
+
+
+def test_a_fork_may_end_as_any_process_does(two):
+    two.run(lambda: 1)
+
+    def end() -> str:
+        # Once the pool goes, and what multiprocessing waits for.
+        two._place._pool._store = None
+        return str(multiprocessing.active_children())
+
+    assert in_a_fork(end) == "[]"
+    assert two.run(lambda: 2) == 2
+
+
+def test_a_strategy_that_a_fork_makes_has_replicas_of_its_own(two):
+    two.run(lambda: 1)
+
+    def fork() -> str:
+        with mnb.MirroredStrategy(["cpu:0"]) as strategy:
+            return str(strategy.run(lambda: 5))
+
+    said = in_a_fork(lambda: f"{fork()}, forkserver ended: {stop_forkserver()}")
+    assert said == "5, forkserver ended: None"
+    assert two.run(lambda: 2) == 2
 
 
 def test_a_replica_that_died_is_replaced_with_all_that_is_mirrored(two):

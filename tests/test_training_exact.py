@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -197,6 +197,50 @@ def test_several_outputs_with_weights(strategy):
     assert set(history) == {"loss", "kind_loss", "value_loss", "kind_accuracy"}
     for total, kind, value in zip(history["loss"], history["kind_loss"], history["value_loss"], strict=True):
         assert total == pytest.approx(kind + 0.3 * value)
+
+
+@pytest.mark.parametrize("source", ["arrays", "loader"])
+def test_sample_weights_by_output_multiply_the_losses_of_theirs(strategy, source):
+    weights = torch.linspace(0.2, 2, 23)
+    model, network = made(
+        strategy,
+        TwoHeads,
+        optimizer=("sgd", {"lr": 0.2}),
+        loss={"kind": "cross_entropy", "value": "mse"},
+        weighted_metrics={"kind": ["accuracy"], "value": ["mae"]},
+    )
+    targets = {"kind": CLASSES, "value": VALUES}
+    data: Any = (X, targets, {"kind": weights})
+    if source == "loader":
+        each = zip(X, CLASSES, VALUES, weights, strict=True)
+        listed = [(x, {"kind": k, "value": v}, {"kind": w}) for x, k, v, w in each]
+        data = DataLoader(cast(Any, listed), batch_size=6)
+        fit: dict[str, Any] = {"x": data}
+    else:
+        fit = {"x": X, "y": targets, "sample_weight": {"kind": weights}, "batch_size": 6}
+    history = model.fit(**fit, epochs=2, shuffle=False, verbose=0, validation_data=data).history
+
+    def loss(net: nn.Module, x: Tensor, y: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        out = net(x)
+        return (F.cross_entropy(out["kind"], y, reduction="none") * w).mean() + F.mse_loss(out["value"], v)
+
+    train(network, torch.optim.SGD(network.parameters(), 0.2), loss, batches(X, CLASSES, VALUES, weights, size=6))
+    same(model, network)
+    out = {name: output.detach() for name, output in network(X).items()}
+    kind = (F.cross_entropy(out["kind"], CLASSES, reduction="none") * weights).mean()
+    right = (out["kind"].argmax(1) == CLASSES).float()
+    wanted = {
+        "loss": kind + F.mse_loss(out["value"], VALUES),
+        "kind_loss": kind,
+        "value_loss": F.mse_loss(out["value"], VALUES),
+        "kind_accuracy": (right * weights).sum() / weights.sum(),
+        "value_mae": F.l1_loss(out["value"], VALUES),
+    }
+    wanted = {name: pytest.approx(float(value), rel=1e-4) for name, value in wanted.items()}
+    del fit["x"]
+    evaluated = model.evaluate(data if source == "loader" else X, **fit, verbose=0, return_dict=True)
+    assert evaluated == wanted
+    assert {name: history[f"val_{name}"][-1] for name in wanted} == wanted
 
 
 SCHEDULERS: dict[str, tuple[dict[str, Any], str]] = {

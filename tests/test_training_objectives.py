@@ -22,7 +22,7 @@ def seed():
 
 
 def cut(nest, share):
-    return map_leaves(nest, lambda leaf: leaf[share])
+    return map_leaves(nest, lambda leaf: None if leaf is None else leaf[share])
 
 
 def in_shares(loss, outputs, targets, sample_weight=None, class_weight=None, *, loss_weights=None, known=False):
@@ -34,7 +34,7 @@ def in_shares(loss, outputs, targets, sample_weight=None, class_weight=None, *, 
         made(
             cut(outputs, s),
             cut(targets, s),
-            cut(sample_weight, s) if sample_weight is not None else None,
+            cut(sample_weight, s),
             class_weight,
         )
         for s in SHARES
@@ -354,6 +354,12 @@ def test_sample_weights_of_several_outputs_go_by_output_or_to_all():
     torch.testing.assert_close(
         in_shares(losses, outputs, targets, {"a": one, "b": two})[0], (a * one + b * two).mean()
     )
+    # What is left out has weight 1.
+    left_out = (a * one + b).mean()
+    torch.testing.assert_close(in_shares(losses, outputs, targets, {"a": one})[0], left_out)
+    torch.testing.assert_close(in_shares(losses, outputs, targets, [one, None])[0], left_out)
+    in_order = ["cross_entropy", "mse"]
+    torch.testing.assert_close(in_shares(in_order, outputs, targets, {"a": one})[0], left_out)
 
 
 @pytest.mark.parametrize(
@@ -367,6 +373,12 @@ def test_sample_weights_of_several_outputs_go_by_output_or_to_all():
         (lambda: objective(["mse", "mse"])((LOGITS,), (LOGITS,)), "for the output 1, but the outputs have none"),
         (lambda: objective(["mse"])(LOGITS, (LOGITS,)), r"there is a tensor of shape \(7, 5\)"),
         (lambda: objective(["mse"])((LOGITS,), (LOGITS,), None, {0: 1.0}), "which of several outputs"),
+        (
+            lambda: objective({"a": "mse"})({"a": LOGITS}, {"a": LOGITS}, {"A": LOGITS}),
+            r"`sample_weight` has \['A'\], but the outputs are \['a'\]",
+        ),
+        (lambda: objective(["mse"])((LOGITS,), (LOGITS,), [None, None]), "a list of 2, but there are 1 outputs"),
+        (lambda: objective("mse")(LOGITS, LOGITS, {"a": LOGITS}), "is by output, but this loss or metric is one for"),
         (lambda: objective("mse")({"a": LOGITS}, LOGITS), "takes a tensor, but the outputs are a dict; for several"),
     ],
 )

@@ -24,7 +24,7 @@ from typing import Any
 from mirror_nb import surroundings
 from mirror_nb.collectives.headers import UNEVEN_MERGE_CALLS
 from mirror_nb.devices import Device
-from mirror_nb.errors import PoolClosed, ReplicaError, ReplicaTimeout
+from mirror_nb.errors import ContextError, PoolClosed, ReplicaError, ReplicaTimeout
 from mirror_nb.messages import (
     Abort,
     Call,
@@ -232,6 +232,8 @@ class Pool(ABC):
         # A cell or call failed, which may have left the replicas at different steps.
         self._formed = False
         self._closed = False
+        self.forked = False
+        # This process is a fork of the one that started the replicas: they answer there.
         self._busy = threading.Lock()
         self._interrupts = _Interrupts()
         self._fresh: Surroundings | None = None
@@ -385,6 +387,8 @@ class Pool(ABC):
         self.close()
 
     def _check_open(self) -> None:
+        if self.forked:
+            raise ContextError("this process is a fork of the one that started the replicas; use the strategy there")
         if self._closed:
             raise PoolClosed("these replicas were stopped; start new ones (%mirror start, or a new strategy)")
 
@@ -408,7 +412,8 @@ class Pool(ABC):
         nothing for what replicas did. What the two callbacks raise ends the request too, and is raised once the
         replicas are still.
 
-        Raises PoolClosed when the pool is closed, ReplicaError when it is at work already.
+        Raises PoolClosed when the pool is closed, ContextError in a fork of this process, ReplicaError when it is at
+        work already.
         """
         self._check_open()
         if not self._busy.acquire(blocking=False):

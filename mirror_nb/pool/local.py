@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import importlib
 import math
 import multiprocessing.forkserver
+import multiprocessing.process
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
@@ -64,6 +66,8 @@ LOOK_SECONDS = 1.0
 RESTS = "mirror_nb rests"
 # Name of a forkserver's process that has loaded all: who asks it for a process does not wait. 15 characters at most.
 _PRELOAD = ["mirror_nb.strategies.preload"]
+_LONGEST = 107 - len("/listener-12345678")
+# Bytes of the path of multiprocessing's folder, in which a socket's name has to have room.
 
 
 @dataclass(slots=True)
@@ -121,8 +125,6 @@ class LocalPool(Pool):
         self._store: Any = None
         self._port = 0
         self._nanny: subprocess.Popen[bytes] | None = None
-        self._pid = os.getpid()
-        # A process forked from the controller must not end its replicas.
         _guard_this_process()
         _open_pools.add(self)
 
@@ -333,7 +335,8 @@ class LocalPool(Pool):
                 self._selector.unregister(source)
 
     def _close(self) -> None:
-        if os.getpid() != self._pid:
+        # A process forked from the controller must not end its replicas.
+        if self.forked:
             return
         _open_pools.discard(self)
         self._end_spare()
@@ -367,7 +370,7 @@ class LocalPool(Pool):
     # ------------------------------------------------------------------ questions
 
     def dead(self) -> list[Death]:
-        for replica_id, source in [] if self._closed else self._ready(0.0):
+        for replica_id, source in [] if self._closed or self.forked else self._ready(0.0):
             if source is _END:
                 self._died(replica_id)
         found = [member.death for member in self._members.values() if member.death is not None]
@@ -426,11 +429,16 @@ class LocalPool(Pool):
             lines.append(ReplicaStatus(replica_id, device, member.process.pid, memory, state, how))
         return lines
 
-    def close_descriptors(self) -> None:
+    def leave(self) -> None:
         """In a forked child: close what would hide the controller's end from replicas and nanny."""
+        self.forked = True
         for member in filter(None, [*self._members.values(), self._spare]):
             member.channel.close()
             member.last_words.close()
+            # At its end multiprocessing waits for these, as if they were the child's.
+            getattr(multiprocessing.process, "_children", set()).discard(member.process)
+        # Its destructor would wait for a thread that is not here.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
         if self._nanny is not None and self._nanny.stdin is not None:
             self._nanny.stdin.close()
 
@@ -472,7 +480,30 @@ def _context() -> Any:
         return torch.multiprocessing.get_context("spawn")
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    with _main_lock:
+        _shorten_addresses()
     return context
+
+
+def _shorten_addresses() -> None:
+    """Have multiprocessing keep its sockets where there is room for their paths. Raises ReplicaError if nowhere is."""
+    configured, saved = tempfile.gettempdir(), tempfile.tempdir
+    reason: object = ""
+    if len(os.fsencode(configured)) > _LONGEST - len("/pymp-12345678"):
+        tempfile.tempdir = "/tmp"
+    try:
+        # It makes its folder once.
+        folder = multiprocessing.util.get_temp_dir()
+    except OSError as error:
+        folder, reason = configured, f" ({error})"
+    finally:
+        tempfile.tempdir = saved
+    if len(os.fsencode(folder)) > _LONGEST:
+        raise ReplicaError(
+            f"the path of a Unix socket may have {_LONGEST} bytes before its name; the folder for temporary files has "
+            f"{len(os.fsencode(configured))}, {configured!r}, and /tmp was not used{reason}: set TMPDIR to a shorter "
+            "one, before Python starts"
+        )
 
 
 def warm_up() -> None:
@@ -602,7 +633,7 @@ def _guard_this_process() -> None:
     # After multiprocessing.util's own handler was registered, hence run before it: that one waits for processes.
     atexit.register(_close_pools)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_close_descriptors)
+        os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _close_pools() -> None:
@@ -610,6 +641,13 @@ def _close_pools() -> None:
         pool.close()
 
 
-def _close_descriptors() -> None:
+def _leave_to_parent() -> None:
+    """In a forked child: leave replicas and forkserver to the parent; pools that are made here start another."""
     for pool in list(_open_pools):
-        pool.close_descriptors()
+        pool.leave()
+    server: Any = multiprocessing.forkserver._forkserver
+    descriptor = getattr(server, "_forkserver_alive_fd", None)
+    if descriptor is not None:
+        os.close(descriptor)
+    # It would wait for its parent's child; and its lock may be held by a thread that is not here.
+    server.__init__()

@@ -266,7 +266,8 @@ class Strategy(ABC):
     def close(self) -> None:
         """Give back the replicas; a strategy that was closed raises PoolClosed from then on.
 
-        What it has made stays readable here: networks, Variables, optimizers, results by `local_results`.
+        What it has made stays readable here: networks, Variables, optimizers, results by `local_results`. Does nothing
+        in a fork of this process. A strategy that is dropped gives them back with the last of what it has made.
         """
         self._place.close()
 

@@ -92,7 +92,7 @@ class ControllerPlace(Place):
         self._replaced: dict[int, str] = {}
         self._survived = True
         # Since `mend` told it.
-        self._references = References(lambda strategy: strategy._place is self)
+        self._references = References(lambda strategy: strategy._place is self, lambda: reading.release(self))
         self._objects = self._references.objects
         self._followed: tuple[int, int] | None = None
         # When the replicas were last told what this process has set for all of its code.
@@ -190,7 +190,7 @@ class ControllerPlace(Place):
     @property
     def open(self) -> bool:
         """Whether there are replicas to ask."""
-        return self._pool is not None and not self.closed
+        return self._pool is not None and not self.closed and not self._pool.forked
 
     def has_sent(self, obj: object) -> bool:
         """Whether there are replicas that have an object that is mirrored."""
@@ -224,7 +224,14 @@ class ControllerPlace(Place):
         if self._dashboard is None:
             # By name: what draws lies above.
             live = importlib.import_module("mirror_nb.notebook.live")
-            self._dashboard = live.LiveDashboard(pool, operation=self._operation(), title=self._title)
+            here = weakref.WeakMethod(self._title)
+
+            def title() -> str:
+                # Notebooks keep what they show; the replicas they need not keep.
+                known = here()
+                return "" if known is None else known()
+
+            self._dashboard = live.LiveDashboard(pool, operation=self._operation(), title=title)
         return self._dashboard.show()
 
     def compare_parameters(self) -> Comparison:
@@ -375,7 +382,7 @@ class ControllerPlace(Place):
 
     def refresh(self) -> None:
         """Bring the networks here up to date with replica 0, statistics averaged over the replicas."""
-        if self._refreshing or self._pool is None or self.closed:
+        if self._refreshing or not self.open:
             return
         self._refreshing = True
         try:
@@ -485,6 +492,8 @@ class ControllerPlace(Place):
                 pool.close()
                 raise
             self._pool = pool
+            # For who drops the strategy. At the process's end all pools are closed.
+            weakref.finalize(self, pool.close).atexit = False
             return pool
         if not self._mend(self._pool):
             warnings.warn(
@@ -530,7 +539,7 @@ class ControllerPlace(Place):
         raise_for(report, self._names)
 
     def close(self) -> None:
-        if self.closed:
+        if self.closed or (self._pool is not None and self._pool.forked):
             return
         try:
             self._keep_what_was_learned()

@@ -33,22 +33,26 @@ class noted:  # noqa: N801
     """
 
     def __init__(self, note: Callable[[Any], None]) -> None:
-        self._note = note
+        self._note: Callable[[Any], None] | None = note
 
     def __enter__(self) -> None:
         def after(made: Any, *args: object, **kwargs: object) -> None:
-            self._note(made)
+            if self._note is not None:
+                self._note(made)
 
         self._changes = [Replaced(owner, "__init__", after=after) for owner in _CLASSES if "__init__" in vars(owner)]
         # Copies (copy.deepcopy) and what is unpickled (torch.load). Not an optimizer's, which loads states by it, too.
         self._changes += [Replaced(owner, "__setstate__", after=after) for owner in (nn.Module, torch.amp.GradScaler)]
         self._generator = torch.Generator
-        torch.Generator = _noting(self._generator, self._note)  # type: ignore[misc]
+        torch.Generator = _noting(self._generator, after)  # type: ignore[misc]
 
     def __exit__(self, *exception: object) -> None:
         torch.Generator = self._generator  # type: ignore[misc]
         while self._changes:
             self._changes.pop().remove()
+        # Whoever took what stood in a function's or a class's place for the real one, as what imports torch's compiler
+        # does, has it for good: not the strategy, too.
+        self._note = None
 
 
 def _noting(real: Any, note: Callable[[Any], None]) -> Any:

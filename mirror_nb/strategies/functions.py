@@ -34,7 +34,8 @@ class Functions:
         self._refers = refers
         self._kept: weakref.WeakKeyDictionary[Any, tuple[list[object], list[object], set[int], Payload]]
         self._kept = weakref.WeakKeyDictionary()
-        # What the pickle depends on, what of that travels by reference, the ids of plain modules, and the pickle.
+        # What the pickle depends on, what of that travels by reference, the ids of plain modules, and the pickle. The
+        # second weakly, in the first, too: a function may outlive the networks that it was called with.
 
     def get(self, function: Any) -> Payload | None:
         """Return the pickle of the function, if it is as good as a new one."""
@@ -43,9 +44,9 @@ class Functions:
             return None
         captured, referred, plain, payload = kept
         now = _captured(function, plain)
-        if len(now) != len(captured) or not all(map(operator.is_, now, captured)):
+        if len(now) != len(captured) or not all(map(operator.is_, now, map(_found, captured))):
             return None
-        return payload if all(map(self._refers, referred)) else None
+        return payload if all(map(self._refers, map(_found, referred))) else None
 
     def keep(self, function: Any, payload: Payload) -> None:
         """Keep a pickle, if what the function captures cannot change unseen."""
@@ -54,7 +55,17 @@ class Functions:
             captured = _captured(function, plain)
             referred = [obj for obj in captured if not _unchanging(obj) and id(obj) not in plain]
             if all(map(self._refers, referred)):
-                self._kept[function] = (captured, referred, plain, payload)
+                weakly = {id(obj): weakref.ref(obj) for obj in referred}
+                known = [weakly.get(id(obj), obj) for obj in captured]
+                self._kept[function] = (known, list(weakly.values()), plain, payload)
+
+
+def _found(known: object) -> object:
+    """Return what is kept, or what a weak reference means; of what is gone the reference, which is nothing else."""
+    if type(known) is not weakref.ref:
+        return known
+    found = known()
+    return known if found is None else found
 
 
 def _unchanging(obj: object) -> bool:

@@ -6,6 +6,7 @@ Holds none of them alive. Knows no replicas.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -17,9 +18,13 @@ from mirror_nb.told import Told, take_told
 
 @final
 class Objects:
-    """Objects made in the scope: their handles, which the replicas have, and what these know of their settings."""
+    """Objects made in the scope: their handles, which the replicas have, and what these know of their settings.
 
-    def __init__(self) -> None:
+    `none_sent()` is called when the last of those is gone that the replicas have; any thread may be the one.
+    """
+
+    def __init__(self, none_sent: Callable[[], None] = lambda: None) -> None:
+        self._none_sent = none_sent
         self._count = itertools.count()
         self._handles: Handles[Any] = Handles(self._forget)
         self._sent: set[str] = set()
@@ -47,6 +52,8 @@ class Objects:
         if handle in self._sent:
             self._sent.discard(handle)
             self._released.append(handle)
+            if not self._sent:
+                self._none_sent()
 
     def handle(self, obj: object) -> str | None:
         """Return the object's handle, if it has one."""
@@ -100,6 +107,7 @@ class Objects:
         """The replicas have none any more."""
         self._sent.clear()
         self._groups.clear()
+        self._none_sent()
 
     def take_released(self) -> list[str]:
         """Return, once, the handles of objects that the replicas have and that are gone here."""

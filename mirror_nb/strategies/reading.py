@@ -10,7 +10,6 @@ whom to ask; knows no replicas.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Protocol, final
 
 import torch
@@ -52,15 +51,16 @@ class Holder(Protocol):
 
 @final
 class Reading:
-    """Watches the reads of all networks of the process, for as long as there are holders."""
+    """Watches the reads of all networks of the process, and keeps the holders that have one, whoever drops them."""
 
     def __init__(self) -> None:
-        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._holders: dict[int, Holder] = {}
+        # By id.
         self._changes: list[Replaced] = []
 
     def add(self, holder: Holder) -> None:
-        """Ask this holder from now on."""
-        self._holders.add(holder)
+        """Ask this holder from now on: networks live here whose values it has."""
+        self._holders[id(holder)] = holder
         if not self._changes:
             self._changes = [Replaced(nn.Module, name, before=self._read) for name in _READS]
             for owner in (nn.Module, torch.optim.Optimizer):
@@ -68,19 +68,23 @@ class Reading:
 
     def remove(self, holder: Holder) -> None:
         """Ask this holder no more."""
-        self._holders.discard(holder)
+        self.release(holder)
         if not self._holders:
             while self._changes:
                 self._changes.pop().remove()
 
+    def release(self, holder: Holder) -> None:
+        """All that it had is gone here; any thread may say so at any time, so that the watching is left as it is."""
+        self._holders.pop(id(holder), None)
+
     def _read(self, module: nn.Module, *_: object, **__: object) -> None:
         # A list: refreshing may add and remove holders.
-        for holder in list(self._holders):
+        for holder in list(self._holders.values()):
             if holder.stale and holder.holds(module):
                 holder.refresh()
 
     def _cleared(self, owner: Any, set_to_none: bool = True) -> None:
-        for holder in list(self._holders):
+        for holder in list(self._holders.values()):
             holder.clear_gradients(owner, set_to_none)
 
 

@@ -29,11 +29,14 @@ _BELONGS_TO_SCOPE = (
 
 @final
 class References:
-    """The objects made in the scope, networks among them; `owns(strategy)`: whether that commands the replicas."""
+    """The objects made in the scope, networks among them; `owns(strategy)`: whether that commands the replicas.
 
-    def __init__(self, owns: Callable[[Strategy], bool]) -> None:
+    `none_sent`: see Objects.
+    """
+
+    def __init__(self, owns: Callable[[Strategy], bool], none_sent: Callable[[], None]) -> None:
         self._owns = owns
-        self.objects = Objects()
+        self.objects = Objects(none_sent)
         self.mirrors = Mirrors("k")
 
     def forget_sent(self) -> None:

@@ -61,8 +61,8 @@ class Share:
     """What the network is called with: a tensor or a nest of them."""
     targets: Any
     """What its outputs are compared with; None where the batches hold inputs alone."""
-    sample_weight: Tensor | None
-    """A weight for each example, None: all count the same."""
+    sample_weight: Any
+    """A weight for each example, or a dict or list of such weights by output; None: all count the same."""
     examples: int
     """Number of examples here; with 0 the tensors are there, with their dtypes and trailing shapes."""
     global_examples: int
@@ -130,8 +130,9 @@ def feed(
     """Make a feed of what users give.
 
     `x` is a tensor, a NumPy array, a pandas object, a list of numbers, or a nest (tuple, list, dict) of these with
-    the examples along dimension 0, and `y` likewise; or a Dataset, or a DataLoader, alone. NumPy's float64 becomes
-    torch's default dtype. `batch_size` is the global one (32 if None). The order of a shuffled epoch depends on
+    the examples along dimension 0, and `y` likewise; or a Dataset, or a DataLoader, alone. `sample_weight` is one of
+    these, or a dict or list of them by output, with None for one without. NumPy's float64 becomes torch's default
+    dtype. `batch_size` is the global one (32 if None). The order of a shuffled epoch depends on
     (`seed`, epoch) alone; a DataLoader has its own batch size and sampler, and `shuffle` is nothing to it.
 
     Batches of a Dataset or a DataLoader that are tuples or lists of two or three are (inputs, targets) and
@@ -734,16 +735,15 @@ def _check_length(dataset: Any) -> None:
         raise UsageError(f"no examples: len() of the {type(dataset).__qualname__} is 0")
 
 
-def _checked_arrays(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Tensor | None]:
+def _checked_arrays(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
     """The three as tensors, or nests of them, of one length."""
     if x is None:
         raise UsageError("`x` is None: pass tensors or arrays, a Dataset or a DataLoader")
     columns = {"x": _columns(x, "x"), "y": None if y is None else _columns(y, "y")}
-    weight = None if sample_weight is None else _weights(sample_weight)
-    if weight is not None and y is None:
+    columns["sample_weight"] = _weights(sample_weight)
+    if sample_weight is not None and y is None:
         raise UsageError("`sample_weight` was given without `y`; what shall the weights be of?")
     shapes = {name: [tuple(leaf.shape) for leaf in leaves(nest) if leaf is not None] for name, nest in columns.items()}
-    shapes["sample_weight"] = [] if weight is None else [tuple(weight.shape)]
     if not shapes["x"]:
         raise UsageError(f"`x` holds no tensor or array: {x!r}")
     lengths = {shape[0] for found in shapes.values() for shape in found}
@@ -752,13 +752,24 @@ def _checked_arrays(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Tenso
         raise UsageError(f"the numbers of examples (dimension 0) differ: {told}")
     if lengths == {0}:
         raise UsageError(f"no examples: {told}")
-    return columns["x"], columns["y"], weight
+    return columns["x"], columns["y"], columns["sample_weight"]
 
 
-def _weights(sample_weight: Any) -> Tensor:
-    weight = _columns(sample_weight, "sample_weight")
+def _weights(sample_weight: Any) -> Any:
+    """A tensor, or a dict or list of them by output."""
+    if isinstance(sample_weight, Mapping):
+        return {key: _weight(value, f"sample_weight[{key!r}]") for key, value in sample_weight.items()}
+    if isinstance(sample_weight, (tuple, list)) and not _lists_numbers(sample_weight):
+        return [_weight(value, f"sample_weight[{i}]") for i, value in enumerate(sample_weight)]
+    return _weight(sample_weight, "sample_weight")
+
+
+def _weight(given: Any, name: str) -> Tensor | None:
+    if given is None:
+        return None
+    weight = _columns(given, name)
     if not isinstance(weight, Tensor):
-        raise UsageError(f"`sample_weight` is one tensor or array, not a {type(sample_weight).__qualname__} of them")
+        raise UsageError(f"`{name}` is one tensor or array, not a {type(given).__qualname__} of them")
     return weight if weight.dtype.is_floating_point else weight.to(torch.get_default_dtype())
 
 

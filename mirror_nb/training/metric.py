@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mirror_nb.batches import leaves, map_leaves
 from mirror_nb.errors import UsageError
-from mirror_nb.training.objectives import member, output_name, weighed
+from mirror_nb.training.objectives import member, output_name, weighed, weight_of
 
 State = dict[str, Any]
 # Tensors on the CPU, to be added up over the replicas, and lists, to be strung together in order. Empty before
@@ -199,10 +199,8 @@ class OfOutput(Metric):
         self._key = key
 
     def update(self, outputs: Any, targets: Any, sample_weight: Any = None) -> None:
-        weight = sample_weight
-        if isinstance(sample_weight, (Mapping, list, tuple)):
-            weight = member(sample_weight, self._key, "sample_weight")
-        self._metric.update(member(outputs, self._key, "outputs"), member(targets, self._key, "targets"), weight)
+        output, target = member(outputs, self._key, "outputs"), member(targets, self._key, "targets")
+        self._metric.update(output, target, weight_of(sample_weight, self._key, outputs))
 
     def reset(self) -> None:
         self._metric.reset()

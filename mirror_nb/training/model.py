@@ -239,6 +239,9 @@ class Model(nn.Module):
         ends with, whatever the number of replicas. The order of shuffled examples is drawn from torch's generator,
         and so are the replicas' random numbers (dropout's): torch.manual_seed(0) before makes both the same again.
 
+        `sample_weight`: a weight for each example; with several outputs also a dict or list of them by output, where
+        an output that is left out, or None, has weight 1.
+
         `validation_data`: (x, y), (x, y, sample weights), or a loader; `validation_split`: the last part of x and y.
         `epochs` is the number of the last epoch, `initial_epoch` that of the first, from 0; where a file was loaded
         whose training stopped in this epoch, it goes on from there. Other arguments as in Keras.

@@ -144,8 +144,9 @@ class Objective:
         """Return the loss of a share.
 
         `sample_weight`: shape [examples], or the losses' own (one for each token, say); with several outputs also
-        one by output. `class_weight`: a factor by class. Both multiply the losses and leave the divisor as it is,
-        Keras's rule ("sum_over_batch_size"). `examples`: the share's, by default the length of the first tensor.
+        a dict or list of them by output. `class_weight`: a factor by class. Both multiply the losses and leave the
+        divisor as it is, Keras's rule ("sum_over_batch_size"). `examples`: the share's, by default the length of the
+        first tensor.
 
         Raises UsageError for targets or weights that do not fit, and for weights where there is one loss for all.
         """
@@ -162,8 +163,7 @@ class Objective:
         numerators, denominators = [], []
         for term, key in self._each():
             output, target = member(outputs, key, "outputs"), member(targets, key, "targets")
-            by_output = isinstance(sample_weight, (Mapping, list, tuple))
-            weight = member(sample_weight, key, "sample_weight") if by_output else sample_weight
+            weight = weight_of(sample_weight, key, outputs)
             count = _length(output, target) if examples is None else examples
             numerator, denominator = term(output, target, weight, count)
             numerators.append(numerator)
@@ -484,6 +484,25 @@ def member(nest: Any, key: Any, what: str) -> Any:
     raise UsageError(f"`loss` has a loss for the output {key!r}, but the {what} have none: there is {there}")
 
 
+def weight_of(sample_weight: Any, key: Any, outputs: Any) -> Any:
+    """The weights of one output's examples, of weights for all outputs or by output; None: all count the same."""
+    if not isinstance(sample_weight, (Mapping, list, tuple)):
+        return sample_weight
+    names = list(outputs) if isinstance(outputs, Mapping) else list(range(len(outputs)))
+    place = names.index(key) if key in names else key
+    if isinstance(sample_weight, Mapping):
+        extra = [name for name in sample_weight if name not in names]
+        if extra:
+            raise UsageError(f"`sample_weight` has {extra}, but the outputs are {names}")
+        return sample_weight.get(names[place])
+    if len(sample_weight) != len(names):
+        raise UsageError(
+            f"`sample_weight` is a list of {len(sample_weight)}, but there are {len(names)} outputs; give weights for "
+            "each, None where all examples count the same"
+        )
+    return sample_weight[place]
+
+
 def _length(outputs: Any, targets: Any) -> int:
     for leaf in (*leaves(targets), *leaves(outputs)):
         if isinstance(leaf, Tensor) and leaf.ndim:
@@ -527,6 +546,12 @@ def _class_weights(outputs: Tensor, targets: Tensor, class_weight: Weights) -> T
 
 def weighed(losses: Tensor, weight: Any) -> Tensor:
     """Multiply losses [examples, …] by weights, which may lack the trailing dimensions, or have one of 1 more."""
+    listed = isinstance(weight, (list, tuple)) and any(isinstance(one, Tensor) for one in weight)
+    if listed or isinstance(weight, Mapping):
+        raise UsageError(
+            "`sample_weight` is by output, but this loss or metric is one for all of them; give `loss` and "
+            "`weighted_metrics` as a dict or list by output too, or one weight for each example"
+        )
     weights = torch.as_tensor(weight, device=losses.device)
     aligned = weights.squeeze(-1) if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1 else weights
     aligned = aligned.reshape(aligned.shape + (1,) * (losses.ndim - aligned.ndim))
