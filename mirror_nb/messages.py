@@ -48,7 +48,7 @@ def _fields_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
 _IPYTHONS = r"In|Out|get_ipython|exit|quit|open|_{1,3}|_i{1,3}|_i?\d+|_[a-z]h|_exit_code|__\w+__"
 _COMPILERS = (
     r"__(compiled_fn|builtins_dict__|resume_at|gen_rand_values|warnings_warn_wrapper|comprehension|import|_unnamed_scope)"
-    r"_\w+|_\w*_\d{9,}_c.*"
+    r"_[\w<>]+|_(\w*_)?\d{9,}_c.*"
 )
 # What torch.compile binds beside a function that it compiles; the last with the address of an object.
 _NOT_THE_USERS = re.compile(f"{_IPYTHONS}|{_COMPILERS}")

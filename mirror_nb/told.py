@@ -84,7 +84,7 @@ def _begin(scaler: torch.amp.GradScaler) -> None:
     make = getattr(scaler, "_lazy_init_scale_growth_tracker", None)
     if make is not None and not _has_begun(scaler):
         # The notebook may be without CUDA, or is not to begin it.
-        make(torch.device(scaler._device if torch.cuda.is_initialized() else "cpu"))
+        make(torch.device(getattr(scaler, "_device", "cuda") if torch.cuda.is_initialized() else "cpu"))
 
 
 _BEGUN = "_mirror_nb_begun"

@@ -131,6 +131,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     if engine is None or not hasattr(engine, "queue_callback"):
         raise ReplicaError(
             f"torch {torch.__version__} does not tell when a backward pass ends, which synchronised gradients "
-            "need; use torch 2.11 to 2.13, or train without synchronisation (--no-sync)"
+            "need; use torch 2.13, or train without synchronisation (--no-sync)"
         )
     engine.queue_callback(callback)

@@ -106,6 +106,8 @@ def test_a_torch_that_does_not_tell_how_is_named(monkeypatch):
         ("__import_torch_dot__dynamo_dot_utils", False),
         ("__resume_at_30_1", False),
         ("___unnamed_scope_140210987654321_c0/0", False),
+        ("_140210987654321_c0/0", False),
+        ("__comprehension_<lambda>_at_3_1", False),
         ("__mine", True),
         ("__mine_2", True),
         ("_x_1", True),

@@ -162,6 +162,12 @@ def test_a_type_alias_is_bound_and_what_it_stands_for_is_read():
     assert read("type Pair[T] = tuple[T, other]\nPair") - {"tuple"} == {"other"}
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python has type parameters from 3.12 on")
+def test_type_parameters_are_not_read():
+    assert read("def f[T](x: T, y: other) -> T: return x") == {"other"}
+    assert read("class C[U](Base[U]):\n    field: U\n    def f(self) -> U: pass") == {"Base"}
+
+
 def test_what_only_a_function_binds_is_not_the_cells():
     assert bound("def f():\n    inner = 1\nclass C:\n    attribute = 1\n") == {"f", "C"}
 

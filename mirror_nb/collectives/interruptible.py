@@ -412,7 +412,7 @@ def abort_nccl(communicators: list[Any]) -> None:
     if not found:
         return
     # The caller is the control thread: what NCCL says of a broken communicator must not end it.
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, AttributeError):
         # As one group, as torch does it: aborts one after the other may wait for each other.
         found[0]._group_start()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import symtable
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +91,17 @@ class _Reader:
     def _statement(self, node: ast.stmt, known: set[str]) -> set[str]:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                self._load([*node.decorator_list, *_evaluated(node.args), *_some(node.returns)], known)
+                self._load(node.decorator_list, known)
+                self._load([*_evaluated(node.args), *_some(node.returns)], known, _type_parameters(node))
                 return self._bind({node.name}, known)
             case ast.ClassDef():
-                self._load([*node.decorator_list, *node.bases, *(k.value for k in node.keywords)], known)
+                own = _type_parameters(node)
+                self._load(node.decorator_list, known)
+                self._load([*node.bases, *(k.value for k in node.keywords)], known, own)
                 around = known if self._around is None else self._around
                 inside = _Reader(around)
                 inside.walk(node.body, set(around))
-                self._note(inside.read, around)
+                self._note(inside.read - own, around)
                 return self._bind({node.name}, known)
             case ast.If():
                 self._load([node.test], known)
@@ -185,9 +188,10 @@ class _Reader:
                     self._load([target], known)
         return names
 
-    def _load(self, nodes: Iterable[ast.AST], known: set[str]) -> None:
+    def _load(self, nodes: Iterable[ast.AST], known: set[str], own: Set[str] = frozenset()) -> None:
+        """Note what evaluating the nodes reads; `own` are names of theirs that hide those outside."""
         for node in nodes:
-            self._note(_loaded(node), known)
+            self._note(_loaded(node) - own, known)
             self.bound |= _walrus(node)
 
     def _embedded(self, node: ast.AST, known: set[str]) -> set[str]:
@@ -212,6 +216,11 @@ class _Reader:
 
 def _walrus(node: ast.AST) -> set[str]:
     return {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
+
+
+def _type_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
+    """The names in `def f[T]()` and `class C[T]`, from Python 3.12 on."""
+    return {parameter.name for parameter in getattr(node, "type_params", ())}
 
 
 def _some(node: ast.expr | None) -> list[ast.expr]:
