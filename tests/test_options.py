@@ -255,7 +255,7 @@ class Slow(CrossDeviceOps):
 def test_a_timing_is_recorded_when_the_device_has_ended_and_in_order():
     timings: list[Timing] = []
     ops = Slow()
-    ops.bind(Member(0, 2, torch.device("meta"), object(), timings.append))
+    ops.bind(Member(0, 2, torch.device("meta"), SimpleNamespace(shared=None), timings.append))
     for bucket in range(2):
         ops.all_reduce("sum", torch.ones(4), bucket=bucket).wait()
     assert timings == []
@@ -277,6 +277,9 @@ def test_waiting_twice_records_once():
 
 class MadeGpu:
     """A GPU that does all that it is given at once, at a time of the test's making; its events as exact as CUDA's."""
+
+    shared = None
+    # It is the group of its replica, too.
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1_000_000_000_000
@@ -430,6 +433,8 @@ class OnGpu(torch.Tensor):
 
 class Carrying:
     """A group of two whose peer brings the same; it keeps on what it was given."""
+
+    shared = None
 
     def __init__(self) -> None:
         self.given: list[torch.device] = []
