@@ -360,7 +360,7 @@ class ControllerPlace(Place):
         self._references.sent(objects, networks)
         assert self._pool is not None
         self._pool.tell(self._title(), self._operation())
-        reading.add(self)
+        reading.add(self, keep=True)
         for network in networks:
             torchmetrics_objects.watch(network, self._ask)
 

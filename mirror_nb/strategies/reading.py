@@ -10,6 +10,7 @@ whom to ask; knows no replicas.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol, final
 
 import torch
@@ -51,16 +52,18 @@ class Holder(Protocol):
 
 @final
 class Reading:
-    """Watches the reads of all networks of the process, and keeps the holders that have one, whoever drops them."""
+    """Watches the reads of all networks of the process, for as long as there are holders."""
 
     def __init__(self) -> None:
-        self._holders: dict[int, Holder] = {}
-        # By id.
+        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._kept: set[Holder] = set()
         self._changes: list[Replaced] = []
 
-    def add(self, holder: Holder) -> None:
-        """Ask this holder from now on: networks live here whose values it has."""
-        self._holders[id(holder)] = holder
+    def add(self, holder: Holder, *, keep: bool = False) -> None:
+        """Ask this holder from now on; `keep` it, whoever drops it: networks live here whose values it alone has."""
+        self._holders.add(holder)
+        if keep:
+            self._kept.add(holder)
         if not self._changes:
             self._changes = [Replaced(nn.Module, name, before=self._read) for name in _READS]
             for owner in (nn.Module, torch.optim.Optimizer):
@@ -69,22 +72,23 @@ class Reading:
     def remove(self, holder: Holder) -> None:
         """Ask this holder no more."""
         self.release(holder)
+        self._holders.discard(holder)
         if not self._holders:
             while self._changes:
                 self._changes.pop().remove()
 
     def release(self, holder: Holder) -> None:
-        """All that it had is gone here; any thread may say so at any time, so that the watching is left as it is."""
-        self._holders.pop(id(holder), None)
+        """Keep this holder no more: all that it had is gone here. Any thread may say so at any time."""
+        self._kept.discard(holder)
 
     def _read(self, module: nn.Module, *_: object, **__: object) -> None:
         # A list: refreshing may add and remove holders.
-        for holder in list(self._holders.values()):
+        for holder in list(self._holders):
             if holder.stale and holder.holds(module):
                 holder.refresh()
 
     def _cleared(self, owner: Any, set_to_none: bool = True) -> None:
-        for holder in list(self._holders.values()):
+        for holder in list(self._holders):
             holder.clear_gradients(owner, set_to_none)
 
 
