@@ -181,6 +181,7 @@ class Recorder:
             # a timeline makes of when each was ready.
             timing.queued if self._device.type == "cpu" else timing.started,
             timing.ended,
+            timing.blocking,
         )
 
     # ------------------------------------------------------------------ optimizer
