@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
@@ -13,11 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from driving import run_cell
+from made_gpu import MadeGpu, OnMadeGpu
 
 import mirror_nb as mnb
 from mirror_nb.collectives import options, symmetric_memory, topology
@@ -276,43 +275,6 @@ def test_waiting_twice_records_once():
     assert len(timings) == 1
 
 
-class MadeGpu:
-    """A GPU that does all that it is given at once, at a time of the test's making; its events as exact as CUDA's.
-
-    Its current stream is `lag` nanoseconds behind.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1_000_000_000_000
-        # Nanoseconds, of this process's clock too.
-        self.lag = 0
-        self.capturing = False
-        monkeypatch.setattr("time.perf_counter_ns", lambda: self.now)
-        for name, made in (("Event", self._event), ("Stream", self._stream), ("current_stream", self._current)):
-            monkeypatch.setattr(torch.cuda, name, made)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-
-    def _stream(self, device: torch.device) -> Any:
-        return SimpleNamespace(lag=0, wait_stream=lambda other: None, wait_event=lambda event: None)
-
-    def _current(self, device: torch.device) -> Any:
-        return SimpleNamespace(lag=self.lag, wait_event=lambda event: None)
-
-    def _event(self, enable_timing: bool = False) -> Any:
-        event = SimpleNamespace(at=0, query=lambda: self.now >= event.at, synchronize=lambda: None)
-        event.record = lambda stream=None: setattr(event, "at", self.now + (stream.lag if stream else 0))
-        # A C float of milliseconds.
-        event.elapsed_time = lambda later: float(np.float32((later.at - event.at) / 1e6))
-        return event
-
-    def allreduce(self, tensors: list[Any], options: Any) -> Any:
-        def wait() -> None:
-            self.now += 123_000
-
-        return SimpleNamespace(wait=wait)
-
-
 def test_nccl_tells_the_time_to_microseconds_after_an_hour_too(monkeypatch):
     gpu = MadeGpu(monkeypatch)
     ops = NcclAllReduce()
@@ -339,16 +301,6 @@ def test_a_collective_is_timed_by_the_anchor_that_it_began_with(monkeypatch):
     gpu.now += 60_000_000_000
     ops.start(ReduceOp.MEAN, flat)
     assert handle.times() == (began, began + 123_000)
-
-
-class OnMadeGpu(torch.Tensor):
-    """A tensor that says it is on a GPU, though its memory is the CPU's."""
-
-    is_cuda = True  # type: ignore[assignment]
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda:0")
 
 
 class Enqueueing(CrossDeviceOps):
