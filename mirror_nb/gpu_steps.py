@@ -84,8 +84,9 @@ class GpuSteps:
             self.write_ended(step + 1)
 
     def _boundary(self) -> _Boundary | None:
-        if torch.cuda.is_current_stream_capturing():
-            # An event of a graph that is being recorded tells no time.
+        # No event is worth a GPU's memory to a replica that has not used it yet, and one of a graph that is being
+        # recorded tells no time.
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return None
         if self._clock is None:
             self._clock = GpuClock(self._device)

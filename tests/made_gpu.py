@@ -26,6 +26,7 @@ class MadeGpu:
         for name, made in (("Event", self._event), ("Stream", self._stream), ("current_stream", self._current)):
             monkeypatch.setattr(torch.cuda, name, made)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 
     def enqueue(self, nanoseconds: int) -> None:

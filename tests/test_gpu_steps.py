@@ -225,6 +225,7 @@ def test_replicas_that_begin_anew_write_nothing_of_what_was_under_way(gpu, ring)
 
 @pytest.mark.gpu
 def test_a_real_gpu_tells_when_it_computed_the_parts_of_a_step(ring):
+    torch.cuda.init()
     recorder = Recorder(torch.device("cuda:0"))
     recorder.open(Writer(ring.descriptor))
 
