@@ -249,6 +249,7 @@ class CrossDeviceOps(abc.ABC):
     _member: Member | None = None
     _own_fabric: Fabric | None = None
     _clock: GpuClock | None = None
+    _timed_by_gpu = False
     _called = ""
     # What `cross_device_ops` and `--ops` take in its place.
 
