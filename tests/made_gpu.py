@@ -22,6 +22,8 @@ class MadeGpu:
         # Nanoseconds, of this process's clock too.
         self.lag = 0
         self.capturing = False
+        self.shared = None
+        # As a group's, of the memory that replicas share.
         monkeypatch.setattr("time.perf_counter_ns", lambda: self.now)
         for name, made in (("Event", self._event), ("Stream", self._stream), ("current_stream", self._current)):
             monkeypatch.setattr(torch.cuda, name, made)

@@ -255,7 +255,7 @@ class Slow(CrossDeviceOps):
 def test_a_timing_is_recorded_when_the_device_has_ended_and_in_order():
     timings: list[Timing] = []
     ops = Slow()
-    ops.bind(Member(0, 2, torch.device("meta"), object(), timings.append))
+    ops.bind(Member(0, 2, torch.device("meta"), SimpleNamespace(shared=None), timings.append))
     for bucket in range(2):
         ops.all_reduce("sum", torch.ones(4), bucket=bucket).wait()
     assert timings == []
@@ -379,7 +379,7 @@ def test_a_broadcast_on_a_gpu_is_timed_there(monkeypatch):
     def wait() -> None:
         gpu.lag += 70_000
 
-    group = SimpleNamespace(broadcast=lambda tensors, options: SimpleNamespace(wait=wait))
+    group = SimpleNamespace(shared=None, broadcast=lambda tensors, options: SimpleNamespace(wait=wait))
     ops = Enqueueing(gpu)
     timings = on_made_gpu(gpu, ops, group)
     ops.broadcast(torch.ones(4).as_subclass(OnMadeGpu), 1)
@@ -412,7 +412,7 @@ def test_what_an_op_enqueues_on_a_real_gpu_is_timed_there():
 
     timings: list[Timing] = []
     ops, flat = Sleeping(), torch.ones(4, device="cuda:0")
-    ops.bind(Member(0, 2, torch.device("cuda:0"), object(), timings.append))
+    ops.bind(Member(0, 2, torch.device("cuda:0"), SimpleNamespace(shared=None), timings.append))
     ops.all_reduce("sum", flat).wait()
     torch.cuda.synchronize()
     ops.record_ended()
@@ -530,6 +530,8 @@ class OnGpu(torch.Tensor):
 
 class Carrying:
     """A group of two whose peer brings the same; it keeps on what it was given."""
+
+    shared = None
 
     def __init__(self) -> None:
         self.given: list[torch.device] = []
