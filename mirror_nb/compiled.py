@@ -84,6 +84,7 @@ _OURS = (
         "buckets",
         "matching",
         "recorder",
+        "gpu_steps",
         "steering",
         "replaced",
         "told",

@@ -5,6 +5,7 @@
     optimizer ─ begins, ends ─▶ │
     cross-device ops ─ timing ─▶ ┘
 
+On a GPU the parts of steps and the collectives go through `gpu_steps`, which knows when they ran there.
 A step is a batch of a distributed dataset, or, in a loop that has none, what lies between two optimizer steps. Knows
 no network and no strategy. Without a ring it writes nothing.
 """
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
 
 from mirror_nb.collectives.base import Timing
+from mirror_nb.gpu_steps import GpuSteps
 from mirror_nb.telemetry.ring import Writer
 from mirror_nb.telemetry.samples import Kind, Mark, Operation, clock
 
@@ -37,6 +40,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._gpu = GpuSteps(device) if device.type == "cuda" else None
         self._writer: Writer | None = None
         self.step = 0
         # The one at work, from 1; equal on all replicas.
@@ -87,6 +91,8 @@ class Recorder:
         """The process group was formed anew: serials go on above all earlier ones, steps from the replicas' last."""
         self._serial = generation << 32
         self._under_way.clear()
+        if self._gpu is not None:
+            self._gpu.forget()
         self.step, self._open = step, False
 
     # ------------------------------------------------------------------ input
@@ -96,6 +102,8 @@ class Recorder:
         self._fed = True
         if self._writer is not None:
             self._begin_step(clock())
+            if self._gpu is not None:
+                self._gpu.begin()
 
     def arrived(self, examples: int) -> None:
         """The batch is here, with so many examples of this replica's."""
@@ -104,7 +112,11 @@ class Recorder:
             self._examples += examples
             self._arrived = True
             now = clock()
-            self._writer.span(Kind.DATA, self.step, self._forward_began, now)
+            if self._gpu is None:
+                self._writer.span(Kind.DATA, self.step, self._forward_began, now)
+            else:
+                # Less than the host has waited, where the GPU had something left to do meanwhile.
+                self._gpu.end(Kind.DATA, self._writer, self.step)
             self._forward_began = now
 
     def begin(self) -> None:
@@ -113,7 +125,7 @@ class Recorder:
 
     def end(self) -> None:
         """A request ends: what a GPU has finished of its last steps is written, without waiting for more."""
-        self._catch_up()
+        self._catch_up(self.step + 1)
 
     def exhausted(self) -> None:
         """No batch came, or the loop was left: steps are the optimizer's again."""
@@ -139,14 +151,25 @@ class Recorder:
         now = clock()
         if not self._open:
             self._begin_step(now)
-        if not self._backward_began:
+            if self._gpu is not None:
+                self._gpu.begin()
+        if self._gpu is not None:
+            if self._backward_began:
+                self._gpu.begin()
+            else:
+                self._gpu.end(Kind.FORWARD, self._writer, self.step)
+        elif not self._backward_began:
             self._writer.span(Kind.FORWARD, self.step, self._forward_began, now)
         self._backward_began = now
 
     def backward_computed(self) -> None:
         """The last gradient is there; what follows is waiting for the others."""
-        if self._writer is not None and self._backward_began:
+        if self._writer is None or not self._backward_began:
+            return
+        if self._gpu is None:
             self._writer.span(Kind.BACKWARD, self.step, self._backward_began, clock())
+        else:
+            self._gpu.end(Kind.BACKWARD, self._writer, self.step)
 
     def queued(self, bucket: int, nbytes: int) -> int:
         """This replica has come to an all-reduce of gradients; returns the serial that its timing has to bring."""
@@ -170,6 +193,13 @@ class Recorder:
         if queued is None:
             self._serial += 1
             serial = self._serial
+        if self._gpu is not None:
+            about = _OPERATIONS[timing.op], step, timing.bucket, timing.nbytes, serial
+            # That it is over is told at once: who waits for whom is seen by that.
+            writer.collective_over(*about, timing.ended)
+            times = timing.queued, timing.started, timing.ended
+            self._gpu.hold(step, partial(writer.collective, *about, *times, timing.blocking))
+            return
         writer.collective(
             _OPERATIONS[timing.op],
             step,
@@ -188,23 +218,33 @@ class Recorder:
     def optimizer_begun(self) -> None:
         """An optimizer's step begins."""
         self._optimizer_began = clock()
+        if self._gpu is not None and self._writer is not None:
+            self._gpu.begin()
 
     def optimizer_ended(self) -> None:
         """An optimizer's step has ended, and with it the step."""
         if self._writer is None:
             return
         now = clock()
-        self._catch_up()
+        self._catch_up(self.step)
         if not self._open and not self._fed:
             self._begin_step(self._optimizer_began)
-        self._writer.span(Kind.OPTIMIZER, self.step, self._optimizer_began, now)
+        if self._gpu is None:
+            self._writer.span(Kind.OPTIMIZER, self.step, self._optimizer_began, now)
+        else:
+            self._gpu.end(Kind.OPTIMIZER, self._writer, self.step)
         if self._open:
-            self._open = False
-            self._writer.step_ended(self.step, self._examples, self._began, now)
+            self._end_step(self._writer, self._examples, now)
             self._look_at_memory()
             if not self._fed:
                 # The next one begins where this one ends.
                 self._begin_step(now)
+
+    def _end_step(self, writer: Writer, examples: int, now: int) -> None:
+        self._open = False
+        writer.step_ended(self.step, examples, self._began, now, on_gpu=self._gpu is not None)
+        if self._gpu is not None:
+            self._gpu.close(writer, self.step)
 
     def _look_at_memory(self) -> None:
         if self._writer is not None and self._device.type == "cuda" and self.step % MEMORY_EVERY == 1:
@@ -225,9 +265,11 @@ class Recorder:
             else:
                 self._writer.scalar(name, float(value), self.step)
 
-    def _catch_up(self) -> None:
-        """Write what a GPU has finished since."""
+    def _catch_up(self, before: int) -> None:
+        """Write what a GPU has finished since; its times in steps, of those below `before`."""
         self.record_ended()
+        if self._gpu is not None:
+            self._gpu.write_ended(before)
         if self._writer is not None:
             self._write_arrived(self._writer)
 
@@ -250,11 +292,12 @@ class Recorder:
         if self._writer is None:
             return
         now = clock()
-        self._catch_up()
+        self._catch_up(self.step)
         if not self._open:
             self._begin_step(now)
-        self._open = False
-        self._writer.step_ended(self.step, self._examples if examples is None else examples, self._began, now)
+        if self._gpu is not None:
+            self._gpu.begin()
+        self._end_step(self._writer, self._examples if examples is None else examples, now)
 
     def mark(self, mark: Mark, amount: int = 0) -> None:
         """Write a mark."""

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from driving import run_cell
+from made_gpu import MadeGpu, OnMadeGpu
 
 import mirror_nb as mnb
 from mirror_nb.collectives import options, symmetric_memory, topology
-from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, Member, Reduction, Timing
+from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, Member, Reduction, Timing, WorkHandle
 from mirror_nb.collectives.gloo import GlooAllReduce
 from mirror_nb.collectives.hierarchical_copy import HierarchicalCopyAllReduce
 from mirror_nb.collectives.nccl import NcclAllReduce
@@ -275,37 +275,6 @@ def test_waiting_twice_records_once():
     assert len(timings) == 1
 
 
-class MadeGpu:
-    """A GPU that does all that it is given at once, at a time of the test's making; its events as exact as CUDA's."""
-
-    shared = None
-    # It is the group of its replica, too.
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1_000_000_000_000
-        # Nanoseconds, of this process's clock too.
-        monkeypatch.setattr("mirror_nb.collectives.nccl.time.perf_counter_ns", lambda: self.now)
-        for name, made in (("Event", self._event), ("Stream", self._stream), ("current_stream", self._stream)):
-            monkeypatch.setattr(torch.cuda, name, made)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-
-    def _stream(self, device: torch.device) -> Any:
-        return SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None)
-
-    def _event(self, enable_timing: bool = False) -> Any:
-        event = SimpleNamespace(at=0, query=lambda: True, synchronize=lambda: None)
-        event.record = lambda stream=None: setattr(event, "at", self.now)
-        # A C float of milliseconds.
-        event.elapsed_time = lambda later: float(np.float32((later.at - event.at) / 1e6))
-        return event
-
-    def allreduce(self, tensors: list[Any], options: Any) -> Any:
-        def wait() -> None:
-            self.now += 123_000
-
-        return SimpleNamespace(wait=wait)
-
-
 def test_nccl_tells_the_time_to_microseconds_after_an_hour_too(monkeypatch):
     gpu = MadeGpu(monkeypatch)
     ops = NcclAllReduce()
@@ -332,6 +301,134 @@ def test_a_collective_is_timed_by_the_anchor_that_it_began_with(monkeypatch):
     gpu.now += 60_000_000_000
     ops.start(ReduceOp.MEAN, flat)
     assert handle.times() == (began, began + 123_000)
+
+
+class Enqueueing(CrossDeviceOps):
+    """An op that enqueues 80 µs of work on the current stream of a made GPU."""
+
+    def __init__(self, gpu: MadeGpu, handle: Handle | None = None) -> None:
+        self.gpu = gpu
+        self.handle = handle
+
+    def start(self, op, flat):
+        self.gpu.lag += 80_000
+        return self.handle
+
+    def unfit_for(self, devices):
+        return None
+
+
+def on_made_gpu(gpu: MadeGpu, ops: CrossDeviceOps, group: object) -> list[Timing]:
+    timings: list[Timing] = []
+    ops.bind(Member(0, 2, torch.device("cuda:0"), group, timings.append))
+    gpu.lag = 5_000_000
+    return timings
+
+
+def test_what_an_op_enqueues_on_a_gpu_is_timed_there_and_not_where_it_is_asked_for(monkeypatch):
+    gpu = MadeGpu(monkeypatch)
+    ops = Enqueueing(gpu)
+    timings = on_made_gpu(gpu, ops, gpu)
+    asked = gpu.now
+    reduction = ops.all_reduce("sum", torch.ones(4).as_subclass(OnMadeGpu), bucket=3, serial=7)
+    # The rest of the backward pass.
+    gpu.lag += 1_000_000
+    reduction.wait()
+    ops.record_ended()
+    assert timings == []
+    gpu.now += 5_080_000
+    ops.record_ended()
+    (timing,) = timings
+    assert (timing.op, timing.nbytes, timing.bucket, timing.serial) == ("all_reduce", 16, 3, 7)
+    assert (timing.queued, timing.blocking) == (asked, True)
+    assert abs(timing.started - asked - 5_000_000) < 10
+    assert abs(timing.ended - timing.started - 80_000) < 10
+
+
+def test_a_work_of_torchs_on_a_gpu_ends_where_the_stream_has_waited_for_it(monkeypatch):
+    gpu = MadeGpu(monkeypatch)
+
+    def wait() -> None:
+        gpu.lag += 20_000
+
+    ops = Enqueueing(gpu, WorkHandle([SimpleNamespace(wait=wait, is_completed=lambda: True)]))
+    timings = on_made_gpu(gpu, ops, gpu)
+    reduction = ops.all_reduce("sum", torch.ones(4).as_subclass(OnMadeGpu))
+    gpu.lag += 1_000_000
+    reduction.wait()
+    gpu.now += 10_000_000
+    ops.record_ended()
+    assert not timings[0].blocking
+    assert abs(timings[0].ended - timings[0].started - 1_100_000) < 10
+
+
+def test_a_handle_that_tells_a_gpus_times_is_believed(monkeypatch):
+    gpu = MadeGpu(monkeypatch)
+    handle = Later()
+    ops = Enqueueing(gpu, handle)
+    timings = on_made_gpu(gpu, ops, gpu)
+    ops.all_reduce("sum", torch.ones(4).as_subclass(OnMadeGpu)).wait()
+    handle.over = True
+    ops.record_ended()
+    assert [(t.started, t.ended) for t in timings] == [(5, 8)]
+
+
+def test_a_broadcast_on_a_gpu_is_timed_there(monkeypatch):
+    gpu = MadeGpu(monkeypatch)
+
+    def wait() -> None:
+        gpu.lag += 70_000
+
+    group = SimpleNamespace(shared=None, broadcast=lambda tensors, options: SimpleNamespace(wait=wait))
+    ops = Enqueueing(gpu)
+    timings = on_made_gpu(gpu, ops, group)
+    ops.broadcast(torch.ones(4).as_subclass(OnMadeGpu), 1)
+    assert timings == []
+    gpu.now += 10_000_000
+    ops.record_ended()
+    (timing,) = timings
+    assert (timing.op, timing.nbytes, timing.bucket, timing.blocking) == ("broadcast", 16, -1, True)
+    assert abs(timing.ended - timing.started - 70_000) < 10
+
+
+def test_what_goes_into_a_graph_of_cudas_is_not_timed_by_its_events(monkeypatch):
+    gpu = MadeGpu(monkeypatch)
+    ops = Enqueueing(gpu)
+    timings = on_made_gpu(gpu, ops, gpu)
+    gpu.capturing = True
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: pytest.fail("an event in a graph"))
+    ops.all_reduce("sum", torch.ones(4).as_subclass(OnMadeGpu)).wait()
+    assert len(timings) == 1
+
+
+@pytest.mark.gpu
+def test_what_an_op_enqueues_on_a_real_gpu_is_timed_there():
+    class Sleeping(CrossDeviceOps):
+        def start(self, op, flat):
+            torch.cuda._sleep(20_000_000)
+
+        def unfit_for(self, devices):
+            return None
+
+    timings: list[Timing] = []
+    ops, flat = Sleeping(), torch.ones(4, device="cuda:0")
+    ops.bind(Member(0, 2, torch.device("cuda:0"), SimpleNamespace(shared=None), timings.append))
+    ops.all_reduce("sum", flat).wait()
+    torch.cuda.synchronize()
+    ops.record_ended()
+    timings.clear()
+    asked = time.perf_counter_ns()
+    # The host is ahead by this one.
+    torch.cuda._sleep(20_000_000)
+    ops.all_reduce("sum", flat).wait()
+    assert timings == []
+    torch.cuda.synchronize()
+    over = time.perf_counter_ns()
+    ops.record_ended()
+    (timing,) = timings
+    # 20 million cycles are some 10 ms.
+    assert asked + 2_000_000 < timing.started < timing.ended - 2_000_000
+    assert timing.ended < over + 1_000_000
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mirror_nb.collectives.fabric import Fabric
+from mirror_nb.collectives.gpu_clock import Anchor, GpuClock, between, moment
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError, ReplicaTimeout, UsageError
 from mirror_nb.values import ReduceOp, widened
@@ -47,11 +48,13 @@ class Timing:
     queued: int
     # It was asked for.
     started: int
-    # All replicas had come to it, where that is known, else as queued.
+    # All replicas had come to it, where that is known, else as queued; on a GPU when its stream came to it.
     ended: int
     # This replica's tensor held the result.
     serial: int = 0
     # The caller's for this one collective; 0 for none.
+    blocking: bool = False
+    # It ran on the stream that the replica computes on: nothing was computed beside it.
 
 
 @final
@@ -78,6 +81,9 @@ class Handle(abc.ABC):
     """A collective under way."""
 
     __slots__ = ()
+
+    blocking = False
+    # Whether it is known to have run on the stream that the replica computes on.
 
     @abc.abstractmethod
     def wait(self, seconds: float | None = None) -> None:
@@ -132,10 +138,49 @@ class WorkHandle(Handle):
 
 
 @final
-class Reduction(Handle):
-    """What `all_reduce` gives: a handle that records, once, how long it took."""
+class BetweenEvents(Handle):
+    """A collective on a GPU whose own handle tells no times: two events on the current stream do.
 
-    __slots__ = ("_bucket", "_handle", "_limit", "_nbytes", "_queued", "_record", "_serial", "_unrecorded")
+    One that goes on beside that stream counts until the stream comes to wait for it.
+    """
+
+    def __init__(self, handle: Handle, started: torch.cuda.Event, anchor: Anchor, device: torch.device) -> None:
+        self._handle = handle
+        self._started = started
+        self._anchor = anchor
+        self._device = device
+        self.blocking = isinstance(handle, Finished)
+        # It was enqueued on this very stream, on which other work follows before `wait` is called.
+        self._ended = moment(device) if self.blocking else None
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait as the handle does; on a GPU that is the current stream, not this thread."""
+        self._handle.wait(seconds)
+        if self._ended is None:
+            self._ended = moment(self._device)
+
+    def done(self) -> bool:
+        """Whether the GPU has come to its end."""
+        return self._handle.done() if self._ended is None else self._ended.query()
+
+    @property
+    def ends_after_wait(self) -> bool:
+        """Return True: the GPU is behind."""
+        return True
+
+    def times(self) -> tuple[int, int] | None:
+        """What the GPU's clock said, once it is done."""
+        if self._ended is None:
+            return None
+        started = self._anchor.reading(self._started)
+        return self._handle.times() or (started, started + between(self._started, self._ended))
+
+
+@final
+class Reduction(Handle):
+    """What `all_reduce` gives: a handle that records, once, how long it took; on a GPU the other ops' as well."""
+
+    __slots__ = ("_bucket", "_handle", "_limit", "_nbytes", "_op", "_queued", "_record", "_serial", "_unrecorded")
 
     def __init__(
         self,
@@ -147,6 +192,7 @@ class Reduction(Handle):
         unrecorded: deque[Reduction],
         limit: float | None = None,
         serial: int = 0,
+        op: str = "all_reduce",
     ) -> None:
         self._handle = handle
         self._limit = limit
@@ -156,6 +202,7 @@ class Reduction(Handle):
         self._bucket = bucket
         self._queued = queued
         self._serial = serial
+        self._op = op
 
     def wait(self, seconds: float | None = None) -> None:
         """Return when the tensor holds the result; raise what the algorithm raises.
@@ -177,15 +224,16 @@ class Reduction(Handle):
         """Record how long it took, once."""
         record, self._record = self._record, None
         if record is not None:
-            started, ended = self._handle.times() or (self._queued, time.perf_counter_ns())
-            record(Timing("all_reduce", self._nbytes, self._bucket, self._queued, started, ended, self._serial))
+            handle, queued, serial = self._handle, self._queued, self._serial
+            started, ended = handle.times() or (queued, time.perf_counter_ns())
+            record(Timing(self._op, self._nbytes, self._bucket, queued, started, ended, serial, handle.blocking))
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
         return self._handle.done()
 
 
-_OF_THIS_PROCESS = ("_member", "_own_fabric", "_unrecorded")
+_OF_THIS_PROCESS = ("_clock", "_member", "_own_fabric", "_timed_by_gpu", "_unrecorded")
 _GROUPS_SECONDS = 1800.0
 # Of groups of torch's own that do not tell theirs: what torch gives to gloo.
 
@@ -200,6 +248,8 @@ class CrossDeviceOps(abc.ABC):
 
     _member: Member | None = None
     _own_fabric: Fabric | None = None
+    _clock: GpuClock | None = None
+    _timed_by_gpu = False
     _called = ""
     # What `cross_device_ops` and `--ops` take in its place.
 
@@ -262,6 +312,8 @@ class CrossDeviceOps(abc.ABC):
     def _belong(self, member: Member | None, fabric: Fabric | None) -> None:
         self._member, self._own_fabric = member, fabric
         self._unrecorded: deque[Reduction] = deque()
+        self._timed_by_gpu = member is not None and member.record is not None and member.device.type == "cuda"
+        self._clock = None
         for part in self.parts():
             part._belong(member, fabric)
 
@@ -307,7 +359,13 @@ class CrossDeviceOps(abc.ABC):
         real = torch.view_as_real(flat).view(-1) if flat.dtype.is_complex else flat
         if real.requires_grad:
             real = real.detach()
-        handle = Finished() if member.num_replicas == 1 else self.begin(op, real)
+        handle: Handle
+        if member.num_replicas == 1:
+            handle = Finished()
+        elif self._timed_by_gpu and real.is_cuda:
+            handle = self._between_events(real.device, lambda: self.begin(op, real))
+        else:
+            handle = self.begin(op, real)
         return Reduction(handle, member.record, flat.nbytes, bucket, queued, self._unrecorded, member.limit, serial)
 
     @final
@@ -423,10 +481,42 @@ class CrossDeviceOps(abc.ABC):
     def _run(self, op: str, tensor: Tensor, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
         member = self.member
         queued = time.perf_counter_ns()
+        if self._timed_by_gpu and tensor.is_cuda:
+            self._run_on_gpu(op, tensor, begin, queued)
+            return
         self._complete(begin(member.group))
         if member.record is not None:
             nbytes = tensor.numel() * tensor.element_size()
             member.record(Timing(op, nbytes, -1, queued, queued, time.perf_counter_ns()))
+
+    def _run_on_gpu(
+        self, op: str, tensor: Tensor, begin: Callable[[dist.ProcessGroup], dist.Work], queued: int
+    ) -> None:
+        member = self.member
+
+        def complete() -> Handle:
+            self._complete(begin(member.group))
+            return Finished()
+
+        self.record_ended()
+        handle = self._between_events(tensor.device, complete)
+        nbytes = tensor.numel() * tensor.element_size()
+        Reduction(handle, member.record, nbytes, -1, queued, self._unrecorded, op=op).wait()
+
+    def _between_events(self, device: torch.device, begin: Callable[[], Handle]) -> Handle:
+        """Begin a collective on a GPU; returns a handle that knows when it ran there."""
+        if torch.cuda.is_current_stream_capturing():
+            # An event of a graph that is being recorded tells no time, and to ask for it would end the recording.
+            return begin()
+        # When this thread enqueues it says nothing: it is ahead of the GPU.
+        anchor, started = self._anchor(device), moment(device)
+        handle = begin()
+        return handle if handle.ends_after_wait else BetweenEvents(handle, started, anchor, device)
+
+    def _anchor(self, device: torch.device) -> Anchor:
+        if self._clock is None:
+            self._clock = GpuClock(device)
+        return self._clock.anchor()
 
     def _complete(self, work: dist.Work) -> None:
         """Wait for a collective of torch's, as long as the options allow."""

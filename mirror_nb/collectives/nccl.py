@@ -5,9 +5,7 @@ Not yet measured: the tests marked `gpu` skip where there are too few GPUs, and 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -15,13 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mirror_nb.collectives.base import CrossDeviceOps, Handle
+from mirror_nb.collectives.gpu_clock import Anchor, between
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp
-
-ANCHORED_SECONDS = 10.0
-# How long times are told by one event: CUDA gives what passed since as a float of milliseconds, which is as coarse as
-# a microsecond by then, and a quarter of a millisecond after 35 minutes.
 
 
 @final
@@ -35,7 +30,6 @@ class NcclAllReduce(CrossDeviceOps):
 
     exact = True
     _stream: torch.cuda.Stream | None = None
-    _clock: _Clock | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
         if not isinstance(num_packs, int) or num_packs < 1:
@@ -44,9 +38,9 @@ class NcclAllReduce(CrossDeviceOps):
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Enqueue an all-reduce behind what was enqueued for `flat`, and beside what comes."""
-        if self._stream is None or self._clock is None:
-            self._stream, self._clock = torch.cuda.Stream(flat.device), _Clock(flat.device)
-        anchor = self._clock.anchor()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(flat.device)
+        anchor = self._anchor(flat.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if op is ReduceOp.MEAN else dist.ReduceOp.SUM)
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -73,50 +67,11 @@ class NcclAllReduce(CrossDeviceOps):
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Anchor:
-    """An event on a GPU whose time of day is known."""
-
-    event: torch.cuda.Event
-    nanoseconds: int
-
-    def reading(self, event: torch.cuda.Event) -> int:
-        """Return when `event`, which is over, was; time.perf_counter_ns."""
-        return self.nanoseconds + _nanoseconds(self.event, event)
-
-
-@final
-class _Clock:
-    """A GPU's clock in terms of this process's."""
-
-    def __init__(self, device: torch.device) -> None:
-        # With nothing else on it, so that an anchor waits for no step.
-        self._stream = torch.cuda.Stream(device)
-        self._latest = self._drop()
-
-    def anchor(self) -> _Anchor:
-        """Return one that is near enough for what begins now."""
-        if time.perf_counter_ns() - self._latest.nanoseconds > ANCHORED_SECONDS * 1e9:
-            self._latest = self._drop()
-        return self._latest
-
-    def _drop(self) -> _Anchor:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        event.synchronize()
-        return _Anchor(event, time.perf_counter_ns())
-
-
-def _nanoseconds(begun: torch.cuda.Event, over: torch.cuda.Event) -> int:
-    return int(begun.elapsed_time(over) * 1e6)
-
-
-@final
 class _EventHandle(Handle):
     """An all-reduce on a stream, between two events."""
 
     def __init__(
-        self, started: torch.cuda.Event, ended: torch.cuda.Event, anchor: _Anchor, device: torch.device
+        self, started: torch.cuda.Event, ended: torch.cuda.Event, anchor: Anchor, device: torch.device
     ) -> None:
         self._started = started
         self._ended = ended
@@ -139,4 +94,4 @@ class _EventHandle(Handle):
     def times(self) -> tuple[int, int] | None:
         """What the GPU's clock said, once it is done."""
         started = self._anchor.reading(self._started)
-        return started, started + _nanoseconds(self._started, self._ended)
+        return started, started + between(self._started, self._ended)

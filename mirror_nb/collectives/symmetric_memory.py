@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Handle, Member, WorkHandle
+from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, Member, WorkHandle
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp
@@ -57,7 +57,8 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
         flat.copy_(reduce(room, "sum", self.member.group.group_name))
         if op is ReduceOp.MEAN:
             flat.div_(self.member.num_replicas)
-        return WorkHandle([])
+        # On the current stream, so that its end is here and not where it is waited for.
+        return Finished()
 
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why not: CPU replicas, one GPU, no direct way between two of them, or a torch without it."""

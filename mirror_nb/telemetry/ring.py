@@ -29,6 +29,8 @@ from mirror_nb.telemetry.samples import (
     BLOCKING,
     COLLECTIVE,
     DTYPE,
+    ON_GPU,
+    OVER,
     RECORD,
     Kind,
     Mark,
@@ -141,14 +143,14 @@ class Writer:
         place = _RECORDS_AT + (n & self._mask) * 64
         self._pack(self._memory, place, _BEGUN, 0, 0, step, 0, 0, began, 0, 0.0, n)
 
-    def step_ended(self, step: int, examples: int, began: int, ended: int) -> None:
-        """A step is done, with so many of its examples here."""
+    def step_ended(self, step: int, examples: int, began: int, ended: int, on_gpu: bool = False) -> None:
+        """A step is done, with so many of its examples here; `on_gpu`: a GPU_STEP tells later how long it was."""
         n = next(self._sequence)
         place = _RECORDS_AT + (n & self._mask) * 64
-        self._pack(self._memory, place, _ENDED, 0, 0, step, examples, 0, began, ended, 0.0, n)
+        self._pack(self._memory, place, _ENDED, ON_GPU if on_gpu else 0, 0, step, examples, 0, began, ended, 0.0, n)
 
     def span(self, kind: Kind, step: int, began: int, ended: int) -> None:
-        """A part of a step: DATA, FORWARD, BACKWARD or OPTIMIZER."""
+        """A part of a step: DATA, FORWARD, BACKWARD or OPTIMIZER; or GPU_STEP, all of it."""
         n = next(self._sequence)
         self._pack(self._memory, _RECORDS_AT + (n & self._mask) * 64, kind, 0, 0, step, 0, 0, began, ended, 0.0, n)
 
@@ -175,6 +177,13 @@ class Writer:
         self._pack_collective(
             self._memory, place, _COLLECTIVE, code, bucket, step, size, queued, began, ended, serial, n
         )
+
+    def collective_over(self, operation: Operation, step: int, bucket: int, size: int, serial: int, at: int) -> None:
+        """A collective has ended at that time; its times will follow, by `collective`, with those of its step."""
+        n = next(self._sequence)
+        place = _RECORDS_AT + (n & self._mask) * 64
+        code = operation | OVER
+        self._pack_collective(self._memory, place, _COLLECTIVE, code, bucket, step, size, 0, at, 0, serial, n)
 
     def scalar(self, name: str, value: float, step: int, at: int = 0) -> None:
         """A loss or a metric, of the replica's own examples; `at`: when, now if left out.

@@ -5,9 +5,11 @@ One layout serves every kind. Times are nanoseconds of `clock`, which all proces
 | kind | code | number | step | amount | queued | began, ended | value |
 |---|---|---|---|---|---|---|---|
 | STEP_BEGUN | | | step | | | began | |
-| STEP_ENDED | | | step | examples of this replica | | both | |
+| STEP_ENDED | ON_GPU | | step | examples of this replica | | both | |
+| GPU_STEP | | | step | | | both, on the GPU | |
 | DATA, FORWARD, BACKWARD, OPTIMIZER | | | step | | | both | |
 | COLLECTIVE | Operation, BLOCKING | bucket | step | bytes | queued | both; ended 0: still in it | `serial` |
+| COLLECTIVE | Operation, OVER | bucket | step | bytes | | began: when it ended | `serial` |
 | SCALAR | | name | step | | | began: when | the number |
 | MEMORY | | | step | bytes allocated | bytes reserved | began: when | |
 | MARK | Mark | | step | what the mark says | | began: when | |
@@ -16,6 +18,9 @@ One layout serves every kind. Times are nanoseconds of `clock`, which all proces
 A step begins when the replica asks for its batch and ends with the optimizer. BACKWARD ends when the last gradient is
 ready, before the wait for reductions. Steps are counted from 1 over the life of a strategy, alike on all replicas; so
 are collectives by their `serial`, which tells that two samples of two replicas are the same collective.
+
+On a GPU the times of a step's parts and collectives, and of GPU_STEP, tell when it computed them, and are written when
+it has: after STEP_ENDED, whose times tell when the replica asked for that.
 """
 
 from __future__ import annotations
@@ -34,6 +39,10 @@ clock = time.monotonic_ns
 
 BLOCKING = 0x100
 # Beside an Operation: the collective ran where the replica computes, so that nothing could go on beside it.
+OVER = 0x200
+# Beside an Operation: the collective is over; its times come with those of its step.
+ON_GPU = 1
+# Of a step's end: a GPU is behind, and GPU_STEP will tell how long the step was there.
 
 
 class Kind(enum.IntEnum):
@@ -53,6 +62,8 @@ class Kind(enum.IntEnum):
     MARK = 10
     CHECKSUM = 11
     # Of the replica's parameters.
+    GPU_STEP = 12
+    # When a GPU began and ended a step.
 
 
 class Operation(enum.IntEnum):
@@ -160,6 +171,8 @@ def last_collective(rows: Samples) -> str:
     code, step, nbytes, queued, ended = (
         int(found[-1][name]) for name in ("code", "step", "amount", "queued", "ended")
     )
-    name = Operation(code & ~BLOCKING).name.lower()
+    name = Operation(code & ~(BLOCKING | OVER)).name.lower()
+    if code & OVER:
+        ended = int(found[-1]["began"])
     ago = (clock() - (ended or queued)) / 1e9
     return f"{name} of {nbytes} bytes in step {step}, {'ended' if ended else 'begun and not ended'} {ago:.1f} s ago"

@@ -70,8 +70,9 @@ class StepTable:
     A place is a step's, and a replica's: the column in the replica's row, counted on over all rows.
     """
 
-    COLUMNS = ("began", "ended", "examples", *PARTS, "collectives", "bytes", "wait", "late")
+    COLUMNS = ("began", "ended", "examples", *PARTS, "collectives", "bytes", "wait", "late", "whole")
     # `wait`: for peers, a part of "exposed". `late`: behind the first at the worst collective of the step.
+    # `whole`: how long it was, by the clock of its parts; -1: a GPU is yet to tell.
 
     def __init__(self, num_replicas: int, length: int) -> None:
         self.length = length

@@ -23,7 +23,7 @@ from mirror_nb.telemetry import trace
 from mirror_nb.telemetry.comparison import differing, odd
 from mirror_nb.telemetry.lanes import lane, of_step
 from mirror_nb.telemetry.ring import OVERALL, Reader
-from mirror_nb.telemetry.samples import BLOCKING, DTYPE, Kind, Mark, Operation, Samples, clock, joined
+from mirror_nb.telemetry.samples import BLOCKING, DTYPE, ON_GPU, OVER, Kind, Mark, Operation, Samples, clock, joined
 from mirror_nb.telemetry.snapshot import (
     UNKNOWN,
     Curve,
@@ -58,6 +58,8 @@ POINTS = 140
 # Of a curve: more are not told apart on a screen.
 CHECKS = 20
 # Comparisons of parameters that are remembered.
+BEHIND = 16
+# Steps that a GPU may be behind for one to be shown.
 KEPT_SPANS = 64
 # Of each replica.
 UNDECIDED_SECONDS = 1.0
@@ -65,7 +67,7 @@ UNDECIDED_SECONDS = 1.0
 _NS = 1e9
 _NEVER = 1 << 62
 _BEGUN, _ENDED, _COLLECTIVE, _MARK = map(int, (Kind.STEP_BEGUN, Kind.STEP_ENDED, Kind.COLLECTIVE, Kind.MARK))
-_SCALAR, _MEMORY, _CHECKSUM = map(int, (Kind.SCALAR, Kind.MEMORY, Kind.CHECKSUM))
+_SCALAR, _MEMORY, _CHECKSUM, _GPU_STEP = map(int, (Kind.SCALAR, Kind.MEMORY, Kind.CHECKSUM, Kind.GPU_STEP))
 _SPANS = [(int(kind), name) for kind, name in SPANS.items()]
 # Looking members up in an enum would be a tenth of a frame's time.
 _STATES = {
@@ -194,9 +196,13 @@ class Timeline:
         steps, places, there = steps[used], places[used], there[:, used]
         counts = ("examples", "collectives", "bytes")
         found: dict[str, np.ndarray] = {"step": steps}
+        timed = there & (self._steps["whole"][:, places] >= 0)
         for name in StepTable.COLUMNS:
             scale = 1.0 if name in counts else _NS
-            found[name] = np.where(there, self._steps[name][:, places] / scale, np.nan)
+            known = timed if name in (*PARTS, "wait") else there
+            found[name] = np.where(known, self._steps[name][:, places] / scale, np.nan)
+        # Of a GPU's steps it is no difference of the two that are there.
+        del found["whole"]
         return {name: self._scalar(name, steps, places) for name in self._scalars} | found
 
     def frame(self) -> pd.DataFrame:
@@ -287,7 +293,8 @@ class Timeline:
     def _follow(self, who: Integers, rows: Samples) -> None:
         """Keep up which collectives the replicas are in."""
         places = np.flatnonzero(rows["kind"] == _COLLECTIVE)
-        replicas, serials, open_yet = who[places], rows["serial"][places], rows["ended"][places] == 0
+        replicas, serials = who[places], rows["serial"][places]
+        open_yet = (rows["ended"][places] == 0) & ((rows["code"][places] & OVER) == 0)
         # One number for a replica's collective, whatever the replica's generation counts from.
         keys = serials * self.num_replicas + replicas
         closed = keys[~open_yet]
@@ -314,6 +321,9 @@ class Timeline:
         over = np.flatnonzero(keep & (kind == _ENDED))
         for name, values in (("began", began), ("ended", ended), ("examples", rows["amount"])):
             table.put(name, places[over], values[over])
+        table.put("whole", places[over], np.where(rows["code"][over] == ON_GPU, -1, ended[over] - began[over]))
+        told = np.flatnonzero(keep & (kind == _GPU_STEP))
+        table.put("whole", places[told], ended[told] - began[told])
         for r, its_step, examples in zip(*(at[over].tolist() for at in (who, step, rows["amount"])), strict=True):
             self._tracks[r].step = max(self._tracks[r].step, its_step)
             self._tracks[r].examples += examples
@@ -436,13 +446,14 @@ class Timeline:
 
     def _meetings(self, done: int) -> dict[str, Any]:
         steps, places, there = self._window(LATE)
-        columns = self._steps.at(places, ("began", "ended", "examples", "data", "wait", "late"))
+        columns = self._steps.at(places, ("examples", "data", "wait", "late", "whole"))
+        timed = there & (columns["whole"] >= 0)
         lane_step, lanes, hidden = self._lanes(done)
         return {
             "late_steps": steps,
             "lateness": np.where(there, columns["late"] / _NS, np.nan),
-            "busy": np.where(there, _busy(columns), np.nan),
-            "data_waits": np.where(there, columns["data"] / _NS, np.nan),
+            "busy": np.where(timed, _busy(columns), np.nan),
+            "data_waits": np.where(timed, columns["data"] / _NS, np.nan),
             "shares": np.where(there, columns["examples"], np.nan),
             "all_reduces": self._all_reduces(),
             "lane_step": lane_step,
@@ -453,10 +464,12 @@ class Timeline:
     def _means(self, places: Integers, there: np.ndarray) -> dict[str, Floats]:
         """By replica, over its steps at these places: seconds of each part and of the "whole" step; NaN without any.
 
-        Also how many steps these are ("count"), and the sum of their "examples".
+        Also how many steps these are ("count"), and the sum of their "examples". Those that a GPU has yet to time are
+        left out.
         """
-        count, columns = there.sum(axis=1), self._steps.at(places)
-        columns["whole"] = columns["ended"] - columns["began"]
+        columns = self._steps.at(places)
+        there = there & (columns["whole"] >= 0)
+        count = there.sum(axis=1)
         names = ("whole", "wait", "examples", *PARTS)
         sums = np.where(there, np.stack([columns[name] for name in names]), 0).sum(axis=2)
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -498,7 +511,8 @@ class Timeline:
         return total + (max(0, ended - max(since, began)) if since is not None else 0)
 
     def _curve_of_throughput(self, steps: Integers, places: Integers, there: np.ndarray) -> tuple[Integers, Floats]:
-        columns = self._steps.at(places, ("examples", "began", "ended", "data", "wait"))
+        columns = self._steps.at(places, ("examples", "data", "wait", "whole"))
+        there = there & (columns["whole"] >= 0)
         examples = np.where(there, columns["examples"], 0).astype(float)
         busy = np.where(there, _busy(columns), 0.0)
         starts = _groups(len(steps))
@@ -596,7 +610,11 @@ class Timeline:
         )
 
     def _lanes(self, step: int) -> tuple[int | None, tuple[tuple[LaneSpan, ...], ...], float | None]:
-        found = [of_step(track.kept, step) for track in self._tracks]
+        newest, found = step, [of_step(track.kept, step) for track in self._tracks]
+        while not all(map(len, found)) and newest - BEHIND < step > 1:
+            # A GPU tells later when it computed what.
+            step -= 1
+            found = [of_step(track.kept, step) for track in self._tracks]
         if not step or not all(len(rows) for rows in found):
             return None, tuple(() for _ in self._tracks), None
         origin = min(int(rows["began"].min()) for rows in found)
@@ -610,7 +628,7 @@ class Timeline:
 
 def _busy(columns: Mapping[str, Integers]) -> Floats:
     """Seconds of each step without the waits for data and for peers."""
-    return (columns["ended"] - columns["began"] - columns["data"] - columns["wait"]) / _NS
+    return (columns["whole"] - columns["data"] - columns["wait"]) / _NS
 
 
 def _together(parts: Sequence[Samples]) -> tuple[Integers, Samples]:
