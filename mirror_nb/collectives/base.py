@@ -73,6 +73,11 @@ class Member:
         """How long this thread may wait for a collective, seconds; None where it does not wait: on a GPU."""
         return None if self.timeout_seconds is None or self.device.type != "cpu" else self.timeout_seconds
 
+    @property
+    def has_nccl(self) -> bool:
+        """Whether NCCL carries what is on these replicas' GPUs: it does not where two of them share one."""
+        return getattr(self.group, "carrier", "nccl") == "nccl"
+
 
 class Handle(abc.ABC):
     """A collective under way."""
@@ -132,6 +137,37 @@ class WorkHandle(Handle):
 
 
 @final
+class Expanding(Handle):
+    """An all-reduce of a copy in another dtype that ends in `flat`."""
+
+    def __init__(self, handle: Handle, copy: Tensor, flat: Tensor) -> None:
+        self._handle = handle
+        self._copy: Tensor | None = copy
+        self._flat = flat
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait, and put the result back; once."""
+        self._handle.wait(seconds)
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            # On a GPU behind the reduction, which the current stream waits for now.
+            self._flat.copy_(copy)
+
+    def done(self) -> bool:
+        """Whether the reduction has ended."""
+        return self._handle.done()
+
+    def times(self) -> tuple[int, int] | None:
+        """The reduction's own."""
+        return self._handle.times()
+
+    @property
+    def ends_after_wait(self) -> bool:
+        """As the reduction's."""
+        return self._handle.ends_after_wait
+
+
+@final
 class Reduction(Handle):
     """What `all_reduce` gives: a handle that records, once, how long it took."""
 
@@ -186,6 +222,8 @@ class Reduction(Handle):
 
 
 _OF_THIS_PROCESS = ("_member", "_own_fabric", "_unrecorded")
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+# Whole numbers that NCCL does not add, and what holds their sum, or overflows alike.
 _GROUPS_SECONDS = 1800.0
 # Of groups of torch's own that do not tell theirs: what torch gives to gloo.
 
@@ -307,7 +345,14 @@ class CrossDeviceOps(abc.ABC):
         real = torch.view_as_real(flat).view(-1) if flat.dtype.is_complex else flat
         if real.requires_grad:
             real = real.detach()
-        handle = Finished() if member.num_replicas == 1 else self.begin(op, real)
+        wider = _WIDER.get(real.dtype) if member.device.type == "cuda" else None
+        if member.num_replicas == 1:
+            handle: Handle = Finished()
+        elif wider is not None:
+            copy = real.to(wider)
+            handle = Expanding(self.begin(op, copy), copy, real)
+        else:
+            handle = self.begin(op, real)
         return Reduction(handle, member.record, flat.nbytes, bucket, queued, self._unrecorded, member.limit, serial)
 
     @final
