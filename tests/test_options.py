@@ -434,14 +434,12 @@ trained = [parameter.detach().cpu() for parameter in model.parameters()]
 @pytest.mark.parametrize("ops", [GlooAllReduce, NcclAllReduce])
 def test_two_replicas_on_one_gpu_train_as_one_process_does(ops):
     alone = torch.nn.Linear(3, 1)
-    names = {
-        "state": {k: v.clone() for k, v in alone.state_dict().items()},
-        "batch": torch.arange(12.0).view(4, 3) / 10,
-    }
+    batch = torch.arange(12.0).view(4, 3) / 10
+    names = {"state": {key: value.clone() for key, value in alone.state_dict().items()}, "batch": batch}
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
-        alone(names["batch"]).square().mean().backward()
+        alone(batch).square().mean().backward()
         optimizer.step()
     by = Communication(ops(), CommunicationOptions()).pickled()
     with LocalPool((Device("cuda", 0), Device("cuda", 0)), setup=SETUP, communication=by) as pool:
