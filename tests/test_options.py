@@ -338,6 +338,8 @@ def test_waiting_twice_records_once():
 class MadeGpu:
     """A GPU that does all that it is given at once, at a time of the test's making; its events as exact as CUDA's."""
 
+    shared = None
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1_000_000_000_000
         # Nanoseconds, of this process's clock too.
@@ -532,6 +534,8 @@ class OnGpu(torch.Tensor):
 
 class Carrying:
     """A group of two whose peer brings the same; it keeps on what it was given."""
+
+    shared = None
 
     def __init__(self) -> None:
         self.given: list[torch.device] = []
