@@ -20,6 +20,8 @@ from mirror_nb.errors import UsageError
 
 Together = Callable[[list[Any]], Any]
 # Makes one value of one leaf's parts, one a replica.
+PINNED_BYTES = 256 * 2**20
+# Of a tensor that is pinned here: torch keeps such memory for good, and what is larger than a batch comes once.
 
 
 def share_of(total: int, replica_id: int, num_replicas: int) -> slice:
@@ -138,12 +140,24 @@ def count(batch: Any) -> int:
 def to_device(value: Any, device: torch.device) -> Any:
     """The batch with its tensors, and whatever else has a `.to(device)`, on `device`."""
     if isinstance(value, torch.Tensor):
-        # Without pinned memory an asynchronous copy only pretends to be one; is_pinned() asks the driver.
-        pinned = device.type == "cuda" and value.device.type == "cpu" and value.is_pinned()
+        if device.type != "cuda" or value.device.type != "cpu":
+            return value.to(device)
+        # From other memory a copy waits until the GPU has done what it has to do; is_pinned() asks the driver.
+        pinned = value.is_pinned()
+        if not pinned and _can_be_pinned(value):
+            # torch keeps it until the copy is done.
+            value, pinned = value.pin_memory(), True
         return value.to(device, non_blocking=pinned)
     if callable(getattr(value, "to", None)) and not isinstance(value, type):
         return value.to(device)
     return _map_children(value, lambda item: to_device(item, device))
+
+
+def _can_be_pinned(tensor: torch.Tensor) -> bool:
+    """Whether a copy in pinned memory is the same: not of another class, nor part of a graph, expanded or sparse."""
+    if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.is_quantized:
+        return False
+    return tensor.layout is torch.strided and tensor.is_contiguous() and 0 < tensor.nbytes <= PINNED_BYTES
 
 
 def leaves(value: Any) -> list[Any]:

@@ -498,6 +498,8 @@ class Failure:
     # Of the user's that raised it: place and text; empty: none did.
     memory: str = ""
     # Of a device that was full: what was asked, free and reserved.
+    gpu_lost: bool = False
+    # The GPU does nothing more for the replica's process, which therefore ends.
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,7 +284,8 @@ class Recorder:
             value, non_blocking=True
         )
         arrived = torch.cuda.Event()
-        arrived.record()
+        # Not of the device that is current, which the user may have changed.
+        arrived.record(torch.cuda.current_stream(value.device))
         self._pending.append((name, copy, self.step, arrived))
 
     def told(self, examples: int | None) -> None:

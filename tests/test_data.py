@@ -32,6 +32,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from mirror_nb import batches as batches_module
 from mirror_nb.batches import count, cut, share_of, to_device
 from mirror_nb.data import DistributedDataset, GlobalBatches, Loaders
 from mirror_nb.errors import UsageError
@@ -587,6 +588,33 @@ def test_every_tensor_in_a_batch_arrives_on_the_device():
     assert isinstance(moved["point"], Point)
     assert moved["own"] == "moved to meta"
     assert batch["list"][0].device == CPU
+
+
+def test_only_plain_tensors_of_a_batchs_size_are_pinned_on_their_way(monkeypatch):
+    monkeypatch.setattr(batches_module, "PINNED_BYTES", 64)
+    assert batches_module._can_be_pinned(torch.ones(4, 4)[:2])
+    for other in (
+        torch.ones(17),
+        torch.ones(0),
+        torch.ones(1).expand(8),
+        torch.ones(2, 3).t(),
+        torch.ones(2, 2).to_sparse(),
+        torch.ones(2, requires_grad=True),
+        torch.nn.Parameter(torch.ones(2)),
+    ):
+        assert not batches_module._can_be_pinned(other)
+
+
+@pytest.mark.gpu
+def test_what_lies_in_ordinary_memory_arrives_whole_on_the_gpu():
+    device = torch.device("cuda", 0)
+    made = [torch.randn(1000, 1000), torch.ones(1).expand(8), torch.randn(2, 3).t(), torch.empty(0), torch.arange(5)]
+    # The GPU is busy meanwhile, and the pinned memory of one comes to be another's.
+    busy = torch.randn(4000, 4000, device=device)
+    for _ in range(20):
+        busy = busy @ busy / 4000
+        moved = [to_device(tensor.clone(), device) for tensor in [*made] * 3]
+        assert all(torch.equal(there.cpu(), here) for there, here in zip(moved, made * 3, strict=True))
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from driving import DEADLINE, doing, eventually, gone, press_ctrl_c, run_cell, with_a_spare
 
 from mirror_nb.devices import Device
@@ -975,3 +976,31 @@ def test_what_a_cell_begins_and_leaves_is_not_taken_for_what_the_next_one_begins
     ran = run_cell(two, "x = torch.ones(2); dist.all_reduce(x); total = x.tolist()")
     assert [values["total"] for values in ran.values.values()] == [[2.0, 2.0]] * 2
     assert not ran.text.get(0)
+
+
+def specs(monkeypatch, *indices):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with LocalPool(tuple(Device("cuda", i) for i in indices), setup=SETUP) as pool:
+        return [pool._spec(r) for r in range(len(indices))]
+
+
+def test_replicas_see_each_gpu_once(monkeypatch):
+    each = specs(monkeypatch, 3, 1)
+    assert [spec.device for spec in each] == ["cuda:0", "cuda:1"]
+    assert each[1].environment["CUDA_VISIBLE_DEVICES"] == "3,1"
+    each = specs(monkeypatch, 2, 2, 1)
+    assert [spec.device for spec in each] == ["cuda:0", "cuda:0", "cuda:1"]
+    assert each[0].environment["CUDA_VISIBLE_DEVICES"] == "2,1"
+
+
+def test_replicas_on_gpus_share_the_cores_as_those_on_cpus_do(monkeypatch):
+    monkeypatch.setattr(local, "cores", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    assert [specs(monkeypatch, *range(n))[0].threads for n in (1, 2, 16)] == [6, 4, 1]
+
+
+def test_nccl_is_reached_from_this_machine_alone_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert specs(monkeypatch, 0)[0].environment["NCCL_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    assert specs(monkeypatch, 0)[0].environment["NCCL_SOCKET_IFNAME"] == "eth0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import sys
 import threading
 import time
@@ -19,13 +20,13 @@ from driving import run_cell
 from made_gpu import MadeGpu, OnMadeGpu
 
 import mirror_nb as mnb
-from mirror_nb.collectives import options, symmetric_memory, topology
+from mirror_nb.collectives import hierarchical_copy, options, symmetric_memory, topology
 from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, Member, Reduction, Timing, WorkHandle
 from mirror_nb.collectives.gloo import GlooAllReduce
 from mirror_nb.collectives.hierarchical_copy import HierarchicalCopyAllReduce
 from mirror_nb.collectives.nccl import NcclAllReduce
 from mirror_nb.collectives.one_device import ReductionToOneDevice
-from mirror_nb.collectives.options import CommunicationOptions
+from mirror_nb.collectives.options import Communication, CommunicationOptions
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce, needs_shared_memory
 from mirror_nb.collectives.symmetric_memory import SymmetricMemoryAllReduce
 from mirror_nb.devices import Device
@@ -85,9 +86,68 @@ def test_what_does_not_fit_is_told_apart(monkeypatch):
 
 
 def test_gpus_that_do_not_reach_each_other_have_no_symmetric_memory(monkeypatch):
-    monkeypatch.setattr(symmetric_memory, "_near", lambda a, b: False)
+    monkeypatch.setattr(symmetric_memory, "reaches", lambda a, b: False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     found = SymmetricMemoryAllReduce().unfit_for(GPUS)
     assert "cuda:0 and cuda:1 do not reach" in found or "has no symmetric memory" in found
+    chosen = Communication(SymmetricMemoryAllReduce(), CommunicationOptions(compression="bf16"))
+    with pytest.raises(DeviceError, match="cuda:0 and cuda:1 do not reach each other's memory; take NcclAllReduce"):
+        chosen.bind(Member(0, 2, torch.device("cuda:0"), Carrying()))
+
+
+def test_the_controller_does_not_ask_which_gpus_reach_each_other(monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(symmetric_memory, "reaches", lambda *gpus: asked.append(gpus))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    reason = SymmetricMemoryAllReduce().unfit_for(GPUS)
+    assert reason is None or "has no symmetric memory" in reason
+    assert not asked
+
+
+def test_gpus_that_are_not_visible_here_are_not_asked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: pytest.fail("Invalid device id"))
+    assert topology.groups_of(GPUS) == ((0,), (1,))
+
+
+def test_which_gpus_are_near_is_asked_once_for_a_group(monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(hierarchical_copy, "groups_of", lambda gpus: asked.append(gpus) or ((0,),))
+    ops = HierarchicalCopyAllReduce()
+    for _ in range(2):
+        ops.bind(Member(0, 1, torch.device("cuda:0"), Carrying()))
+        for _ in range(3):
+            ops.start(ReduceOp.SUM, torch.ones(2).as_subclass(OnGpu))
+    assert len(asked) == 2
+    assert pickle.loads(pickle.dumps(ops)).num_packs == 1
+
+
+@pytest.mark.parametrize("make", [NcclAllReduce, HierarchicalCopyAllReduce, SymmetricMemoryAllReduce])
+def test_where_replicas_share_a_gpu_gloo_carries_what_they_reduce(make):
+    ops, group = make(), Carrying()
+    group.carrier = "gloo"
+    ops.bind(Member(0, 2, torch.device("cuda:0"), group))
+    flat = torch.arange(4.0).as_subclass(OnGpu)
+    ops.all_reduce("mean", flat).wait()
+    assert group.given == [torch.device("cpu")]
+    assert flat.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint32, torch.uint64])
+def test_whole_numbers_that_nccl_does_not_add_travel_as_others(dtype):
+    class Doubling(CrossDeviceOps):
+        def start(self, op, flat):
+            assert flat.dtype in (torch.int32, torch.int64)
+            flat.mul_(2)
+
+        def unfit_for(self, devices):
+            return None
+
+    ops = Doubling()
+    ops.bind(Member(0, 2, torch.device("cuda:0"), Carrying()))
+    flat = torch.tensor([1, 30_000], dtype=dtype)
+    ops.all_reduce("sum", flat).wait()
+    assert flat.tolist() == [2, 60_000 - (65_536 if dtype is torch.int16 else 0)]
 
 
 @pytest.mark.parametrize("make", [NcclAllReduce, HierarchicalCopyAllReduce])
@@ -201,9 +261,9 @@ def test_cpu_replicas_are_grouped_by_numa_nodes_else_in_halves(monkeypatch, n, n
 
 
 def test_gpus_that_reach_each_other_are_one_group(monkeypatch):
-    monkeypatch.setattr(topology, "_reaches", lambda a, b: a.index // 2 == b.index // 2)
+    monkeypatch.setattr(topology, "reaches", lambda a, b: a.index // 2 == b.index // 2)
     assert topology.groups_of([Device("cuda", i) for i in range(6)]) == ((0, 1), (2, 3), (4, 5))
-    monkeypatch.setattr(topology, "_reaches", lambda a, b: True)
+    monkeypatch.setattr(topology, "reaches", lambda a, b: True)
     assert topology.groups_of([Device("cuda", i) for i in range(4)]) == ((0, 1), (2, 3))
 
 
@@ -449,6 +509,48 @@ def test_nccl_reduces_on_its_own_stream_and_tells_the_time(tmp_path):
         assert started <= ended
     finally:
         dist.destroy_process_group()
+
+
+ON_ONE_GPU = """
+import torch
+from torch import nn
+torch.cuda.synchronize()
+summed = torch.full((1000,), float(replica_id + 1), device=device)
+strategy.cross_device_ops.all_reduce('sum', summed).wait()
+summed = summed.cpu()
+model = nn.Linear(3, 1)
+model.load_state_dict(state)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(batch.chunk(num_replicas)[replica_id].to(device)).square().mean().backward()
+    optimizer.step()
+on = model.weight.device.type
+trained = [parameter.detach().cpu() for parameter in model.parameters()]
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ops", [GlooAllReduce, NcclAllReduce])
+def test_two_replicas_on_one_gpu_train_as_one_process_does(ops):
+    alone = torch.nn.Linear(3, 1)
+    batch = torch.arange(12.0).view(4, 3) / 10
+    names = {"state": {key: value.clone() for key, value in alone.state_dict().items()}, "batch": batch}
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        alone(batch).square().mean().backward()
+        optimizer.step()
+    by = Communication(ops(), CommunicationOptions()).pickled()
+    with LocalPool((Device("cuda", 0), Device("cuda", 0)), setup=SETUP, communication=by) as pool:
+        pool.start()
+        ran = run_cell(pool, ON_ONE_GPU, names, timeout=120)
+        assert ran.report.clean, ran.report.failures
+        for values in ran.values.values():
+            assert values["on"] == "cuda"
+            assert (values["summed"] == 3).all()
+            for mine, expected in zip(values["trained"], alone.parameters(), strict=True):
+                torch.testing.assert_close(mine, expected.detach())
 
 
 @pytest.mark.gpu

@@ -111,6 +111,7 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_real_gpu_tells_its_memory():
+    pytest.importorskip("pynvml")
     gpus = Gpus({"cuda:0": 0})
     (reading,) = gpus.read()
     gpus.close()

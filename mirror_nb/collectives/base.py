@@ -76,6 +76,11 @@ class Member:
         """How long this thread may wait for a collective, seconds; None where it does not wait: on a GPU."""
         return None if self.timeout_seconds is None or self.device.type != "cpu" else self.timeout_seconds
 
+    @property
+    def has_nccl(self) -> bool:
+        """Whether NCCL carries what is on these replicas' GPUs: it does not where two of them share one."""
+        return getattr(self.group, "carrier", "nccl") == "nccl"
+
 
 class Handle(abc.ABC):
     """A collective under way."""
@@ -135,6 +140,37 @@ class WorkHandle(Handle):
     def done(self) -> bool:
         """Whether all have ended."""
         return all(work.is_completed() for work in self._works)
+
+
+@final
+class Expanding(Handle):
+    """An all-reduce of a copy in another dtype that ends in `flat`."""
+
+    def __init__(self, handle: Handle, copy: Tensor, flat: Tensor) -> None:
+        self._handle = handle
+        self._copy: Tensor | None = copy
+        self._flat = flat
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait, and put the result back; once."""
+        self._handle.wait(seconds)
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            # On a GPU behind the reduction, which the current stream waits for now.
+            self._flat.copy_(copy)
+
+    def done(self) -> bool:
+        """Whether the reduction has ended."""
+        return self._handle.done()
+
+    def times(self) -> tuple[int, int] | None:
+        """The reduction's own."""
+        return self._handle.times()
+
+    @property
+    def ends_after_wait(self) -> bool:
+        """As the reduction's."""
+        return self._handle.ends_after_wait
 
 
 @final
@@ -234,6 +270,8 @@ class Reduction(Handle):
 
 
 _OF_THIS_PROCESS = ("_clock", "_member", "_own_fabric", "_timed_by_gpu", "_unrecorded")
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+# Whole numbers that NCCL does not add, and what holds their sum, or overflows alike.
 _GROUPS_SECONDS = 1800.0
 # Of groups of torch's own that do not tell theirs: what torch gives to gloo.
 
@@ -360,8 +398,12 @@ class CrossDeviceOps(abc.ABC):
         if real.requires_grad:
             real = real.detach()
         handle: Handle
+        wider = _WIDER.get(real.dtype) if member.device.type == "cuda" else None
         if member.num_replicas == 1:
             handle = Finished()
+        elif wider is not None:
+            copy = real.to(wider)
+            handle = Expanding(self.begin(op, copy), copy, real)
         elif self._timed_by_gpu and real.is_cuda:
             handle = self._between_events(real.device, lambda: self.begin(op, real))
         else:

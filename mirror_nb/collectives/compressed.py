@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Handle
+from mirror_nb.collectives.base import CrossDeviceOps, Expanding, Handle
 from mirror_nb.devices import Device
 from mirror_nb.values import ReduceOp
 
@@ -40,39 +40,8 @@ class Compressed(CrossDeviceOps):
         if flat.dtype is not torch.float32:
             return self.ops.begin(op, flat)
         rounded = flat.to(torch.bfloat16)
-        return _Expanding(self.ops.begin(op, rounded), rounded, flat)
+        return Expanding(self.ops.begin(op, rounded), rounded, flat)
 
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why not: as `ops`."""
         return self.ops.unfit_for(devices)
-
-
-@final
-class _Expanding(Handle):
-    """An all-reduce of `rounded` that ends in `flat`."""
-
-    def __init__(self, handle: Handle, rounded: Tensor, flat: Tensor) -> None:
-        self._handle = handle
-        self._rounded: Tensor | None = rounded
-        self._flat = flat
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait, and put the result back; once."""
-        self._handle.wait(seconds)
-        rounded, self._rounded = self._rounded, None
-        if rounded is not None:
-            # On a GPU behind the reduction, which the current stream waits for now.
-            self._flat.copy_(rounded)
-
-    def done(self) -> bool:
-        """Whether the reduction has ended."""
-        return self._handle.done()
-
-    def times(self) -> tuple[int, int] | None:
-        """The reduction's own."""
-        return self._handle.times()
-
-    @property
-    def ends_after_wait(self) -> bool:
-        """As the reduction's."""
-        return self._handle.ends_after_wait

@@ -11,7 +11,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, averages_first
+from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, Member, averages_first
+from mirror_nb.collectives.gloo import reduce_by_gloo
 from mirror_nb.collectives.shared_memory import ExchangeHandle, fabric_for, fold_of, needs_shared_memory
 from mirror_nb.collectives.topology import groups_of
 from mirror_nb.devices import Device
@@ -30,6 +31,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     _called = "hierarchical_copy"
 
     exact = True
+    _groups: tuple[Member, tuple[tuple[int, ...], ...]] | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
         if not isinstance(num_packs, int) or num_packs < 1:
@@ -37,10 +39,11 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         self.num_packs = num_packs
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
-        """Begin an all-reduce; on GPUs it is enqueued at once."""
-        member = self.member
-        # As torch numbers them here: every replica sees the one of replica i as number i.
-        groups = groups_of([Device(member.device.type, i) for i in range(member.num_replicas)])
+        """Begin an all-reduce; on GPUs it is enqueued at once. Where replicas share a GPU, gloo carries it."""
+        member, groups = self.member, self._near_each_other()
+        if flat.device.type != "cpu" and not member.has_nccl:
+            # gloo sends nothing from a GPU to one replica.
+            return reduce_by_gloo(member, op, flat)
         if flat.device.type == "cpu":
             fabric = fabric_for(self, flat)
             return ExchangeHandle(fabric, fabric.all_reduce_by_groups(flat, fold_of(op), groups))
@@ -56,6 +59,19 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why not: CPU replicas that share no memory."""
         return None if all(device.kind == "cuda" for device in devices) else needs_shared_memory(devices)
+
+    def _near_each_other(self) -> tuple[tuple[int, ...], ...]:
+        """Return the groups, found once: to ask whether all GPUs reach each other takes a while."""
+        member = self.member
+        if self._groups is None or self._groups[0] is not member:
+            # As torch numbers them here: every replica sees the one of replica i as number i.
+            devices = [Device(member.device.type, i) for i in range(member.num_replicas)]
+            self._groups = member, groups_of(devices)
+        return self._groups[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        # The groups are those of one member.
+        return {"num_packs": self.num_packs}
 
     def _reduce_pack(self, pack: Tensor, groups: Sequence[Sequence[int]]) -> None:
         me = self.member.replica_id

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mirror_nb.collectives.base import CrossDeviceOps, Handle
+from mirror_nb.collectives.gloo import reduce_by_gloo
 from mirror_nb.collectives.gpu_clock import Anchor, between
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
@@ -37,7 +38,12 @@ class NcclAllReduce(CrossDeviceOps):
         self.num_packs = num_packs
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
-        """Enqueue an all-reduce behind what was enqueued for `flat`, and beside what comes."""
+        """Enqueue an all-reduce behind what was enqueued for `flat`, and beside what comes.
+
+        Where replicas share a GPU, which NCCL refuses, gloo carries it.
+        """
+        if not self.member.has_nccl:
+            return reduce_by_gloo(self.member, op, flat)
         if self._stream is None:
             self._stream = torch.cuda.Stream(flat.device)
         anchor = self._anchor(flat.device)

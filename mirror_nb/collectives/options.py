@@ -93,8 +93,13 @@ class Communication:
         object.__setattr__(self, "reducer", Compressed(self.ops) if compresses else self.ops)
 
     def bind(self, member: Member) -> None:
-        """Have it work for this replica, within the time that the options allow."""
+        """Have it work for this replica, within the time that the options allow.
+
+        Raises DeviceError where what was asked for needs GPUs that reach each other's memory, and these do not.
+        """
         self.reducer.bind(replace(member, timeout_seconds=self.options.timeout_seconds))
+        if isinstance(self.ops, SymmetricMemoryAllReduce) and member.num_replicas > 1 and member.has_nccl:
+            self.ops.check_reach()
 
     def unbind(self) -> None:
         """Have it belong to no replica."""
@@ -167,7 +172,7 @@ def fitting(devices: Sequence[Device]) -> list[str]:
 
 def default_for(devices: Sequence[Device]) -> CrossDeviceOps:
     """Return the op that is fastest on `devices` as a rule. Raises DeviceError where none works."""
-    # No further than the first that does: to ask whether GPUs reach each other's memory begins CUDA in this process.
+    # No further than the first that does, since in a replica an op may ask which GPUs reach each other's memory.
     for kind in IMPLEMENTATIONS.values():
         ops = kind()
         if ops.unfit_for(devices) is None:

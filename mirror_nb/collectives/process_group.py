@@ -68,6 +68,8 @@ def install() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    # Its watchdog would throw a GPU's error in a thread of its own, before the user's code tells of it.
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     if state.torch_init is not None:
         return
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])

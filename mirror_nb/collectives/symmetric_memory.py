@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, Member, WorkHandle
+from mirror_nb.collectives.gloo import reduce_by_gloo
+from mirror_nb.collectives.topology import reaches
 from mirror_nb.devices import Device
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.values import ReduceOp
 
 ONE_SHOT_BYTES = 256 * 1024
@@ -29,6 +31,9 @@ _ALIGNMENT = 16
 class SymmetricMemoryAllReduce(CrossDeviceOps):
     """Small buckets through memory that the GPUs map of each other, `crossover_bytes` and more by NCCL.
 
+    Where GPUs do not reach each other, replicas that are to reduce by it raise DeviceError; among the candidates of
+    another op it leaves all to NCCL.
+
     torch calls this part of itself alpha; what it lacks here is refused by `unfit_for`. Not yet run on several GPUs.
     """
 
@@ -37,6 +42,7 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
     exact = True
     _room: tuple[Member, dict[torch.dtype, Tensor]] | None = None
     # Of one replica in one group: who takes a dead one's place has none, and to make it takes all.
+    _asked: tuple[Member, str | None] | None = None
 
     def __init__(self, crossover_bytes: int = 2 * 2**20) -> None:
         if crossover_bytes < 0:
@@ -45,8 +51,10 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Enqueue an all-reduce on the current stream."""
+        if not self.member.has_nccl:
+            return reduce_by_gloo(self.member, op, flat)
         nbytes = flat.numel() * flat.element_size()
-        if nbytes >= self.crossover_bytes or nbytes % _ALIGNMENT or flat.dtype not in _DTYPES:
+        if nbytes >= self.crossover_bytes or nbytes % _ALIGNMENT or flat.dtype not in _DTYPES or self._far():
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if op is ReduceOp.MEAN else dist.ReduceOp.SUM)
             return WorkHandle([self.member.group.allreduce([flat], options)])
@@ -61,15 +69,29 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
         return Finished()
 
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
-        """Return why not: CPU replicas, one GPU, no direct way between two of them, or a torch without it."""
+        """Return why not: CPU replicas, one GPU, a torch without it; in a replica, no direct way between two GPUs."""
         if any(device.kind != "cuda" for device in devices):
             return "it is for GPUs"
         if len(devices) < 2:
             return "it needs at least two GPUs"
         if not hasattr(getattr(torch.ops, "symm_mem", None), "one_shot_all_reduce"):
             return f"torch {torch.__version__} has no symmetric memory"
-        apart = [(a, b) for a in devices for b in devices if a < b and not _near(a, b)]
-        return f"{apart[0][0]} and {apart[0][1]} do not reach each other's memory" if apart else None
+        # To ask what reaches what would begin CUDA in the controller, which goes without; the replicas ask.
+        return _apart(devices) if torch.cuda.is_initialized() else None
+
+    def check_reach(self) -> None:
+        """Raise DeviceError where the replicas' GPUs do not reach each other's memory."""
+        reason = self._far()
+        if reason is not None:
+            raise DeviceError(f"SymmetricMemoryAllReduce cannot work on these GPUs: {reason}; take NcclAllReduce()")
+
+    def _far(self) -> str | None:
+        """Return which GPUs do not reach each other; asked once, since that takes a while."""
+        member = self.member
+        if self._asked is None or self._asked[0] is not member:
+            # As torch numbers them here: every replica sees the one of replica i as number i.
+            self._asked = member, _apart([Device("cuda", i) for i in range(member.num_replicas)])
+        return self._asked[1]
 
     def _symmetric(self, dtype: torch.dtype) -> Tensor:
         """Memory of this dtype that all map, made at the first use; every replica comes here for the same one."""
@@ -88,5 +110,7 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
         return {"crossover_bytes": self.crossover_bytes}
 
 
-def _near(a: Device, b: Device) -> bool:
-    return max(a.index, b.index) < torch.cuda.device_count() and torch.cuda.can_device_access_peer(a.index, b.index)
+def _apart(devices: Sequence[Device]) -> str | None:
+    """Return which two do not reach each other's memory, if there are such."""
+    found = next(((a, b) for a in devices for b in devices if a < b and not reaches(a, b)), None)
+    return None if found is None else f"{found[0]} and {found[1]} do not reach each other's memory"

@@ -20,7 +20,7 @@ def groups_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:
     """
     n = len(devices)
     if devices and devices[0].kind == "cuda":
-        found = islands(n, lambda a, b: _reaches(devices[a], devices[b]))
+        found = islands(n, lambda a, b: reaches(devices[a], devices[b]))
     else:
         found = _cut(n, numa_nodes())
     return found if 1 < len(found) < n or n < 2 else _cut(n, 2)
@@ -49,5 +49,6 @@ def _cut(n: int, parts: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(low, min(low + each, n))) for low in range(0, n, each))
 
 
-def _reaches(a: Device, b: Device) -> bool:
-    return torch.cuda.is_available() and torch.cuda.can_device_access_peer(a.index, b.index)
+def reaches(a: Device, b: Device) -> bool:
+    """Whether a GPU reaches another's memory; not one that is not visible here. Begins CUDA in this process."""
+    return max(a.index, b.index) < torch.cuda.device_count() and torch.cuda.can_device_access_peer(a.index, b.index)

@@ -311,8 +311,8 @@ class _Buttons:
 
 
 def _outcome(report: Report) -> tuple[Phase, str]:
-    if report.deaths:
-        return Phase.FAILED, "; ".join(map(str, report.deaths))
+    if report.crashes:
+        return Phase.FAILED, "; ".join(map(str, report.crashes))
     names = {failure.type_name for failure in report.failures.values()}
     if TrainingStopped.__name__ in names:
         return Phase.STOPPED, ""

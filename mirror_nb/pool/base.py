@@ -164,6 +164,12 @@ class Report:
         return [a.death for a in self.answers.values() if a.death is not None]
 
     @property
+    def crashes(self) -> list[Death]:
+        """Replicas that ended meanwhile and had not said that they would: of a lost GPU the failure tells."""
+        failures = self.failures
+        return [d for d in self.deaths if d.replica_id not in failures or not failures[d.replica_id].gpu_lost]
+
+    @property
     def handled(self) -> bool:
         """Whether the user's code caught the interrupt on a replica."""
         return any(answer.done is not None and answer.done.interrupted for answer in self.answers.values())
@@ -346,6 +352,8 @@ class Pool(ABC):
         replaced: list[Death] = []
         report = None
         said: dict[int, str] = {}
+        failed: set[int] = set()
+        # Replicas whose own error ended the latest attempt.
 
         def take(replica_id: int, message: Any) -> None:
             if isinstance(message, Stream):
@@ -362,6 +370,10 @@ class Pool(ABC):
             if report.clean and not report.timed_out:
                 self._formed = True
                 return replaced
+            before, failed = failed, {r for r, f in report.failures.items() if not (f.secondary or f.interrupted)}
+            # Once may be for another's death. All at once is for no replica's state, and would lose the values of all.
+            if len(failed) < self.size:
+                self._end(failed & before)
             gone = self.dead()
             replaced += gone
             self._replace(gone)
@@ -370,6 +382,14 @@ class Pool(ABC):
         reasons = [": ".join([str(d), *said.get(d.replica_id, "").splitlines()[-1:]]) for d in report.deaths]
         reasons += [f"replica {r}: {f.type_name}: {f.message}" for r, f in report.failures.items()]
         raise ReplicaError(f"the replicas could not form a process group: {'; '.join(reasons)}")
+
+    def _end(self, replica_ids: set[int]) -> None:
+        """End replicas; when this returns, they are among the dead."""
+        for replica_id in replica_ids:
+            self._kill(replica_id)
+        deadline = time.monotonic() + GRACE
+        while not replica_ids <= {death.replica_id for death in self.dead()} and time.monotonic() < deadline:
+            self._poll(TICK_SECONDS)
 
     def close(self) -> None:
         """Stop the replicas; a second call does nothing."""

@@ -41,11 +41,12 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
     if stop is not None:
         _raise(TrainingStopped(stop.message), [], [stop.message, *_deaths(report)])
     users = [f for f in failures.values() if not f.secondary and not f.interrupted]
-    if report.deaths and not (users and all(death.by_us for death in report.deaths)):
+    crashes = report.crashes
+    if crashes and not (users and all(death.by_us for death in crashes)):
         died = _died(report)
         _raise(died, _last_words(report), [_last_line(died)])
     if failures:
-        _raise_users(failures, devices, among, _deaths(report), _where(report, devices))
+        _raise_users(failures, devices, among, list(map(str, crashes)), _where(report, devices))
 
 
 def settle(report: Report, devices: Sequence[Device], timeout: float | None = None) -> None:
@@ -83,6 +84,12 @@ def _raise_users(
         f"replica {r} ({devices[r]}) was out of memory: {f.memory}; what the failed code held is free again"
         for r, f in failures.items()
         if f.memory
+    ]
+    notes += [
+        f"replica {r} ({devices[r]}) can use its GPU no more: CUDA does nothing for a process after such an error. "
+        "It has ended, and the next %%mirrored cell, or strategy.run, starts it anew"
+        for r, f in failures.items()
+        if f.gpu_lost
     ]
     freed = [r for r in failures if primary and r not in primary]
     if freed:

@@ -208,6 +208,8 @@ class LocalPool(Pool):
         n = self.size
         on_cpu = self.devices[0].kind == "cpu"
         environment = {
+            "NCCL_SOCKET_IFNAME": "lo",
+            # Unless the user says otherwise: nobody outside of this machine is to reach a replica.
             **os.environ,
             "RANK": str(replica_id),
             "LOCAL_RANK": str(replica_id),
@@ -221,15 +223,17 @@ class LocalPool(Pool):
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": "mirror_nb",
         }
-        if not on_cpu:
+        gpus = [] if on_cpu else list(dict.fromkeys(device.index for device in self.devices))
+        # CUDA takes a list that names one twice for the end of the list.
+        if gpus:
             # torchrun's scripts take the GPU of their LOCAL_RANK, so replica i must see its GPU as number i.
-            environment["CUDA_VISIBLE_DEVICES"] = _visible([d.index for d in self.devices])
+            environment["CUDA_VISIBLE_DEVICES"] = _visible(gpus)
         return ReplicaSpec(
             replica_id=replica_id,
             num_replicas=n,
-            device="cpu" if on_cpu else f"cuda:{replica_id}",
+            device="cpu" if on_cpu else f"cuda:{gpus.index(self.devices[replica_id].index)}",
             seed=self._seed,
-            threads=max(1, cores() // n) if on_cpu else torch.get_num_threads(),
+            threads=max(1, cores() // n if on_cpu else min(torch.get_num_threads(), cores() // n)),
             environment=environment,
             reduction=self._reduction,
             setup=self._setup,

@@ -230,6 +230,8 @@ def _again_numpy(seed: int) -> None:
 
 
 def _plant_cuda(device: torch.device, seed: int, replica_id: int = 0) -> None:
+    # Before that there are no generators.
+    torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.default_generators[index].manual_seed((seed + replica_id) % 2**64)
 

@@ -59,7 +59,7 @@ from mirror_nb.messages import (
 from mirror_nb.mirrors import checksums
 from mirror_nb.payload import Arrivals, NotRebuilt, Packed, Payload, closing_slab, pack
 from mirror_nb.recorder import Recorder
-from mirror_nb.replica import files, full, whereabouts
+from mirror_nb.replica import broken, files, full, whereabouts
 from mirror_nb.replica.lost import Copies
 from mirror_nb.replica.namespace import Namespace
 from mirror_nb.replica.progress import Progress
@@ -135,6 +135,8 @@ class Replica:
         # Of what the present request raised: their frames hold what the failed code held.
         self._was_full = False
         # It raised since there was no memory left.
+        self.gpu_lost = False
+        # It failed, and so will all that follows in this process.
         self._functions: dict[bytes, Any] = {}
         # By their pickles: those that the controller calls again and again.
         self.partial = False
@@ -322,7 +324,7 @@ class Replica:
 
     def _run_cell(
         self, cell: RunCell, slab: int | None, number: int
-    ) -> tuple[Failure | None, Packed, dict[str, Any] | None]:
+    ) -> tuple[Failure | None, Packed | None, dict[str, Any] | None]:
         self._progress.begin()
         with contextlib.suppress(OSError):
             os.chdir(cell.working_directory)
@@ -349,6 +351,9 @@ class Replica:
             finally:
                 self.partial = False
             grads = None if torch.is_grad_enabled() is enabled else not enabled
+        if self.gpu_lost:
+            # What the cell made lies on the GPU.
+            return failure, None, None
         value, bundle = (end.value, end.bundle) if end is not None else (None, None)
         if value is not None:
             # The names of the cell hold it if it has one; this frame must not keep it alive.
@@ -447,6 +452,8 @@ class Replica:
         line = whereabouts.line_of(error.__traceback__, self.cell_numbers)
         lines = rendered or tuple("".join(traceback.format_exception(type(error), error, _users(error))).splitlines())
         self._was_full = self._was_full or lack is not None
+        # In the notebook's own process the user has to see to it.
+        self.gpu_lost = self.gpu_lost or (self.own_process and broken.is_lost(self.identity.device))
         self._keep_until_told(error)
         clean = error.with_traceback(None)
         self.namespace.label(type(error))
@@ -469,6 +476,7 @@ class Replica:
             secondary=isinstance(error, PeerFailed) or _told_by_torch(error),
             line=line,
             memory=memory,
+            gpu_lost=self.gpu_lost,
         )
 
     def _keep_until_told(self, error: BaseException) -> None:

@@ -278,6 +278,9 @@ class _Process:
             if isinstance(request.what, RunCell):
                 self._prepare_to_show(request.what.widgets)
             replica.handle(request, slab)
+            if replica.gpu_lost:
+                # It has been told; the pool starts another, and ends what this one's cells have started.
+                os._exit(1)
         finally:
             self._busy = False
             self._request = None

@@ -89,7 +89,10 @@ class Buffers:
         written = [i for i, now in enumerate(versions) if now != self._versions[i] or i in self._silent]
         if written:
             with torch.no_grad():
-                torch._foreach_copy_([to[i] for i in written], [source[i] for i in written])
+                # Of mixed dtypes it copies each by itself.
+                for dtype in {source[i].dtype for i in written}:
+                    alike = [i for i in written if source[i].dtype is dtype]
+                    torch._foreach_copy_([to[i] for i in alike], [source[i] for i in alike])
             for i in written:
                 self._versions[i] = self._buffers[i]._version
 
