@@ -315,7 +315,7 @@ class Slow(CrossDeviceOps):
 def test_a_timing_is_recorded_when_the_device_has_ended_and_in_order():
     timings: list[Timing] = []
     ops = Slow()
-    ops.bind(Member(0, 2, torch.device("meta"), object(), timings.append))
+    ops.bind(Member(0, 2, torch.device("meta"), SimpleNamespace(shared=None), timings.append))
     for bucket in range(2):
         ops.all_reduce("sum", torch.ones(4), bucket=bucket).wait()
     assert timings == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def ring() -> Iterator[Ring]:
 def recording(ring: Ring, ops: Slow) -> Recorder:
     recorder = Recorder(torch.device("meta"))
     recorder.open(Writer(ring.descriptor))
-    ops.bind(Member(0, 2, torch.device("meta"), object(), recorder.collective))
+    ops.bind(Member(0, 2, torch.device("meta"), SimpleNamespace(shared=None), recorder.collective))
     recorder.record_ended = ops.record_ended
     return recorder
 
