@@ -18,8 +18,8 @@ class Handles(Generic[T]):
 
     def __init__(self, gone: Callable[[str], None]) -> None:
         self._gone = gone
-        self._by_handle: dict[str, weakref.ref[Any]] = {}
-        self._by_id: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._by_handle: dict[str, Callable[[], Any]] = {}
+        self._by_id: dict[int, tuple[Callable[[], Any], str]] = {}
 
     def learn(self, handle: str, obj: T) -> None:
         """From now on the handle means this object."""
@@ -32,7 +32,7 @@ class Handles(Generic[T]):
                 del self._by_handle[handle]
                 self._gone(handle)
 
-        reference = weakref.ref(obj, gone)
+        reference = referring(obj, gone)
         self._by_handle[handle] = reference
         self._by_id[key] = reference, handle
 
@@ -56,6 +56,14 @@ class Handles(Generic[T]):
         """Return the objects that still live, by handle, in the order in which they were learnt."""
         # The keys in one piece: objects may go meanwhile.
         return {handle: obj for handle in list(self._by_handle) if (obj := self.find(handle)) is not None}
+
+
+def referring(obj: object, gone: Callable[[Any], None] | None = None) -> Callable[[], Any]:
+    """Return a weak reference; of what has none, a torch.Generator in torch 2.11, one that holds it."""
+    try:
+        return weakref.ref(obj, gone)
+    except TypeError:
+        return lambda: obj
 
 
 _NONE = (None, "")

@@ -108,4 +108,4 @@ def test_after_an_assert_on_the_gpu_the_next_cell_works():
         assert ran.report.failures[0].gpu_lost
         eventually(pool.dead, "the process has ended")
         pool.mend()
-        assert run_cell(pool, "n = float(torch.ones(1, device=device))", timeout=60).values[0]["n"] == 1
+        assert run_cell(pool, "import torch\nn = float(torch.ones(1, device=device))", timeout=60).values[0]["n"] == 1

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from mirror_nb.compiled import compiled_from
+from mirror_nb.handles import referring
 from mirror_nb.payload import Payload
 from mirror_nb.pickler import global_names
 
@@ -55,7 +56,7 @@ class Functions:
             captured = _captured(function, plain)
             referred = [obj for obj in captured if not _unchanging(obj) and id(obj) not in plain]
             if all(map(self._refers, referred)):
-                weakly = {id(obj): weakref.ref(obj) for obj in referred}
+                weakly = {id(obj): referring(obj) for obj in referred}
                 known = [weakly.get(id(obj), obj) for obj in captured]
                 self._kept[function] = (known, list(weakly.values()), plain, payload)
 
