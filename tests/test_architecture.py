@@ -62,6 +62,7 @@ FLOORS = (
         "weighing",
         "collectives",
         "recorder",
+        "gpu_steps",
         "steering",
     },
     {"strategies"},
