@@ -80,7 +80,7 @@ def test_an_optimizer_that_is_faster_when_fused_is_named(monkeypatch, capsys):
         model.fit(X, Y, epochs=2, batch_size=16, verbose=2)
     said = capsys.readouterr().out
     assert said.count("optimizer.step() takes 1.0 s of a step's") == 1
-    assert "and 1 ms when it is fused: torch.optim.AdamW(..., fused=True)" in said
+    assert "and 1.0 ms when it is fused: torch.optim.AdamW(..., fused=True)" in said
     assert len(measured) == 1
     assert min(measured[0]) > 0
 
