@@ -104,9 +104,7 @@ def test_what_only_the_replicas_had_is_told_when_they_end(run, shell, end):
     else:
         with capture_output() as shown:
             shell.run_line_magic("mirror", end.split()[1])
-        assert (
-            "; lost with the replicas, which alone had it: made, other, private; again as before cells" in shown.stdout
-        )
+        assert "; lost with the replicas: made, other, private; again as before cells" in shown.stdout
     assert run("big is kept") is True
     assert run("repr(held[0])") == (
         "<private: list of 1, was in the replicas alone, which have ended: its value is lost>"

@@ -802,7 +802,7 @@ def _mended(death: Death, source: int | None, left: Sequence[str]) -> str:
 
 
 def _lost(lost: list[str], earlier: list[str]) -> list[str]:
-    says = [f"lost with the replicas, which alone had it: {_listed(lost)}"] if lost else []
+    says = [f"lost with the replicas: {_listed(lost)}"] if lost else []
     return [*says, *([f"again as before cells changed it: {_listed(earlier)}"] if earlier else [])]
 
 
