@@ -63,3 +63,17 @@ def test_a_handle_that_means_another_object_by_now_stays_when_the_first_goes():
     gc.collect()
     assert told == []
     assert handles.find("a") is second
+
+
+def test_what_has_no_weak_references_is_held():
+    gone: list[str] = []
+    handles: Handles[object] = Handles(gone.append)
+    thing = object()
+    handles.learn("a", thing)
+    assert handles.of(thing) == "a"
+    del thing
+    assert type(handles.find("a")) is object
+    assert list(handles.all()) == ["a"]
+    handles.unlearn("a")
+    assert handles.find("a") is None
+    assert gone == []
