@@ -14,6 +14,8 @@ WORTH = 0.9
 # What is less than 10 % better is not worth a change: two measurements may differ by that.
 _NOTICEABLE = 0.03
 # Part of a step that somebody would notice.
+_MOSTLY = 0.4
+# Part of a step without which a single process might be as fast as two.
 
 
 def slower_than_alone(replicas_ms: float, alone_ms: float, num_replicas: int, alone: str) -> str | None:
@@ -26,6 +28,19 @@ def slower_than_alone(replicas_ms: float, alone_ms: float, num_replicas: int, al
     return (
         f"{num_replicas} replicas are slower than {alone}: {_ms(replicas_ms)} a step against {_ms(alone_ms)}. The "
         "model or the batch is too small to share: train with OneDeviceStrategy, or on larger batches"
+    )
+
+
+def mostly_communication(exposed_ms: float, step_ms: float, measured_by: str) -> str | None:
+    """Say that replicas wait for each other as much as they compute; `measured_by` tells whether one alone is faster.
+
+    The first time is what of a step nothing is computed beside.
+    """
+    if exposed_ms < _MOSTLY * step_ms:
+        return None
+    return (
+        f"communication takes {_ms(exposed_ms)} of each step of {_ms(step_ms)}: a model or a batch as small as this "
+        f"may train faster in one process; {measured_by} measures both"
     )
 
 

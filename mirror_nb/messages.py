@@ -290,6 +290,14 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
+class TryFused:
+    """Time a step of the optimizer that stepped most in the last cell: (its class's name, ms, ms when fused).
+
+    On copies; None where there is none, or none that can be fused.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
     """Tell and record the checksums of the parameters that are synchronised, and tell those of networks' others.
 
@@ -366,6 +374,7 @@ class Request(_Compact):
         | Snapshot
         | Restore
         | Steps
+        | TryFused
         | Check
         | Standing
         | StandAt

@@ -45,6 +45,7 @@ FLOORS = (
         "mirrors",
         "lazy",
         "told",
+        "fused",
         "batches",
         "sampling",
         "prefetch",

@@ -50,7 +50,7 @@ def own_backend(graph: Any, inputs: Any) -> Any:
         {"mode": "max-autotune-no-cudagraphs"},
         {"options": {"max-autotune": True, "shape_padding": True}},
     ],
-    ids=str,
+    ids=["usual", "eager", "aot_eager", "a function", "a mode", "options"],
 )
 def test_a_compiled_function_travels_with_how_it_is_compiled(options):
     function = torch.compile(double, **options)

@@ -189,7 +189,7 @@ def test_sample_weights_may_be_for_each_token():
     )
 
 
-@pytest.mark.parametrize("loss", ["mse", nn.MSELoss(), nn.MSELoss(reduction="none"), F.mse_loss], ids=str)
+@pytest.mark.parametrize("loss", ["mse", nn.MSELoss(), nn.MSELoss(reduction="none"), F.mse_loss])
 def test_sample_weights_of_a_mean_over_elements(loss):
     weights = torch.rand(N)
     if loss is F.mse_loss:

@@ -10,6 +10,7 @@ from driving import run_cell
 from torch import nn
 
 import mirror_nb as mnb
+from mirror_nb.fused import step_times
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.training import driver, trials
 
@@ -71,8 +72,8 @@ def test_an_optimizer_that_is_faster_when_fused_is_named(monkeypatch, capsys):
         measured.append(times := real(optimizer))
         return (1000.0, times[1] / times[1])
 
-    real = trials._optimizer_times
-    monkeypatch.setattr(trials, "_optimizer_times", faster)
+    real = trials.step_times
+    monkeypatch.setattr(trials, "step_times", faster)
     with mnb.OneDeviceStrategy("cpu:0").scope():
         model = mnb.Model(nn.Linear(6, 1))
         model.compile(optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.1), loss="mse")
@@ -87,9 +88,9 @@ def test_an_optimizer_that_is_faster_when_fused_is_named(monkeypatch, capsys):
 
 def test_what_cannot_be_fused_is_not_tried():
     parameters = list(nn.Linear(6, 1).parameters())
-    assert trials._optimizer_times(torch.optim.Adam(parameters, fused=True)) is None
-    assert trials._optimizer_times(torch.optim.RMSprop(parameters)) is None
-    assert trials._optimizer_times(None) is None
+    assert step_times(torch.optim.Adam(parameters, fused=True)) is None
+    assert step_times(torch.optim.RMSprop(parameters)) is None
+    assert step_times(None) is None
 
 
 def test_nothing_is_tried_in_a_short_training_or_where_nobody_looks(monkeypatch):

@@ -30,6 +30,7 @@ from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.options import Communication, CommunicationOptions
 from mirror_nb.devices import cores
 from mirror_nb.errors import UsageError
+from mirror_nb.fused import step_times
 from mirror_nb.strategies.place import Place
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ ROUNDS = 3
 _WARM_UP = 2
 # Steps after every change: the first one allocates buckets, the second one is the first that uses them.
 _LEAST, _MOST = 3, 60
-_OPTIMIZER_STEPS = 15
 UNSYNCHRONISED = "no synchronisation"
 _NO_INPUTS = (
     "what does the model take? Give the shape of one example (`shape=(1, 28, 28)`, --shape 1,28,28), or a function "
@@ -143,7 +143,7 @@ class _Found:
     in_use: str
     # The op that the strategy reduces by.
     bytes_per_pack: int
-    optimizer_ms: tuple[float, float] | None
+    optimizer_ms: Sequence[float] | None
     # Of optimizer.step() as it is, and fused; None where torch has no fused one.
 
 
@@ -223,7 +223,8 @@ def _advice(found: _Found, ops: Sequence[str], num_replicas: int, optimizer: str
         default = CommunicationOptions().bytes_per_pack
         said.append(advice.buckets_too_small(found.bytes_per_pack, median[used], default, median[larger]))
     if found.optimizer_ms is not None:
-        said.append(advice.could_be_fused(optimizer, *found.optimizer_ms, median[used]))
+        plain, fused = found.optimizer_ms
+        said.append(advice.could_be_fused(optimizer, plain, fused, median[used]))
     return tuple(each for each in said if each is not None)
 
 
@@ -293,10 +294,10 @@ class _Measurement:
         device = self._seat.device
         alone = f"one process with {cores()} threads" if device.type == "cpu" else f"{device} alone"
         times[alone] = self._train_alone(count * ROUNDS)
-        # The fused one last: it may leave other weights than the plain one.
-        fused = self._optimizer_times()
+        tried = step_times(self._optimizer)
+        plain_and_fused = None if tried is None else self._largest(tried)
         in_use = _name_of(self._before.ops, self._task.ops)
-        return _Found(times, self.batch, alone, in_use, self._before.options.bytes_per_pack, fused)
+        return _Found(times, self.batch, alone, in_use, self._before.options.bytes_per_pack, plain_and_fused)
 
     def _ways(self) -> dict[str, Callable[[int], list[float]]]:
         before = self._before
@@ -364,27 +365,10 @@ class _Measurement:
                 times.append((time.perf_counter() - begun) * 1000)
         return times
 
-    # ------------------------------------------------------------------ the optimizer
-
-    def _new_optimizer(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    def _new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         kind: Any = getattr(torch.optim, self._task.optimizer)
         # Small, so that the copy stays a model with numbers, and not zero, so that every step does its work.
-        return cast(torch.optim.Optimizer, kind(model.parameters(), lr=1e-4, **options))
-
-    def _optimizer_times(self) -> tuple[float, float] | None:
-        kind = getattr(torch.optim, self._task.optimizer)
-        if "fused" not in inspect.signature(kind.__init__).parameters:
-            return None
-        try:
-            fused = self._new_optimizer(self._model, fused=True)
-        except RuntimeError:
-            # Not for this dtype or device.
-            return None
-        medians = []
-        for optimizer in (self._optimizer, fused):
-            times = self._timed(optimizer.step, _OPTIMIZER_STEPS)
-            medians.append(statistics.median(self._largest(times)))
-        return medians[0], medians[1]
+        return cast(torch.optim.Optimizer, kind(model.parameters(), lr=1e-4))
 
     def _largest(self, times: Sequence[float]) -> list[float]:
         """Return the largest of all replicas' times, one by one: a step is over when it is over everywhere."""

@@ -35,6 +35,7 @@ from mirror_nb.errors import PoolClosed, TransferError, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Again, Bind, CommSent, Fetch, LoadModules, RunCell, Source
 from mirror_nb.mirrors import called
+from mirror_nb.notebook.advising import LEAST_SECONDS, CellAdvice
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.live import LiveDashboard
 from mirror_nb.notebook.names import Names, Parcel, Returned
@@ -130,6 +131,7 @@ class _Ledger:
     # Files that several replicas have opened to write, as this cell was the first to show.
     undivided: list[str] = field(default_factory=list)
     # Loaders that every replica has gone through, likewise.
+    advice: list[str] = field(default_factory=list)
 
     def parts(self, replicas: Sequence[int], seconds: float) -> list[str]:
         n = len(replicas)
@@ -165,7 +167,7 @@ class _Ledger:
             parts.append(f"every replica trained on all of {whose} {advice}")
         if self.returned.problem is not None:
             parts.append(f"could not be rebuilt here: {self.returned.problem}")
-        return parts
+        return [*parts, *self.advice]
 
 
 class Session:
@@ -178,6 +180,7 @@ class Session:
         # Pids of dead replicas that the user has been told of.
         self._told_files: set[str] = set()
         self._told_loaders: set[str] = set()
+        self._advice = CellAdvice()
         self._cells: deque[Source] = deque(maxlen=KEPT_CELLS)
         # What replicas have run, in whose functions tracebacks may end.
         self._untaught: set[int] = set()
@@ -414,7 +417,12 @@ class Session:
             self._told_loaders.update(ledger.undivided)
             self._trained = self._network(names.mentioned)
             pool.tell(self._trained, self._operation)
-        view.close(ledger.parts(replicas, time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        try:
+            if report.clean and len(replicas) == pool.size and seconds >= LEAST_SECONDS and not options.quiet:
+                ledger.advice = self._advice.after_cell(pool, self._exchange.options())
+        finally:
+            view.close(ledger.parts(replicas, seconds))
         self._explain_lacking(report)
         raise_for(report, pool.devices, options.timeout)
         if options.out is not None:

@@ -17,6 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mirror_nb.fused import step_times
 from mirror_nb.told import parameters_of
 
 
@@ -60,6 +61,13 @@ class Progress:
             begun, ended = self._begun.get(optimizer, 0), self._ended.get(optimizer, 0)
             steps[key] = ended if begun == ended else -1 - ended
         return steps
+
+    def try_fused(self) -> tuple[str, float, float] | None:
+        """Return the class of the optimizer that stepped most since `begin`, its step's ms, and those when fused."""
+        stepped = [optimizer for optimizer in self._optimizers().values() if self._ended.get(optimizer)]
+        tried = max(stepped, key=lambda optimizer: self._ended[optimizer], default=None)
+        times = step_times(tried)
+        return None if times is None else (type(tried).__name__, *times)
 
     def standing(self, keys: Iterable[str]) -> dict[str, Standing]:
         """Return the standing of these optimizers, as far as they are here and can tell."""

@@ -55,6 +55,7 @@ from mirror_nb.messages import (
     StandAt,
     Standing,
     Steps,
+    TryFused,
 )
 from mirror_nb.mirrors import checksums
 from mirror_nb.payload import Arrivals, NotRebuilt, Packed, Payload, closing_slab, pack
@@ -235,6 +236,8 @@ class Replica:
                     left = self._restore(names, slab)
                 case Steps():
                     packed = pack(self._progress.steps(), in_band=True)
+                case TryFused():
+                    packed = pack(self._progress.try_fused(), in_band=True)
                 case Check():
                     packed = pack((self.steering.compare(), self.unsynchronized()), in_band=True)
                 case Standing(keys):

@@ -7,25 +7,17 @@ Knows a Training, its optimizer and its replica's seat; knows no epochs, and say
 from __future__ import annotations
 
 import contextlib
-import inspect
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from mirror_nb import advice
 from mirror_nb.collectives.options import Communication, CommunicationOptions
 from mirror_nb.devices import cores
+from mirror_nb.fused import median_ms, step_times
 from mirror_nb.strategies.place import Place
 from mirror_nb.training.learning import Training
-
-_WARM_UP, _ROUNDS = 2, 5
-_LARGEST = 2**25
-# Elements that an optimizer is tried on; it takes up to eight times their memory.
 
 
 def advise(place: Place, training: Training) -> tuple[str, ...]:
@@ -40,7 +32,7 @@ def advise(place: Place, training: Training) -> tuple[str, ...]:
         return ()
     step = max(seat.collect(step))
     with _undone(training):
-        plain, fused = _optimizer_times(training.optimizer) or (None, None)
+        plain, fused = step_times(training.optimizer) or (None, None)
         alone = _alone(training) if seat.num_replicas > 1 and seat.replica_id == 0 else None
         larger = _with_larger_buckets(place, training)
     found: list[tuple[float | None, ...]] = seat.collect((plain, fused, alone, *larger))
@@ -85,7 +77,7 @@ def _alone(training: Training) -> float:
     torch.set_num_threads(cores())
     try:
         with training.seat.no_sync():
-            return _median(lambda: training.try_pass(training.seat.num_replicas))
+            return median_ms(lambda: training.try_pass(training.seat.num_replicas))
     finally:
         torch.set_num_threads(before)
 
@@ -100,45 +92,7 @@ def _with_larger_buckets(place: Place, training: Training) -> tuple[float | None
     try:
         for nbytes in (before.options.bytes_per_pack, default):
             place.communicate(Communication(before.ops, replace(before.options, bytes_per_pack=nbytes)))
-            found.append(_median(lambda: training.try_pass(1)))
+            found.append(median_ms(lambda: training.try_pass(1)))
     finally:
         place.communicate(before)
     return found[0], found[1]
-
-
-def _optimizer_times(optimizer: Optimizer | None) -> tuple[float, float] | None:
-    """The median times of a step of such an optimizer on copies, as it is and fused; ms. None: it cannot be fused."""
-    if optimizer is None:
-        return None
-    kind: Any = type(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if (
-        "fused" not in inspect.signature(kind.__init__).parameters
-        or any(group.get("fused") for group in optimizer.param_groups)
-        or sum(p.numel() for p in parameters) > _LARGEST
-    ):
-        return None
-    times = []
-    for fused in (False, True):
-        groups = []
-        for group in optimizer.param_groups:
-            copies = [p.detach().clone() for p in group["params"] if p.requires_grad]
-            for each in copies:
-                each.grad = torch.full_like(each, 1e-3)
-            groups.append({**group, "params": copies, "fused": fused or group.get("fused")})
-        try:
-            tried = kind(groups, **({"fused": True} if fused else {}))
-            times.append(_median(tried.step))
-        except (RuntimeError, TypeError):
-            # Not for these settings or dtypes; or a class of the user's that takes other arguments.
-            return None
-    return times[0], times[1]
-
-
-def _median(call: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(_WARM_UP + _ROUNDS):
-        began = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - began) * 1000)
-    return statistics.median(times[_WARM_UP:])

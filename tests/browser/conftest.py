@@ -10,7 +10,20 @@ import pytest
 from browser.lab import Lab, Notebook, chromium
 
 if TYPE_CHECKING:
-    from playwright.sync_api import BrowserContext
+    from playwright.sync_api import BrowserContext, ViewportSize
+
+VIEWPORT: ViewportSize = {"width": 1000, "height": 900}
+# Pixels.
+TIDY = """
+import ipywidgets
+from unittest.mock import patch
+import mirror_nb.notebook.session
+# The next test's replicas come from the same forkserver.
+with patch.object(mirror_nb.notebook.session, "stop_forkserver"):
+    get_ipython().run_line_magic("unload_ext", "mirror_nb")
+ipywidgets.Widget.close_all()
+get_ipython().run_line_magic("reset", "-f")
+"""
 
 
 @pytest.fixture(scope="package")
@@ -24,18 +37,28 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def browser() -> Iterator[BrowserContext]:
     with chromium() as running:
         # One for all: it keeps JupyterLab's scripts, so that only the first page waits for them.
-        context = running.new_context(viewport={"width": 1000, "height": 900})
+        context = running.new_context(viewport=VIEWPORT)
         yield context
         context.close()
 
 
 @pytest.fixture
 def open_notebook(lab: Lab, browser: BrowserContext) -> Iterator[Callable[[str], Notebook]]:
-    """Open a notebook of the server in a new page; page and kernel end with the test."""
-    yield lambda name: Notebook(browser.new_page(), lab, name)
-    for page in browser.pages:
-        page.close()
-    lab.end_kernels()
+    """Open a notebook of the server, alone in its page.
+
+    Tests share the page and the kernel: each finds the kernel without replicas, widgets and names.
+    """
+    last: list[Notebook] = []
+
+    def opened(name: str) -> Notebook:
+        page = browser.pages[0] if browser.pages else browser.new_page()
+        page.set_viewport_size(VIEWPORT)
+        last[:] = [Notebook(page, lab, name)]
+        return last[0]
+
+    yield opened
+    if not (last and not last[0].page.is_closed() and last[0].execute(TIDY)):
+        lab.end_kernels()
 
 
 @pytest.fixture

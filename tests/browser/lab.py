@@ -128,6 +128,10 @@ class Lab:
         where = "doc/tree" if self._program == "jupyterlab" else "notebooks"
         return f"{self._url}{where}/{notebook}?token={self._token}&reset"
 
+    def serves(self, url: str) -> bool:
+        """Whether a page of this server is at an address."""
+        return bool(self._url) and url.startswith(self._url)
+
     def write(self, cells: Sequence[str]) -> str:
         """Write a notebook of these code cells; return its name."""
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
@@ -144,6 +148,11 @@ class Lab:
                 cell.update(outputs=[], execution_count=None)
         nbformat.write(notebook, self.notebooks / path.name)
         return path.name
+
+    def kernel(self) -> dict[str, str] | None:
+        """Return the id and the name of the kernel that runs, if there is one."""
+        running = self.ask("GET", "api/kernels") or [None]
+        return running[0] and {"id": running[0]["id"], "name": running[0]["name"]}
 
     def kernel_processes(self) -> list[psutil.Process]:
         """Return the processes of the kernels that run."""
@@ -196,12 +205,35 @@ class Notebook:
         self._open()
 
     def _open(self) -> None:
-        self.page.goto(self._lab.address(self.path.name), timeout=START_SECONDS * 1000)
+        """Open it alone in the page: in the JupyterLab and with the kernel that are there, or in new ones."""
+        # A dialog that an earlier notebook left would be in the way.
+        if self._lab.serves(self.page.url) and not self.page.locator(".jp-Dialog").count():
+            self.page.evaluate(
+                "async ([path, kernel]) => { window.running = 0;"
+                " for (const shown of [...window.jupyterapp.shell.widgets('main')]) shown.dispose();"
+                " await window.jupyterapp.commands.execute('docmanager:open', { path, kernel }) }",
+                [self.path.name, self._lab.kernel()],
+            )
+        else:
+            self._lab.end_kernels()
+            self.page.goto(self._lab.address(self.path.name), timeout=START_SECONDS * 1000)
         self.page.wait_for_function(
-            "() => { const kernel = window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel;"
-            " return kernel?.status === 'idle' && document.querySelector('.jp-Notebook .jp-Cell') }",
+            "name => { const shown = window.jupyterapp?.shell.currentWidget;"
+            " return shown?.context?.path === name && shown.sessionContext?.session?.kernel?.status === 'idle'"
+            " && document.querySelector('.jp-Notebook .jp-Cell') }",
+            arg=self.path.name,
             timeout=START_SECONDS * 1000,
         )
+
+    def execute(self, source: str) -> bool:
+        """Run lines in the kernel that no cell has; return whether it was idle, and could."""
+        ran = self.page.evaluate(
+            "async code => { const kernel = window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel;"
+            " if (kernel?.status !== 'idle') return false;"
+            " return (await kernel.requestExecute({ code }).done).content.status === 'ok' }",
+            source,
+        )
+        return bool(ran)
 
     # ------------------------------------------------------------------ what a person does
 

@@ -86,8 +86,10 @@ def test_a_press_during_a_cell_is_heard_after_it(lab: Lab, open_notebook: Open, 
     waits = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\nprint('over')"
     opened = open_notebook(lab.write(["%load_ext mirror_nb\n%mirror", waits]))
     opened.run(0)
+    start = opened.output(0).locator("button.mod-primary")
+    start.wait_for()
     opened.start(1)
-    opened.output(0).locator("button.mod-primary").click()
+    start.click()
     assert "ready in" not in opened.shown(0)
     gate.touch()
     opened.wait_for(0, "ready in")
