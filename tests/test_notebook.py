@@ -458,6 +458,15 @@ def test_the_kernel_lets_go_of_replicas_widgets_that_are_closed_and_of_all_at_a_
     assert notebook.value(known) == "0"
 
 
+@pytest.mark.parametrize("line", ["%mirror", "%mirror dashboard"])
+def test_what_was_closed_with_all_other_widgets_can_be_shown_again(notebook, line):
+    notebook.run("%mirror start")
+    notebook.run(line)
+    shown = notebook.run(f"import ipywidgets\nipywidgets.Widget.close_all()\n{line}")
+    assert shown.error is None, shown.error
+    assert "application/vnd.jupyter.widget-view+json" in shown.outputs[-1]["data"]
+
+
 def test_much_output_arrives_whole_and_in_order(notebook):
     shown = notebook.run("%%mirrored --quiet\nfor i in range(20_000): print(i)")
     assert shown.stdout.split() == [str(i) for i in range(20_000)]

@@ -20,6 +20,7 @@ from mirror_nb.bench.steps import StepTable
 from mirror_nb.errors import MirrorError, UsageError
 from mirror_nb.notebook.picker.driven_session import DrivenSession
 from mirror_nb.notebook.session import CellOptions, GradientFlags, Session
+from mirror_nb.notebook.view import is_closed
 
 if TYPE_CHECKING:
     from mirror_nb.notebook.picker.widget import Picker
@@ -142,13 +143,19 @@ class MirrorMagics(Magics):
 
     def show_picker(self) -> None:
         """Show the picker below the running cell."""
-        if self._picker is None:
-            # Imported here: ipywidgets takes a while, which a notebook that never picks need not wait for.
-            from mirror_nb.notebook.picker.widget import Picker
+        # Imported here: ipywidgets takes a while, which a notebook that never picks need not wait for.
+        from mirror_nb.notebook.picker.widget import Picker
 
-            made = self._picker = Picker(DrivenSession(self.session), shell=self._shell)
-            self._shell.events.register("post_run_cell", lambda result: made.look_at_replicas())
-        self._picker.show()
+        picker = self._picker
+        if picker is None or is_closed(picker.board):
+            if picker is None:
+                self._shell.events.register("post_run_cell", self._have_picker_look)
+            picker = self._picker = Picker(DrivenSession(self.session), shell=self._shell)
+        picker.show()
+
+    def _have_picker_look(self, result: object) -> None:
+        if self._picker is not None:
+            self._picker.look_at_replicas()
 
     def _bench(self, given: Any) -> AllReduceTable | StepTable:
         names = ("devices", "ops", "largest", "seconds", "shape", "batch", "optimizer")

@@ -19,7 +19,7 @@ from IPython.core.getipython import get_ipython
 
 from mirror_nb.notebook.dashboard import page, routes, words
 from mirror_nb.notebook.dashboard.frame import Frame, Phase
-from mirror_nb.notebook.view import view_of
+from mirror_nb.notebook.view import is_closed, view_of
 from mirror_nb.telemetry.findings import findings
 from mirror_nb.telemetry.machine import SHORTEST, Machine, Reading
 from mirror_nb.telemetry.snapshot import Half, Snapshot
@@ -131,7 +131,7 @@ class Dashboard:
         if self._ended is not None:
             self._publish(place, *_still(self.frame()), update=bool(into))
             return
-        if self._view is None:
+        if self._view is None or is_closed(self._view.board):
             self._view = _View(self._shell.kernel, self._controls)
             self._draw()
         self._publish(place, self._view.mime(), update=bool(into))
@@ -293,8 +293,8 @@ class _View:
         self._buttons.add_class("mnb-buttons")
         gone = HTML(page.GONE)
         gone.add_class("mnb-gone")
-        self._board = VBox([HTML(page.STYLE), gone, self._buttons, self._page])
-        self._board.add_class("mnb-board")
+        self.board = VBox([HTML(page.STYLE), gone, self._buttons, self._page])
+        self.board.add_class("mnb-board")
         self._stop.on_click(self._press_stop)
         self._pause.on_click(self._press_pause)
         self._compare.on_click(self._press_compare)
@@ -303,7 +303,7 @@ class _View:
 
     def mime(self) -> dict[str, Any]:
         """Return what tells a front end to show the widgets."""
-        return view_of(self._board)
+        return view_of(self.board)
 
     def draw(self, frame: Frame, half: Half | None = None) -> None:
         """Show a frame, or half of it anew."""
@@ -324,7 +324,7 @@ class _View:
 
     def close(self) -> None:
         """Let go of all widgets, in the front end too."""
-        for widget in (*self._buttons.children, *self._board.children, self._board):
+        for widget in (*self._buttons.children, *self.board.children, self.board):
             widget.close()
 
     def _label(self, phase: Phase, armed: bool) -> None:
