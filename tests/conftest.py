@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import shutil
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, there in here.items():
             if not there and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f"needs a {marker}"))
+
+
+def pytest_collection_finish() -> None:
+    # What is there by now stays: to look through it takes half a second, at each of hundreds of collections.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -82,7 +82,7 @@ def test_a_replica_whose_pipe_got_junk_is_replaced_and_the_session_goes_on(
     pid = two.status()[1].pid
     run_cell(two, "kept = 3")
     os.write(two._members[1].channel.fileno(), junk)
-    ran = run_cell(two, "strategy.reduce('sum', 1)", timeout=5)
+    ran = run_cell(two, "strategy.reduce('sum', 1)", timeout=1)
     if ran.report.deaths:
         eventually(lambda: gone(pid), "the replica that cannot be talked to ends")
     two.mend()
