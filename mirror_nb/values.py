@@ -332,3 +332,5 @@ def merged(values: Sequence[Any]) -> Any:
 
 # A PerReplica is a leaf to torch's pytrees and pickles by its values.
 copyreg.pickle(PerReplica, lambda value: (PerReplica, (value.values,)))
+# In a checkpoint it may be read as it stands: it makes nothing but itself.
+torch.serialization.add_safe_globals([PerReplica])

@@ -59,7 +59,7 @@ def test_replicas_that_mostly_communicate_are_told_with_the_numbers():
         assert shot.exposed > 0.4
         assert text.startswith("communication takes ")
         assert " of each step of " in text
-        assert text.endswith("in one process; %mirror bench --model measures both")
+        assert text.endswith("in one process; %mirror bench --model NAME --shape ... measures both")
 
 
 def test_buckets_are_too_small_only_where_they_were_made_so():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,14 @@ def test_a_per_replica_value_can_be_pickled_and_copied():
     assert type(again) is PerReplica
     assert same(again[0], torch.ones(2))
     assert copy.deepcopy(value)[1] == 3
+
+
+def test_a_checkpoint_with_a_per_replica_value_is_read_as_it_stands():
+    file = io.BytesIO()
+    torch.save({"losses": PerReplica([torch.ones(2), 3])}, file)
+    file.seek(0)
+    losses = torch.load(file)["losses"]
+    assert [losses.values[0].tolist(), losses.values[1]] == [[1, 1], 3]
 
 
 NAN = float("nan")

@@ -272,9 +272,11 @@ def test_what_the_controller_calls_on_replicas_pickles_by_reference():
 
 def test_saving_goes_through_torch():
     file = io.BytesIO()
-    torch.save({"v": Variable([1.0, 2.0])}, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=False)["v"].tolist() == [1, 2]
+    torch.save({"v": Variable([1.0, 2.0], aggregation="MEAN", trainable=False)}, file)
+    for weights_only in (True, False):
+        file.seek(0)
+        loaded = torch.load(file, weights_only=weights_only)["v"]
+        assert (loaded.tolist(), loaded.aggregation, loaded.trainable) == ([1, 2], VariableAggregation.MEAN, False)
 
 
 # --------------------------------------------------------------------------- on replicas

@@ -76,7 +76,7 @@ def _one_process(snapshot: Snapshot, step_ms: float) -> str | None:
     if slow_replica(snapshot) is not None:
         # The others wait for it, not for communication.
         return None
-    return advice.mostly_communication(_part(snapshot, "exposed"), step_ms, "%mirror bench --model")
+    return advice.mostly_communication(_part(snapshot, "exposed"), step_ms, "%mirror bench --model NAME --shape ...")
 
 
 def _buckets(snapshot: Snapshot, options: CommunicationOptions) -> str | None:
