@@ -22,12 +22,13 @@ import mirror_nb
 from mirror_nb.collectives.options import Communication
 from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.notebook.magics import MirrorMagics, _exchange
+from mirror_nb.notebook.options import GradientFlags
 from mirror_nb.notebook.picker import page, widget
 from mirror_nb.notebook.picker.choice import Choice, Standing
 from mirror_nb.notebook.picker.driven_session import DrivenSession
 from mirror_nb.notebook.picker.inventory import Machine, places
 from mirror_nb.notebook.picker.widget import Picker
-from mirror_nb.notebook.session import QUICK_SIZES, GradientFlags, Session
+from mirror_nb.notebook.session import QUICK_SIZES, Session
 
 Made = Callable[..., tuple[Picker, MadeSession]]
 

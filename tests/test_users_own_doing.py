@@ -23,7 +23,8 @@ from mirror_nb import payload
 from mirror_nb.collectives.barrier import LOOK_AFTER_SECONDS
 from mirror_nb.devices import Device, resolve
 from mirror_nb.errors import DeviceError, ReplicaError, TransferError
-from mirror_nb.notebook.session import CellOptions, Session
+from mirror_nb.notebook.options import CellOptions
+from mirror_nb.notebook.session import Session
 from mirror_nb.pool.base import UNEVEN_AFTER
 from mirror_nb.pool.failures import raise_for
 from mirror_nb.pool.local import LocalPool, _visible, stop_forkserver

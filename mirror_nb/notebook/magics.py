@@ -18,8 +18,9 @@ from mirror_nb.bench.collectives import AllReduceTable
 from mirror_nb.bench.command import Options
 from mirror_nb.bench.steps import StepTable
 from mirror_nb.errors import MirrorError, UsageError
+from mirror_nb.notebook.options import CellOptions, GradientFlags
 from mirror_nb.notebook.picker.driven_session import DrivenSession
-from mirror_nb.notebook.session import CellOptions, GradientFlags, Session
+from mirror_nb.notebook.session import Session
 from mirror_nb.notebook.view import is_closed
 
 if TYPE_CHECKING:

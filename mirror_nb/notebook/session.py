@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import linecache
-import math
 import os
 import re
 import sys
@@ -15,7 +14,6 @@ import types
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from mirror_nb.bench.collectives import AllReduceTable, all_reduce
 from mirror_nb.bench.command import Options, check, imported, measure, several
 from mirror_nb.bench.steps import StepTable
 from mirror_nb.collectives.base import BYTES_PER_PACK, name_of
-from mirror_nb.collectives.options import Communication, CommunicationOptions
+from mirror_nb.collectives.options import Communication
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, TransferError, UsageError
@@ -36,13 +34,15 @@ from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Again, Bind, CommSent, Fetch, LoadModules, RunCell, Source
 from mirror_nb.mirrors import called
 from mirror_nb.notebook.advising import LEAST_SECONDS, CellAdvice
+from mirror_nb.notebook.closing_line import ClosingLine, lost_values, mended, shortened
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.live import LiveDashboard
 from mirror_nb.notebook.names import Names, Parcel, Returned
+from mirror_nb.notebook.options import AS_USUAL, CellOptions, GradientFlags
 from mirror_nb.notebook.output import CellView, CommProxy
 from mirror_nb.notebook.source import cell_names
 from mirror_nb.payload import Payload, closing_slab, pack
-from mirror_nb.pool.base import Death, Pool, Report
+from mirror_nb.pool.base import Pool, Report
 from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool, stop_forkserver
@@ -58,116 +58,8 @@ QUICK_SECONDS = 0.3
 # For each size.
 IDLE_SECONDS = 0.2
 # Between two looks at the replicas while no cell runs; one takes 10 µs.
-LISTED = 8
-# Names that a line shows.
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 KEPT_CELLS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class CellOptions:
-    """The options of `%%mirrored`."""
-
-    replicas: tuple[int, ...] | None = None
-    # None: all.
-    synchronize: bool = True
-    out: str | None = None
-    # A name for the result, instead of showing it.
-    quiet: bool = False
-    timeout: float | None = None
-    # Seconds.
-    dashboard: bool = False
-    # Above what it shows.
-
-
-@dataclass(frozen=True, slots=True)
-class GradientFlags:
-    """How replicas exchange gradients, in the words of `%mirror start`; None: not said."""
-
-    ops: str | None = None
-    # The name of the cross-device ops.
-    bucket_mb: float | None = None
-    # Size of a bucket, MiB.
-    compression: str | None = None
-    # "bf16", or "none".
-
-    def options(self) -> CommunicationOptions:
-        """Return the same as options. Raises UsageError for what cannot be."""
-        if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
-            usual = BYTES_PER_PACK / 2**20
-            raise UsageError(f"--bucket-mb is {self.bucket_mb:g}; it must be above 0, and {usual:g} is usual")
-        return CommunicationOptions(
-            bytes_per_pack=round((self.bucket_mb or 0) * 2**20),
-            compression=None if self.compression == "none" else self.compression,
-        )
-
-    def over(self, before: GradientFlags) -> GradientFlags:
-        """Return this where it says something, else what was before."""
-        return GradientFlags(
-            self.ops or before.ops,
-            before.bucket_mb if self.bucket_mb is None else self.bucket_mb,
-            self.compression or before.compression,
-        )
-
-    def flags(self) -> list[str]:
-        """Return the flags that say it."""
-        size = None if self.bucket_mb is None else f"{self.bucket_mb:g}"
-        given = {"--ops": self.ops, "--bucket-mb": size, "--compression": self.compression}
-        return [f"{flag} {value}" for flag, value in given.items() if value is not None]
-
-
-@dataclass(slots=True)
-class _Ledger:
-    """What the closing line will say."""
-
-    alone: str = ""
-    # The single replica's device, where this cell has started it and others could have.
-    mended: list[str] = field(default_factory=list)
-    sent: list[str] = field(default_factory=list)
-    sent_bytes: int = 0
-    withheld: list[str] = field(default_factory=list)
-    returned: Returned = field(default_factory=Returned)
-    mixed: list[str] = field(default_factory=list)
-    # Files that several replicas have opened to write, as this cell was the first to show.
-    undivided: list[str] = field(default_factory=list)
-    # Loaders that every replica has gone through, likewise.
-    advice: list[str] = field(default_factory=list)
-
-    def parts(self, replicas: Sequence[int], seconds: float) -> list[str]:
-        n = len(replicas)
-        alone = f" on {self.alone}; for more: %mirror restart --devices cpu:0,cpu:1" if self.alone else ""
-        parts = [f"{n} replica{'s' if n > 1 else ''}{alone}", duration(seconds), *self.mended]
-        if self.sent:
-            parts.append(f"sent {_listed(self.sent)} ({size(self.sent_bytes)})")
-        if self.withheld:
-            names = " ".join(self.withheld)
-            parts.append(f"not sent, since the replicas have changed it too: {names} (%mirror push {names})")
-        if self.returned.bound:
-            parts.append(f"back {_listed(self.returned.bound)}")
-        if self.returned.deleted:
-            parts.append(f"deleted {_listed(self.returned.deleted)}")
-        if self.returned.stayed:
-            parts.append(f"stays in the replicas: {_listed(self.returned.stayed)}")
-        if self.returned.altered:
-            names = " ".join(self.returned.altered)
-            parts.append(f"changed in the replicas alone: {names} (%mirror pull {names} brings it)")
-        if self.returned.diverged:
-            named = [name for name in self.returned.diverged if name.isidentifier()]
-            advice = f" (%mirror push {' '.join(named)} makes it equal)" if named else ""
-            parts.append(f"differs between the replicas: {_listed(self.returned.diverged)}{advice}")
-        if self.returned.loose:
-            advice = "(gradients are synchronised of what a module or an optimizer has)"
-            parts.append(f"each replica's own: {_listed(self.returned.loose)} {advice}")
-        if self.mixed:
-            advice = "(under `if replica_id == 0:` it is written once)"
-            parts.append(f"written by several replicas at once: {_listed(self.mixed)} {advice}")
-        for name in self.undivided:
-            whose = name or "a DataLoader"
-            advice = f"(strategy.distribute_dataset({name or '...'}) gives each its share)"
-            parts.append(f"every replica trained on all of {whose} {advice}")
-        if self.returned.problem is not None:
-            parts.append(f"could not be rebuilt here: {self.returned.problem}")
-        return [*parts, *self.advice]
 
 
 class Session:
@@ -186,7 +78,7 @@ class Session:
         self._untaught: set[int] = set()
         # Replicas that have functions of these cells from another one, without their lines.
         self._seed = 0
-        self._exchange = GradientFlags()
+        self._exchange = AS_USUAL
         self.measured: dict[tuple[str, ...], AllReduceTable] = {}
         # What all-reduces took when they were last measured here, by devices.
         self._operation = ""
@@ -215,7 +107,7 @@ class Session:
         devices: str | None = None,
         seed: int = 0,
         in_process: bool = False,
-        exchange: GradientFlags = GradientFlags(),
+        exchange: GradientFlags = AS_USUAL,
     ) -> str:
         """Start replicas and return a line that says so; on the same devices again, say that they run.
 
@@ -272,7 +164,7 @@ class Session:
 
         loop.call_later(IDLE_SECONDS, look)
 
-    def restart(self, devices: str | None = None, exchange: GradientFlags = GradientFlags()) -> str:
+    def restart(self, devices: str | None = None, exchange: GradientFlags = AS_USUAL) -> str:
         """Stop the replicas and start new ones, on the same devices with the same options unless others are named."""
         if self._pool is None:
             return self.start(devices, exchange=exchange)
@@ -304,7 +196,7 @@ class Session:
         for comm_id in list(self._proxies):
             self._drop_proxy(comm_id)
         pool.close()
-        return _lost(*self._names.ended())
+        return lost_values(*self._names.ended())
 
     def status(self) -> str:
         """Return a table of the replicas: id, device, pid, memory, state; and how they exchange gradients."""
@@ -397,38 +289,38 @@ class Session:
         pool = self._running()
         began = time.perf_counter()
         replicas = self._chosen(options.replicas)
-        ledger = _Ledger(alone, self._mend())
+        closing = ClosingLine(alone, self._mend())
         self._tell_surroundings(pool)
         names = cell_names(self._shell.transform_cell(source))
         parcels = self._names.prepare(names.read, replicas)
-        ledger.withheld = sorted(set(self._names.withheld))
+        closing.withheld = sorted(set(self._names.withheld))
         self._trained = ""
         with _closing(parcels), self._watched(options) as dashboards:
-            self._push_changed(ledger)
+            self._push_changed(closing)
             requests, slabs = self._requests(source, options, names, replicas, parcels)
             view = CellView(self._shell, replicas, pool.devices, options.quiet)
             report = self._follow(requests, slabs, view, dashboards, options.timeout)
             self._told |= {death.pid for death in report.deaths}
-            self._enter(ledger, parcels, report)
+            self._enter(closing, parcels, report)
             self._lent.take_changes(report, replicas[0])
-            ledger.returned = self._absorb(report, replicas[0])
-            ledger.mixed = self._note_mixed(report)
-            ledger.undivided = [name for name in report.undivided_loaders() if name not in self._told_loaders]
-            self._told_loaders.update(ledger.undivided)
+            closing.returned = self._absorb(report, replicas[0])
+            closing.mixed = self._note_mixed(report)
+            closing.undivided = [name for name in report.undivided_loaders() if name not in self._told_loaders]
+            self._told_loaders.update(closing.undivided)
             self._trained = self._network(names.mentioned)
             pool.tell(self._trained, self._operation)
         seconds = time.perf_counter() - began
         try:
             if report.clean and len(replicas) == pool.size and seconds >= LEAST_SECONDS and not options.quiet:
-                ledger.advice = self._advice.after_cell(pool, self._exchange.options())
+                closing.advice = self._advice.after_cell(pool, self._exchange.options())
         finally:
-            view.close(ledger.parts(replicas, seconds))
+            view.close(closing.parts(replicas, seconds))
         self._explain_lacking(report)
         raise_for(report, pool.devices, options.timeout)
         if options.out is not None:
-            self._shell.user_ns[options.out] = ledger.returned.result
+            self._shell.user_ns[options.out] = closing.returned.result
             return None
-        return self._shown(report, replicas[0], ledger.returned.result)
+        return self._shown(report, replicas[0], closing.returned.result)
 
     def _explain_lacking(self, report: Report) -> None:
         """Say below a NameError if the replicas that had the name are gone."""
@@ -465,18 +357,18 @@ class Session:
             dashboard.ended(report)
         return report
 
-    def _enter(self, ledger: _Ledger, parcels: Sequence[Parcel], report: Report) -> None:
+    def _enter(self, closing: ClosingLine, parcels: Sequence[Parcel], report: Report) -> None:
         """Note which names have arrived."""
         # A replica that could not open its parcel, or died before, answers without a payload.
         arrived = [r for r, a in report.answers.items() if a.done is not None and a.done.payload is not None]
         for parcel in parcels:
             self._names.sent(parcel, arrived)
-            ledger.sent += [
+            closing.sent += [
                 name
                 for name, value in parcel.names.items()
-                if name not in ledger.sent and not isinstance(value, types.ModuleType)
+                if name not in closing.sent and not isinstance(value, types.ModuleType)
             ]
-            ledger.sent_bytes += parcel.packed.payload.nbytes
+            closing.sent_bytes += parcel.packed.payload.nbytes
 
     def _requests(
         self, source: str, options: CellOptions, names: Any, replicas: Sequence[int], parcels: list[Parcel]
@@ -573,13 +465,13 @@ class Session:
             torch.set_grad_enabled(returned.grads)
         return returned
 
-    def _push_changed(self, ledger: _Ledger) -> None:
+    def _push_changed(self, closing: ClosingLine) -> None:
         """Give the replicas what was changed here: values of networks, settings and states of optimizers."""
         self._lent.send_changes()
         changed = self._names.changed_modules()
         if changed:
-            ledger.sent_bytes += self._give(LoadModules, changed, range(self._running().size))
-            ledger.sent += ["changed values of a network"]
+            closing.sent_bytes += self._give(LoadModules, changed, range(self._running().size))
+            closing.sent += ["changed values of a network"]
 
     def _give(self, kind: Any, obj: object, replicas: Sequence[int] | range) -> int:
         """Send each of these replicas an object; return its size in bytes."""
@@ -615,7 +507,7 @@ class Session:
         if values:
             nbytes += self._give(LoadModules, values, range(pool.size))
         self._lent.send_again([self._shell.user_ns[name] for name in names])
-        return f"sent {_listed(list(names))} ({size(nbytes)}) to {_replicas(pool.devices)}"
+        return f"sent {shortened(list(names))} ({size(nbytes)}) to {_replicas(pool.devices)}"
 
     def pull(self, names: Sequence[str], replica: int | None = None) -> str:
         """Bind in the notebook what the replicas' names hold, whatever its size."""
@@ -636,7 +528,7 @@ class Session:
         for name, value in stayed.items():
             _check_brought(name, value)
         whence = f"replica {spans(replicas)}"
-        return f"pulled {_listed(returned.bound)} ({size(returned.nbytes)}) from {whence}"
+        return f"pulled {shortened(returned.bound)} ({size(returned.nbytes)}) from {whence}"
 
     def fetch(self, name: str, replica_id: int) -> Any:
         """Return a replica's value of a name, whatever its size; the notebook's name is left alone."""
@@ -730,13 +622,13 @@ class Session:
         if not (pool.blank or pool.apart):
             return []
         recovery = recover(pool)
-        lost = _lost(*self._names.ended()) if recovery.source is None else []
+        lost = lost_values(*self._names.ended()) if recovery.source is None else []
         if recovery.source is not None:
             for replica_id in recovery.filled:
                 self._names.restored(replica_id, recovery.source)
                 self._untaught.add(replica_id)
                 self._names.forget(replica_id, recovery.left)
-        return [*(_mended(death, recovery.source, recovery.left) for death in gone), *lost]
+        return [*(mended(death, recovery.source, recovery.left) for death in gone), *lost]
 
     def _mended_pool(self) -> Pool | None:
         if self._pool is not None:
@@ -800,20 +692,6 @@ def _folder() -> str:
         return ""
 
 
-def _mended(death: Death, source: int | None, left: Sequence[str]) -> str:
-    text = f"{death}; it was started anew"
-    if source is not None:
-        text += f" with the names of replica {source}"
-    if left:
-        text += f", except {_listed(left)}, which cannot travel"
-    return text
-
-
-def _lost(lost: list[str], earlier: list[str]) -> list[str]:
-    says = [f"lost with the replicas: {_listed(lost)}"] if lost else []
-    return [*says, *([f"again as before cells changed it: {_listed(earlier)}"] if earlier else [])]
-
-
 def _replicas(devices: Sequence[Device]) -> str:
     return f"{len(devices)} replica{'s' if len(devices) > 1 else ''} ({', '.join(map(str, devices))})"
 
@@ -821,18 +699,13 @@ def _replicas(devices: Sequence[Device]) -> str:
 def _check_rebuilt(names: Sequence[str], returned: Returned) -> None:
     if returned.problem is not None:
         raise TransferError(
-            f"{_listed(list(names))} cannot be rebuilt in the notebook: {returned.problem}; it stays in the replicas"
+            f"{shortened(list(names))} cannot be rebuilt in the notebook: {returned.problem}; it stays in the replicas"
         )
 
 
 def _check_brought(name: str, value: object) -> None:
     if isinstance(value, Remote):
         raise TransferError(f"`{name}` cannot be brought to the notebook: {value.why}; it stays in the replicas")
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:LISTED])
-    return shown if len(names) <= LISTED else f"{shown} and {len(names) - LISTED} more"
 
 
 def _flags(devices: str | None, exchange: GradientFlags) -> str:

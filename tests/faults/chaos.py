@@ -55,7 +55,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from scenes import POINTS, VISITS, Plan, Strike
 
 import mirror_nb as mnb
-from mirror_nb.notebook.session import CellOptions, Session
+from mirror_nb.notebook.options import CellOptions
+from mirror_nb.notebook.session import Session
 from mirror_nb.pool.base import Death
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 

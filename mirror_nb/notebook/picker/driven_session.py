@@ -10,8 +10,9 @@ import torch
 from mirror_nb import devices as device_names
 from mirror_nb import readable
 from mirror_nb.collectives.options import AUTO, COMPRESSIONS, IMPLEMENTATIONS, CommunicationOptions
+from mirror_nb.notebook.options import GradientFlags
 from mirror_nb.notebook.picker.choice import Choice, Driven, Offers, Operation, Standing
-from mirror_nb.notebook.session import GradientFlags, Session
+from mirror_nb.notebook.session import Session
 
 BUCKETS = (2**20, 4 * 2**20, 100 * 2**20)
 # Bytes: what is offered beside the default.
