@@ -20,7 +20,7 @@ import torch
 from machine import report
 from workloads import STEPS, WORKLOADS
 
-from mirror_nb.collectives.base import Timing
+from mirror_nb.collectives.handles import Timing
 from mirror_nb.devices import Device
 from mirror_nb.messages import RunCell
 from mirror_nb.pool.local import LocalPool

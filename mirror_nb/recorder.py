@@ -19,7 +19,7 @@ from typing import Any, final
 
 import torch
 
-from mirror_nb.collectives.base import Timing
+from mirror_nb.collectives.handles import Timing
 from mirror_nb.gpu_steps import GpuSteps
 from mirror_nb.telemetry.ring import Writer
 from mirror_nb.telemetry.samples import Kind, Mark, Operation, clock

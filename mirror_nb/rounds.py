@@ -12,7 +12,7 @@ from typing import Any, final
 from torch import Tensor
 
 from mirror_nb.buckets import Plan
-from mirror_nb.collectives.base import Reduction
+from mirror_nb.collectives.handles import Reduction
 from mirror_nb.steering import QUIET
 from mirror_nb.tracked import Tracked
 

@@ -16,6 +16,7 @@ FLOORS = (
     {"devices", "telemetry", "replaced", "imported", "handles", "nameless", "readable", "layouts"},
     {
         "messages",
+        "channel",
         "values",
         "variables",
         "held_variables",

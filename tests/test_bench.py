@@ -24,7 +24,7 @@ from mirror_nb.bench import AllReduceTable, StepTable, command, steps
 from mirror_nb.bench.collectives import AllReduceRow, all_reduce, sizes_to
 from mirror_nb.bench.replicas import OfPool
 from mirror_nb.bench.steps import StepRow, _advice, _Found
-from mirror_nb.collectives.base import Finished
+from mirror_nb.collectives.handles import Finished
 from mirror_nb.collectives.measuring import Trial
 from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.pool.local import LocalPool

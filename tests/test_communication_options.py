@@ -9,9 +9,10 @@ import pytest
 import torch
 from driving import run_cell
 
-from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, Member
+from mirror_nb.collectives.base import CrossDeviceOps, Member
 from mirror_nb.collectives.compressed import Compressed
 from mirror_nb.collectives.gloo import GlooAllReduce
+from mirror_nb.collectives.handles import Finished, Handle
 from mirror_nb.collectives.options import Communication, CommunicationOptions, chosen
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
 from mirror_nb.devices import Device

@@ -27,7 +27,7 @@ from mirror_nb.messages import Done, Failure, Word
 from mirror_nb.notebook.dashboard.frame import Phase
 from mirror_nb.notebook.dashboard.widget import NOTHING, TEXT
 from mirror_nb.notebook.live import LiveDashboard, _outcome
-from mirror_nb.pool.base import Answer, Report
+from mirror_nb.pool.report import Answer, Report
 from mirror_nb.telemetry.notice import find
 from mirror_nb.telemetry.samples import BLOCKING, Kind, Operation
 

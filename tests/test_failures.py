@@ -14,9 +14,9 @@ from IPython.core.compilerop import CachingCompiler
 from mirror_nb import RemoteException, ReplicaDied, ReplicaTimeout
 from mirror_nb.devices import Device
 from mirror_nb.messages import Done, Failure
-from mirror_nb.pool.base import Answer, Death, Report
 from mirror_nb.pool.cells import told
 from mirror_nb.pool.failures import raise_for, rebuilt
+from mirror_nb.pool.report import Answer, Death, Report
 
 DEVICES = [Device("cuda", i) for i in range(4)]
 OK = Answer(Done(1))

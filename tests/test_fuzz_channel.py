@@ -12,7 +12,8 @@ from driving import DEADLINE, eventually, gone, run_cell
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mirror_nb.messages import Channel, ChannelClosed, Interrupt, Request, Steps, Stream
+from mirror_nb.channel import Channel, ChannelClosed
+from mirror_nb.messages import Interrupt, Request, Steps, Stream
 from mirror_nb.pool.local import LocalPool
 
 FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

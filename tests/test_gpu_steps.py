@@ -9,7 +9,7 @@ import torch
 from made_gpu import MadeGpu
 
 from mirror_nb import gpu_steps
-from mirror_nb.collectives.base import Timing
+from mirror_nb.collectives.handles import Timing
 from mirror_nb.recorder import Recorder
 from mirror_nb.telemetry.findings import stuck
 from mirror_nb.telemetry.ring import Reader, Ring, Writer

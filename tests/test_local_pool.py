@@ -30,9 +30,9 @@ from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
 from mirror_nb.messages import Done, Interrupt, Steps
 from mirror_nb.pool import base, local, nanny
-from mirror_nb.pool.base import Death
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.recovery import recover
+from mirror_nb.pool.report import Death, Report
 from mirror_nb.strategies.mirrored import SETUP
 
 WAIT_IN_A_COLLECTIVE = "strategy.reduce('sum', 1.0)"
@@ -399,7 +399,7 @@ def test_a_replica_that_swallows_every_error_does_not_hold_the_others_up(two, sh
 # ---------------------------------------------------------------------- interrupts and timeouts
 
 
-def interrupted(pool: LocalPool, source: str, tmp_path: Path, press: Callable[[], None] = press_ctrl_c) -> base.Report:
+def interrupted(pool: LocalPool, source: str, tmp_path: Path, press: Callable[[], None] = press_ctrl_c) -> Report:
     """Run a cell and press Ctrl-C once every replica is in it."""
     files = [tmp_path / f"in{r}" for r in range(pool.size)]
     mark = f"open({str(tmp_path)!r} + f'/in{{replica_id}}', 'w').close()"
@@ -652,7 +652,7 @@ def test_an_interrupt_between_requests_is_an_ordinary_one(two):
 def test_an_interrupt_after_the_last_look_at_a_request_is_told_with_it(two, monkeypatch):
     follow = base._Following.follow
 
-    def pressed(self: Any) -> base.Report:
+    def pressed(self: Any) -> Report:
         report = follow(self)
         press_ctrl_c()
         return report

@@ -14,21 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirror_nb import messages
-from mirror_nb.messages import (
-    Abort,
-    Call,
-    Channel,
-    ChannelClosed,
-    Done,
-    Failure,
-    Frame,
-    Interrupt,
-    Mirror,
-    Request,
-    Snapshot,
-    Stream,
-)
+from mirror_nb import channel
+from mirror_nb.channel import Channel, ChannelClosed, Frame
+from mirror_nb.messages import Abort, Call, Done, Failure, Interrupt, Mirror, Request, Snapshot, Stream
 from mirror_nb.payload import Payload
 from mirror_nb.slab import anonymous_file
 
@@ -207,7 +195,7 @@ def test_a_receiver_looks_for_a_message_for_a_while_before_it_sleeps(ends, monke
         if len(looks) == 3:
             ends[0].send(Interrupt(7))
 
-    monkeypatch.setattr(messages, "give_way", give_way)
+    monkeypatch.setattr(channel, "give_way", give_way)
     monkeypatch.setattr(ends[1], "_read", mock.Mock(side_effect=ends[1]._read))
     assert ends[1].receive(awake=60)[0] == Interrupt(7)
     assert len(looks) == 3
@@ -227,7 +215,7 @@ def test_a_receiver_sleeps_when_nothing_comes(ends, monkeypatch, awake):
 
 
 def test_what_came_before_is_taken_without_a_look(ends, monkeypatch):
-    monkeypatch.setattr(messages, "give_way", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(channel, "give_way", mock.Mock(side_effect=AssertionError))
     for number in (1, 2):
         ends[0].send(Interrupt(number))
     assert [ends[1].receive(awake=60)[0] for _ in range(2)] == [Interrupt(1), Interrupt(2)]

@@ -117,7 +117,7 @@ class Averaging(CrossDeviceOps):
         self.weight = weight
 
     def start(self, op, flat):
-        from mirror_nb.collectives.base import Finished
+        from mirror_nb.collectives.handles import Finished
 
         parts = self.gather(flat, 0)
         if parts is not None:

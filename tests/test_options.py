@@ -21,8 +21,9 @@ from made_gpu import MadeGpu, OnMadeGpu
 
 import mirror_nb as mnb
 from mirror_nb.collectives import hierarchical_copy, options, symmetric_memory, topology
-from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, Member, Reduction, Timing, WorkHandle
+from mirror_nb.collectives.base import CrossDeviceOps, Member
 from mirror_nb.collectives.gloo import GlooAllReduce
+from mirror_nb.collectives.handles import Finished, Handle, Reduction, Timing, WorkHandle
 from mirror_nb.collectives.hierarchical_copy import HierarchicalCopyAllReduce
 from mirror_nb.collectives.nccl import NcclAllReduce
 from mirror_nb.collectives.one_device import ReductionToOneDevice

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from mirror_nb import readable
-from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, Handle, Member, name_of
+from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, Member, name_of
+from mirror_nb.collectives.handles import Handle
 from mirror_nb.collectives.measuring import Trial, compare
 from mirror_nb.collectives.topology import numa_nodes
 from mirror_nb.devices import Device

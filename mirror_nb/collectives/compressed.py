@@ -11,7 +11,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Expanding, Handle
+from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.handles import Expanding, Handle
 from mirror_nb.devices import Device
 from mirror_nb.values import ReduceOp
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Handle, Member, WorkHandle, averages_first
+from mirror_nb.collectives.base import CrossDeviceOps, Member, averages_first
+from mirror_nb.collectives.handles import Handle, WorkHandle
 from mirror_nb.devices import Device
 from mirror_nb.values import ReduceOp
 

@@ -11,8 +11,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, Member, averages_first
+from mirror_nb.collectives.base import CrossDeviceOps, Member, averages_first
 from mirror_nb.collectives.gloo import reduce_by_gloo
+from mirror_nb.collectives.handles import Finished, Handle
 from mirror_nb.collectives.shared_memory import ExchangeHandle, fabric_for, fold_of, needs_shared_memory
 from mirror_nb.collectives.topology import groups_of
 from mirror_nb.devices import Device

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Handle
+from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.gloo import reduce_by_gloo
 from mirror_nb.collectives.gpu_clock import Anchor, between
+from mirror_nb.collectives.handles import Handle
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp

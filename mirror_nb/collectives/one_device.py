@@ -9,7 +9,8 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, as_sent, averages_first
+from mirror_nb.collectives.base import CrossDeviceOps, as_sent, averages_first
+from mirror_nb.collectives.handles import Finished, Handle
 from mirror_nb.devices import Device, parse
 from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp

@@ -8,8 +8,9 @@ from typing import final
 
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Handle
+from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.fabric import Exchange, Fabric
+from mirror_nb.collectives.handles import Handle
 from mirror_nb.collectives.headers import DTYPES, Fold
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError, UsageError

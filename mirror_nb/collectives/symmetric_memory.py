@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Finished, Handle, Member, WorkHandle
+from mirror_nb.collectives.base import CrossDeviceOps, Member
 from mirror_nb.collectives.gloo import reduce_by_gloo
+from mirror_nb.collectives.handles import Finished, Handle, WorkHandle
 from mirror_nb.collectives.topology import reaches
 from mirror_nb.devices import Device
 from mirror_nb.errors import DeviceError, UsageError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mirror_nb.notebook.names import Returned
-from mirror_nb.pool.base import Death
+from mirror_nb.pool.report import Death
 from mirror_nb.readable import duration, size
 
 LISTED = 8

@@ -19,8 +19,9 @@ import torch
 from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError
 from mirror_nb.messages import Call
 from mirror_nb.payload import closing_slab, pack, unpack
-from mirror_nb.pool.base import Pool, Report
+from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import raise_for, settle
+from mirror_nb.pool.report import Report
 from mirror_nb.strategies.objects import Objects
 from mirror_nb.strategies.states import States, kept, load_state, state_of
 from mirror_nb.told import is_told

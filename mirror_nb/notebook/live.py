@@ -20,7 +20,8 @@ from mirror_nb.errors import PoolClosed, TrainingStopped, UsageError
 from mirror_nb.messages import Word
 from mirror_nb.notebook.dashboard.frame import Phase
 from mirror_nb.notebook.dashboard.widget import Dashboard
-from mirror_nb.pool.base import Pool, Report
+from mirror_nb.pool.base import Pool
+from mirror_nb.pool.report import Report
 from mirror_nb.telemetry.machine import Machine, machine_of
 from mirror_nb.telemetry.samples import clock
 from mirror_nb.telemetry.snapshot import State

@@ -42,11 +42,12 @@ from mirror_nb.notebook.options import AS_USUAL, CellOptions, GradientFlags
 from mirror_nb.notebook.output import CellView, CommProxy
 from mirror_nb.notebook.source import cell_names
 from mirror_nb.payload import Payload, closing_slab, pack
-from mirror_nb.pool.base import Pool, Report
+from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 from mirror_nb.pool.recovery import compare, recover
+from mirror_nb.pool.report import Report
 from mirror_nb.readable import aligned, duration, size
 from mirror_nb.replica.shell import cell_numbers, learn, source_of
 from mirror_nb.strategies.mirrored import SETUP

@@ -6,19 +6,13 @@ started, reached and killed is the subclass's.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import os
-import signal
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from mirror_nb import surroundings
@@ -29,7 +23,6 @@ from mirror_nb.messages import (
     Abort,
     Call,
     Done,
-    Failure,
     Follow,
     Form,
     HeldBack,
@@ -44,8 +37,9 @@ from mirror_nb.messages import (
     Whereabouts,
     Word,
 )
-from mirror_nb.payload import Arrivals, unpack
 from mirror_nb.pool import hangs
+from mirror_nb.pool.interrupts import Interrupts
+from mirror_nb.pool.report import Answer, Death, Incoming, ReplicaStatus, Report
 from mirror_nb.surroundings import Surroundings
 from mirror_nb.telemetry.notice import Notice
 from mirror_nb.telemetry.timeline import Timeline
@@ -74,157 +68,6 @@ FORM_SECONDS = 60.0
 # For joining the process group; a replica that is not there by then is replaced.
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
-    """A replica's process ended."""
-
-    replica_id: int
-    device: Device
-    pid: int
-    exit_code: int | None
-    # Negative: the signal that killed it.
-    by_us: bool = False
-    # It would not stop and was killed by the pool.
-    last_words: tuple[str, ...] = ()
-    # Lines: what its C code wrote to stderr at the end, and the stack of a crash.
-
-    def __str__(self) -> str:
-        return f"replica {self.replica_id} ({self.device}, pid {self.pid}) {self._how()}"
-
-    def _how(self) -> str:
-        if self.by_us:
-            return "did not stop when asked and was ended"
-        if self.exit_code is None:
-            return "ended"
-        if self.exit_code >= 0:
-            return f"ended with exit code {self.exit_code}"
-        try:
-            name = signal.Signals(-self.exit_code).name
-        except ValueError:
-            name = f"signal {-self.exit_code}"
-        hint = {
-            "SIGKILL": ": kill -9, or the system was out of memory",
-            "SIGSEGV": ": a crash in native code",
-            "SIGABRT": ": native code gave up",
-        }.get(name, "")
-        return f"was killed by signal {-self.exit_code} ({name}){hint}"
-
-
-@dataclass(slots=True)
-class Answer:
-    """How one replica ended a request: with `done`, or by dying, or by dying after it was done."""
-
-    done: Done | None
-    slab: int | None = None
-    death: Death | None = None
-
-    @property
-    def failure(self) -> Failure | None:
-        """What it raised, if it did."""
-        return self.done.failure if self.done is not None else None
-
-    @property
-    def clean(self) -> bool:
-        """Whether it did what it was asked, and lives."""
-        return self.death is None and self.failure is None
-
-    def taken(self) -> int | None:
-        """Return the slab, which is the caller's from now on."""
-        slab, self.slab = self.slab, None
-        return slab
-
-    def close(self) -> None:
-        """Close the slab if nobody has taken it."""
-        slab = self.taken()
-        if slab is not None:
-            os.close(slab)
-
-
-@dataclass(slots=True)
-class Report:
-    """How a request ended on all the replicas it went to."""
-
-    answers: dict[int, Answer]
-    interrupted: bool
-    # The user asked for the end.
-    timed_out: bool
-    standings: dict[int, hangs.Found] = field(default_factory=dict)
-    # Where they were, those that were asked: by replica id.
-    uneven: bool = False
-    # Some waited in a collective for others that had come to the end without it.
-
-    @property
-    def failures(self) -> dict[int, Failure]:
-        """What was raised, by replica id."""
-        return {r: a.failure for r, a in self.answers.items() if a.failure is not None}
-
-    @property
-    def deaths(self) -> list[Death]:
-        """Replicas that ended meanwhile."""
-        return [a.death for a in self.answers.values() if a.death is not None]
-
-    @property
-    def crashes(self) -> list[Death]:
-        """Replicas that ended meanwhile and had not said that they would: of a lost GPU the failure tells."""
-        failures = self.failures
-        return [d for d in self.deaths if d.replica_id not in failures or not failures[d.replica_id].gpu_lost]
-
-    @property
-    def handled(self) -> bool:
-        """Whether the user's code caught the interrupt on a replica."""
-        return any(answer.done is not None and answer.done.interrupted for answer in self.answers.values())
-
-    def unpacked(self, resolve: Callable[[Any], object] | None = None) -> dict[int, tuple[Any, Arrivals]]:
-        """Rebuild what the replicas answered, as `unpack` does, by replica id; what is left then is closed."""
-        try:
-            return {
-                replica_id: unpack(answer.done.payload, answer.taken(), resolve=resolve)
-                for replica_id, answer in self.answers.items()
-                if answer.done is not None and answer.done.payload is not None
-            }
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Close the slabs that nobody has taken: of what could not be opened, or need not be."""
-        for answer in self.answers.values():
-            answer.close()
-
-    def mixed_files(self) -> list[str]:
-        """Return the files that more than one replica has opened to write."""
-        opened = [path for answer in self.answers.values() if answer.done is not None for path in answer.done.files]
-        return [path for path, count in Counter(opened).items() if count > 1] if opened else []
-
-    def undivided_loaders(self) -> list[str]:
-        """Return the names of loaders that every replica has trained on as a whole; of one without, an empty one."""
-        told = [set(answer.done.undivided) for answer in self.answers.values() if answer.done is not None]
-        return sorted({name for name, _ in set.intersection(*told)}) if len(told) > 1 else []
-
-    @property
-    def clean(self) -> bool:
-        """Whether every replica did what it was asked."""
-        return all(answer.clean for answer in self.answers.values())
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """One line of `%mirror status`."""
-
-    replica_id: int
-    device: Device
-    pid: int
-    memory_bytes: int | None
-    # Resident, with what it shares; None where it cannot be read.
-    state: str
-    # "ready" or "dead".
-    how: str = ""
-    # It died: a sentence.
-
-
-Incoming = tuple[int, Any, int | None]
-# Replica id, message or Death, slab.
-
-
 class Pool(ABC):
     """Replicas that live until `close()`; use it as a context manager or close it yourself."""
 
@@ -241,7 +84,7 @@ class Pool(ABC):
         self.forked = False
         # This process is a fork of the one that started the replicas: they answer there.
         self._busy = threading.Lock()
-        self._interrupts = _Interrupts()
+        self._interrupts = Interrupts()
         self._fresh: Surroundings | None = None
         # What this process had set when it started the first replicas.
         self._told: Surroundings | None = None
@@ -495,57 +338,6 @@ _numbers = itertools.count(1)
 # Over all pools of this process: a class that a replica made is known by the number of its request.
 
 
-_signal: Callable[..., Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
-_handler_of: Callable[..., Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
-# What these wrap takes a tenth of the time: no enumeration is made of each handler.
-
-
-class _Interrupts:
-    """Collects SIGINT instead of raising it, so that no message is torn in the middle of its reading.
-
-    `readable` is a descriptor that tells of one. Kept: to make a pipe for every call takes as long as sending it.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        # Since the request began.
-        self.readable, self._writable = os.pipe()
-        os.set_blocking(self._writable, False)
-        os.set_blocking(self.readable, False)
-        self._before: Any = None
-
-    def __enter__(self) -> _Interrupts:
-        # One that came after the last look must not wake this request.
-        self.taken()
-        self.count = 0
-        # One that is not Python's (None) could not be put back.
-        if threading.current_thread() is threading.main_thread() and _handler_of(signal.SIGINT) is not None:
-            self._before = _signal(signal.SIGINT, self._note)
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._writable, b"!")
-
-    def taken(self) -> int:
-        """Return how many interrupts there were, and clear the descriptor."""
-        if self.count:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self.readable, 64)
-        return self.count
-
-    def __exit__(self, *exception: object) -> None:
-        before, self._before = self._before, None
-        if before is not None:
-            _signal(signal.SIGINT, before)
-
-    def close(self) -> None:
-        """Close the descriptors."""
-        os.close(self.readable)
-        os.close(self._writable)
-
-
 class _Following:
     """One request on its way: who is still at work, and which steps towards the end were taken."""
 
@@ -557,7 +349,7 @@ class _Following:
         on_message: Callable[[int, Any], None],
         on_tick: Callable[[set[int]], None],
         timeout: float | None,
-        interrupts: _Interrupts,
+        interrupts: Interrupts,
     ) -> None:
         self._pool = pool
         self._requests = requests

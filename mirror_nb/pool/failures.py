@@ -11,8 +11,8 @@ from mirror_nb.devices import Device
 from mirror_nb.errors import RemoteException, ReplicaDied, ReplicaTimeout, TrainingStopped
 from mirror_nb.messages import Failure
 from mirror_nb.pool import hangs
-from mirror_nb.pool.base import Report
 from mirror_nb.pool.cells import cell_of, text_of, told
+from mirror_nb.pool.report import Report
 
 _PLACE = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")

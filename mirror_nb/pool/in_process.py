@@ -20,8 +20,9 @@ import torch
 from mirror_nb.devices import Device
 from mirror_nb.errors import DeviceError
 from mirror_nb.messages import Done, Form, Rendezvous, Request
-from mirror_nb.pool.base import Death, Incoming, Pool, ReplicaStatus
+from mirror_nb.pool.base import Pool
 from mirror_nb.pool.hangs import Silent
+from mirror_nb.pool.report import Death, Incoming, ReplicaStatus
 from mirror_nb.replica.runtime import Identity, Replica
 
 

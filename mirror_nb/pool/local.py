@@ -41,13 +41,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from mirror_nb.channel import Channel, ChannelClosed, Frame
 from mirror_nb.devices import Device, cores
 from mirror_nb.errors import DeviceError, ReplicaError
-from mirror_nb.messages import Channel, ChannelClosed, Exit, Frame, Record, Rendezvous, ReplicaSpec
+from mirror_nb.messages import Exit, Record, Rendezvous, ReplicaSpec
 from mirror_nb.pool import nanny, outside
-from mirror_nb.pool.base import Death, Incoming, Pool, ReplicaStatus
+from mirror_nb.pool.base import Pool
 from mirror_nb.pool.hangs import Silent
 from mirror_nb.pool.last_words import Ends, LastWords
+from mirror_nb.pool.report import Death, Incoming, ReplicaStatus
 from mirror_nb.telemetry.notice import Notice, Posted
 from mirror_nb.telemetry.ring import Reader, Ring
 from mirror_nb.telemetry.samples import last_collective

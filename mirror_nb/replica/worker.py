@@ -34,13 +34,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mirror_nb import event_files
+from mirror_nb.channel import Channel, ChannelClosed
 from mirror_nb.collectives import process_group, sealed
 from mirror_nb.devices import cores
 from mirror_nb.errors import PeerFailed
 from mirror_nb.messages import (
     Abort,
-    Channel,
-    ChannelClosed,
     CommMessage,
     Done,
     Exit,

@@ -27,10 +27,10 @@ from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
 from mirror_nb.mirrors import absorb_states, called
 from mirror_nb.payload import Packed, pack
-from mirror_nb.pool.base import Report
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
 from mirror_nb.pool.recovery import compare, recover
+from mirror_nb.pool.report import Report
 from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome

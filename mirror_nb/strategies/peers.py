@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, WorkHandle, named, word_device
+from mirror_nb.collectives.base import CrossDeviceOps, word_device
 from mirror_nb.collectives.gloo import GlooAllReduce
+from mirror_nb.collectives.handles import WorkHandle, named
 from mirror_nb.collectives.headers import MERGE_CALL, UNEVEN_MERGE_CALLS
 from mirror_nb.collectives.nccl import NcclAllReduce
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce

@@ -57,8 +57,8 @@ from scenes import POINTS, VISITS, Plan, Strike
 import mirror_nb as mnb
 from mirror_nb.notebook.options import CellOptions
 from mirror_nb.notebook.session import Session
-from mirror_nb.pool.base import Death
 from mirror_nb.pool.local import LocalPool, stop_forkserver
+from mirror_nb.pool.report import Death
 
 STEPS = 3
 # Of training in a round.

@@ -1,0 +1,62 @@
+"""Ctrl-C while replicas are at work: counted for whoever follows them, not raised in the middle of something."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+_signal: Callable[..., Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
+_handler_of: Callable[..., Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
+# What these wrap takes a tenth of the time: no enumeration is made of each handler.
+
+
+class Interrupts:
+    """Collects SIGINT instead of raising it, so that no message is torn in the middle of its reading.
+
+    `readable` is a descriptor that tells of one. Kept: to make a pipe for every call takes as long as sending it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        # Since the request began.
+        self.readable, self._writable = os.pipe()
+        os.set_blocking(self._writable, False)
+        os.set_blocking(self.readable, False)
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupts:
+        # One that came after the last look must not wake this request.
+        self.taken()
+        self.count = 0
+        # One that is not Python's (None) could not be put back.
+        if threading.current_thread() is threading.main_thread() and _handler_of(signal.SIGINT) is not None:
+            self._before = _signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writable, b"!")
+
+    def taken(self) -> int:
+        """Return how many interrupts there were, and clear the descriptor."""
+        if self.count:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self.readable, 64)
+        return self.count
+
+    def __exit__(self, *exception: object) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            _signal(signal.SIGINT, before)
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self.readable)
+        os.close(self._writable)
