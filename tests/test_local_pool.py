@@ -29,7 +29,7 @@ from driving import DEADLINE, doing, eventually, gone, press_ctrl_c, run_cell, w
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
 from mirror_nb.messages import Done, Interrupt, Steps
-from mirror_nb.pool import base, local, nanny
+from mirror_nb.pool import base, interrupts, local, nanny
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.recovery import recover
 from mirror_nb.pool.report import Death, Report
@@ -664,7 +664,7 @@ def test_an_interrupt_after_the_last_look_at_a_request_is_told_with_it(two, monk
 
 
 def test_a_handler_of_native_code_stays(two, monkeypatch):
-    monkeypatch.setattr(base, "_handler_of", lambda number: None)
+    monkeypatch.setattr(interrupts, "_handler_of", lambda number: None)
     before = signal.getsignal(signal.SIGINT)
     assert run_cell(two, "x = 1").report.clean
     assert signal.getsignal(signal.SIGINT) is before
