@@ -17,7 +17,7 @@ from mirror_nb.telemetry.findings import ENOUGH, slow_replica, small_buckets
 from mirror_nb.telemetry.snapshot import BREAKDOWN, Snapshot
 
 LEAST_SECONDS = 2.0
-# Of a cell of which something is said: what is over sooner need not be faster, and a trial would be felt.
+# Of training in a cell of which something is said: what is over sooner need not be faster, and a trial would be felt.
 _WORTH_A_TRIAL = 0.05
 # Part of a step that the optimizer takes.
 
@@ -45,7 +45,7 @@ class CellAdvice:
         # Other replicas count from the beginning.
         steps, self._step = snapshot.step - min(self._step, snapshot.step), snapshot.step
         step_ms = float(snapshot.breakdown.sum(axis=1).mean()) * 1e3
-        if steps < ENOUGH or not step_ms:
+        if steps < ENOUGH or steps * step_ms < LEAST_SECONDS * 1e3:
             return []
         said = {
             "one process": _one_process(snapshot, step_ms),

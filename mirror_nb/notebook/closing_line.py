@@ -28,7 +28,6 @@ class ClosingLine:
     # Files that several replicas have opened to write, as this cell was the first to show.
     undivided: list[str] = field(default_factory=list)
     # Loaders that every replica has gone through, likewise.
-    advice: list[str] = field(default_factory=list)
 
     def parts(self, replicas: Sequence[int], seconds: float) -> list[str]:
         n = len(replicas)
@@ -64,7 +63,7 @@ class ClosingLine:
             parts.append(f"every replica trained on all of {whose} {advice}")
         if self.returned.problem is not None:
             parts.append(f"could not be rebuilt here: {self.returned.problem}")
-        return [*parts, *self.advice]
+        return parts
 
 
 def mended(death: Death, source: int | None, left: Sequence[str]) -> str:

@@ -196,19 +196,20 @@ class CellView:
 
     # ------------------------------------------------------------------ when it has ended
 
-    def close(self, parts: Iterable[str]) -> None:
-        """Take the status lines away; say in one line what happened, and fold what the others showed."""
+    def close(self, parts: Iterable[str], advice: Iterable[str] = ()) -> None:
+        """Take the status lines away; say in one line what happened, then any advice; fold what the others showed."""
         if self._status is not None:
             # A saved notebook would show an error in the place of a widget that is no more.
             self._show_status({"text/plain": ""}, update=True)
             self._status.close()
         if self._quiet:
             return
-        text = " · ".join(parts)
+        lines = [" · ".join(parts), *advice]
         folds = [self._fold(*group) for group in self._groups()]
         style = f"font-size:12px;line-height:1.6;color:{_PALE};padding-left:{_INDENT_HTML}"
-        body = f"<div style='{style}'><div>{html.escape(text)}</div>{''.join(rich for _, rich in folds)}</div>"
-        plain = "\n".join([text, *(fold for fold, _ in folds)])
+        said = "".join(f"<div>{html.escape(line)}</div>" for line in lines)
+        body = f"<div style='{style}'>{said}{''.join(rich for _, rich in folds)}</div>"
+        plain = "\n".join([*lines, *(fold for fold, _ in folds)])
         if self._in_line and getattr(self._shell, "kernel", None) is None:
             # In a terminal all comes one after the other.
             sys.stdout.write("\n")

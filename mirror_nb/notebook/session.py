@@ -311,11 +311,12 @@ class Session:
             self._trained = self._network(names.mentioned)
             pool.tell(self._trained, self._operation)
         seconds = time.perf_counter() - began
+        advice: list[str] = []
         try:
             if report.clean and len(replicas) == pool.size and seconds >= LEAST_SECONDS and not options.quiet:
-                closing.advice = self._advice.after_cell(pool, self._exchange.options())
+                advice = self._advice.after_cell(pool, self._exchange.options())
         finally:
-            view.close(closing.parts(replicas, seconds))
+            view.close(closing.parts(replicas, seconds), advice)
         self._explain_lacking(report)
         raise_for(report, pool.devices, options.timeout)
         if options.out is not None:
