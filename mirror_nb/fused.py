@@ -14,6 +14,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 _WARM_UP, _ROUNDS = 2, 5
+STEPS = 2 * (_WARM_UP + _ROUNDS)
+# Of optimizers that a trial makes.
 _LARGEST = 2**25
 # Elements that an optimizer is tried on; it takes up to eight times their memory.
 

@@ -23,7 +23,7 @@ from mirror_nb.replica import progress
 real, progress.step_times = progress.step_times, lambda optimizer: (real(optimizer), (1000.0, 1.0))[1]
 net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(20)])
 optimizer = torch.optim.AdamW(net.parameters())
-x = torch.rand(50, 4)
+x = torch.rand(600, 4)
 for (each,) in strategy.distribute_dataset((x,), batch_size=2):
     optimizer.zero_grad(); net(each).square().mean().backward(); optimizer.step()
 """
@@ -126,3 +126,10 @@ def test_an_optimizer_that_is_faster_when_fused_is_named_below_the_cell(closing,
 
 def test_a_short_cell_is_not_tried(closing):
     assert "optimizer.step()" not in closing(TRAINING)
+
+
+def test_a_trial_that_would_take_long_beside_the_training_is_not_made():
+    # No replica could be asked here.
+    with MadeRings(2, optimizer=40) as made:
+        made.step(40)
+        assert said(made) == []

@@ -10,6 +10,7 @@ from typing import final
 from mirror_nb import advice
 from mirror_nb.collectives.base import BYTES_PER_PACK
 from mirror_nb.collectives.options import CommunicationOptions
+from mirror_nb.fused import STEPS
 from mirror_nb.messages import TryFused
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import settle
@@ -20,6 +21,8 @@ LEAST_SECONDS = 2.0
 # Of training in a cell of which something is said: what is over sooner need not be faster, and a trial would be felt.
 _WORTH_A_TRIAL = 0.05
 # Part of a step that the optimizer takes.
+_TRIAL = 0.05
+# Part of the time of the training that a trial may take, at most.
 
 
 @final
@@ -50,14 +53,16 @@ class CellAdvice:
         said = {
             "one process": _one_process(snapshot, step_ms),
             "buckets": _buckets(snapshot, options),
-            "fused": self._fused(pool, snapshot, step_ms),
+            "fused": self._fused(pool, snapshot, step_ms, steps),
         }
         new = {about: text for about, text in said.items() if text is not None and about not in self._said}
         self._said.update(new)
         return list(new.values())
 
-    def _fused(self, pool: Pool, snapshot: Snapshot, step_ms: float) -> str | None:
-        if _part(snapshot, "optimizer") < _WORTH_A_TRIAL * step_ms or "fused" in self._said:
+    def _fused(self, pool: Pool, snapshot: Snapshot, step_ms: float, steps: int) -> str | None:
+        optimizer_ms = _part(snapshot, "optimizer")
+        too_long = STEPS * optimizer_ms > _TRIAL * steps * step_ms
+        if optimizer_ms < _WORTH_A_TRIAL * step_ms or too_long or "fused" in self._said:
             return None
         report = pool.run(dict.fromkeys(range(pool.size), TryFused()))
         if report.deaths:

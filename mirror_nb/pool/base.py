@@ -1,7 +1,6 @@
 """A pool: the replicas of one strategy. Sends requests, follows them to their end, ends what will not end.
 
-Knows messages, and opens what they carry for others; knows neither tensors nor notebooks. How replicas are
-started, reached and killed is the subclass's.
+Knows messages; knows neither tensors nor notebooks. How replicas are started, reached and killed is the subclass's.
 """
 
 from __future__ import annotations
