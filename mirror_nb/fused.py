@@ -16,12 +16,15 @@ from torch.optim import Optimizer
 _WARM_UP, _ROUNDS = 2, 5
 STEPS = 2 * (_WARM_UP + _ROUNDS)
 # Of optimizers that a trial makes.
-_LARGEST = 2**25
-# Elements that an optimizer is tried on; it takes up to eight times their memory.
+LARGEST = 2**25
+# Elements that an optimizer is tried on unasked; it takes up to eight times their memory.
 
 
-def step_times(optimizer: Optimizer | None) -> tuple[float, float] | None:
-    """Return the median times of a step of such an optimizer, as it is and fused; ms. None: it cannot be fused."""
+def step_times(optimizer: Optimizer | None, largest: float = LARGEST) -> tuple[float, float] | None:
+    """Return the median times of a step of such an optimizer, as it is and fused; ms.
+
+    None: it cannot be fused, it has more than `largest` elements, or there is no memory for copies of them.
+    """
     if optimizer is None:
         return None
     kind: Any = type(optimizer)
@@ -29,24 +32,26 @@ def step_times(optimizer: Optimizer | None) -> tuple[float, float] | None:
     if (
         "fused" not in inspect.signature(kind.__init__).parameters
         or any(group.get("fused") for group in optimizer.param_groups)
-        or sum(p.numel() for p in parameters) > _LARGEST
+        or sum(p.numel() for p in parameters) > largest
     ):
         return None
     times = []
     for fused in (False, True):
-        groups = []
-        for group in optimizer.param_groups:
-            copies = [p.detach().clone() for p in group["params"] if p.requires_grad]
-            for each in copies:
-                each.grad = each.new_full(each.shape, 1e-3)
-            groups.append({**group, "params": copies, "fused": fused or group.get("fused")})
         try:
+            groups = [{**group, **_copied(group, fused)} for group in optimizer.param_groups]
             tried = kind(groups, **({"fused": True} if fused else {}))
             times.append(median_ms(tried.step))
         except (RuntimeError, TypeError):
-            # Not for these settings or dtypes; or a class of the user's that takes other arguments.
+            # Not for these settings or dtypes; no memory; or a class of the user's that takes other arguments.
             return None
     return times[0], times[1]
+
+
+def _copied(group: dict[str, Any], fused: bool) -> dict[str, Any]:
+    copies = [p.detach().clone() for p in group["params"] if p.requires_grad]
+    for each in copies:
+        each.grad = each.new_full(each.shape, 1e-3)
+    return {"params": copies, "fused": fused or group.get("fused")}
 
 
 def median_ms(call: Callable[[], Any]) -> float:

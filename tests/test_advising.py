@@ -115,10 +115,13 @@ def closing(shell: InteractiveShell) -> Iterator[Callable[[str], str]]:
     ran("%%mirrored\nprogress.step_times = real")
 
 
-def test_an_optimizer_that_is_faster_when_fused_is_named_below_the_cell(closing, monkeypatch):
+def test_an_optimizer_that_is_faster_when_fused_is_named_below_the_cell(closing, shell, monkeypatch):
     for module in (session, advising):
         monkeypatch.setattr(module, "LEAST_SECONDS", 0.0)
     first = closing(TRAINING)
+    timeline = shell.magics_manager.registry["MirrorMagics"].session.pool.timeline()
+    timeline.update()
+    assert timeline.snapshot().step == 300, "steps of the trial are none of the training's"
     assert "\noptimizer.step() takes 1.0 s of a step's " in first
     assert "and 1.0 ms when it is fused: torch.optim.AdamW(..., fused=True)" in first
     assert "optimizer.step()" not in closing(TRAINING)

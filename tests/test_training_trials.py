@@ -91,6 +91,9 @@ def test_what_cannot_be_fused_is_not_tried():
     assert step_times(torch.optim.Adam(parameters, fused=True)) is None
     assert step_times(torch.optim.RMSprop(parameters)) is None
     assert step_times(None) is None
+    adam = torch.optim.Adam(parameters)
+    assert step_times(adam, largest=6) is None
+    assert step_times(adam, largest=7) is not None
 
 
 def test_nothing_is_tried_in_a_short_training_or_where_nobody_looks(monkeypatch):

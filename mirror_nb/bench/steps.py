@@ -10,6 +10,7 @@ import copy
 import functools
 import importlib
 import inspect
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -294,7 +295,7 @@ class _Measurement:
         device = self._seat.device
         alone = f"one process with {cores()} threads" if device.type == "cpu" else f"{device} alone"
         times[alone] = self._train_alone(count * ROUNDS)
-        tried = step_times(self._optimizer)
+        tried = step_times(self._optimizer, largest=math.inf)
         plain_and_fused = None if tried is None else self._largest(tried)
         in_use = _name_of(self._before.ops, self._task.ops)
         return _Found(times, self.batch, alone, in_use, self._before.options.bytes_per_pack, plain_and_fused)

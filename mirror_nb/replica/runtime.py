@@ -237,7 +237,9 @@ class Replica:
                 case Steps():
                     packed = pack(self._progress.steps(), in_band=True)
                 case TryFused():
-                    packed = pack(self._progress.try_fused(), in_band=True)
+                    # Its steps are none of the training's.
+                    with self.recorder.silent():
+                        packed = pack(self._progress.try_fused(), in_band=True)
                 case Check():
                     packed = pack((self.steering.compare(), self.unsynchronized()), in_band=True)
                 case Standing(keys):
