@@ -1,10 +1,11 @@
-"""On one GPU: a step of one replica against stock DDP's, and what an all-reduce takes by our events and the profiler.
+"""On one GPU: steps against stock DDP's, an all-reduce by our events and the profiler, and one of two replicas.
 
     python benchmarks/gpu.py [rounds]
 
 The network is ResNet-50: 161 tensors of parameters, 25.6 million numbers. The steps of all kinds are taken in one
 replica, in turns; ratios are of medians. A replica that is alone has nobody to reduce with, so that its gradients stay
-as they are; DDP copies them into buckets and calls NCCL all the same.
+as they are; DDP copies them into buckets and calls NCCL all the same. Two replicas on one GPU, which NCCL refuses,
+copy from each other's memory; their peer is gloo, by way of the CPU.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from machine import report
 from torch import nn
 
 import mirror_nb as mnb
 from mirror_nb.collectives.base import Member
+from mirror_nb.collectives.gloo import GlooAllReduce
+from mirror_nb.collectives.measuring import compare
 from mirror_nb.collectives.nccl import NcclAllReduce
+from mirror_nb.collectives.peer_copies import PeerCopies
 
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 15
 STEPS = 10
@@ -132,6 +137,29 @@ def reduced(nbytes: int, device: torch.device) -> tuple[int, float, float]:
     return nbytes, statistics.median(told), statistics.median(kernels) if kernels else float("nan")
 
 
+def share(replica_id: int, folder: str) -> None:
+    """In one of two processes: reduce by each op in turns, and keep the medians, µs."""
+    device = torch.device("cuda:0")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=replica_id, world_size=2)
+    ops = {"gloo": GlooAllReduce(), "peer copies": PeerCopies()}
+    for each in ops.values():
+        each.bind(Member(replica_id, 2, device, dist.group.WORLD))
+    trials = [compare(ops, nbytes // 4, seconds=3) for nbytes in SIZES]
+    assert all(trial.correct for found in trials for trial in found.values())
+    if replica_id == 0:
+        torch.save([[found[name].quantile(0.5) for name in ops] for found in trials], f"{folder}/medians")
+    dist.destroy_process_group()
+
+
+def shared() -> list[list[float]]:
+    """Return for each size what two replicas on one GPU need by gloo and by peer copies, µs."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(share, (folder,), nprocs=2)
+        medians: list[list[float]] = torch.load(f"{folder}/medians")
+    return medians
+
+
 if __name__ == "__main__":
     with mnb.MirroredStrategy(["cuda:0"]) as strategy:
         medians, size, times = strategy.run(measure)
@@ -143,5 +171,11 @@ if __name__ == "__main__":
         "",
         "all-reduce by NCCL, one replica: our events, the profiler's kernels, µs",
         *(f"{nbytes / 2**20:6.0f} MiB   {ours:9.1f}   {kernel:9.1f}" for nbytes, ours, kernel in times),
+        "",
+        "all-reduce of two replicas on one GPU: by gloo, by peer copies, µs",
+        *(
+            f"{nbytes / 2**20:6.0f} MiB   {gloo:9.1f}   {copies:9.1f}   {gloo / copies:5.1f} ×"
+            for nbytes, (gloo, copies) in zip(SIZES, shared(), strict=True)
+        ),
     ]
     report("gpu", lines)

@@ -999,8 +999,25 @@ def test_replicas_on_gpus_share_the_cores_as_those_on_cpus_do(monkeypatch):
     assert [specs(monkeypatch, *range(n))[0].threads for n in (1, 2, 16)] == [6, 4, 1]
 
 
-def test_nccl_is_reached_from_this_machine_alone_unless_the_user_says_otherwise(monkeypatch):
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    assert specs(monkeypatch, 0)[0].environment["NCCL_SOCKET_IFNAME"] == "lo"
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
-    assert specs(monkeypatch, 0)[0].environment["NCCL_SOCKET_IFNAME"] == "eth0"
+@pytest.mark.parametrize(
+    ("name", "ours", "other"), [("NCCL_SOCKET_IFNAME", "lo", "eth0"), ("NCCL_RAS_ENABLE", "0", "1")]
+)
+def test_nccl_is_reached_from_this_machine_alone_unless_the_user_says_otherwise(monkeypatch, name, ours, other):
+    monkeypatch.delenv(name, raising=False)
+    assert specs(monkeypatch, 0)[0].environment[name] == ours
+    monkeypatch.setenv(name, other)
+    assert specs(monkeypatch, 0)[0].environment[name] == other
+
+
+def test_what_cuda_keeps_of_a_replica_goes_with_it():
+    with LocalPool((Device("cpu", 0),), setup=SETUP) as pool:
+        pool.start()
+        pid = run_cell(pool, "import os\npid = os.getpid()").values[0]["pid"]
+        its, another = (Path(f"/dev/shm/cuda.shm.{os.getuid():x}.{owner}.1") for owner in (f"{pid:x}", "none"))
+        for path in (its, another):
+            path.touch()
+    try:
+        assert not its.exists()
+        assert another.exists()
+    finally:
+        another.unlink()

@@ -494,7 +494,8 @@ def test_what_an_op_enqueues_on_a_real_gpu_is_timed_there():
 
 @pytest.mark.gpu
 def test_nccl_reduces_on_its_own_stream_and_tells_the_time(tmp_path):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Its thread for diagnosis would listen until this process ends.
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"})
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:

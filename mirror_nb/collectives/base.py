@@ -247,13 +247,13 @@ class CrossDeviceOps(abc.ABC):
         options = dist.ReduceOptions()
         options.rootRank = destination
         total = (widened(tensor) if op is ReduceOp.MEAN else tensor).clone(memory_format=torch.contiguous_format)
-        real = torch.view_as_real(total) if total.dtype.is_complex else total
+        real = self.carried(torch.view_as_real(total) if total.dtype.is_complex else total)
         self._run("reduce", real, lambda group: group.reduce([real], options))
         if self.member.replica_id != destination:
             return None
         if op is ReduceOp.MEAN:
             real.div_(self.member.num_replicas)
-        return total.to(tensor.dtype)
+        return (torch.view_as_complex(real) if total.dtype.is_complex else real).to(tensor.device, tensor.dtype)
 
     @final
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -267,8 +267,11 @@ class CrossDeviceOps(abc.ABC):
             )
         options = dist.BroadcastOptions()
         options.rootRank = source
-        sent = as_sent(tensor.detach())
+        whole = as_sent(tensor.detach())
+        sent = self.carried(whole)
         self._run("broadcast", sent, lambda group: group.broadcast([sent], options))
+        if sent is not whole:
+            whole.copy_(sent)
 
     @final
     def gather(self, tensor: Tensor, destination: int) -> list[Tensor] | None:
@@ -277,11 +280,11 @@ class CrossDeviceOps(abc.ABC):
         options = dist.GatherOptions()
         options.rootRank = destination
         mine = self.member.replica_id == destination
-        parts = [tensor.new_empty(tensor.shape) for _ in range(self.member.num_replicas)] if mine else []
-        given = as_sent(_as_it_is(tensor).contiguous())
+        given = self.carried(_as_it_is(tensor).contiguous())
+        parts = [given.new_empty(tensor.shape) for _ in range(self.member.num_replicas)] if mine else []
         into = [[as_sent(part) for part in parts]] if mine else []
-        self._run("gather", given, lambda group: group.gather(into, [given], options))
-        return parts if mine else None
+        self._run("gather", given, lambda group: group.gather(into, [as_sent(given)], options))
+        return [part.to(tensor.device) for part in parts] if mine else None
 
     @final
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -319,6 +322,11 @@ class CrossDeviceOps(abc.ABC):
         limit = self.member.limit
         # A group that torch made waits as long as it was made to.
         return contextlib.nullcontext() if limit is None or within is None else _naming(within(limit), limit)
+
+    def carried(self, tensor: Tensor) -> Tensor:
+        """Return the tensor where what carries it takes it: on the CPU where replicas share a GPU."""
+        # NCCL refuses them, and gloo takes hardly anything from a GPU.
+        return tensor if self.member.has_nccl else tensor.cpu()
 
     def _run(self, op: str, tensor: Tensor, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
         member = self.member

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from mirror_nb.collectives.barrier import Counter, Flags, integers
 from mirror_nb.collectives.headers import (
+    HALF,
     MERGE_CALL,
     SUM_HEADS,
     UNEVEN_MERGE_CALLS,
@@ -63,7 +64,6 @@ CALL_AFTER_SECONDS = 0.002
 _TOLD_BYTES = 1024
 # Of what a replica says of a collective that the others did not run.
 
-_HALF = (torch.bfloat16, torch.float16)
 _COMBINE: tuple[Callable[..., Tensor], ...] = (torch.add, torch.add, torch.maximum, torch.minimum, torch.mul)
 # By Fold.
 _Need = tuple[int, int]
@@ -744,7 +744,7 @@ class Fabric:
         yield Counter.POSTED, number
         if not self._all_alike(number, header):
             yield from self._differ(number)
-        dtype = torch.float32 if flat.dtype in _HALF else flat.dtype
+        dtype = torch.float32 if flat.dtype in HALF else flat.dtype
         mine = next((group for group in groups if group[0] == self.replica_id), None)
         within = Fold.SUM if fold is Fold.MEAN else fold
         numel, step = flat.numel(), PIECE_BYTES // dtype.itemsize
@@ -792,7 +792,7 @@ class Fabric:
         """Combine `parts` in the order of replica ids into `out`, which may be one of them."""
         combine = _COMBINE[fold]
         last = len(parts) - 1
-        if out.dtype in _HALF:
+        if out.dtype in HALF:
             total = self._scratch_for(out.numel(), torch.float32)
             total.copy_(parts[0])
             for part in parts[1:]:

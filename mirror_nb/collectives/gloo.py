@@ -36,7 +36,7 @@ class GlooAllReduce(CrossDeviceOps):
 
 
 def reduce_by_gloo(member: Member, op: ReduceOp, flat: Tensor) -> Handle:
-    """Begin an all-reduce that gloo carries on the CPU: also where another op finds that NCCL carries none."""
+    """Begin an all-reduce that gloo carries on the CPU: also where another op finds that nothing else does."""
     group, options, num_replicas = member.group, dist.AllreduceOptions(), member.num_replicas
     first = averages_first(op, flat.dtype)
     if first:

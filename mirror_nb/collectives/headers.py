@@ -23,6 +23,8 @@ DTYPES = (
     torch.int8,
     torch.uint8,
 )
+HALF = (torch.bfloat16, torch.float16)
+# What is summed in fp32.
 _CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
 MERGE_CALL = "merge_call"
 # How one says in words what it is; where another collective meets it, that is TensorFlow's error:

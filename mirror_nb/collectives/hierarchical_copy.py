@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mirror_nb.collectives.base import CrossDeviceOps, Member, averages_first
-from mirror_nb.collectives.gloo import reduce_by_gloo
 from mirror_nb.collectives.handles import Finished, Handle
+from mirror_nb.collectives.peer_copies import PeerCopies
 from mirror_nb.collectives.shared_memory import ExchangeHandle, fabric_for, fold_of, needs_shared_memory
 from mirror_nb.collectives.topology import groups_of
 from mirror_nb.devices import Device
@@ -38,13 +38,13 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         if not isinstance(num_packs, int) or num_packs < 1:
             raise UsageError(f"`num_packs` is {num_packs!r}; it must be a whole number, at least 1")
         self.num_packs = num_packs
+        self._copies = PeerCopies()
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
-        """Begin an all-reduce; on GPUs it is enqueued at once. Where replicas share a GPU, gloo carries it."""
+        """Begin an all-reduce; on GPUs it is enqueued at once, unless replicas share one: see `PeerCopies`."""
         member, groups = self.member, self._near_each_other()
         if flat.device.type != "cpu" and not member.has_nccl:
-            # gloo sends nothing from a GPU to one replica.
-            return reduce_by_gloo(member, op, flat)
+            return self._copies.start(op, flat)
         if flat.device.type == "cpu":
             fabric = fabric_for(self, flat)
             return ExchangeHandle(fabric, fabric.all_reduce_by_groups(flat, fold_of(op), groups))
@@ -61,6 +61,10 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         """Return why not: CPU replicas that share no memory."""
         return None if all(device.kind == "cuda" for device in devices) else needs_shared_memory(devices)
 
+    def parts(self) -> Sequence[CrossDeviceOps]:
+        """Return what copies where replicas share a GPU."""
+        return (self._copies,)
+
     def _near_each_other(self) -> tuple[tuple[int, ...], ...]:
         """Return the groups, found once: to ask whether all GPUs reach each other takes a while."""
         member = self.member
@@ -72,7 +76,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 
     def __getstate__(self) -> dict[str, object]:
         # The groups are those of one member.
-        return {"num_packs": self.num_packs}
+        return {"num_packs": self.num_packs, "_copies": self._copies}
 
     def _reduce_pack(self, pack: Tensor, groups: Sequence[Sequence[int]]) -> None:
         me = self.member.replica_id

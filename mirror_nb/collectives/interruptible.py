@@ -276,6 +276,15 @@ class InterruptibleGroup(dist.ProcessGroup):
         vars(made).update(vars(operation), group=self._living())
         return made
 
+    def beside(self, name: str) -> tuple[dist.ProcessGroup, dist.Store]:
+        """Return a group of torch's own class over the same members, that reduces nothing, and its store.
+
+        C++ asks a group for its store, and one that Python derives from has none. `name`: the same on all members, of
+        this one alone.
+        """
+        store = dist.PrefixStore(f"{name}/", self._store)
+        return dist.ProcessGroup(store, self.rank(), self.size()), store
+
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         inner: Any = self._living()
         limit = timeout if timeout else timedelta(seconds=self._seconds)

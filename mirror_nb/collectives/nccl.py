@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mirror_nb.collectives.base import CrossDeviceOps
-from mirror_nb.collectives.gloo import reduce_by_gloo
 from mirror_nb.collectives.gpu_clock import Anchor, between
 from mirror_nb.collectives.handles import Handle
+from mirror_nb.collectives.peer_copies import PeerCopies
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp
@@ -37,14 +37,15 @@ class NcclAllReduce(CrossDeviceOps):
         if not isinstance(num_packs, int) or num_packs < 1:
             raise UsageError(f"`num_packs` is {num_packs!r}; it must be a whole number, at least 1")
         self.num_packs = num_packs
+        self._copies = PeerCopies()
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Enqueue an all-reduce behind what was enqueued for `flat`, and beside what comes.
 
-        Where replicas share a GPU, which NCCL refuses, gloo carries it.
+        Where replicas share a GPU, which NCCL refuses, they copy from each other's memory.
         """
         if not self.member.has_nccl:
-            return reduce_by_gloo(self.member, op, flat)
+            return self._copies.start(op, flat)
         if self._stream is None:
             self._stream = torch.cuda.Stream(flat.device)
         anchor = self._anchor(flat.device)
@@ -68,9 +69,13 @@ class NcclAllReduce(CrossDeviceOps):
             return "it is for GPUs"
         return None if dist.is_nccl_available() else "this build of torch has no NCCL"
 
+    def parts(self) -> Sequence[CrossDeviceOps]:
+        """Return what stands in for NCCL."""
+        return (self._copies,)
+
     def __getstate__(self) -> dict[str, object]:
         # Streams and events belong to this process.
-        return {"num_packs": self.num_packs}
+        return {"num_packs": self.num_packs, "_copies": self._copies}
 
 
 @final

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -59,7 +60,10 @@ class ReductionToOneDevice(CrossDeviceOps):
             flat.div_(num_replicas)
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self._complete(self.member.group.broadcast([flat], options))
+        sent = self.carried(flat)
+        self._complete(self.member.group.broadcast([sent], options))
+        if sent is not flat:
+            flat.copy_(sent)
         return Finished()
 
     @property
@@ -76,7 +80,10 @@ class ReductionToOneDevice(CrossDeviceOps):
     def _add_up(self, flat: Tensor, root: int) -> None:
         options = dist.ReduceOptions()
         options.rootRank = root
-        self._complete(self.member.group.reduce([flat], options))
+        sent = self.carried(flat)
+        self._complete(self.member.group.reduce([sent], options))
+        if sent is not flat:
+            flat.copy_(sent)
 
     def _accumulate(self, accumulate: Callable[[list[Tensor]], Tensor], flat: Tensor, root: int) -> None:
         parts = self._gathered(flat, root)
@@ -95,10 +102,11 @@ class ReductionToOneDevice(CrossDeviceOps):
         options = dist.GatherOptions()
         options.rootRank = root
         mine = self.member.replica_id == root
-        parts = [flat.new_empty(flat.shape) for _ in range(self.member.num_replicas)] if mine else []
+        sent = self.carried(flat)
+        parts = [torch.empty_like(sent) for _ in range(self.member.num_replicas)] if mine else []
         into = [[as_sent(part) for part in parts]] if mine else []
-        self._complete(self.member.group.gather(into, [as_sent(flat)], options))
-        return parts if mine else None
+        self._complete(self.member.group.gather(into, [as_sent(sent)], options))
+        return [part.to(flat.device) for part in parts] if mine else None
 
     def _place_among(self, devices: Sequence[Device]) -> int | None:
         wanted = self.reduce_to_device

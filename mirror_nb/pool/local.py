@@ -212,6 +212,8 @@ class LocalPool(Pool):
         environment = {
             "NCCL_SOCKET_IFNAME": "lo",
             # Unless the user says otherwise: nobody outside of this machine is to reach a replica.
+            "NCCL_RAS_ENABLE": "0",
+            # A thread for NCCL's own diagnosis, which listens on port 28028.
             **os.environ,
             "RANK": str(replica_id),
             "LOCAL_RANK": str(replica_id),

@@ -72,6 +72,16 @@ def end_session(pid: int, began: str) -> None:
             os.kill(process, signal.SIGKILL)
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
+    remove_cudas(pid)
+
+
+def remove_cudas(pid: int) -> None:
+    """Remove the files by which CUDA shares events of an ended process: it does that at an orderly exit only."""
+    for name in os.listdir(SHARED_MEMORY) if os.path.isdir(SHARED_MEMORY) else []:
+        # cuda.shm.user.pid.number, in hexadecimal.
+        if name.startswith("cuda.shm.") and name.split(".")[3:4] == [f"{pid:x}"]:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(SHARED_MEMORY, name))
 
 
 def left(since: float) -> set[str]:
