@@ -456,7 +456,6 @@ def _plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_nested
-        and not tensor.dtype.is_complex
     )
 
 

@@ -631,6 +631,13 @@ def test_tensors_that_are_kept_hold_no_descriptors():
     assert all(torch.equal(tensor, torch.arange(100_000)) for tensor in kept)
 
 
+def test_complex_numbers_travel_as_others_do():
+    # By torch's own way they would arrive on the GPU that they come from, which the notebook goes without.
+    packed = pack({"signal": torch.ones(100_000, dtype=torch.complex64)})
+    assert b"_open_tensor" in packed.payload.pickled
+    assert torch.equal(unpack(packed.payload, packed.slab)[0]["signal"], torch.ones(100_000, dtype=torch.complex64))
+
+
 def test_a_slab_that_is_closed_twice_is_closed_once():
     packed = pack(torch.zeros(1 << 20))
     slab = packed.slab
