@@ -43,7 +43,7 @@ class Event:
 def mapped(member, fabric):
     def region(numel, dtype, *shape):
         kept.append(fabric.allocate(numel, dtype))
-        parts = fabric._regions[-1].parts
+        parts = fabric._regions.held()[-1].parts
         return [part[: numel * dtype.itemsize].view(dtype).view(*shape) for part in parts]
     rooms, counts = region(8192, torch.uint8, 2, 4096), region(4, torch.int64, 2, 2)
     return [

@@ -22,8 +22,9 @@ import torch
 
 from mirror_nb.collectives import barrier, segments
 from mirror_nb.collectives.barrier import Counter, Flags
-from mirror_nb.collectives.fabric import Fabric, _Layout, _slice
+from mirror_nb.collectives.fabric import Fabric, _Layout
 from mirror_nb.collectives.headers import Fold
+from mirror_nb.collectives.parts import slice_of
 from mirror_nb.collectives.segments import Address, Segment
 from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
 
@@ -318,7 +319,7 @@ def test_on_processors_that_reorder_a_fence_is_taken(monkeypatch) -> None:
 @pytest.mark.parametrize("numel", [0, 1, 63, 64, 1000, 12_345])
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 def test_slices_cover_everything_once(numel: int, n: int) -> None:
-    cuts = [_slice(numel, replica, n) for replica in range(n)]
+    cuts = [slice_of(numel, replica, n) for replica in range(n)]
     assert [i for low, high in cuts for i in range(low, high)] == list(range(numel))
     assert all(low % 64 == 0 or low == numel for low, _ in cuts)
 

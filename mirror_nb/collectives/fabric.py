@@ -19,15 +19,13 @@ are cut into buckets nor on which way they take. bf16 and fp16 are summed in fp3
 
 from __future__ import annotations
 
-import copy
 import functools
-import re
 import threading
 import time
 import zlib
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -35,98 +33,31 @@ import torch
 from torch import Tensor
 
 from mirror_nb.collectives.barrier import Counter, Flags, integers
+from mirror_nb.collectives.exchange import Differs, Exchange, Need, Steps, different, fresh
 from mirror_nb.collectives.headers import (
     HALF,
-    MERGE_CALL,
     SUM_HEADS,
-    UNEVEN_MERGE_CALLS,
     Fold,
     Kind,
     for_purpose,
     head,
-    label,
     words,
 )
+from mirror_nb.collectives.parts import Folder, Rows, aligned, slice_of
+from mirror_nb.collectives.regions import Regions
 from mirror_nb.collectives.segments import Gather, Segment, common_segment, read, written
-from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
+from mirror_nb.errors import PeerFailed, ReplicaTimeout
 
 SLOT_BYTES = 64 * 1024
 SLOTS = 16
 # So many collectives may be laid out before the first has ended here; more wait for their turn.
 PIECE_BYTES = 512 * 1024
 PIECES = 4
-BLOCK_BYTES = 512 * 1024
 _HEADERS = 2 * SLOTS
 # A replica posts SLOTS ahead of what has ended here, and that may be SLOTS ahead of what has ended there.
-_ALIGNMENT = 64
-_REMEMBERED = 512
 CALL_AFTER_SECONDS = 0.002
 _TOLD_BYTES = 1024
 # Of what a replica says of a collective that the others did not run.
-
-_COMBINE: tuple[Callable[..., Tensor], ...] = (torch.add, torch.add, torch.maximum, torch.minimum, torch.mul)
-# By Fold.
-_Need = tuple[int, int]
-# A counter, and what the others have to have come to.
-_Steps = Generator[_Need, None, None]
-
-
-class _Differs(Exception):
-    """The replicas have met in different collectives: every one sees it, and none has read or written anything."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-@final
-class Exchange:
-    """One collective under way."""
-
-    # What most of them never set belongs to the class: to set it takes a tenth of a small collective's time.
-    needs: _Need = (Counter.DONE, 0)
-    posted = False
-    ended = False
-    error: BaseException | None = None
-    called: tuple[Callable[[], None], ...] = ()
-    # Run once it has ended, in the thread that saw it end.
-    started_ns = 0
-    # When all replicas had come to it; time.perf_counter_ns.
-    ended_ns = 0
-
-    def __init__(self, number: int, kind: Kind, what: Tensor | str, steps: _Steps | None, purpose: str) -> None:
-        self.number = number
-        self.kind = kind
-        self.what: Tensor | str | None = what
-        # For messages: the tensor as its owner knows it; of what is announced or named, what it is.
-        self.steps = steps
-        self.purpose = purpose
-
-    @property
-    def label(self) -> str:
-        """What it is, as a user would say it."""
-        # In words only when something went wrong: they would take a fifth of a small collective's time.
-        # Up to the comma it says what, then why.
-        return label(self.kind, self.what) + for_purpose(self.purpose.partition(",")[0])
-
-    def outcome(self) -> None:
-        """Raise its error, if it ended with one."""
-        if self.error is not None:
-            raise fresh(self.error)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """Memory that `allocate` gave: one part a replica, all mapped by all."""
-
-    begins: int
-    # Address of this replica's part.
-    nbytes: int
-    parts: tuple[Tensor, ...]
-    # uint8, by replica id.
-
-    def holds(self, address: int, nbytes: int) -> bool:
-        return self.begins <= address and address + nbytes <= self.begins + self.nbytes
 
 
 @final
@@ -144,9 +75,11 @@ class Fabric:
         memory = segment.memory
         self._flags = Flags(memory[: layout.headers], replica_id, num_replicas)
         self._headers = integers(memory[layout.headers : layout.slots])
-        self._slots = memory[layout.slots : layout.pieces].view(SLOTS, num_replicas, SLOT_BYTES)
-        self._pieces = memory[layout.pieces :].view(PIECES, num_replicas, PIECE_BYTES)
-        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._slots = Rows(memory[layout.slots : layout.pieces].view(SLOTS, num_replicas, SLOT_BYTES))
+        self._pieces = Rows(memory[layout.pieces :].view(PIECES, num_replicas, PIECE_BYTES))
+        self._regions = Regions(replica_id, num_replicas)
+        folder = Folder()
+        self._fold, self._scratch = folder.fold, folder.scratch
         # Reentrant: a signal's handler that calls abort() may run while the main thread holds it.
         self._lock = threading.RLock()
         self._queue: deque[Exchange] = deque()
@@ -155,10 +88,6 @@ class Fabric:
         self._staged = 0
         self._reduced = 0
         self._error: BaseException | None = None
-        self._regions: list[_Region | None] = []
-        self._views: dict[Any, list[Tensor]] = {}
-        self._slot_views: list[dict[tuple[torch.dtype, int], list[Tensor]]] = [{} for _ in range(SLOTS)]
-        self._plans: dict[Any, list[tuple[list[Tensor], Tensor]]] = {}
         self._ended: list[Exchange] = []
         self.purpose = ""
         # What the collectives are for that are begun now; for messages.
@@ -198,7 +127,7 @@ class Fabric:
             if begun is None:
                 return self._begin(Kind.ALL_REDUCE, fold, 0, flat, what, lambda views: self._fold(views, flat, fold))
             return begun
-        location = self._location(flat, nbytes)
+        location = self._regions.location(flat, nbytes)
         return self._queue_up(
             Kind.ALL_REDUCE,
             flat if what is None else what,
@@ -315,7 +244,7 @@ class Fabric:
         if missing is not None and not self._flags.reached(*exchange.needs):
             self.abort(PeerFailed(f"{exchange.label} failed: a peer may have left ({missing})"))
 
-    def _needs(self) -> _Need | None:
+    def _needs(self) -> Need | None:
         with self._lock:
             return self._queue[0].needs if self._queue else None
 
@@ -367,7 +296,6 @@ class Fabric:
         self._flags.leave()
         self.abort(error)
         self._regions.clear()
-        self._plans.clear()
 
     @property
     def broken(self) -> bool:
@@ -423,31 +351,18 @@ class Fabric:
         `seconds`: how long the others are waited for, by default the group's time. Raises ReplicaError, on every
         replica, where there is no such memory; ReplicaTimeout.
         """
-        part = _aligned(max(numel, 1) * dtype.itemsize, 4096)
+        part = aligned(max(numel, 1) * dtype.itemsize, 4096)
         gather = functools.partial(self._gather, seconds=seconds)
         segment = common_segment(gather, self.replica_id, part * self.num_replicas)
         parts = segment.memory.split(part)
-        mine = parts[self.replica_id]
         with self._lock:
-            self._regions.append(_Region(mine.data_ptr(), part, tuple(parts)))
-        return mine[: numel * dtype.itemsize].view(dtype)
+            self._regions.add(parts)
+        return parts[self.replica_id][: numel * dtype.itemsize].view(dtype)
 
     def release(self, tensor: Tensor) -> None:
         """Let go of what `allocate` gave; the tensor lives on as an ordinary one."""
         with self._lock:
-            for i, region in enumerate(self._regions):
-                if region is not None and region.holds(tensor.data_ptr(), 1):
-                    self._regions[i] = None
-            self._plans.clear()
-
-    def _location(self, flat: Tensor, nbytes: int) -> int:
-        """Say where all find it: number and offset in one integer; 0 for ordinary memory."""
-        if self._regions and nbytes:
-            address = flat.data_ptr()
-            for i, region in enumerate(self._regions):
-                if region is not None and region.holds(address, nbytes):
-                    return ((i + 1) << 40) + address - region.begins
-        return 0
+            self._regions.release(tensor)
 
     def _gather(self, value: Any, seconds: float | None) -> list[Any]:
         text = written(value).encode()[:2048].ljust(2048)
@@ -486,7 +401,7 @@ class Fabric:
             try:
                 self._issued = number
                 self._begun[Kind.ALL_REDUCE] += 1
-                views = self._slot(number % SLOTS, flat.dtype, numel)
+                views = self._slots.of(number % SLOTS, flat.dtype, numel)
                 views[self.replica_id].copy_(flat)
                 self._post(number, header, 0)
                 if flags.reached(Counter.POSTED, number) and self._all_alike(number, header):
@@ -503,7 +418,7 @@ class Fabric:
             self._queue.append(exchange)
         return exchange
 
-    def _rest_of_small(self, number: int, header: int, views: list[Tensor], flat: Tensor, fold: Fold) -> _Steps:
+    def _rest_of_small(self, number: int, header: int, views: list[Tensor], flat: Tensor, fold: Fold) -> Steps:
         if not self._all_alike(number, header):
             yield from self._differ(number)
         self._fold(views, flat, fold)
@@ -527,7 +442,7 @@ class Fabric:
             )
         return self._queue_up(kind, named, lambda n: self._in_pieces(n, header, flat, take, lays_out))
 
-    def _queue_up(self, kind: Kind, what: Tensor | str, steps: Callable[[int], _Steps]) -> Exchange:
+    def _queue_up(self, kind: Kind, what: Tensor | str, steps: Callable[[int], Steps]) -> Exchange:
         try:
             with self._lock:
                 if self._error is not None:
@@ -578,7 +493,7 @@ class Fabric:
             return False
         except StopIteration:
             self._end(exchange, None)
-        except _Differs as found:
+        except Differs as found:
             # The next exchange is in step.
             self._end(exchange, found.error)
         except BaseException as error:
@@ -628,9 +543,9 @@ class Fabric:
 
     def _small(
         self, number: int, header: int, flat: Tensor, take: Callable[[list[Tensor]], None], lays_out: bool
-    ) -> _Steps:
+    ) -> Steps:
         yield Counter.DONE, number - SLOTS
-        views = self._slot(number % SLOTS, flat.dtype, flat.numel())
+        views = self._slots.of(number % SLOTS, flat.dtype, flat.numel())
         if lays_out and flat.numel():
             views[self.replica_id].copy_(flat)
         self._post(number, header, 0)
@@ -640,12 +555,12 @@ class Fabric:
         if flat.numel():
             take(views)
 
-    def _announced(self, number: int, header: int, parts: Sequence[int]) -> _Steps:
+    def _announced(self, number: int, header: int, parts: Sequence[int]) -> Steps:
         rows = None
         if parts:
             yield Counter.DONE, number - SLOTS
             # Behind what is told where replicas differ: others may read one while this replica writes the other.
-            rows = self._slots[number % SLOTS, :, _TOLD_BYTES : _TOLD_BYTES + 8 * len(parts)].view(torch.int64)
+            rows = self._slots.bytes_of(number % SLOTS, _TOLD_BYTES, _TOLD_BYTES + 8 * len(parts)).view(torch.int64)
             rows[self.replica_id].copy_(torch.tensor(parts, device="cpu"))
         self._post(number, header, 0)
         yield Counter.POSTED, number
@@ -653,7 +568,7 @@ class Fabric:
         if not self._all_alike(number, header) or not sent_is_taken:
             yield from self._differ(number)
 
-    def _large(self, number: int, header: int, location: int, flat: Tensor, fold: Fold) -> _Steps:
+    def _large(self, number: int, header: int, location: int, flat: Tensor, fold: Fold) -> Steps:
         self._post(number, header, location)
         yield Counter.POSTED, number
         if not self._all_alike(number, header):
@@ -673,14 +588,14 @@ class Fabric:
         flat: Tensor,
         take: Callable[[list[Tensor], int, int], None],
         lays_out: bool,
-    ) -> _Steps:
+    ) -> Steps:
         self._post(number, header, 0)
         yield Counter.POSTED, number
         if not self._all_alike(number, header):
             yield from self._differ(number)
         yield from self._through_pieces(flat, take, lays_out)
 
-    def _through_pieces(self, flat: Tensor, take: Callable[[list[Tensor], int, int], None], lays_out: bool) -> _Steps:
+    def _through_pieces(self, flat: Tensor, take: Callable[[list[Tensor], int, int], None], lays_out: bool) -> Steps:
         """Every replica lays its part out piece by piece, the next while the others read this one."""
         numel, step = flat.numel(), PIECE_BYTES // flat.element_size()
         laid: tuple[list[Tensor], int, int] | None = None
@@ -690,7 +605,7 @@ class Fabric:
                 high = min(low + step, numel)
                 self._staged += 1
                 yield Counter.TAKEN, self._staged - PIECES
-                views = self._views_of(self._pieces, self._staged % PIECES, flat.dtype, high - low)
+                views = self._pieces.of(self._staged % PIECES, flat.dtype, high - low)
                 if lays_out:
                     views[self.replica_id].copy_(flat[low:high])
                 self._flags.show(Counter.STAGED, self._staged)
@@ -701,31 +616,31 @@ class Fabric:
                 take(*ready)
                 self._flags.show(Counter.TAKEN, count)
 
-    def _in_slices(self, flat: Tensor, fold: Fold) -> _Steps:
+    def _in_slices(self, flat: Tensor, fold: Fold) -> Steps:
         """Piece by piece, of which each replica sums a slice for all."""
         numel, step = flat.numel(), PIECE_BYTES // flat.element_size()
         for low in range(0, numel, step):
             high = min(low + step, numel)
             self._staged += 1
             yield Counter.TAKEN, self._staged - PIECES
-            views = self._views_of(self._pieces, self._staged % PIECES, flat.dtype, high - low)
+            views = self._pieces.of(self._staged % PIECES, flat.dtype, high - low)
             views[self.replica_id].copy_(flat[low:high])
             self._flags.show(Counter.STAGED, self._staged)
             yield Counter.STAGED, self._staged
-            begin, end = _slice(high - low, self.replica_id, self.num_replicas)
+            begin, end = slice_of(high - low, self.replica_id, self.num_replicas)
             if begin < end:
                 self._fold([view[begin:end] for view in views], views[self.replica_id][begin:end], fold)
             self._reduced += 1
             self._flags.show(Counter.REDUCED, self._reduced)
             yield Counter.REDUCED, self._reduced
             for replica, view in enumerate(views):
-                begin, end = _slice(high - low, replica, self.num_replicas)
+                begin, end = slice_of(high - low, replica, self.num_replicas)
                 if begin < end:
                     flat[low + begin : low + end].copy_(view[begin:end])
             self._flags.show(Counter.TAKEN, self._staged)
 
-    def _in_place(self, location: int, flat: Tensor, fold: Fold) -> _Steps:
-        for parts, mine in self._blocks(location, flat):
+    def _in_place(self, location: int, flat: Tensor, fold: Fold) -> Steps:
+        for parts, mine in self._regions.blocks(location, flat):
             self._fold(parts, mine, fold)
             for part in parts:
                 if part is not mine:
@@ -736,9 +651,7 @@ class Fabric:
         self._flags.show(Counter.REDUCED, self._reduced)
         yield Counter.REDUCED, self._reduced
 
-    def _by_groups(
-        self, number: int, header: int, flat: Tensor, fold: Fold, groups: Sequence[Sequence[int]]
-    ) -> _Steps:
+    def _by_groups(self, number: int, header: int, flat: Tensor, fold: Fold, groups: Sequence[Sequence[int]]) -> Steps:
         """Piece by piece: the first of each group sums the group's parts, then each replica sums these sums."""
         self._post(number, header, 0)
         yield Counter.POSTED, number
@@ -752,7 +665,7 @@ class Fabric:
             high = min(low + step, numel)
             self._staged += 1
             yield Counter.TAKEN, self._staged - PIECES
-            views = self._views_of(self._pieces, self._staged % PIECES, dtype, high - low)
+            views = self._pieces.of(self._staged % PIECES, dtype, high - low)
             views[self.replica_id].copy_(flat[low:high])
             self._flags.show(Counter.STAGED, self._staged)
             yield Counter.STAGED, self._staged
@@ -761,82 +674,15 @@ class Fabric:
             self._reduced += 1
             self._flags.show(Counter.REDUCED, self._reduced)
             yield Counter.REDUCED, self._reduced
-            total = self._scratch_for(2 * (high - low), dtype)[high - low :]
+            total = self._scratch(2 * (high - low), dtype)[high - low :]
             self._fold([views[group[0]] for group in groups], total, within)
             flat[low:high].copy_(total.div_(self.num_replicas) if fold is Fold.MEAN else total)
             self._flags.show(Counter.TAKEN, self._staged)
-
-    def _blocks(self, location: int, flat: Tensor) -> list[tuple[list[Tensor], Tensor]]:
-        """The blocks of this replica's slice, each on all replicas and on this one."""
-        key = location, flat.dtype, flat.numel()
-        blocks = self._plans.get(key)
-        if blocks is None:
-            region = self._regions[(location >> 40) - 1]
-            if region is None:
-                raise ReplicaError("memory of `allocate` was released while it was reduced; wait first, then release")
-            offset = location & ((1 << 40) - 1)
-            whole = _cut([part[offset:] for part in region.parts], flat.dtype, flat.numel())
-            begin, end = _slice(flat.numel(), self.replica_id, self.num_replicas)
-            step = BLOCK_BYTES // flat.element_size()
-            with torch.inference_mode(False):
-                cuts = [[part[low : min(low + step, end)] for part in whole] for low in range(begin, end, step)]
-            blocks = [(parts, parts[self.replica_id]) for parts in cuts]
-            if len(self._plans) >= _REMEMBERED:
-                self._plans.clear()
-            self._plans[key] = blocks
-        return blocks
-
-    # ------------------------------------------------------------------ their parts
-
-    def _fold(self, parts: Sequence[Tensor], out: Tensor, fold: Fold) -> None:
-        """Combine `parts` in the order of replica ids into `out`, which may be one of them."""
-        combine = _COMBINE[fold]
-        last = len(parts) - 1
-        if out.dtype in HALF:
-            total = self._scratch_for(out.numel(), torch.float32)
-            total.copy_(parts[0])
-            for part in parts[1:]:
-                combine(total, part, out=total)
-            out.copy_(total.div_(len(parts)) if fold is Fold.MEAN else total)
-            return
-        # In `out` itself, unless that is a part which is yet to be read.
-        total = out if last <= 1 else self._scratch_for(out.numel(), out.dtype)
-        combine(parts[0], parts[1], out=total) if last else out.copy_(parts[0])
-        for i in range(2, last + 1):
-            total = combine(total, parts[i], out=out if i == last else total)
-        if fold is Fold.MEAN:
-            out.div_(len(parts))
 
     def _fold_with_own(self, flat: Tensor, fold: Fold, views: list[Tensor], low: int, high: int) -> None:
         """Fold pieces that were laid out, this replica's own from where it came: that is in its cache."""
         own = flat[low:high]
         self._fold([own if r == self.replica_id else view for r, view in enumerate(views)], own, fold)
-
-    def _scratch_for(self, numel: int, dtype: torch.dtype) -> Tensor:
-        nbytes = numel * dtype.itemsize
-        if self._scratch.numel() < nbytes:
-            with torch.inference_mode(False):
-                self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return self._scratch[:nbytes].view(dtype)
-
-    def _slot(self, index: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """What each replica lays out for a small collective."""
-        known = self._slot_views[index]
-        views = known.get((dtype, numel))
-        if views is None:
-            if len(known) >= _REMEMBERED // SLOTS:
-                known.clear()
-            views = known[dtype, numel] = _cut(self._slots[index], dtype, numel)
-        return views
-
-    def _views_of(self, memory: Tensor, index: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        key = memory.data_ptr(), index, dtype, numel
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= _REMEMBERED:
-                self._views.clear()
-            views = self._views[key] = _cut(memory[index], dtype, numel)
-        return views
 
     # ------------------------------------------------------------------ headers
 
@@ -863,14 +709,14 @@ class Fabric:
     def _all_at(self, number: int, location: int) -> bool:
         return all(self._headers[self._place(r, number) + 1] == location for r in range(self.num_replicas))
 
-    def _differ(self, number: int) -> _Steps:
+    def _differ(self, number: int) -> Steps:
         """Tell the others what this replica runs, and raise what all of them run.
 
         Every replica comes here, since all compare the same headers. Nobody reads the slot any more: whoever has
         posted this number has finished the one that had the slot before.
         """
         exchange = self._queue[0]
-        rows = self._slots[number % SLOTS, :, :_TOLD_BYTES]
+        rows = self._slots.bytes_of(number % SLOTS, 0, _TOLD_BYTES)
         mine = words(self._headers[self._place(self.replica_id, number)], exchange.what) + for_purpose(
             exchange.purpose
         )
@@ -879,37 +725,14 @@ class Fabric:
         self._flags.show(Counter.TOLD, number)
         yield Counter.TOLD, number
         said = [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
-        raise _Differs(_different(said))
+        raise Differs(different(said))
 
-    def _timeout(self, exchange: Exchange, needs: _Need, seconds: float) -> ReplicaTimeout:
+    def _timeout(self, exchange: Exchange, needs: Need, seconds: float) -> ReplicaTimeout:
         late = ", ".join(map(str, self._flags.lagging(*needs)))
         return ReplicaTimeout(
             f"{exchange.label} did not end within {seconds:g} s: replica {late} has not come; a peer may have left, "
             "or it runs another collective; see that every replica runs the same collectives in the same order"
         )
-
-
-def _different(said: Sequence[str]) -> Exception:
-    """Return the error where the replicas have met in what they `said`."""
-    if _by_other_ops(said):
-        each = ", ".join(f"replica {r}: {text.partition(' for gradients')[0]}" for r, text in enumerate(said))
-        return UsageError(
-            f"`cross_device_ops` differs between the replicas, which reduce the same gradients in other ways: "
-            f"{each}; assign it alike on every replica, between the same steps (not under `if replica_id == ...`)"
-        )
-    each = ", ".join(f"replica {r}: {text}" for r, text in enumerate(said))
-    if MERGE_CALL in said:
-        return ReplicaError(f"{UNEVEN_MERGE_CALLS} The replicas are at different calls: {each}")
-    return UsageError(
-        f"the replicas ran different collectives: {each}; run the same ones in the same order, on tensors of the "
-        "same shape and dtype, on every replica"
-    )
-
-
-def _by_other_ops(said: Sequence[str]) -> bool:
-    """Whether these are the same gradients on every replica, of which other collectives are made."""
-    gradients = [re.search(r" of (\w+\[[\d, ]*\]).* for gradients", text) for text in said]
-    return len({found and found[1] for found in gradients}) == 1 and None not in gradients
 
 
 @final
@@ -925,33 +748,6 @@ class _Layout:
     @staticmethod
     def of(num_replicas: int) -> _Layout:
         headers = Flags.size_in_bytes(num_replicas)
-        slots = _aligned(headers + num_replicas * _HEADERS * 16, 4096)
+        slots = aligned(headers + num_replicas * _HEADERS * 16, 4096)
         pieces = slots + SLOTS * num_replicas * SLOT_BYTES
         return _Layout(headers, slots, pieces, pieces + PIECES * num_replicas * PIECE_BYTES)
-
-
-def fresh(error: BaseException) -> BaseException:
-    """Return a copy of `error`, so that each raise has a traceback of its own."""
-    try:
-        copied = copy.copy(error)
-    except Exception:
-        copied = PeerFailed(f"{type(error).__name__}: {error}")
-    copied.__cause__ = error.__cause__
-    return copied.with_traceback(None)
-
-
-def _cut(rows: Iterable[Tensor], dtype: torch.dtype, numel: int) -> list[Tensor]:
-    """Return so many elements at the beginning of each row of bytes."""
-    # They are kept: made in inference mode they could not be written to outside.
-    with torch.inference_mode(False):
-        return [row[: numel * dtype.itemsize].view(dtype) for row in rows]
-
-
-def _slice(numel: int, replica: int, num_replicas: int) -> tuple[int, int]:
-    """Which elements a replica sums for all; whole cache lines, so that no two replicas write the same one."""
-    each = _aligned(-(-numel // num_replicas), _ALIGNMENT)
-    return min(each * replica, numel), min(each * (replica + 1), numel)
-
-
-def _aligned(value: int, to: int) -> int:
-    return -(-value // to) * to

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from mirror_nb.collectives import through_memory
-from mirror_nb.collectives.fabric import Exchange, Fabric
+from mirror_nb.collectives.exchange import Exchange
+from mirror_nb.collectives.fabric import Fabric
 from mirror_nb.collectives.waiting import Operation, state, tensors_in
 from mirror_nb.collectives.works import InterruptibleWork, SharedWork
 from mirror_nb.errors import PeerFailed, UsageError

@@ -22,7 +22,8 @@ import torch.multiprocessing  # teaches ForkingPickler tensors and events of CUD
 from torch import Tensor
 
 from mirror_nb.collectives.base import CrossDeviceOps, Member
-from mirror_nb.collectives.fabric import Exchange, Fabric
+from mirror_nb.collectives.exchange import Exchange
+from mirror_nb.collectives.fabric import Fabric
 from mirror_nb.collectives.gloo import reduce_by_gloo
 from mirror_nb.collectives.handles import Finished, Handle
 from mirror_nb.collectives.headers import HALF

@@ -9,7 +9,8 @@ from typing import final
 from torch import Tensor
 
 from mirror_nb.collectives.base import CrossDeviceOps
-from mirror_nb.collectives.fabric import Exchange, Fabric
+from mirror_nb.collectives.exchange import Exchange
+from mirror_nb.collectives.fabric import Fabric
 from mirror_nb.collectives.handles import Handle
 from mirror_nb.collectives.headers import DTYPES, Fold
 from mirror_nb.devices import Device

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mirror_nb.collectives.fabric import Exchange, Fabric
+from mirror_nb.collectives.exchange import Exchange
+from mirror_nb.collectives.fabric import Fabric
 from mirror_nb.collectives.headers import DTYPES, Fold
 
 _DTYPES = frozenset(DTYPES)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import torch
 import torch.distributed as dist
 
-from mirror_nb.collectives.fabric import fresh
+from mirror_nb.collectives.exchange import fresh
 from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
 from mirror_nb.messages import Rendezvous
 

@@ -10,7 +10,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from mirror_nb.collectives.fabric import Exchange, Fabric
+from mirror_nb.collectives.exchange import Exchange
+from mirror_nb.collectives.fabric import Fabric
 from mirror_nb.collectives.waiting import Operation, state
 from mirror_nb.errors import ReplicaTimeout
 
