@@ -368,6 +368,12 @@ class Buffers:
         device = next((parameter.device for parameter in owners if parameter is not None), bucket.device_type)
         return torch.empty(bucket.numel + extra, dtype=bucket.dtype, device=device)
 
+    def renew(self) -> None:
+        """Take ordinary memory of the same sizes instead, without a word to the others, who may keep theirs."""
+        for key, memory in self._memory.items():
+            self._give_back(key)
+            self._memory[key] = _Memory(torch.zeros_like(memory.flat))
+
     def clear(self) -> None:
         """Forget all; gradients that lie there stay as they are."""
         for key in list(self._memory):

@@ -357,8 +357,8 @@ class GradientSynchronizer:
             with limited, torch.no_grad():
                 self._finish(round_)
         except BaseException:
-            # A collective that failed may go on writing into the buffers.
-            self._buffers.clear()
+            # A collective that failed may go on writing into the buffers. To allocate others all would have to come.
+            self._buffers.renew()
             raise
         finally:
             self._round = None

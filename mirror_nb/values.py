@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import enum
 import html
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Never, final
 
@@ -41,7 +42,14 @@ _BY_NAME: dict[object, ReduceOp] = {
 }
 
 
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+_FLOAT8 = {
+    getattr(torch, name): torch.float32
+    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+}
+CARRIERS = {torch.uint16: torch.int64, torch.uint32: torch.int64, torch.uint64: torch.int64, **_FLOAT8}
+# Torch adds no tensors of these dtypes.
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64, **_FLOAT8}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -53,6 +61,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a mean is made of: the tensor in the dtype in which it is added up."""
     return tensor.to(wide(tensor.dtype))
+
+
+def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of tensors of one shape and dtype, added up in their order, with the same bits everywhere."""
+    dtype = parts[0].dtype
+    total = parts[0].to(CARRIERS.get(dtype, dtype), copy=True)
+    for part in parts[1:]:
+        total += part.to(total)
+    return total.to(dtype)
 
 
 def mean(total: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -158,6 +175,14 @@ class PerReplica(DistributedValues):
         kinds = " or ".join(sorted({type(value).__name__ for value in self._values}))
         return f"this is a PerReplica, which has a value (here {kinds}) from each of {len(self)} replicas"
 
+    def __eq__(self, other: object) -> bool:
+        # To Python each would be unlike any number, whatever its values.
+        if self is not other and isinstance(other, numbers.Number | torch.Tensor | np.ndarray | PerReplica):
+            raise _in_arithmetic()
+        return self is other
+
+    __hash__ = object.__hash__
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _in_arithmetic()
@@ -199,10 +224,14 @@ for _name in ("__round__", "__index__", "__trunc__", "__floor__", "__ceil__", "_
 _OPERATORS = (
     *(
         f"__{side}{op}__"
-        for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+        for op in (
+            *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul"),
+            *("and", "or", "xor", "lshift", "rshift"),
+        )
         for side in ("", "r")
     ),
-    *("__neg__", "__pos__", "__abs__", "__float__", "__int__", "__bool__", "__lt__", "__le__", "__gt__", "__ge__"),
+    *("__neg__", "__pos__", "__abs__", "__invert__", "__float__", "__int__", "__bool__"),
+    *("__lt__", "__le__", "__gt__", "__ge__"),
 )
 for _name in _OPERATORS:
     setattr(PerReplica, _name, _refuse)

@@ -17,12 +17,15 @@ from typing import Any, Protocol, final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
 from mirror_nb.values import (
+    CARRIERS,
     DistributedValues,
     VariableAggregation,
     VariableSynchronization,
+    added,
     labelled,
     mean,
     same,
@@ -212,7 +215,7 @@ class Variable(torch.Tensor):
             return self._home.assign(self, how, value)
         apply_assign(self, how, value)
         # As with several replicas: what `run` returns is the value of now.
-        return component(self) if _on_replica is not None and _on_replica() else self
+        return component(self) if _is_on_replica() else self
 
     def read_value(self) -> Tensor:
         """Return a copy of the value, a plain tensor: on a replica its own, from outside the aggregated one."""
@@ -246,16 +249,20 @@ class Variable(torch.Tensor):
             if name in _FREEZES and func in _FREEZING and args[0]._home is not None:
                 args[0]._home.froze(args[0])
             return result
+        if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
+            # What processes tell each other of a tensor is each one's own.
+            args, kwargs = pytree.tree_map_only(Variable, bare, (args, kwargs))
+            return func(*args, **kwargs)
         if name in _CONVERSIONS and isinstance(args[0], SyncOnReadVariable):
             with torch._C.DisableTorchFunctionSubclass():
                 unchanged = func(*args, **kwargs) is args[0]
             if unchanged:
                 # As torch has it: nothing is copied. So a module's `to` leaves it the buffer that it is.
                 return args[0]
-        if func == _DATA.__get__ and isinstance(args[0], MirroredVariable):
+        if func == _DATA.__get__ and args[0]._home is not None:
             # Autograd counts what is written to this, so that it is noticed.
             return args[0].detach()
-        if func == _DATA.__set__ and isinstance(args[0], MirroredVariable) and _alike(args[0], args[1]):
+        if func == _DATA.__set__ and args[0]._home is not None and _alike(args[0], args[1]):
             with torch.no_grad():
                 args[0].copy_(args[1])
             return None
@@ -397,6 +404,10 @@ def provide_replica(ask: Callable[[], bool]) -> None:
     _on_replica = ask
 
 
+def _is_on_replica() -> bool:
+    return _on_replica is not None and _on_replica()
+
+
 def provide_arrivals(make: Make) -> None:
     """Say who makes the Variables that arrive in this process by pickle: a replica's place."""
     global _arrival
@@ -503,9 +514,13 @@ def copy_component(variable: Variable, copy: Variable) -> None:
 
 def apply_assign(variable: Variable, how: str, value: Any) -> None:
     """Write to the component in this process, with no word to the peers."""
-    tensor = as_value(variable, how, value)
+    tensor, own = as_value(variable, how, value), bare(variable)
     with torch.no_grad():
-        _WRITES[how](bare(variable), tensor)
+        if own.dtype in CARRIERS and how != "assign":
+            carrier = CARRIERS[own.dtype]
+            own.copy_(_WRITES[how](own.to(carrier), tensor.to(carrier)))
+        else:
+            _WRITES[how](own, tensor)
 
 
 def take_from_outside(variable: Variable, value: Tensor) -> None:
@@ -557,12 +572,14 @@ def from_outside(variable: Variable, how: str, value: Any, num_replicas: int, re
             "`VariableAggregation.SUM`. Add inside strategy.run, on each replica, or assign the new value"
         )
     total = as_value(variable, how, value)
-    if total.is_floating_point() or total.is_complex():
-        return total / num_replicas
-    if total.dtype is torch.bool:
+    dtype = total.dtype
+    if dtype is torch.bool:
         return total if replica_id == 0 else torch.zeros_like(total)
+    total = widened(total)
+    if dtype.is_floating_point or dtype.is_complex:
+        return (total / num_replicas).to(dtype)
     share = total // num_replicas
-    return total - share * (num_replicas - 1) if replica_id == 0 else share
+    return (total - share * (num_replicas - 1) if replica_id == 0 else share).to(dtype)
 
 
 def check_parts(variable: Variable, how: str, value: DistributedValues) -> None:
@@ -585,10 +602,9 @@ def aggregate(variable: Variable, components: Sequence[Tensor]) -> Tensor:
     check_readable(variable)
     if variable.aggregation is _FIRST:
         return components[0].clone()
-    total = (components[0] if variable.aggregation is _SUM else widened(components[0])).clone()
-    for other in components[1:]:
-        total += other.to(total.device)
-    return total if variable.aggregation is _SUM else mean(total, len(components), components[0].dtype)
+    if variable.aggregation is _SUM:
+        return added(components)
+    return mean(added(list(map(widened, components))), len(components), components[0].dtype)
 
 
 def check_readable(variable: Variable) -> None:
@@ -692,7 +708,7 @@ def _current_value(variable: Variable) -> Tensor:
     home = variable._home
     if home is None:
         return variable
-    if isinstance(variable, SyncOnReadVariable):
+    if isinstance(variable, SyncOnReadVariable) and not _is_on_replica():
         return home.read(variable)
     home.refresh(variable)
     return variable

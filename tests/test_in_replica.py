@@ -357,6 +357,20 @@ failed = raised(lambda: strategy.run(lambda: get_replica_context().merge_call(la
     assert cell(replicas(2), source) == [("ZeroDivisionError", i, 3) for i in range(2)]
 
 
+def test_gradients_are_reduced_after_a_backward_pass_that_one_replica_alone_tried_and_caught(replicas):
+    source = """
+weight = torch.nn.Parameter(torch.ones(2))
+torch.optim.SGD([weight], 0.1)
+for _ in range(3):
+    weight.mul(mine).sum().backward()
+met = raised(lambda: weight.sum().backward() if replica_id == 0 else strategy.reduce("sum", mine, axis=None))
+weight.grad = None
+weight.mul(mine).sum().backward()
+(met[0], weight.grad.tolist())
+"""
+    assert cell(replicas(2), source) == [("UsageError", [1.5, 1.5])] * 2
+
+
 # --------------------------------------------------------------------------- input
 
 

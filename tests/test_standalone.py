@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from driving import launch
 
 import mirror_nb as mnb
@@ -112,3 +116,38 @@ def test_several_strategies_in_a_script_have_one_place_and_another_kind_may_stan
     for rank in "01":
         found = ast.literal_eval((tmp_path / rank).read_text())
         assert found == [1, 2, 3, 1.5, 1.5, 3.0, mixing, 2.0, 1, 0, False, "closed"]
+
+
+SEEDED = """
+import json, os, random, sys
+import numpy as np
+import torch
+import mirror_nb as mnb
+
+def drawn(strategy):
+    draw = lambda: torch.tensor([torch.rand(()), random.random(), np.random.rand()])[None]
+    return strategy.gather(strategy.run(draw), 0).tolist()
+
+torch.manual_seed(7), random.seed(7), np.random.seed(7)
+weights = torch.rand(2)
+strategy = mnb.MirroredStrategy()
+goes_on = torch.equal(torch.rand(2), torch.rand(4, generator=torch.Generator().manual_seed(7))[2:])
+first = drawn(strategy)
+torch.manual_seed(7), random.seed(7), np.random.seed(7)
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump([goes_on, first, drawn(strategy)], file)
+strategy.close()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_script_seeds_its_replicas_before_and_after_it_makes_the_strategy(tmp_path):
+    (tmp_path / "script.py").write_text(SEEDED)
+    launch([sys.executable, str(tmp_path / "script.py"), str(tmp_path)], 2, {"TMPDIR": str(tmp_path)})
+    found = [json.loads((tmp_path / str(i)).read_text()) for i in range(2)]
+    expected = []
+    for seed in (7, 8):
+        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+        expected.append([pytest.approx(each) for each in (torch.rand(()).item(), random.random(), np.random.rand())])
+    assert found == [[True, expected, expected]] * 2

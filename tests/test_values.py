@@ -189,6 +189,31 @@ def test_a_per_replica_is_no_number(use):
         use(PerReplica([1, 2]))
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda value: value == 0.0,
+        lambda value: value != np.float32(1),
+        lambda value: value == PerReplica([1, 2]),
+        lambda value: value == torch.ones(2),
+        lambda value: ~value,
+        lambda value: value & 1,
+        lambda value: 1 << value,
+        lambda value: divmod(value, 2),
+    ],
+)
+def test_a_per_replica_is_compared_and_reckoned_with_in_replicas_only(use):
+    with pytest.raises(UsageError, match="It looks like you are using a PerReplica object"):
+        use(PerReplica([1, 2]))
+
+
+def test_a_per_replica_is_a_key_and_is_found_where_it_is():
+    value = PerReplica([1, 2])
+    assert {value: 1}[value] == 1
+    assert value in [None, value]
+    assert (value == None, value == "two", value != value) == (False, False, False)  # noqa: E711
+
+
 def test_a_replica_that_is_not_there_has_no_value():
     with pytest.raises(IndexError, match=r"a value \(here int\) from each of 2 replicas: none at 9"):
         PerReplica([1, 2])[9]

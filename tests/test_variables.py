@@ -560,6 +560,29 @@ inside = strategy.run(lambda: get_replica_context().merge_call(merge, (v, mine))
     assert cell(replicas(2), source) == [((True, 2), 3), ((True, 3), 3)]
 
 
+def test_collectives_of_torch_distributed_work_on_a_cells_own_component(replicas):
+    source = """
+import torch.distributed as dist
+
+v = Variable([0.0], synchronization="on_read", aggregation="sum")
+strategy.run(lambda: v.assign(mine[None]))
+parts = [torch.zeros(1) for _ in range(num_replicas)]
+dist.all_gather(parts, v)
+dist.all_reduce(v)
+(torch.cat(parts).tolist(), v.tolist())
+"""
+    assert cell(replicas(2), source) == [([1.0, 2.0], [6.0])] * 2
+
+
+def test_without_a_rule_each_replica_writes_in_place_to_its_own(replicas):
+    source = """
+v = Variable(0.0, synchronization="on_read")
+v += mine
+strategy.run(lambda: v.read_value()).item()
+"""
+    assert cell(replicas(2), source) == [1.0, 2.0]
+
+
 def test_a_variable_that_nothing_synchronises_is_refused():
     with pytest.raises(UsageError, match="`NONE` variable synchronization mode is not supported"):
         Variable(1.0, synchronization=VariableSynchronization.NONE)

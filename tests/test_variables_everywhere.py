@@ -233,6 +233,103 @@ def a_class_without_names_for_its_members(strategy):
     output = Output({"own": strategy.run(lambda: mine()[None]), "kept": v})
     found = strategy.reduce("sum", output), strategy.gather(output, 0)
     return [{name: value.tolist() for name, value in each.loss.items()} for each in found]
+
+def of_each(strategy, fn):
+    return strategy.gather(strategy.run(lambda: fn()[None]), 0).tolist()
+
+def in_place_where_it_is_read_together(strategy):
+    def after(rule, write):
+        with strategy.scope():
+            v = mnb.Variable(0.0, synchronization="on_read", aggregation=rule)
+        strategy.run(lambda: v.assign(mine()))
+        write(v)
+        return of_each(strategy, v.read_value)
+
+    def inside(v):
+        def write():
+            v.data.add_(1.0)
+            v.view(1).mul_(2.0)
+            v.data = v.data - 1.0
+
+        strategy.run(write)
+
+    def set_data(v):
+        v.data = torch.tensor(8.0)
+
+    writes = [lambda v: v.fill_(10.0), lambda v: v.mul_(10.0), lambda v: v.__iadd__(1.0), set_data, inside]
+    return [[after(rule, write) for write in writes] for rule in ("sum", "mean", "only_first_replica")]
+
+def by_torch_distributed(strategy):
+    with strategy.scope():
+        v = mnb.Variable(0.0, synchronization="on_read", aggregation="sum")
+
+    def broadcast():
+        v.assign(mine())
+        torch.distributed.broadcast(v, 1)
+        return v.read_value()
+
+    return of_each(strategy, broadcast)
+
+def merged_with_what_differs(strategy):
+    with strategy.scope():
+        v = mnb.Variable(0.0, aggregation="mean")
+
+    def captured():
+        own = mine()
+        mnb.get_replica_context().merge_call(lambda merging: v.assign(own) and None)
+
+    def two_functions():
+        first = mnb.get_replica_context().replica_id_in_sync_group == 0
+        merge = (lambda merging: 1) if first else (lambda merging: 2)
+        mnb.get_replica_context().merge_call(merge)
+
+    strategy.run(captured)
+    try:
+        strategy.run(two_functions)
+    except mnb.UsageError as error:
+        said = "merge_call: merged_with_what_differs.<locals>.two_functions.<locals>.<lambda> (to line" in str(error)
+        return [of_each(strategy, v.read_value), said, "have to give one function" in str(error)]
+
+def random_numbers(strategy):
+    def drawn():
+        draws = strategy.gather(strategy.run(lambda: torch.rand(1)), 0).tolist()
+        return draws, len(set(draws))
+
+    torch.manual_seed(3)
+    with strategy.scope():
+        weights = nn.Linear(1, 1)
+    initial = of_each(strategy, lambda: weights.weight.detach().view(()).clone())
+    (first, different), (then, _) = drawn(), drawn()
+    torch.manual_seed(3)
+    again, _ = drawn()
+    torch.manual_seed(3)
+    return [len(set(initial)), different, again == first, again == then, again[0] == torch.rand(1).item()]
+
+def of_dtypes_that_torch_does_not_add(strategy):
+    found = []
+    for dtype in (torch.float8_e4m3fn, torch.uint16):
+        made = lambda: torch.full((2,), mine().item()).to(dtype)
+        rows = strategy.run(made)
+        found += [strategy.reduce(op, rows, axis=axis) for op in ("sum", "mean") for axis in (None, 0)]
+        found += strategy.local_results(strategy.run(lambda: mnb.get_replica_context().all_reduce("sum", made())))[:1]
+        for options in ({"aggregation": "sum"}, {"aggregation": "sum", "synchronization": "on_read"}):
+            with strategy.scope():
+                v = mnb.Variable(torch.zeros(2, dtype=dtype), trainable=False, **options)
+            strategy.run(lambda: v.assign_add(made()))
+            found.append(v.read_value())
+            v.assign(torch.full((2,), 6).to(dtype))
+            found.append(v.read_value())
+    return [[str(value.dtype)[6:], value.float().tolist()] for value in found]
+
+def tensors_that_are_not_reduced(strategy):
+    def refused(call, *args):
+        try:
+            call(*args)
+        except mnb.UsageError as error:
+            return str(error)
+
+    made = [lambda: torch.ones(2, device="meta"), lambda: torch.nested.nested_tensor([torch.ones(1)])]
+    return [refused(strategy.run, lambda: mnb.get_replica_context().all_reduce("sum", make())) for make in made]
 '''
 
 KINDS = ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"]
@@ -270,6 +367,24 @@ EXPECTED: dict[str, Any] = {
     ],
     "the_line_of_a_warning": [[True, True]],
     "a_class_without_names_for_its_members": [{"own": [3.0], "kept": [2.0]}, {"own": [1.0, 2.0], "kept": [1.0, 1.0]}],
+    "in_place_where_it_is_read_together": [
+        [[5.0, 5.0], [15.0, 15.0], [2.0, 2.0], [4.0, 4.0], [3.0, 5.0]],
+        [[10.0, 10.0], [15.0, 15.0], [2.5, 2.5], [8.0, 8.0], [3.0, 5.0]],
+        [[10.0, 10.0], [10.0, 10.0], [2.0, 2.0], [8.0, 8.0], [3.0, 5.0]],
+    ],
+    "by_torch_distributed": [2.0, 2.0],
+    "merged_with_what_differs": [[1.0, 1.0], True, True],
+    "random_numbers": [1, 2, True, False, True],
+    "of_dtypes_that_torch_does_not_add": [
+        *[["float8_e4m3fn", value] for value in ([3.0, 3.0], 6.0, [1.5, 1.5], 1.5, [3.0, 3.0])],
+        *[["float8_e4m3fn", [value] * 2] for value in (3.0, 6.0, 3.0, 6.0)],
+        *[["uint16", [3.0, 3.0]], ["int64", 6.0], ["float32", [1.5, 1.5]], ["float32", 1.5], ["uint16", [3.0, 3.0]]],
+        *[["uint16", [value] * 2] for value in (3.0, 6.0, 3.0, 6.0)],
+    ],
+    "tensors_that_are_not_reduced": [
+        "cannot all_reduce a meta tensor: it has no values; make it on a device",
+        "cannot all_reduce a nested tensor: make it dense with .to_padded_tensor(...)",
+    ],
     "counts": [2.0, 4, 4, 4, 7, 7, -3, True, 5, 5],
     "numbers_of_pythons": [0.1, 0.1 + 0.2, 0.1],
     "a_copy_of_a_plain_one": ["PlainVariable", "MirroredVariable", 4.0],

@@ -71,7 +71,7 @@ class Member:
 
 _OF_THIS_PROCESS = ("_clock", "_member", "_own_fabric", "_timed_by_gpu", "_unrecorded")
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
-# Whole numbers that NCCL does not add, and what holds their sum, or overflows alike.
+# Whole numbers that NCCL and gloo do not add, and what holds their sum, or overflows alike.
 _GROUPS_SECONDS = 1800.0
 # Of groups of torch's own that do not tell theirs: what torch gives to gloo.
 
@@ -246,7 +246,8 @@ class CrossDeviceOps(abc.ABC):
         self._check_replica("destination", destination)
         options = dist.ReduceOptions()
         options.rootRank = destination
-        total = (widened(tensor) if op is ReduceOp.MEAN else tensor).clone(memory_format=torch.contiguous_format)
+        wider = widened(tensor) if op is ReduceOp.MEAN else tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
+        total = wider.clone(memory_format=torch.contiguous_format)
         real = self.carried(torch.view_as_real(total) if total.dtype.is_complex else total)
         self._run("reduce", real, lambda group: group.reduce([real], options))
         if self.member.replica_id != destination:

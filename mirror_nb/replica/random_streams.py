@@ -50,15 +50,21 @@ class RandomStreams:
 class Streams:
     """The two streams of every generator: one is live in the generators, the other one waits."""
 
-    def __init__(self, replica_id: int, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, replica_id: int, device: torch.device, seed: int, script: Callable[[], dict[str, tuple[int, int]]]
+    ) -> None:
         self.running = False
         self._replica_id = replica_id
         self._generators = _generators(device)
         # How to go on with the other stream, generator by generator.
         self._other: list[Callable[[], object]] = []
+        self._script = script
+        self._known = script()
         for generator in self._generators:
-            generator.plant(seed)
-            self._other.append(functools.partial(generator.plant, seed, replica_id))
+            _, seeded = self._known.get(generator.seeded_as, (0, None))
+            if seeded is None:
+                generator.plant(seed)
+            self._other.append(functools.partial(generator.plant, seed if seeded is None else seeded, replica_id))
         self._torch_seed = torch.initial_seed()
         self._taken: dict[tuple[int, int], tuple[bool, Callable[[], object]]] = {}
         # States that somebody took, by generator and key: whether the own stream was live, and the other one of then.
@@ -110,6 +116,21 @@ class Streams:
         for i, generator in enumerate(self._generators):
             if generator.name in names and isinstance(seed, SupportsIndex):
                 self._other[i] = functools.partial(generator.plant, operator.index(seed), self._replica_id)
+        self._torch_seed = torch.initial_seed()
+
+    def notice(self) -> None:
+        """Let the own streams begin anew of generators that the script has seeded outside the scope."""
+        before, self._known = self._known, self._script()
+        if self._known == before:
+            return
+        for i, generator in enumerate(self._generators):
+            name = generator.seeded_as
+            if self._known.get(name) == before.get(name):
+                continue
+            plant = functools.partial(generator.plant, self._known[name][1], self._replica_id)
+            self._other[i] = functools.partial(generator.put, generator.take()) if self.running else plant
+            if self.running:
+                plant()
         self._torch_seed = torch.initial_seed()
 
     def plant(self, seed: int) -> None:
@@ -182,6 +203,11 @@ class _Generator:
     # Takes a seed of 64 bits or more, for the state that is there: far cheaper than another one.
     state: Callable[[], Any]
     # As users take it.
+
+    @property
+    def seeded_as(self) -> str:
+        """The generator that is seeded where this one is: torch seeds the GPU's too."""
+        return "torch" if self.name in _TORCH else self.name
 
 
 def _generators(device: torch.device) -> list[_Generator]:

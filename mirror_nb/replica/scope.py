@@ -6,7 +6,7 @@ nothing of processes: replicas are equal here since each draws the same numbers,
 Every random generator of the replica has two streams (`random_streams.py`).
 
     building   shared stream   at first, and from the construction of any module
-    running    own stream      from the first batch, forward pass or gradient after that
+    running    own stream      from the first batch, forward pass, gradient or `strategy.run` after that
 
 With one replica there is one stream, and nothing differs from plain PyTorch.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, final
@@ -51,6 +51,7 @@ class Scope:
     buffers move from the CPU to `device` once the module is complete, so that initial values are the CPU's,
     as with ``.to(device)``. `seed` is the shared stream's; after ``torch.manual_seed(s)`` (``random.seed``,
     ``numpy.random.seed``) in the scope it is `s`, and replica i's own stream starts anew from ``s + i``.
+    `script` tells how generators were seeded outside of it, and when, for code that is not all in the scope.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class Scope:
         device: torch.device,
         gradients: GradientSynchronizer,
         seed: int,
+        script: Callable[[], dict[str, tuple[int, int]]] = dict,
     ) -> None:
         self._device = device
         self._gradients = gradients
-        self._streams = Streams(replica_id, device, seed) if num_replicas > 1 else None
+        self._streams = Streams(replica_id, device, seed, script) if num_replicas > 1 else None
         self._depth = 0
         self._changes: list[_Change] = []
         self._watch: RemovableHandle | None = None
@@ -142,6 +144,8 @@ class Scope:
 
     def start_running(self) -> None:
         """End building: from here random numbers differ by replica. Cheap when it has ended before."""
+        if self._streams is not None:
+            self._streams.notice()
         if self._waiting or (self._streams is not None and not self._streams.running):
             with _untraced():
                 self._move_waiting()

@@ -67,8 +67,9 @@ class ReplicaContext:
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call `merge_fn(strategy, *args, **kwargs)` in cross-replica context, PerReplica values as arguments.
 
-        Every replica calls it and gets its part of the result. Raises RuntimeError where the replicas make
-        different numbers of calls.
+        Every replica calls it and gets its part of the result; of a value that it assigns to a Variable and that
+        differs between them replica 0's is taken. Raises RuntimeError where the replicas make different numbers of
+        calls, UsageError where they give different functions.
         """
         return self._strategy._place.merge_call(self._strategy, merge_fn, args, kwargs or {})
 

@@ -179,7 +179,8 @@ class ReplicaPlace(Place):
         shares = self._weighing.called_with((args, kwargs))
         if shares is not None:
             self._replica.gradients.set_shares(*shares)
-        with entered(strategy, context, cross=False), self._replica.scope:
+        with entered(strategy, context, cross=False), self._replica.scope as scope:
+            scope.start_running()
             return fn(*args, **kwargs)
 
     def command(
@@ -329,7 +330,7 @@ class ReplicaPlace(Place):
     def merge_call(
         self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        every_args, every_kwargs = self._merged((tuple(args), dict(kwargs)))
+        every_args, every_kwargs = self._merged(_in_words(fn), (tuple(args), dict(kwargs)))
         self._merges += 1
         try:
             with entered(strategy, None, cross=True):
@@ -338,7 +339,7 @@ class ReplicaPlace(Place):
             self._merges -= 1
         return select(result, self.replica_id)
 
-    def _merged(self, nest: Any) -> Any:
+    def _merged(self, function: str, nest: Any) -> Any:
         """Return the nest of PerReplica that the replicas' nests make; what is mirrored stays this replica's own."""
         nest = select(nest, self.replica_id)
         leaves, spec = pytree.tree_flatten(nest)
@@ -346,7 +347,7 @@ class ReplicaPlace(Place):
         def offered() -> tuple[Form, bytes]:
             sent = [_Own() if _stays(leaf) else _sendable(leaf) for leaf in leaves]
             try:
-                return Form(), pack(pytree.tree_unflatten(sent, spec), in_band=True).payload.pickled
+                return Form(function), pack(pytree.tree_unflatten(sent, spec), in_band=True).payload.pickled
             except TransferError as error:
                 raise UsageError(f"the arguments of merge_call cannot travel: {error}") from error
 
@@ -455,6 +456,15 @@ def _offer(make: Callable[[], tuple[Form, _Value]]) -> tuple[Form, _Value | None
         return make()
     except UsageError as error:
         return Form(problem=str(error)), None
+
+
+def _in_words(function: Callable[..., Any]) -> str:
+    """Return a function's name and place, which no other one has."""
+    name, code = getattr(function, "__qualname__", type(function).__qualname__), getattr(function, "__code__", None)
+    if code is None:
+        return str(name)
+    line, column = max((line or 0, column or 0) for _, line, _, column in code.co_positions())
+    return f"{name} (to line {line}, column {column})"
 
 
 class _Own:

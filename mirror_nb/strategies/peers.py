@@ -29,8 +29,8 @@ from mirror_nb.collectives.nccl import NcclAllReduce
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
 from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
 from mirror_nb.pool.hangs import DECIDED_ALONE
-from mirror_nb.strategies.reductions import CARRIERS, added, common_dtype
-from mirror_nb.values import ReduceOp, mean, wide, widened
+from mirror_nb.strategies.reductions import common_dtype
+from mirror_nb.values import CARRIERS, ReduceOp, added, mean, wide, widened
 
 _AS_THE_GROUP = (SharedMemoryAllReduce, GlooAllReduce, NcclAllReduce)
 
@@ -70,7 +70,7 @@ class Form:
         if self.problem:
             return f"the error “{self.problem}”"
         words = ", ".join(map(str, self.leaves))
-        return words if self.structure == "*" else f"{words} in {self.structure}"
+        return words if self.structure == "*" else " in ".join(filter(None, (words, self.structure)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,4 +352,6 @@ def _different_forms(call: str, forms: Sequence[Form]) -> UsageError:
     named = ", ".join(f"{form} on replica {i}" for i, form in enumerate(forms))
     broken = [form.problem for form in forms if form.problem]
     advice = "all replicas have to give the same structure, shapes and dtypes" if not broken else "mend that"
+    if call == MERGE_CALL and not broken:
+        advice = "all replicas have to give one function, and what differs between them as its arguments"
     return UsageError(f"the replicas bring different values to {call}: {named}; {advice}")

@@ -21,11 +21,14 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
-from mirror_nb.values import DistributedValues, PerReplica, ReduceOp, mean, widened
+from mirror_nb.values import CARRIERS, DistributedValues, PerReplica, ReduceOp, added, mean, widened
 from mirror_nb.variables import Variable
 
-CARRIERS = {torch.uint16: torch.int64, torch.uint32: torch.int64, torch.uint64: torch.int64}
-# Torch adds no tensors of these dtypes.
+_WITHOUT_SUMS = {
+    "quantized": "take .dequantize() of it",
+    "nested": "make it dense with .to_padded_tensor(...)",
+    "meta": "it has no values; make it on a device",
+}
 
 # --------------------------------------------------------------------------- one value from many
 
@@ -126,6 +129,9 @@ def as_tensor(value: Any, what: str, device: torch.device | None = None) -> Tens
             f"cannot {what} a {type(value).__name__} ({_short(value)}): only tensors, arrays, numbers and nests "
             "of them"
         )
+    for kind, instead in _WITHOUT_SUMS.items() if isinstance(value, Tensor) else ():
+        if getattr(value, f"is_{kind}"):
+            raise UsageError(f"cannot {what} a {kind} tensor: {instead}")
     try:
         # A default device of the user's is for what they make themselves; torch would move tensors there, too.
         tensor = torch.as_tensor(value, device=device or (value.device if isinstance(value, Tensor) else "cpu"))
@@ -136,21 +142,13 @@ def as_tensor(value: Any, what: str, device: torch.device | None = None) -> Tens
     return tensor
 
 
-def added(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors of one shape and dtype, added up in their order, with the same bits everywhere."""
-    dtype = parts[0].dtype
-    total = parts[0].to(CARRIERS.get(dtype, dtype), copy=True)
-    for part in parts[1:]:
-        total += part.to(total.dtype)
-    return total.to(dtype)
-
-
 def sum_over(tensor: Tensor, axis: tuple[int, ...] | None) -> Tensor:
     """Return what a replica adds to a sum: its tensor, summed over `axis`; flags are counted."""
-    counted_flags = tensor.long() if tensor.dtype is torch.bool else tensor
+    counted_flags = (tensor.long() if tensor.dtype is torch.bool else tensor).detach()
     if not axis:
-        return counted_flags.detach()
-    return counted_flags.detach().sum(checked_axes(axis, tensor))
+        return counted_flags
+    total = counted_flags.to(CARRIERS.get(tensor.dtype, counted_flags.dtype)).sum(checked_axes(axis, tensor))
+    return total.to(tensor.dtype) if total.is_floating_point() else total
 
 
 def counted(tensor: Tensor, axis: tuple[int, ...]) -> int:

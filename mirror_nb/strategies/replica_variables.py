@@ -68,7 +68,12 @@ class ReplicaHome:
         """It was written here, where it lives."""
 
     def draft(self, variable: Variable) -> Tensor | None:
-        return None
+        # Without a rule there is no one value: each writes to its own.
+        own = variable.aggregation is VariableAggregation.NONE or not self._is_read_together(variable)
+        return None if own else self.read(variable).to(variable.dtype)
+
+    def _is_read_together(self, variable: Variable) -> bool:
+        return isinstance(variable, SyncOnReadVariable) and not on_one_replica() and not self._unattended()
 
     def froze(self, variable: Variable) -> None:
         """Likewise."""
@@ -83,8 +88,7 @@ class ReplicaHome:
         return False
 
     def read(self, variable: Variable) -> Tensor:
-        alone = on_one_replica() or self._unattended()
-        if alone or not isinstance(variable, SyncOnReadVariable):
+        if not self._is_read_together(variable):
             return component(variable)
         check_readable(variable)
         mine = component(variable)
@@ -150,10 +154,9 @@ class ReplicaHome:
             check_size(value, self._peers.num_replicas)
             check_parts(variable, how, value)
         own = select(value, self._peers.replica_id)
-        part = self._part(variable, how, own)
-        if self._peers.num_replicas > 1 and not given and not self._merging():
-            self._check_equal(variable, how, own)
-        apply_assign(variable, how, part)
+        if self._peers.num_replicas > 1 and not given:
+            own = self._agreed(variable, how, own)
+        apply_assign(variable, how, self._part(variable, how, own))
 
     def _part(self, variable: Variable, how: str, value: Any) -> Any:
         return from_outside(variable, how, value, self._peers.num_replicas, self._peers.replica_id)
@@ -161,15 +164,17 @@ class ReplicaHome:
     def take(self, variable: Variable, value: Tensor) -> None:
         apply_assign(variable, "assign", self._part(variable, "assign", value))
 
-    def _check_equal(self, variable: Variable, how: str, value: Any) -> None:
-        """See that all replicas assign the same: what they do in a cell is one assignment."""
+    def _agreed(self, variable: Variable, how: str, value: Any) -> Any:
+        """Return what all replicas assign: what they do in a cell is one assignment, in a merge_call replica 0's."""
         tensor, form = self._offered(variable, how, value)
         sums, _ = self._peers.agree(f"{how} to {variable.name}", form, bits([tensor]) if tensor is not None else 0)
         if len(set(sums)) == 1:
-            return
+            return value
+        if self._merging() and tensor is not None:
+            return self._peers.first(tensor)
         if variable.aggregation is VariableAggregation.NONE:
             self._warn_of_divergence(variable, how, tensor)
-            return
+            return value
         raise UsageError(
             f"the replicas {how} different values to {variable.name} outside of strategy.run, on replica "
             f"{self._peers.replica_id} {value}; do it in a function given to strategy.run to have them aggregated by "

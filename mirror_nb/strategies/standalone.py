@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from mirror_nb import seeds
 from mirror_nb.collectives.base import Member
 from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.devices import Device
@@ -91,7 +92,7 @@ def standalone(seed: int = 0) -> Standalone:
         # A script seldom closes its strategy.
         atexit.register(_let_gloo_rest if joined else _leave)
     gradients = GradientSynchronizer(replica_id, num_replicas)
-    scope = Scope(replica_id, num_replicas, device, gradients, seed)
+    scope = Scope(replica_id, num_replicas, device, gradients, seed, seeds.seeded)
     identity = OwnIdentity(replica_id, num_replicas, device)
     devices = [Device(device.type, i) for i in range(num_replicas)]
     # Memory can be shared, and GPUs can reach each other's, within one machine.

@@ -250,6 +250,19 @@ for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
     )
 
 
+def test_whole_numbers_that_the_group_does_not_add_are_reduced_to_one(pool, name):
+    run(
+        pool,
+        OPS[name](),
+        """
+for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+    total = ops.reduce("sum", torch.full((3,), 2 + replica_id).to(dtype), 0)
+    expected = sum(2 + i for i in range(num_replicas))
+    assert total is None or (total.dtype, total.tolist()) == (dtype, [expected] * 3), total
+""",
+    )
+
+
 def test_what_a_view_shows_is_gathered_and_reduced_to_one(pool, name):
     run(
         pool,
