@@ -28,6 +28,7 @@ from mirror_nb.collectives.hierarchical_copy import HierarchicalCopyAllReduce
 from mirror_nb.collectives.nccl import NcclAllReduce
 from mirror_nb.collectives.one_device import ReductionToOneDevice
 from mirror_nb.collectives.options import Communication, CommunicationOptions
+from mirror_nb.collectives.peer_copies import PeerCopies
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce, needs_shared_memory
 from mirror_nb.collectives.symmetric_memory import SymmetricMemoryAllReduce
 from mirror_nb.devices import Device
@@ -556,7 +557,7 @@ def test_two_replicas_on_one_gpu_train_as_one_process_does(ops):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ops", [NcclAllReduce, HierarchicalCopyAllReduce, SymmetricMemoryAllReduce])
+@pytest.mark.parametrize("ops", [NcclAllReduce, HierarchicalCopyAllReduce, SymmetricMemoryAllReduce, PeerCopies])
 def test_several_gpus_reduce_alike(ops):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
