@@ -86,7 +86,7 @@ def _add_bench(commands: _Commands) -> None:
     bench.add_argument("--devices", help="e.g. cpu:0,cpu:1 or cuda:0,cuda:1; default: all GPUs, else two CPU replicas")
     bench.add_argument("--ops", metavar="NAMES", help="e.g. shared_memory,gloo; default: all that fit the devices")
     bench.add_argument(
-        "--largest", metavar="SIZE", help="tensors from 1K up to this, e.g. 4M; default: 64M, on GPUs 256M"
+        "--largest", metavar="SIZE", help="tensors from 1K up to this, e.g. 4M; default: 256M, or what memory allows"
     )
     bench.add_argument("--seconds", type=float, help="for each size (default: 0.4), or for the model (default: 8)")
     bench.add_argument(

@@ -20,12 +20,13 @@ from traitlets.config import Config
 
 import mirror_nb as mnb
 from mirror_nb import advice
-from mirror_nb.bench import AllReduceTable, StepTable, command, steps
+from mirror_nb.bench import AllReduceTable, StepTable, collectives, command, steps
 from mirror_nb.bench.collectives import AllReduceRow, all_reduce, sizes_to
 from mirror_nb.bench.replicas import OfPool
 from mirror_nb.bench.steps import StepRow, _advice, _Found
 from mirror_nb.collectives.handles import Finished
 from mirror_nb.collectives.measuring import Trial
+from mirror_nb.devices import resolve
 from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.pool.local import LocalPool
 
@@ -82,6 +83,16 @@ def test_every_op_that_fits_is_timed_and_its_sums_are_checked(replicas: Callable
     assert table.fastest(1024) in OPS
     with pytest.raises(UsageError, match="nothing of 5 bytes was measured; there are: 4, 1024, 262148"):
         table.fastest(5)
+
+
+def test_without_a_word_it_goes_to_256_mib_or_as_far_as_memory_allows(monkeypatch):
+    def largest(devices: str, gib: float) -> int:
+        monkeypatch.setattr(collectives, "memory_bytes", lambda: int(gib * 2**30))
+        return collectives._sizes(None, resolve(devices, 8))[-1] >> 20
+
+    assert [largest("cpu:0,cpu:1", gib) for gib in (24, 4, 3.9, 2, 0.9)] == [256, 256, 64, 64, 16]
+    assert [largest(",".join(f"cpu:{i}" for i in range(8)), gib) for gib in (24, 4)] == [256, 64]
+    assert largest("cuda:0,cuda:1", 1) == 256
 
 
 def test_an_op_that_sums_wrongly_is_shown_up(replicas):

@@ -13,6 +13,7 @@ import pytest
 from driving import eventually
 
 from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.telemetry import machine
 from mirror_nb.telemetry.machine import HOT, Gpus, Host
 
 
@@ -144,3 +145,13 @@ def test_a_replica_that_has_died_has_no_reading():
         process.communicate(b"\n")
     assert [reading.device for reading in host.read()] == ["cpu:1", "host"]
     assert [reading.device for reading in Host({"cpu:0": process.pid}).read()] == ["host"]
+
+
+@pytest.mark.parametrize(("said", "bytes_"), [("2147483648\n", 2**31), ("max\n", 2**35), (None, 2**35)])
+def test_a_container_has_the_memory_that_it_is_given(monkeypatch, tmp_path, said, bytes_):
+    limit = tmp_path / "memory.max"
+    if said is not None:
+        limit.write_text(said)
+    monkeypatch.setattr(machine, "CONTAINERS_LIMIT", limit)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**35))
+    assert machine.memory_bytes() == bytes_

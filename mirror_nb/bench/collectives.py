@@ -23,12 +23,15 @@ from mirror_nb.collectives.measuring import Trial, compare
 from mirror_nb.collectives.options import AUTO, IMPLEMENTATIONS, check, fitting, named
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
+from mirror_nb.telemetry.machine import memory_bytes
 
 if TYPE_CHECKING:
     from mirror_nb.pool.base import Pool
     from mirror_nb.strategies.base import Strategy
 
-SMALLEST, LARGEST_CPU, LARGEST_GPU = 2**10, 2**26, 2**28
+SMALLEST, LARGEST = 2**10, 2**28
+COPIES = 8
+# Of the largest tensor, that a CPU replica may have to find room for: its own, and what ops make of all of them.
 LARGE = 2**20
 # From here on a tensor is called large: gradient buckets are, as a rule.
 SECONDS_A_SIZE = 0.4
@@ -170,7 +173,8 @@ def all_reduce(
 ) -> AllReduceTable:
     """Time an all-reduce by each op, in turns, on tensors that are filled anew each time, and check every sum.
 
-    `sizes`: bytes of a replica's fp32 tensor; None: 1 KiB to 64 MiB, on GPUs to 256 MiB, each four times the last.
+    `sizes`: bytes of a replica's fp32 tensor; None: 1 KiB to 256 MiB, each four times the last; CPU replicas
+    take no more than the machine's memory allows.
     `ops`: an op or its name, or several; None: all that fit the devices. `seconds`: about so long for each size. In a
     `%%mirrored` cell every replica has to call it.
 
@@ -222,13 +226,15 @@ def chosen_ops(
 def sizes_to(largest: int) -> tuple[int, ...]:
     """Return the sizes of a table up to `largest` bytes, each four times the last. Raises UsageError where none is."""
     if largest < SMALLEST:
-        raise UsageError(f"the largest size is {largest} bytes; it starts with {SMALLEST}, and {LARGEST_CPU} is usual")
+        raise UsageError(f"the largest size is {largest} bytes; it starts with {SMALLEST}, and {LARGEST} is usual")
     return tuple(2**k for k in range(SMALLEST.bit_length() - 1, largest.bit_length(), 2))
 
 
 def _sizes(sizes: Sequence[int] | None, devices: Sequence[Device]) -> tuple[int, ...]:
     if sizes is None:
-        return sizes_to(LARGEST_GPU if devices[0].kind == "cuda" else LARGEST_CPU)
+        room = math.inf if devices[0].kind == "cuda" else memory_bytes() // (COPIES * len(devices))
+        # Of all memory, not of what is free: in a cell each replica asks for itself.
+        return tuple(size for size in sizes_to(LARGEST) if size <= max(room, SMALLEST))
     wrong = [size for size in sizes if size < 4]
     if wrong or not sizes:
         raise UsageError(f"`sizes` holds {wrong[0]}; an fp32 takes 4 bytes" if wrong else "`sizes` is empty")

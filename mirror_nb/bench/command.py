@@ -46,7 +46,7 @@ class Options:
     ops: str | None = None
     # Names with commas between; None: all that fit.
     largest: str | None = None
-    # Of the sizes: "64M"; None: 64 MiB, on GPUs 256 MiB.
+    # Of the sizes: "64M"; None: 256 MiB, or what memory allows.
     seconds: float | None = None
     # For each size, or for the model; None: 0.4, or 8.
     model: str | None = None

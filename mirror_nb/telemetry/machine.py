@@ -6,6 +6,7 @@ import abc
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, final
 
@@ -16,6 +17,7 @@ from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.telemetry.samples import clock
 
 T = TypeVar("T")
+CONTAINERS_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _SLOWED = {
     # nvml.h, nvmlClocksEventReason*: why clocks are lower than they could be. A power cap is everyday on a busy GPU.
     0x04: "power cap",
@@ -209,3 +211,12 @@ def _load_nvml() -> ModuleType:
     except ImportError as error:
         raise UsageError("readings of GPUs need nvidia-ml-py: pip install nvidia-ml-py") from error
     return pynvml
+
+
+def memory_bytes() -> int:
+    """Return how much memory this process may use: the machine's, or what its container has of it."""
+    total = psutil.virtual_memory().total
+    with contextlib.suppress(OSError, ValueError):
+        # "max" where there is no limit.
+        return min(total, int(CONTAINERS_LIMIT.read_text()))
+    return total
