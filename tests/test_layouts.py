@@ -15,6 +15,8 @@ TENSORS = {
     "CSR": "torch.tensor([[0., 2.], [3., 0.]]).to_sparse_csr()",
     "CSC": "torch.tensor([[0., 2.], [3., 0.]]).to_sparse_csc()",
     "BSR": "torch.ones(4, 4).to_sparse_bsr((2, 2))",
+    "mkldnn": "torch.ones(2, 3).to_mkldnn()",
+    "complex32": "torch.ones(2, dtype=torch.complex32)",
     "nested": "torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])",
     "jagged": "torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)",
     "quantized": "torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)",
