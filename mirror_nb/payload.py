@@ -326,9 +326,6 @@ class _Packer(Pickler):
         if type(obj) is torch.Tensor and obj.is_mkldnn and not obj.requires_grad:
             # It has no memory that could be looked at.
             return torch.Tensor.to_mkldnn, (obj.to_dense(),)
-        if type(obj) is torch.Tensor and obj.dtype is torch.complex32 and not obj.requires_grad:
-            # torch knows no storage of them.
-            return torch.view_as_complex, (torch.view_as_real(obj.resolve_conj()),)
         refuse(obj)
         if type(obj) is nn.Parameter:
             make, args, *rest = obj.__reduce_ex__(5)
