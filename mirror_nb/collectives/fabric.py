@@ -192,6 +192,11 @@ class Fabric:
             self._carried[name] += 1
         return self._queue_up(Kind.CARRIED, what, lambda number: self._announced(number, header, parts))
 
+    def announce_all_reduce(self, how: str, op: str, flat: Tensor) -> Exchange:
+        """`announce` an all-reduce of the op's name that is carried `how`."""
+        said = f"all_reduce ({op}) of {str(flat.dtype).removeprefix('torch.')}[{flat.numel()}] by {how}"
+        return self.announce("all_reduce", said, said)
+
     # ------------------------------------------------------------------ going on
 
     def progress(self) -> None:

@@ -35,7 +35,7 @@ ROOMS = 2
 ROOM_BYTES = 32 * 2**20
 # Larger tensors go in pieces of it.
 _TOLD_BYTES = 16 * 1024
-# Of what a replica tells the others of its rooms: some 2 KB.
+# Of what a replica tells the others of its rooms, at most.
 
 
 @final
@@ -93,9 +93,7 @@ class PeerCopies(CrossDeviceOps):
         mine = rooms[self.member.replica_id]
         _of(mine, room, piece).copy_(piece)
         mine.staged[room].record()
-        said = f"{op.name} {flat.dtype} {flat.numel()}"
-        what = f"all_reduce ({op.name}) of {str(flat.dtype).removeprefix('torch.')}[{flat.numel()}] by peer copies"
-        exchange = fabric.announce("all_reduce", f"peer copies {said}", what)
+        exchange = fabric.announce_all_reduce("peer copies", op.name, flat)
         self._latest = _Copying(fabric, exchange, op, piece, rooms, room, self.member.replica_id)
         return self._latest
 

@@ -65,7 +65,8 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if op is ReduceOp.MEAN else dist.ReduceOp.SUM)
             return WorkHandle([self.member.group.allreduce([flat], options)])
         room = self._room(shared, flat.dtype)[: flat.numel()]
-        self._meet(shared.fabric, op, flat)
+        # A kernel would wait for ever for a replica that does not come.
+        shared.fabric.wait(shared.fabric.announce_all_reduce("symmetric memory", op.name, flat))
         room.copy_(flat)
         operations: Any = torch.ops.symm_mem
         reduce = operations.one_shot_all_reduce if nbytes <= ONE_SHOT_BYTES else operations.two_shot_all_reduce_
@@ -105,13 +106,6 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
             # As torch numbers them here: every replica sees the one of replica i as number i.
             self._asked = member, _apart([Device("cuda", i) for i in range(member.num_replicas)])
         return self._asked[1]
-
-    def _meet(self, fabric: Fabric, op: ReduceOp, flat: Tensor) -> None:
-        """Wait until every replica has come to the same all-reduce. Raises UsageError where they differ."""
-        said = f"{op.name} {flat.dtype} {flat.numel()}"
-        dtype = str(flat.dtype).removeprefix("torch.")
-        what = f"all_reduce ({op.name}) of {dtype}[{flat.numel()}] by symmetric memory"
-        fabric.wait(fabric.announce("all_reduce", f"symmetric memory {said}", what))
 
     def _mapped(self) -> _Shared | None:
         """Return what the replicas of this group share, found at the first use; every replica comes here for it."""
