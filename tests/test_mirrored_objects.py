@@ -1,0 +1,577 @@
+"""Modules, optimizers and schedulers of a scope: the same on both sides, whichever of them changes one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+from trained import Net, X, Y, adam_step, assert_equal_states, states, step_of, trained, with_adam
+
+import mirror_nb as mnb
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[mnb.MirroredStrategy]:
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_loop_of_the_documents_ends_on_the_weights_of_one_process(n):
+    with mnb.MirroredStrategy([f"cpu:{i}" for i in range(n)]) as strategy:
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        alone = copy.deepcopy(model)
+        alone_optimizer = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+
+        def train_step(batch):
+            features, labels = batch
+            loss = F.mse_loss(model(features), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        # The last of these batches holds 1 of 7: replicas without examples take part.
+        dataset = strategy.experimental_distribute_dataset(DataLoader(TensorDataset(X, Y), batch_size=7))
+        for _ in range(3):
+            for batch in dataset:
+                per_replica = strategy.run(train_step, args=(batch,))
+                total = strategy.reduce(mnb.ReduceOp.SUM, per_replica, axis=None)
+                assert total.ndim == 0
+        for _ in range(3):
+            for start in range(0, 22, 7):
+                loss = F.mse_loss(alone(X[start : start + 7]), Y[start : start + 7])
+                alone_optimizer.zero_grad()
+                loss.backward()
+                alone_optimizer.step()
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: model(torch.ones(1, 2)).item() == 3.0,
+        lambda model: model.state_dict()["weight"].sum() == 2.0,
+        lambda model: next(iter(model.parameters())).sum() == 2.0,
+        lambda model: model.weight.sum() == 2.0,
+        lambda model: copy.deepcopy(model).weight.sum() == 2.0,
+        lambda model: torch.nn.utils.parameters_to_vector(model.parameters()).sum() == 3.0,
+    ],
+    ids=["call", "state_dict", "parameters", "attribute", "deepcopy", "vector"],
+)
+def test_reading_a_module_in_the_controller_gives_what_the_replicas_learned(two, read):
+    assert read(trained(two))
+
+
+def test_what_is_written_in_the_controller_reaches_the_replicas(two):
+    model = trained(two)
+    model.load_state_dict({"weight": torch.full((1, 2), 5.0), "bias": torch.zeros(1)})
+    assert two.run(lambda: model.weight.sum().item()) == 10.0
+
+
+def test_a_part_of_a_mirrored_module_is_the_part_that_the_replicas_have(two):
+    with two.scope():
+        model = Net()
+    part = model.first
+
+    def fill() -> None:
+        with torch.no_grad():
+            part.weight.fill_(2.0)
+
+    two.run(lambda: model(torch.ones(1, 4)))
+    two.run(fill)
+    assert two.run(lambda: model.first.weight.sum().item()) == 64.0
+    assert model.first.weight.sum() == 64.0
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copied", "loaded"]
+)
+def test_a_copy_made_in_the_scope_is_mirrored(two, again):
+    model = trained(two)
+    with two.scope():
+        teacher = again(model)
+        optimizer = torch.optim.SGD(teacher.parameters(), 1.0)
+
+    def step() -> None:
+        teacher(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    two.run(step)
+    assert teacher.weight.sum() == 0.0
+    assert model.weight.sum() == 2.0
+
+
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_a_module_that_was_mirrored_by_hand_is_mirrored_with_all_its_parts(two, optimizer_first):
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    assert two.mirror(model) is model
+    assert two.mirror(optimizer) is optimizer
+    if optimizer_first:
+        two.run(lambda: optimizer.param_groups[0]["lr"])
+    before = model(torch.ones(1, 2)).item()
+    two.run(step_of(model, optimizer))
+    assert model(torch.ones(1, 2)).item() == pytest.approx(before - 3)
+
+
+def test_a_part_that_came_later_is_trained_and_read_as_the_others(two):
+    with two.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    two.run(lambda: model(torch.ones(1, 2)))
+    model[1] = nn.Linear(2, 1)
+    with two.scope():
+        optimizer = torch.optim.SGD(model[1].parameters(), 1.0)
+    # Read by its forward pass alone: nothing of the network that came first is asked.
+    head = model[1]
+    before = head(torch.ones(1, 2)).item()
+    two.run(step_of(head, optimizer))
+    assert head(torch.ones(1, 2)).item() == pytest.approx(before - 3)
+
+
+@pytest.mark.parametrize("make", [nn.Parameter, torch.Tensor.requires_grad_], ids=["Parameter", "Tensor"])
+def test_an_optimizer_of_what_no_module_has_is_refused(two, make):
+    with two.scope():
+        weight = make(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], 0.1)
+    with pytest.raises(mnb.UsageError, match=r"the SGD trains a \w+ of shape \(1,\) that .*alone a mnb\.Variable"):
+        two.run(lambda: optimizer.step(weight.sum().backward))
+    with pytest.raises(mnb.UsageError, match=r"cannot be mirrored alone: .*Make it a mnb\.Variable"):
+        two.mirror(weight)
+    with two.scope():
+        variable = mnb.Variable([0.0])
+        optimizer = torch.optim.SGD([variable], 0.5)
+
+    def step() -> None:
+        (variable - 1).sum().backward()
+        optimizer.step()
+
+    two.run(step)
+    assert variable.item() == -0.5
+
+
+def test_what_a_replica_writes_to_a_copy_that_can_be_trained_is_refused(two):
+    weight = torch.zeros(2, requires_grad=True)
+    teacher = nn.Linear(2, 1)
+
+    @torch.no_grad()
+    def write(tensor: torch.Tensor) -> float:
+        return tensor.add_(1).sum().item()
+
+    for captured, says in ((weight, r"a Tensor of shape \(2,\)"), (teacher.bias, r"a Parameter of shape \(1,\)")):
+        with pytest.raises(mnb.UsageError, match=rf"the function wrote to {says}.*mnb\.Variable.*copy\.deepcopy"):
+            two.run(lambda: write(captured))  # noqa: B023
+    with pytest.raises(mnb.UsageError, match=r"the function wrote to a Parameter of shape \(1, 2\)"):
+        two.run(lambda: write(teacher.weight))
+    # A copy of one's own, an argument, and gradients that are returned.
+    expected = teacher.weight.sum().item() + 2
+    assert two.run(lambda: write(copy.deepcopy(teacher.weight))) == pytest.approx(expected)
+    assert two.run(write, args=(weight,)) == 2.0
+
+    def gradient() -> torch.Tensor:
+        (weight * 3).sum().backward()
+        return weight.grad.sum()
+
+    assert two.run(gradient)[1] == 6.0
+
+
+@pytest.mark.parametrize("obj", [[1], {"a": 1}, 3, "text", None, (1,)], ids=repr)
+def test_what_is_told_from_nothing_else_is_not_mirrored(two, obj):
+    with pytest.raises(mnb.UsageError, match=f"a {type(obj).__name__} cannot be mirrored.*attribute of an object"):
+        two.mirror(obj)
+
+
+def test_a_checkpoint_written_here_has_all_that_the_replicas_learned_and_training_goes_on_from_it(two):
+    alone = with_adam()
+    with two.scope():
+        mirrored = with_adam()
+    two.run(adam_step, args=(mirrored,))
+    two.run(adam_step, args=(mirrored,))
+    checkpoint = states(mirrored)
+    for _ in range(3):
+        adam_step(alone)
+    two.run(adam_step, args=(mirrored,))
+    assert_equal_states(states(mirrored), states(alone))
+
+    # The very bits of the step before: what is here is not taken for what the replicas have.
+    for obj, state in zip(mirrored, checkpoint, strict=True):
+        obj.load_state_dict(state)
+    assert_equal_states(states(mirrored), checkpoint)
+    two.run(adam_step, args=(mirrored,))
+    assert_equal_states(states(mirrored), states(alone))
+
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as three:
+        with three.scope():
+            again = with_adam()
+        for obj, state in zip(again, checkpoint, strict=True):
+            obj.load_state_dict(state)
+        three.run(adam_step, args=(again,))
+    # After the end too.
+    assert_equal_states(states(again), states(alone))
+
+
+def test_mode_frozen_parameters_and_dtype_of_a_module_are_alike_on_both_sides(two):
+    with two.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+
+    def seen() -> tuple[Any, ...]:
+        return model.training, model[1].training, model[0].weight.requires_grad, str(model[0].weight.dtype)
+
+    assert two.run(seen) == (True, True, True, "torch.float32")
+    model[1].eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.double()
+    assert two.run(seen) == (True, False, False, "torch.float64")
+    two.run(lambda: model.eval().float() and None)
+    # A mode that is no other than the one here, but than theirs.
+    model.train()
+    assert two.run(seen) == (True, True, False, "torch.float32")
+    two.run(lambda: model.eval().requires_grad_(True) and None)
+    list(model.parameters())
+    assert seen() == (False, False, True, "torch.float32")
+
+
+def test_a_module_that_is_unfrozen_here_is_trained_from_then_on(two):
+    with two.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    model.weight.requires_grad_(False)
+    before = model.weight.sum().item()
+    two.run(step_of(model, optimizer))
+    assert model.weight.sum().item() == before
+    model.weight.requires_grad_(True)
+    two.run(step_of(model, optimizer))
+    assert model.weight.sum().item() == pytest.approx(before - 2)
+
+
+def test_a_parameter_group_that_was_added_here_alone_is_refused(two):
+    with two.scope():
+        first, second = nn.Linear(2, 1), nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(first.parameters(), 0.1, momentum=0.9)
+    two.run(step_of(first, optimizer))
+    step = step_of(first, optimizer)
+    two.run(step)
+    optimizer.add_param_group({"params": list(second.parameters())})
+    for use in (lambda: two.run(step), lambda: two.run(step_of(first, optimizer)), optimizer.state_dict):
+        for _ in range(2):
+            with pytest.raises(mnb.UsageError, match=r"the SGD has 2 parameter groups here, but was sent .* with 1:"):
+                use()
+    # Whoever does not use it goes on.
+    assert two.run(lambda: 1) == 1
+    with two.scope():
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1, momentum=0.9)
+    two.run(step_of(nn.Sequential(first, second), optimizer))
+
+
+def test_a_parameter_group_that_was_added_in_the_replicas_is_trained_there(two):
+    with two.scope():
+        model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
+    step = step_of(model, optimizer)
+    two.run(step)
+    before = model[1].weight.item()
+    two.run(lambda: optimizer.add_param_group({"params": list(model[1].parameters())}))
+    two.run(step)
+    assert model[1].weight.item() != before
+    with pytest.raises(mnb.UsageError, match="the SGD got parameter groups in the replicas that it has not here"):
+        optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_a_function_runs_in_the_modes_that_run_was_called_in(two, mode):
+    with two.scope():
+        layer = nn.Linear(2, 2)
+
+    def seen() -> tuple[bool, bool, str]:
+        made = layer(torch.ones(1, 2))
+        return made.requires_grad, made.is_inference(), str(made.dtype)
+
+    with mode():
+        here, there = seen(), two.run(seen)
+    assert there == here != seen()
+    assert two.run(seen) == seen()
+    with mode(), pytest.raises(LookupError):
+        two.run(lambda: {}["nothing"])
+    assert two.run(seen) == seen()
+
+
+def test_a_call_brings_no_values_back_whatever_modules_were_made_since(two, monkeypatch):
+    model = trained(two)
+    refreshed: list[int] = []
+    monkeypatch.setattr(two._place, "refresh", lambda: refreshed.append(1))
+
+    def use() -> float:
+        return model(torch.ones(1, 2)).item()
+
+    for _ in range(3):
+        assert two.run(use) == 3.0
+        nn.CrossEntropyLoss(), nn.Linear(1, 1)
+    assert not refreshed
+
+
+@pytest.mark.parametrize("interrupted", ["call", "read"])
+def test_an_interrupt_at_the_very_end_of_a_request_costs_no_values(two, monkeypatch, interrupted):
+    with two.scope():
+        model = nn.Linear(2, 1)
+
+    def fill() -> None:
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+
+    pool = two._place._ready()
+    run = pool.run
+
+    def run_and_press(*args: Any, **kwargs: Any) -> Any:
+        run(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    two.run(lambda: model.weight.sum())
+    assert model.weight.sum() != 14.0
+    if interrupted == "read":
+        two.run(fill)
+    monkeypatch.setattr(pool, "run", run_and_press)
+    with pytest.raises(KeyboardInterrupt):
+        _ = two.run(fill) if interrupted == "call" else model.weight
+    monkeypatch.undo()
+    assert model.weight.sum() == 14.0
+
+
+def test_settings_of_an_optimizer_travel_both_ways(two):
+    with two.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.param_groups[0]["lr"] = 8.0
+
+    def step() -> float:
+        optimizer.step()
+        scheduler.step()
+        return optimizer.param_groups[0]["lr"]
+
+    assert two.run(step) == 4.0
+    assert optimizer.param_groups[0]["lr"] == 4.0
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "steps": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4]),
+    "a function": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=20),
+    "in turns": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]
+    ),
+    "together": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    ),
+    "a plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+}
+
+
+@pytest.mark.filterwarnings("error:Detected call of:UserWarning")
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_scheduler_may_be_stepped_on_either_side_and_stands_alike_on_both(two, make):
+    def made() -> tuple[nn.Module, Any, Any]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        return model, optimizer, make(optimizer)
+
+    with two.scope():
+        model, optimizer, scheduler = made()
+    _, own, expected = made()
+    args = (1.0,) if isinstance(expected, lr_scheduler.ReduceLROnPlateau) else ()
+
+    def step(scheduled: bool) -> list[float]:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if scheduled:
+            scheduler.step(*args)
+        return scheduler.get_last_lr()
+
+    for by_replicas in (False, False, True, True, False, True):
+        own.step()
+        before = expected.get_last_lr()
+        expected.step(*args)
+        assert two.run(step, args=(by_replicas,)) == (expected.get_last_lr() if by_replicas else before)
+        if not by_replicas:
+            scheduler.step(*args)
+        assert scheduler.get_last_lr() == expected.get_last_lr()
+        assert optimizer.param_groups[0]["lr"] == own.param_groups[0]["lr"]
+
+
+def test_a_scheduler_whose_state_is_no_plain_value_is_left_to_the_replicas(two):
+    class Odd(lr_scheduler.StepLR):
+        def state_dict(self) -> Any:
+            raise NotImplementedError
+
+    with two.scope():
+        optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+        scheduler = Odd(optimizer, 1)
+
+    def step() -> float:
+        optimizer.step()
+        scheduler.step()
+        return optimizer.param_groups[0]["lr"]
+
+    assert two.run(step) == pytest.approx(0.01)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_a_scheduler_whose_state_is_no_plain_value_any_more_costs_no_call_its_result(two):
+    with two.scope():
+        optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+        scheduler = lr_scheduler.StepLR(optimizer, 1)
+
+    def step() -> float:
+        optimizer.step()
+        scheduler.step()
+        scheduler.seen = {1, 2}
+        return optimizer.param_groups[0]["lr"]
+
+    assert two.run(step) == pytest.approx(0.01)
+    assert two.run(step) == pytest.approx(0.001)
+
+
+def test_a_scheduler_here_sees_the_steps_that_the_replicas_made(two):
+    with two.scope():
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def step() -> float:
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return optimizer.param_groups[0]["lr"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        two.run(step)
+        scheduler.step()
+    assert two.run(step) == 0.25
+
+
+def test_plain_attributes_of_a_network_are_the_same_on_both_sides(two):
+    with two.scope():
+        net = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5))
+        net.losses, net.temperature = [], 1.0
+
+    def step() -> Any:
+        net(torch.ones(2, 4)).sum().backward()
+        net.losses.append(mnb.get_replica_context().replica_id_in_sync_group)
+        net.temperature *= 0.5
+        return net[1].p, net.temperature
+
+    assert two.run(step) == (0.5, 0.5)
+    net[1].p = 0.25
+    assert two.run(step) == (0.25, 0.25)
+    net(torch.ones(2, 4))
+    assert (net.losses, net.temperature) == ([0, 0], 0.25)
+
+
+def test_a_forward_pass_here_begins_with_the_attributes_of_the_replicas(two):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.inner = 1.0, nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = self.factor
+            return self.inner(x) * 0 + factor
+
+    with two.scope():
+        net = Scaled()
+
+    def change() -> None:
+        net.factor = 7.0
+
+    two.run(change)
+    assert net(torch.ones(1, 1)).item() == 7.0
+
+
+def test_generators_and_scalers_of_the_scope_are_kept_by_the_replicas(two):
+    with two.scope():
+        generator = torch.Generator()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    generator.manual_seed(3)
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(3))
+    first = two.run(lambda: torch.rand((), generator=generator))
+    second = two.run(lambda: torch.rand((), generator=generator))
+    assert [first[0], second[0]] == list(expected)
+    # Each side knows where the other has left it.
+    generator.manual_seed(3)
+    assert two.run(lambda: torch.rand((), generator=generator))[0] == expected[0]
+    assert torch.rand((), generator=generator) == expected[1]
+    assert two.run(lambda: scaler.scale(torch.ones(())).item()) == 2.0
+
+
+def test_an_optimizer_is_not_stepped_in_the_controller(two):
+    with two.scope():
+        optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+    with pytest.raises(RuntimeError, match="cross-replica context"):
+        optimizer.step()
+
+
+def networks_of_width(width: int) -> int:
+    return sum(type(o) is nn.Linear and o.in_features == width for o in gc.get_objects())
+
+
+@pytest.mark.parametrize("of_optimizer", [True, False])
+def test_gradients_are_cleared_in_the_replicas_from_here_too(two, of_optimizer):
+    with two.scope():
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def gradient() -> torch.Tensor:
+        model(torch.ones(1, 2)).sum().backward()
+        return model.weight.grad.clone()
+
+    for _ in range(2):
+        (optimizer if of_optimizer else model).zero_grad()
+        assert torch.equal(two.run(gradient)[1], torch.ones(1, 2))
+    (optimizer if of_optimizer else model).zero_grad(set_to_none=False)
+    assert torch.equal(two.run(lambda: model.weight.grad)[0], torch.zeros(1, 2))
+    # What is not mirrored is nobody's business.
+    nn.Linear(1, 1).zero_grad()
+
+
+def test_an_object_that_is_gone_here_is_let_go_of_there(two):
+    def use() -> None:
+        with two.scope():
+            big = nn.Linear(1000, 3)
+        two.run(lambda: big.weight.sum().item())
+        assert two.run(networks_of_width, args=(1000,)) == 1
+
+    use()
+    gc.collect()
+    two.run(lambda: gc.collect() and None)
+    assert two.run(networks_of_width, args=(1000,)) == 0
+
+
+def test_a_part_that_was_replaced_in_the_controller_reaches_the_replicas(two):
+    with two.scope():
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+
+    def widths() -> list[int]:
+        return [layer.out_features for layer in model]
+
+    assert two.run(widths) == [1, 1]
+    with two.scope():
+        model[1] = nn.Linear(1, 5)
+    assert two.run(widths) == [1, 5]

@@ -1,0 +1,381 @@
+"""How a strategy ends: closed, dropped, in a fork, with replicas that died; and what outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from trained import Net, X, adam_step, assert_equal_states, states, step_of, trained, with_adam
+
+import mirror_nb as mnb
+from mirror_nb.pool.local import stop_forkserver
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[mnb.MirroredStrategy]:
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+def test_a_part_outlives_its_module_and_becomes_one_of_another(two):
+    def used(module: nn.Module) -> torch.Tensor:
+        return two.run(lambda: module(X[:1]).detach()).values[1]
+
+    def trained(whole: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def step() -> None:
+            whole(X).sum().backward()
+            optimizer.step()
+
+        two.run(step)
+
+    def made() -> nn.Module:
+        with two.scope():
+            model = Net()
+        used(model)
+        return model.first
+
+    body = made()
+    gc.collect()
+    before = used(body)
+    with two.scope():
+        whole = nn.Sequential(body, nn.Linear(body.out_features, 1))
+        trained(whole, torch.optim.SGD(whole.parameters(), 0.1))
+    del whole
+    gc.collect()
+    after = used(body)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, body(X[:1]))
+
+
+def test_two_strategies_live_side_by_side_and_a_closed_one_says_so(two):
+    with mnb.MirroredStrategy(["cpu:0"]) as other:
+        assert other.run(lambda: mnb.get_strategy().num_replicas_in_sync) == 1
+        assert two.run(lambda: mnb.get_strategy().num_replicas_in_sync) == 2
+    with pytest.raises(mnb.PoolClosed, match="was closed"):
+        other.run(lambda: 1)
+    assert two.run(lambda: 2) == 2
+
+
+def test_a_model_keeps_what_it_learned_when_its_strategy_is_closed():
+    strategy = mnb.MirroredStrategy(["cpu:0"])
+    model = trained(strategy)
+    strategy.close()
+    assert model.weight.sum() == 2.0
+
+
+def held() -> tuple[int, int]:
+    """Return how many descriptors and how many children this process has, zombies among them."""
+    gc.collect()
+    process = psutil.Process()
+    return process.num_fds(), len(process.children())
+
+
+def test_a_strategy_that_is_dropped_gives_everything_back():
+    def start() -> None:
+        strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+        strategy.run(lambda: 1)
+
+    start()
+    before = held()
+    for _ in range(2):
+        start()
+        assert held() == before
+
+
+def test_what_was_trained_outlives_its_strategy_and_the_replicas_go_with_it():
+    before = held()
+    strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = trained(strategy)
+    with strategy.scope():
+        counter = mnb.Variable(3.0)
+        # As what imports torch's compiler does.
+        taken = nn.Module.__init__, torch.Generator
+
+    def bump(variable: mnb.Variable) -> None:
+        variable.assign_add(1.0)
+
+    strategy.run(bump, (counter,))
+    del strategy
+    gc.collect()
+    assert model.weight.sum() == 2.0
+    assert counter == 4.0
+    del model
+    gc.collect()
+    assert held() > before, "the Variable is there"
+    del counter
+    assert held() <= before
+    assert len(taken) == 2
+
+
+def test_a_dashboard_that_is_shown_does_not_keep_a_strategy():
+    before = held()[1]
+    strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy.run(lambda: 1)
+    dashboard = strategy.dashboard()
+    del strategy
+    assert held()[1] <= before
+    assert dashboard.text()
+
+
+def in_a_fork(function: Callable[[], str]) -> str:
+    """Return what the function returns in a forked child, or what it raises; fail if it takes too long."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            said = function()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writable, said.encode())
+        os._exit(0)
+    os.close(writable)
+    with open(readable) as pipe:
+        said = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return said
+
+
+def test_a_fork_reads_what_its_parent_knew_and_is_told_where_to_run(two):
+    model = trained(two)
+    assert model.weight.sum() == 2.0
+    with two.scope():
+        counter = mnb.Variable(3.0)
+
+    def bump() -> None:
+        counter.assign_add(1.0)
+
+    two.run(bump)
+    refused = "ContextError: this process is a fork of the one that started the replicas; use the strategy there"
+    assert in_a_fork(lambda: str(two.run(lambda: 1))) == refused
+    assert in_a_fork(lambda: str(two.timeline())) == refused
+    assert in_a_fork(lambda: str(float(model.weight.sum()))) == "2.0"
+    # What was not read before the fork is as this process had it.
+    assert in_a_fork(lambda: str(float(counter))) == "3.0"
+    assert in_a_fork(lambda: str(two.close())) == "None"
+    assert counter == 4.0
+    assert two.run(lambda: 1) == 1
+
+
+def test_a_fork_may_end_as_any_process_does(two):
+    two.run(lambda: 1)
+
+    def end() -> str:
+        # Once the pool goes, and what multiprocessing waits for.
+        two._place._pool._store = None
+        return str(multiprocessing.active_children())
+
+    assert in_a_fork(end) == "[]"
+    assert two.run(lambda: 2) == 2
+
+
+def test_a_strategy_that_a_fork_makes_has_replicas_of_its_own(two):
+    two.run(lambda: 1)
+
+    def fork() -> str:
+        with mnb.MirroredStrategy(["cpu:0"]) as strategy:
+            return str(strategy.run(lambda: 5))
+
+    said = in_a_fork(lambda: f"{fork()}, forkserver ended: {stop_forkserver()}")
+    assert said == "5, forkserver ended: None"
+    assert two.run(lambda: 2) == 2
+
+
+def test_a_replica_that_died_is_replaced_with_all_that_is_mirrored(two):
+    model = trained(two)
+    with two.scope():
+        counter = mnb.Variable(3.0)
+    assert two.run(lambda: float(counter)) == 3.0
+
+    def die() -> None:
+        import os
+
+        if mnb.get_replica_context().replica_id_in_sync_group == 1:
+            os._exit(7)
+
+    with pytest.raises(mnb.ReplicaDied, match=r"replica 1 \(cpu:1, pid \d+\) ended with exit code 7"):
+        two.run(die)
+    assert two.run(lambda: (model.weight.sum().item(), float(counter))) == (2.0, 3.0)
+
+
+def test_a_state_that_cannot_be_told_costs_nothing_else_its_value_at_the_end():
+    class Silent(torch.optim.SGD):
+        def state_dict(self) -> Any:
+            raise NotImplementedError("no state")
+
+    strategy = mnb.MirroredStrategy(["cpu:0"])
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = Silent(model.parameters(), 1.0)
+        value = mnb.Variable(1.0)
+    before = model(torch.ones(1, 2)).item()
+    strategy.run(step_of(model, optimizer))
+    strategy.run(lambda: value.assign_add(1.0))
+    with pytest.warns(UserWarning, match="closed without the latest values of the Silent: no state"):
+        strategy.close()
+    assert model(torch.ones(1, 2)).item() == pytest.approx(before - 3)
+    assert float(value) == 2.0
+
+
+def test_an_optimizer_goes_on_from_its_last_known_state_when_all_replicas_have_died():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            mirrored = with_adam()
+        strategy.run(adam_step, args=(mirrored,))
+        read = states(mirrored)
+        with pytest.raises(mnb.ReplicaDied):
+            strategy.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.warns(UserWarning, match="all replicas had died"):
+            strategy.run(lambda: None)
+        assert_equal_states(states(mirrored), read)
+        strategy.run(adam_step, args=(mirrored,))
+        alone = with_adam()
+        adam_step(alone)
+        adam_step(alone)
+        assert_equal_states(states(mirrored), states(alone))
+
+
+def test_variables_stay_readable_when_their_strategy_is_closed():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            value = mnb.Variable(1.0)
+            total = mnb.Variable(0.0, aggregation="SUM", synchronization="ON_READ")
+        strategy.run(lambda: [value.assign_add(1.0), total.assign_add(torch.tensor(3.0))])
+    assert float(value) == 2.0
+    assert float(total) == 6.0
+    assert repr(value) == "MirroredVariable:{\n  0: tensor(2.),\n  1: tensor(2.)\n}"
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "start", "expected"), [("none", 0.0, [1.0, 2.0]), ("mean", 0, [1, 2]), ("sum", 0, [1, 2])]
+)
+def test_whatever_a_variable_holds_closing_keeps_it_and_what_comes_after_it(aggregation, start, expected):
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            own = mnb.Variable(start, aggregation=aggregation, synchronization="on_read")
+            step = mnb.Variable(0.0)
+
+        def count() -> None:
+            own.assign_add(torch.tensor(mnb.get_replica_context().replica_id_in_sync_group + 1).to(own.dtype))
+            step.assign_add(1.0)
+
+        strategy.run(count)
+    assert [value.item() for value in own.values] == expected
+    assert float(step) == 1.0
+    if aggregation != "none":
+        assert float(own) == {"mean": 1.5, "sum": 3.0}[aggregation]
+
+
+def test_what_fails_when_a_strategy_is_closed_is_told_and_costs_nothing_else_its_value(monkeypatch):
+    strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        broken, value = mnb.Variable(1.0, name="broken"), mnb.Variable(1.0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
+    strategy.run(lambda: [broken.assign_add(1.0), value.assign_add(1.0)])
+    strategy.run(step_of(model, optimizer))
+    home = strategy._place._home
+    keep = home.keep
+
+    def lose(variable: mnb.Variable) -> None:
+        if variable is broken:
+            raise RuntimeError("lost on the way")
+        keep(variable)
+
+    monkeypatch.setattr(type(home), "keep", lambda self, variable: lose(variable))
+    with pytest.warns(UserWarning, match="without the latest values of the Variable 'broken': lost on the way"):
+        strategy.close()
+    assert float(value) == 2.0
+    assert optimizer.state[model.weight]["momentum_buffer"].shape == (1, 2)
+
+
+def test_a_variable_has_one_value_everywhere_when_it_is_written_after_its_strategy_is_closed():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            value, unsent = mnb.Variable(1.0), mnb.Variable(1.0)
+            total = mnb.Variable(0.0, aggregation="sum", synchronization="on_read")
+            mean = mnb.Variable(0.0, aggregation="mean", synchronization="on_read")
+        strategy.run(lambda: [value.assign_add(1.0), total.assign_add(3.0), mean.assign_add(3.0)])
+
+    def seen(variable: mnb.Variable) -> list[float]:
+        return [float(variable), float(variable.read_value()), *map(float, variable.values)]
+
+    for variable in (value, unsent, mean):
+        variable.assign(9.0)
+        assert seen(variable) == [9.0, 9.0, 9.0, 9.0]
+        variable.assign_sub(1.0)
+        with torch.no_grad():
+            variable.add_(4.0)
+        assert seen(variable) == [12.0, 12.0, 12.0, 12.0]
+    assert repr(value) == "MirroredVariable:{\n  0: tensor(12.),\n  1: tensor(12.)\n}"
+    total.assign(9.0)
+    assert seen(total) == [9.0, 9.0, 4.5, 4.5]
+    total.mul_(2.0)
+    assert seen(total) == [18.0, 18.0, 9.0, 9.0]
+    value.assign(mnb.PerReplica([torch.tensor(1.0), torch.tensor(2.0)]))
+    assert [float(own) for own in value.values] == [1.0, 2.0]
+
+
+def test_what_a_survivor_has_counted_is_counted_once(two):
+    with two.scope():
+        total = mnb.Variable(0.0, trainable=False, aggregation="sum", synchronization="on_read")
+
+    def count() -> None:
+        total.assign_add(100.0 if mnb.get_replica_context().replica_id_in_sync_group == 0 else 1.0)
+
+    two.run(count)
+    os.kill(two._place._ready().status()[1].pid, signal.SIGKILL)
+    with contextlib.suppress(mnb.ReplicaDied):
+        two.run(int)
+    assert [float(value) for value in total.values] == [100.0, 0.0]
+
+
+def test_a_closed_strategy_looks_closed():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        assert repr(strategy) == "<MirroredStrategy: cpu:0, cpu:1>"
+    assert repr(strategy) == "<MirroredStrategy: cpu:0, cpu:1, closed>"
+
+
+def test_a_write_to_a_view_of_a_closed_variable_is_seen_everywhere():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            value = mnb.Variable([1.0, 2.0], trainable=False)
+        strategy.run(lambda: value.assign_add([1.0, 1.0]))
+    value[1:].fill_(9.0)
+    assert value.tolist() == [2.0, 9.0]
+    assert [own.tolist() for own in value.values] == [[2.0, 9.0]] * 2
+
+
+def test_a_strategy_that_was_closed_says_so_in_each_of_its_methods():
+    for strategy in (mnb.MirroredStrategy(["cpu:0", "cpu:1"]), mnb.OneDeviceStrategy("cpu")):
+        each = strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+        with strategy.scope():
+            variable = mnb.Variable(3.0)
+        strategy.close()
+        for call in (
+            lambda strategy: strategy.run(abs, (1,)),
+            lambda strategy: strategy.reduce("sum", 1, axis=None),
+            lambda strategy: strategy.gather(torch.ones(1), axis=0),
+            lambda strategy: strategy.distribute_dataset(torch.ones(4), batch_size=2),
+            lambda strategy: strategy.distribute_datasets_from_function(lambda context: [torch.ones(2)]),
+            lambda strategy: strategy.distribute_values_from_function(lambda context: 1),
+            lambda strategy: strategy.mirror(nn.Linear(1, 1)),
+            lambda strategy: strategy.extended.reduce_to("mean", 1, None),
+            lambda strategy, variable=variable: strategy.extended.update(variable, lambda own: own),
+            lambda strategy: strategy.scope().__enter__(),
+            lambda strategy: strategy.__enter__(),
+        ):
+            with pytest.raises(mnb.PoolClosed, match="this strategy was closed; make a new one"):
+                call(strategy)
+        assert strategy.local_results(each) == tuple(range(strategy.num_replicas_in_sync))
+        assert variable.numpy() == 3
+        assert not mnb.has_strategy()
