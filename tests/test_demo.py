@@ -107,7 +107,7 @@ def test_without_a_command_the_commands_are_told(capsys):
         main(["bench", "--help"])
     told = " ".join(capsys.readouterr().out.split())
     assert "Time the cross-device ops, alone or under a model's training step." in told
-    assert "e.g. 4M; default: 64M, on GPUs 256M" in told
+    assert "e.g. 4M; default: 256M, or what memory allows" in told
 
 
 @pytest.mark.parametrize(
