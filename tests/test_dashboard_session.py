@@ -118,6 +118,14 @@ def test_a_cell_that_does_not_train_leaves_no_empty_picture(kernel):
     assert [data for where, data, _ in shown if where == place][-1] == {"text/plain": NOTHING}
 
 
+def test_a_cell_that_fails_before_it_trains_leaves_its_error_and_no_empty_picture(kernel):
+    ended = kernel.run("%%mirrored --dashboard\nnn.Linear(3, 1)(torch.ones(4, 5))")
+    assert ended.error is not None
+    shown = displays(ended)
+    assert all("image/png" not in data for _, data, _ in shown)
+    assert [data for where, data, _ in shown if where == shown[0][0]][-1] == {"text/plain": NOTHING}
+
+
 def test_the_dashboard_of_all_cells_is_there_at_once_and_follows_them_in_its_place(kernel):
     kernel.run("%mirror restart")
     first = kernel.run("%mirror dashboard")

@@ -82,8 +82,10 @@ class LiveDashboard:
         # The last step when `_news` was asked.
         self._outcome: tuple[Phase, str] | None = None
         # How the latest call of this cell ended.
+        self._raised = False
+        # Whether by an error of the user's code.
         self._latest: Phase | None = None
-        # The same of any cell.
+        # How that of any cell did.
         self._rested = self._woken = 0
         # When the last cell that trained had ended, and when the next call began; nanoseconds of `clock`.
         self._due = 0.0
@@ -162,6 +164,7 @@ class LiveDashboard:
         elif outcome[0] is Phase.STOPPED:
             self._news()
         self._outcome = outcome
+        self._raised = outcome[0] is Phase.FAILED and not report.crashes and not report.timed_out
         self._latest, self._board.note = self._outcome
 
     def between_calls(self) -> None:
@@ -189,7 +192,9 @@ class LiveDashboard:
             return
         self._timeline.update()
         phase, note = outcome
-        ended_early = phase in (Phase.FAILED, Phase.INTERRUPTED)
+        # Of replicas that hung or died there is something to see before any step; an error says all by itself.
+        untrained = self._raised and not self._timeline.last_step
+        ended_early = phase in (Phase.FAILED, Phase.INTERRUPTED) and not untrained
         if self._timeline.last_step <= self._seen and not (ended_early and self._board.live):
             # The buttons have nothing to do any more.
             self._board.tick()
