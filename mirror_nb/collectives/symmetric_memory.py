@@ -64,9 +64,9 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if op is ReduceOp.MEAN else dist.ReduceOp.SUM)
             return WorkHandle([self.member.group.allreduce([flat], options)])
-        room = self._room(shared, flat.dtype)[: flat.numel()]
-        # A kernel would wait for ever for a replica that does not come.
+        # A kernel would wait for ever for a replica that does not come, and torch's store for half an hour.
         shared.fabric.wait(shared.fabric.announce_all_reduce("symmetric memory", op.name, flat))
+        room = self._room(shared, flat.dtype)[: flat.numel()]
         room.copy_(flat)
         operations: Any = torch.ops.symm_mem
         reduce = operations.one_shot_all_reduce if nbytes <= ONE_SHOT_BYTES else operations.two_shot_all_reduce_
