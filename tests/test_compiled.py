@@ -12,15 +12,13 @@ import torch
 import torch.nn.functional as F
 from driving import running
 from torch import nn
+from trained import Net, X, Y
 
 import mirror_nb as mnb
 from mirror_nb import compiled
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import travels
 from mirror_nb.payload import pack, unpack
-
-X = torch.arange(88.0).reshape(22, 4).sin()
-Y = X.sum(1, keepdim=True)
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -116,16 +114,6 @@ def test_a_torch_that_does_not_tell_how_is_named(monkeypatch):
 )
 def test_names_that_a_compiler_binds_do_not_travel(name, users):
     assert travels(name) is users
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.second = nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
 
 
 @pytest.fixture(scope="module")
