@@ -175,6 +175,8 @@ def test_where_one_replica_cannot_map_the_others_memory_gloo_carries_it_for_all(
     run(
         two,
         """
+import warnings
+
 class Told:
     "A room and its events, as one replica tells of them; on the other one they cannot be opened."
     def __reduce__(self):
@@ -189,8 +191,14 @@ torch.cuda.Event = lambda interprocess: None
 ops = peer_copies.PeerCopies()
 ops.bind(Member(replica_id, num_replicas, device, dist.group.WORLD))
 flat = torch.full((10,), 1.0 + replica_id)
-ops.start(ReduceOp.SUM, flat).wait()
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    ops.start(ReduceOp.SUM, flat).wait()
 assert (flat == 3).all() and ops._found[1] == ()
+# Replica 1 opens what replica 0 told it of.
+said = [str(each.message) for each in told if "share its GPU's memory" in str(each.message)]
+assert len(said) == replica_id
+assert all("replica 1 cannot share its GPU's memory with the others (CUDA error: invalid" in each for each in said)
 """,
     )
 

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -49,18 +48,18 @@ class ReductionToOneDevice(CrossDeviceOps):
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Reduce, at once: the handle is of something finished."""
         root, num_replicas = self._root, self.member.num_replicas
+        sent = self.carried(flat)
         first = self.accumulation_fn is None and averages_first(op, flat.dtype)
         if first:
-            flat.div_(num_replicas)
+            sent.div_(num_replicas)
         if self.accumulation_fn is None:
-            self._add_up(flat, root)
+            self._add_up(sent, root)
         else:
-            self._accumulate(self.accumulation_fn, flat, root)
+            self._accumulate(self.accumulation_fn, sent, root)
         if op is ReduceOp.MEAN and not first and self.member.replica_id == root:
-            flat.div_(num_replicas)
+            sent.div_(num_replicas)
         options = dist.BroadcastOptions()
         options.rootRank = root
-        sent = self.carried(flat)
         self._complete(self.member.group.broadcast([sent], options))
         if sent is not flat:
             flat.copy_(sent)
@@ -80,10 +79,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     def _add_up(self, flat: Tensor, root: int) -> None:
         options = dist.ReduceOptions()
         options.rootRank = root
-        sent = self.carried(flat)
-        self._complete(self.member.group.reduce([sent], options))
-        if sent is not flat:
-            flat.copy_(sent)
+        self._complete(self.member.group.reduce([flat], options))
 
     def _accumulate(self, accumulate: Callable[[list[Tensor]], Tensor], flat: Tensor, root: int) -> None:
         parts = self._gathered(flat, root)
@@ -102,11 +98,10 @@ class ReductionToOneDevice(CrossDeviceOps):
         options = dist.GatherOptions()
         options.rootRank = root
         mine = self.member.replica_id == root
-        sent = self.carried(flat)
-        parts = [torch.empty_like(sent) for _ in range(self.member.num_replicas)] if mine else []
+        parts = [flat.new_empty(flat.shape) for _ in range(self.member.num_replicas)] if mine else []
         into = [[as_sent(part) for part in parts]] if mine else []
-        self._complete(self.member.group.gather(into, [as_sent(sent)], options))
-        return [part.to(flat.device) for part in parts] if mine else None
+        self._complete(self.member.group.gather(into, [as_sent(flat)], options))
+        return [part.to(self.member.device) for part in parts] if mine else None
 
     def _place_among(self, devices: Sequence[Device]) -> int | None:
         wanted = self.reduce_to_device

@@ -1,4 +1,4 @@
-"""All-reduce of replicas whose GPUs' memory they map of each other: what NCCL refuses, such as two on one GPU.
+"""All-reduce of replicas that map each other's memory on GPUs: for those that NCCL refuses, such as two on one GPU.
 
     a tensor ─▶ this replica's room, `staged` ─▶ all have come here? ─▶ read all rooms, sum, `taken`
                                                  (shared memory)
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -54,7 +55,8 @@ class Rooms:
 class PeerCopies(CrossDeviceOps):
     """Each replica copies from the others' memory and sums, in the order of their ids: the same bits on all.
 
-    bf16 and fp16 are summed in fp32. Where CUDA does not let processes map each other's memory, gloo carries it.
+    bf16 and fp16 are summed in fp32. Where CUDA does not let processes map each other's memory, a replica warns of it
+    and why, and gloo carries all.
     """
 
     _called = "peer_copies"
@@ -169,19 +171,29 @@ def _of(rooms: Rooms, room: int, piece: Tensor) -> Tensor:
 
 def mapped(member: Member, fabric: Fabric) -> Sequence[Rooms]:
     """Make this replica's rooms and map the others'; every replica calls it. Empty where one of them cannot."""
-    told, mine = b"", None
-    with contextlib.suppress(RuntimeError):
+    told, mine, why = b"", None, ""
+    try:
         mine = Rooms(
             torch.empty(ROOMS, ROOM_BYTES, dtype=torch.uint8, device=member.device),
             [torch.cuda.Event(interprocess=True) for _ in range(ROOMS)],
             [torch.cuda.Event(interprocess=True) for _ in range(ROOMS)],
         )
         told = bytes(ForkingPickler.dumps(mine))
+    except RuntimeError as error:
+        why = str(error)
     all_told = _gathered(fabric, told)
     rooms: list[Rooms] = []
     if mine is not None and all(all_told):
-        with contextlib.suppress(RuntimeError):
+        try:
             rooms = [mine if i == member.replica_id else pickle.loads(its) for i, its in enumerate(all_told)]
+        except RuntimeError as error:
+            why = str(error)
+    if why:
+        warnings.warn(
+            f"replica {member.replica_id} cannot share its GPU's memory with the others ({why.splitlines()[0]}); gloo "
+            "carries what they reduce by way of the CPU, which is slower. See that this system allows CUDA IPC",
+            stacklevel=2,
+        )
     # One that maps and one that does not would wait for each other.
     return rooms if all(_gathered(fabric, b"mapped" if rooms else b"")) else ()
 

@@ -38,7 +38,8 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
     another op it leaves all to NCCL.
 
     torch calls this part of itself alpha; what it lacks here is refused by `unfit_for`. Its kernels wait for those of
-    the peers without an end: they are enqueued only when all replicas have come.
+    the peers without an end: they are enqueued only when all replicas have come. Once a replica was replaced, NCCL
+    takes all: torch does not find new processes among old ones.
     """
 
     _called = "symmetric_memory"

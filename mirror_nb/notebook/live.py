@@ -85,7 +85,7 @@ class LiveDashboard:
         self._raised = False
         # Whether by an error of the user's code.
         self._latest: Phase | None = None
-        # How that of any cell did.
+        # How the latest call of any cell ended.
         self._rested = self._woken = 0
         # When the last cell that trained had ended, and when the next call began; nanoseconds of `clock`.
         self._due = 0.0

@@ -63,7 +63,7 @@ def members(session: int) -> list[int]:
 
 
 def end_session(pid: int, began: str) -> None:
-    """Kill the replica `pid` that began at `began`, and every process of its session."""
+    """Kill the replica `pid` that began at `began`, and every process of its session; remove what CUDA keeps of it."""
     leader = start_time(pid)
     if leader and began and leader != began:
         return

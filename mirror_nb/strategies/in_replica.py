@@ -459,7 +459,7 @@ def _offer(make: Callable[[], tuple[Form, _Value]]) -> tuple[Form, _Value | None
 
 
 def _in_words(function: Callable[..., Any]) -> str:
-    """Return a function's name and place, which no other one has."""
+    """Return a function's name and where its source ends, by which two of one name differ."""
     name, code = getattr(function, "__qualname__", type(function).__qualname__), getattr(function, "__code__", None)
     if code is None:
         return str(name)
