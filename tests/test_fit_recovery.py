@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mirror_nb as mnb
 from mirror_nb.errors import ReplicaDied
-from mirror_nb.training import driver, feeds, job
+from mirror_nb.training import array_feed, driver, job
 from mirror_nb.training.running import Running
 
 X = torch.arange(43 * 4, dtype=torch.float32).reshape(43, 4).sin()
@@ -223,8 +223,8 @@ def test_a_replica_that_dies_between_two_steps_is_missed_at_the_next(strategies,
 @pytest.mark.parametrize("reached", [True, False])
 def test_a_replacement_finds_large_arrays_as_the_others_have_them(reached, strategies, tmp_path, monkeypatch):
     two, made_offers = strategies(2), []
-    make = feeds.Offer
-    monkeypatch.setattr(feeds, "Offer", lambda columns: made_offers.append(make(columns)) or made_offers[-1])
+    make = array_feed.Offer
+    monkeypatch.setattr(array_feed, "Offer", lambda columns: made_offers.append(make(columns)) or made_offers[-1])
     if not reached:
         # As in a container where no process may look into another one's descriptors: then they are sent.
         monkeypatch.setattr(driver.Fit, "_reach", lambda fit, paths: [True, False])

@@ -24,7 +24,8 @@ from torch.utils.data import (
 )
 
 from mirror_nb.errors import UsageError
-from mirror_nb.training.feeds import Feed, feed, split_validation
+from mirror_nb.training.feeds import feed, split_validation
+from mirror_nb.training.shares import Feed
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mirror_nb.training import offer
-from mirror_nb.training.feeds import ArrayFeed
+from mirror_nb.training.array_feed import ArrayFeed
 from mirror_nb.training.offer import Offer
 
 X = torch.arange(40_000 * 4, dtype=torch.float32).reshape(-1, 4).sin()

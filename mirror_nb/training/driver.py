@@ -25,15 +25,16 @@ from torch import Tensor
 from mirror_nb.errors import JobLost, MirrorError, ReplicaDied
 from mirror_nb.told import settings_of
 from mirror_nb.training import job
+from mirror_nb.training.array_feed import ArrayFeed
 from mirror_nb.training.callbacks import CallbackList
 from mirror_nb.training.evaluating import evaluated
-from mirror_nb.training.feeds import ArrayFeed, Feed
 from mirror_nb.training.history import History
 from mirror_nb.training.learning import Whereabouts
 from mirror_nb.training.ledger import Ledger
 from mirror_nb.training.loop import Note, Task, Totals
 from mirror_nb.training.progress import Progress
 from mirror_nb.training.running import Guard, Logs, Running, known_steps, task_of
+from mirror_nb.training.shares import Feed
 from mirror_nb.values import PerReplica
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 from mirror_nb.errors import MirrorError, UsageError
 from mirror_nb.training import job
 from mirror_nb.training.callbacks import CallbackList
-from mirror_nb.training.feeds import Feed
 from mirror_nb.training.loop import Advanced, Note, Task
 from mirror_nb.training.progress import Progress
 from mirror_nb.training.running import Guard, Logs, Running, known_steps, task_of
+from mirror_nb.training.shares import Feed
 
 if TYPE_CHECKING:
     from mirror_nb.training.model import Model

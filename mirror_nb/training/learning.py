@@ -27,10 +27,10 @@ from mirror_nb.replica.decisions import OfAll
 from mirror_nb.replica.whole import whole
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.training.batch_norm import BatchNorms, exact_batch_norm
-from mirror_nb.training.feeds import Share
 from mirror_nb.training.ledger import Landmark, Page
 from mirror_nb.training.loop import Task, Totals
 from mirror_nb.training.scoring import Scoring
+from mirror_nb.training.shares import Share
 
 if TYPE_CHECKING:
     from mirror_nb.training.model import Model

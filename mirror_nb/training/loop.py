@@ -25,8 +25,8 @@ from mirror_nb.collectives.segments import Address
 from mirror_nb.errors import TrainingStopped
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.telemetry.samples import Mark
-from mirror_nb.training.feeds import Feed, Share
 from mirror_nb.training.settings import CompileSettings
+from mirror_nb.training.shares import Feed, Share
 
 if TYPE_CHECKING:
     from mirror_nb.training.model import Model

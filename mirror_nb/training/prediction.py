@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
-from mirror_nb.training.feeds import Share
 from mirror_nb.training.loop import Advanced, Job, Totals, told
+from mirror_nb.training.shares import Share
 
 
 @final

@@ -19,10 +19,10 @@ from mirror_nb.errors import JobLost, MirrorError, ReplicaDied
 from mirror_nb.readable import duration
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.training import job
-from mirror_nb.training.feeds import Feed
 from mirror_nb.training.loop import Advanced, Note, Task, Totals
 from mirror_nb.training.metrics import metrics
 from mirror_nb.training.settings import CompileSettings
+from mirror_nb.training.shares import Feed
 
 if TYPE_CHECKING:
     from mirror_nb.training.model import Model

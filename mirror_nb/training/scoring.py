@@ -16,10 +16,10 @@ from torch import Tensor
 from mirror_nb.batches import map_leaves
 from mirror_nb.errors import UsageError
 from mirror_nb.strategies.seat import Seat
-from mirror_nb.training.feeds import Share
 from mirror_nb.training.loop import Job, Task, Totals, device_of, told
 from mirror_nb.training.metrics import metrics
 from mirror_nb.training.objectives import objective
+from mirror_nb.training.shares import Share
 
 if TYPE_CHECKING:
     from mirror_nb.training.model import Model
