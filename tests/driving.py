@@ -127,7 +127,7 @@ def with_a_spare(pool: LocalPool) -> int:
 
     def prepared() -> int | None:
         pool._spare_at = 0.0
-        pool._prepare()
+        pool.prepare()
         return pool.spare()
 
     return int(eventually(prepared, "a spare is there"))

@@ -14,7 +14,7 @@ from driving import Ran, doing, plain, press_ctrl_c, run_cell
 from mirror_nb.devices import Device
 from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
 from mirror_nb.messages import Collectives, Wait, Whereabouts
-from mirror_nb.pool import base, hangs, outside
+from mirror_nb.pool import following, hangs, outside
 from mirror_nb.pool.failures import raise_for
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.telemetry import samples
@@ -299,7 +299,7 @@ def test_a_replica_that_does_not_run_the_cell_is_not_waited_for(three):
 
 @pytest.mark.parametrize("how", ["late", "in a thread"])
 def test_a_replica_that_comes_later_is_waited_for(two, how, monkeypatch):
-    monkeypatch.setattr(base, "UNEVEN_AFTER", 0.1)
+    monkeypatch.setattr(following, "UNEVEN_AFTER", 0.1)
     come = "time.sleep(0.6); total = torch.ones(1); dist.all_reduce(total)"
     ran = run_cell(
         two,
@@ -336,7 +336,7 @@ def test_a_timeout_shows_where_each_replica_is_and_what_differs(two, carrier):
 
 
 def test_a_replica_that_is_stopped_or_holds_the_lock_is_told_of_from_outside(three, monkeypatch):
-    monkeypatch.setattr(base, "GRACE", 1.5)
+    monkeypatch.setattr(following, "GRACE", 1.5)
     source = (
         BEGIN
         + "def held():\n    sum(range(10**12))\n"
@@ -471,7 +471,7 @@ def test_without_py_spy_there_is_no_stack_and_no_error(monkeypatch):
 
 @pytest.mark.skipif(shutil.which("py-spy", path=os.path.dirname(sys.executable)) is None, reason="needs py-spy")
 def test_py_spy_tells_where_a_stopped_replica_is(two, monkeypatch):
-    monkeypatch.setattr(base, "GRACE", 1.5)
+    monkeypatch.setattr(following, "GRACE", 1.5)
     source = (
         BEGIN
         + "def stopped():\n    os.kill(os.getpid(), signal.SIGSTOP)\n"

@@ -29,7 +29,7 @@ from driving import DEADLINE, doing, eventually, gone, press_ctrl_c, run_cell, w
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
 from mirror_nb.messages import Done, Interrupt, Steps
-from mirror_nb.pool import base, interrupts, local, nanny
+from mirror_nb.pool import following, interrupts, local, nanny
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.recovery import recover
 from mirror_nb.pool.report import Death, Report
@@ -64,8 +64,8 @@ def three(replicas: Callable[[int], LocalPool]) -> LocalPool:
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "GRACE", 1.0)
-    monkeypatch.setattr(base, "INTERRUPT_AFTER", 0.2)
+    monkeypatch.setattr(following, "GRACE", 1.0)
+    monkeypatch.setattr(following, "INTERRUPT_AFTER", 0.2)
 
 
 def pids(pool: LocalPool) -> list[int]:
@@ -74,7 +74,7 @@ def pids(pool: LocalPool) -> list[int]:
 
 def without_a_spare(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool._end_spare()
-    monkeypatch.setattr(pool, "_prepare", lambda: None)
+    monkeypatch.setattr(pool, "prepare", lambda: None)
 
 
 # ---------------------------------------------------------------------- start
@@ -482,13 +482,13 @@ def test_a_replica_that_will_not_stop_is_replaced_alone(two, tmp_path, short_gra
 
 
 def test_a_replica_in_the_middle_of_an_import_is_given_time_to_end_it(two, tmp_path, short_grace, monkeypatch):
-    look = base._Following._kill_silent
+    look = following.Following._kill_silent
 
-    def after_the_grace(self: base._Following, last: float) -> None:
+    def after_the_grace(self: following.Following, last: float) -> None:
         look(self, last)
         (tmp_path / "go").touch()
 
-    monkeypatch.setattr(base._Following, "_kill_silent", after_the_grace)
+    monkeypatch.setattr(following.Following, "_kill_silent", after_the_grace)
     (tmp_path / "takes_its_time.py").write_text(
         f"import os, time\nopen({str(tmp_path)!r} + f'/begun{{os.getpid()}}', 'w').close()\n"
         f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\nwhole = True\n"
@@ -503,13 +503,13 @@ def test_a_replica_in_the_middle_of_an_import_is_given_time_to_end_it(two, tmp_p
 
 
 def test_an_interrupt_while_an_error_is_rendered_leaves_it_the_error(two, tmp_path, short_grace, monkeypatch):
-    look = base._Following._kill_silent
+    look = following.Following._kill_silent
 
-    def after_the_grace(self: base._Following, last: float) -> None:
+    def after_the_grace(self: following.Following, last: float) -> None:
         look(self, last)
         (tmp_path / "go").touch()
 
-    monkeypatch.setattr(base._Following, "_kill_silent", after_the_grace)
+    monkeypatch.setattr(following.Following, "_kill_silent", after_the_grace)
     before = pids(two)
     slow = f"""
 import os, time
@@ -532,7 +532,7 @@ raise Slow
 
 
 def test_an_import_that_never_ends_is_ended_at_last(two, tmp_path, short_grace, monkeypatch):
-    monkeypatch.setattr(base, "HELD_BACK_SECONDS", 1.5)
+    monkeypatch.setattr(following, "HELD_BACK_SECONDS", 1.5)
     (tmp_path / "endless.py").write_text(
         f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\nwhile True: time.sleep(0.01)\n"
     )
@@ -556,7 +556,7 @@ def test_sending_much_to_a_stopped_replica_does_not_block_the_controller(two, sh
 
 
 def test_an_interrupt_as_the_last_replica_joins_the_group_is_heard_and_poisons_nothing(two, monkeypatch):
-    poll, held = two._poll, []
+    poll, held = two.poll, []
 
     def one_by_one(timeout):
         found = [*held, *poll(timeout)]
@@ -571,7 +571,7 @@ def test_an_interrupt_as_the_last_replica_joins_the_group_is_heard_and_poisons_n
     pressed: list[None] = []
     two.unform()
     with monkeypatch.context() as patch:
-        patch.setattr(two, "_poll", one_by_one)
+        patch.setattr(two, "poll", one_by_one)
         with pytest.raises(KeyboardInterrupt):
             two.mend()
     assert pressed
@@ -580,15 +580,15 @@ def test_an_interrupt_as_the_last_replica_joins_the_group_is_heard_and_poisons_n
 
 
 def test_a_second_interrupt_does_not_wait_for_the_grace(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(base, "GRACE", 1000.0)
+    monkeypatch.setattr(following, "GRACE", 1000.0)
     sent = []
-    send = two._send
+    send = two.send
 
     def noted(to: Any, message: object, *slab: int | None) -> None:
         send(to, message, *slab)
         sent.append((sorted(to), message))
 
-    monkeypatch.setattr(two, "_send", noted)
+    monkeypatch.setattr(two, "send", noted)
 
     def press_twice() -> None:
         press_ctrl_c()
@@ -602,7 +602,7 @@ def test_a_second_interrupt_does_not_wait_for_the_grace(two, tmp_path, monkeypat
 
 
 def test_a_key_that_was_pressed_twice_ends_no_replica_that_is_about_to_stop(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(base, "SECOND_AFTER", 1000.0)
+    monkeypatch.setattr(following, "SECOND_AFTER", 1000.0)
     begun, pressed = tmp_path / "begun", tmp_path / "pressed"
     (tmp_path / "slow_when_pressed_twice.py").write_text(
         f"import os, time\nopen({str(begun)!r}, 'w').close()\n"
@@ -650,7 +650,7 @@ def test_an_interrupt_between_requests_is_an_ordinary_one(two):
 
 
 def test_an_interrupt_after_the_last_look_at_a_request_is_told_with_it(two, monkeypatch):
-    follow = base._Following.follow
+    follow = following.Following.follow
 
     def pressed(self: Any) -> Report:
         report = follow(self)
@@ -658,7 +658,7 @@ def test_an_interrupt_after_the_last_look_at_a_request_is_told_with_it(two, monk
         return report
 
     with monkeypatch.context() as patched:
-        patched.setattr(base._Following, "follow", pressed)
+        patched.setattr(following.Following, "follow", pressed)
         assert run_cell(two, "x = 1").report.interrupted
     assert not run_cell(two, "x = 2").report.interrupted
 

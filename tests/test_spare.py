@@ -62,7 +62,7 @@ def test_a_spare_takes_the_place_of_a_replica_that_dies_and_another_one_follows_
 
 def test_it_looks_like_a_replica_that_was_just_started(two, monkeypatch):
     with_a_spare(two)
-    monkeypatch.setattr(two, "_prepare", lambda: None)
+    monkeypatch.setattr(two, "prepare", lambda: None)
     # After the spare was started, before it is a replica.
     monkeypatch.setenv("SET_MEANWHILE", "yes")
     kill(two, 0)
@@ -129,7 +129,7 @@ def test_none_is_started_while_the_forkserver_loads(two, monkeypatch):
         assert file.read() == f"{local.RESTS}\n"
     monkeypatch.setattr(local, "RESTS", "it says another")
     two._spare_at = 0.0
-    two._prepare()
+    two.prepare()
     assert two.spare() is None
 
 
@@ -143,7 +143,7 @@ def test_a_replica_is_not_named_as_the_forkserver_is(two):
 
 def test_one_replica_alone_has_no_spare(replicas):
     one = replicas(1)
-    one._prepare()
+    one.prepare()
     assert one.spare() is None
     assert one._spare_at == float("inf")
 

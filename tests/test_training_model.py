@@ -470,7 +470,7 @@ def test_a_replica_that_dies_in_fit_is_named_and_the_next_fit_goes_on(two):
     watch = Interrupted()
 
     def kill() -> None:
-        pool._kill(1)
+        pool.kill(1)
 
     with doing(kill, lambda: watch.steps > 2), pytest.raises(mnb.ReplicaDied, match="replica 1"):
         model.fit(X, Y, batch_size=5, epochs=10**6, callbacks=[watch], verbose=0, on_failure="raise")

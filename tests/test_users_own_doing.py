@@ -25,8 +25,8 @@ from mirror_nb.devices import Device, resolve
 from mirror_nb.errors import DeviceError, ReplicaError, TransferError
 from mirror_nb.notebook.options import CellOptions
 from mirror_nb.notebook.session import Session
-from mirror_nb.pool.base import UNEVEN_AFTER
 from mirror_nb.pool.failures import raise_for
+from mirror_nb.pool.following import UNEVEN_AFTER
 from mirror_nb.pool.local import LocalPool, _visible, stop_forkserver
 from mirror_nb.replica import runtime
 from mirror_nb.strategies.mirrored import SETUP

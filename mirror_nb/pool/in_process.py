@@ -65,7 +65,7 @@ class InProcessPool(Pool):
             _interruptible,
         )
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """It cannot die alone."""
 
     def follow_controller(self) -> None:
@@ -75,7 +75,7 @@ class InProcessPool(Pool):
         # The sender closes its descriptor once this returns, as it does after a real send.
         self._incoming.append((0, message, os.dup(slab) if slab is not None else None))
 
-    def _send(self, replica_ids: Iterable[int], message: object, slab: int | None = None) -> None:
+    def send(self, replica_ids: Iterable[int], message: object, slab: int | None = None) -> None:
         if not isinstance(message, Request) or self._replica is None:
             # Interrupts and aborts come too late: the request ended before its sender could send them.
             return
@@ -84,15 +84,15 @@ class InProcessPool(Pool):
         else:
             self._replica.handle(message, os.dup(slab) if slab is not None else None)
 
-    def _poll(self, timeout: float) -> list[Incoming]:
+    def poll(self, timeout: float) -> list[Incoming]:
         found = list(self._incoming)
         self._incoming.clear()
         return found
 
-    def _look(self, replica_id: int) -> Silent:
+    def look(self, replica_id: int) -> Silent:
         return Silent("runs in this process", (), "")
 
-    def _kill(self, replica_id: int) -> None:
+    def kill(self, replica_id: int) -> None:
         """Nothing to end: a request here has returned by the time anybody can ask for its end."""
 
     def _rendezvous(self, replica_id: int) -> Rendezvous:

@@ -147,7 +147,7 @@ class LocalPool(Pool):
                 self._bury(dead)
             if replica_id not in self._rings:
                 self._rings[replica_id] = Ring.create()
-            # One that is dead already shows in `_poll`.
+            # One that is dead already shows in `poll`.
             with contextlib.suppress(ChannelClosed):
                 member.channel.send(self._spec(replica_id))
                 member.channel.send(Record(), self._rings[replica_id].descriptor)
@@ -159,7 +159,7 @@ class LocalPool(Pool):
         if self.size > 1:
             self._spare_at = time.monotonic() + SPARE_SECONDS
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         # In the main thread alone: while a process starts, what is pickled there would not find the main module.
         if time.monotonic() < self._spare_at or threading.current_thread() is not threading.main_thread():
             return
@@ -249,14 +249,14 @@ class LocalPool(Pool):
 
     # ------------------------------------------------------------------ messages
 
-    def _send(self, replica_ids: Iterable[int], message: object, slab: int | None = None) -> None:
+    def send(self, replica_ids: Iterable[int], message: object, slab: int | None = None) -> None:
         frame = Frame.of(message, slab)
         for replica_id in replica_ids:
-            # A channel that is closed belongs to a replica whose death `_poll` tells.
+            # A channel that is closed belongs to a replica whose death `poll` tells.
             with contextlib.suppress(ChannelClosed):
                 self._members[replica_id].channel.send_frame(frame)
 
-    def _poll(self, timeout: float) -> list[Incoming]:
+    def poll(self, timeout: float) -> list[Incoming]:
         dead: list[Incoming] = [(r, m.death, None) for r, m in self._members.items() if m.death is not None]
         ready = self._ready(0.0 if dead else timeout)
         found: list[Incoming] = []
@@ -277,7 +277,7 @@ class LocalPool(Pool):
             found, ended = [], True
             if _wait_for(member.process) is None:
                 # A cell closed the channel's descriptor: nobody can reach this replica any more.
-                self._kill(replica_id)
+                self.kill(replica_id)
         return [*found, self._died(replica_id)] if ended else found
 
     def _died(self, replica_id: int) -> Incoming:
@@ -292,7 +292,7 @@ class LocalPool(Pool):
 
     # ------------------------------------------------------------------ ends
 
-    def _look(self, replica_id: int) -> Silent:
+    def look(self, replica_id: int) -> Silent:
         member = self._members[replica_id]
         pid = member.process.pid
         status = ""
@@ -313,7 +313,7 @@ class LocalPool(Pool):
         finally:
             reader.close()
 
-    def _kill(self, replica_id: int) -> None:
+    def kill(self, replica_id: int) -> None:
         member = self._members[replica_id]
         member.killed = True
         if member.death is None:
@@ -348,7 +348,7 @@ class LocalPool(Pool):
             return
         _open_pools.discard(self)
         self._end_spare()
-        self._send(self._members, Exit())
+        self.send(self._members, Exit())
         deadline = time.monotonic() + EXIT_SECONDS
         for member in self._members.values():
             member.process.join(max(0.0, deadline - time.monotonic()))
