@@ -18,6 +18,7 @@ import operator
 import pickle
 import types
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import Any, final
 
@@ -32,8 +33,10 @@ from mirror_nb.sources import is_users
 
 WATCHED_BYTES = 1 << 16
 # A value up to this size, pickled, is compared whole; of a larger container only which objects it holds.
-ARRAY_BYTES = 1 << 20
-# A larger array is not watched: reading it before and after every cell would take longer than most cells.
+ARRAY_BYTES = 64 << 20
+# Of a larger array so many bytes are looked at, in evenly spaced pages: reading it all before and after every cell
+# would take longer than many cells.
+_PAGE = 4096
 
 Token = Callable[[object], Any]
 # Gives what stands for an object whose changes others notice: networks, their parameters, optimizers. None for others.
@@ -48,7 +51,7 @@ class Content:
     parts: tuple[object, ...] = ()
     # Of a large container: the very objects in it.
     state: tuple[object, ...] = ()
-    # Of a large tensor: autograd's count of writes and its address; of an array its hash.
+    # Of a large tensor: autograd's count of writes and its address; of an array its digest.
     beside: tuple[tuple[weakref.ref[Any] | None, object], ...] = ()
     # What is told apart by identity, and its state if it is a tensor.
     own: bool = False
@@ -74,9 +77,10 @@ class Content:
 
 
 def content(value: object, token: Token, *, large: bool = False) -> Content | None:
-    """Return what `value` holds now; None when it is nothing that is watched. `large`: large arrays are."""
+    """Return what `value` holds now; None when it is nothing that is watched. `large`: all of a large array is."""
     if isinstance(value, np.ndarray) and value.nbytes > WATCHED_BYTES:
-        return Content(state=(hash(value.tobytes()),)) if large or value.nbytes <= ARRAY_BYTES else None
+        state = digest(value, whole=large)
+        return None if state is None else Content(state=state)
     if isinstance(value, torch.Tensor) and not _is_small(value):
         return Content(state=_written(value))
     if isinstance(value, _AROUND_DATA_SETS):
@@ -232,7 +236,9 @@ class _Reader(pickle.Pickler):
         if isinstance(obj, torch.Tensor):
             return None if _is_small(obj) else self._beside(obj, _written(obj))
         if isinstance(obj, np.ndarray):
-            return None if obj.nbytes <= WATCHED_BYTES else self._beside(obj)
+            if obj.nbytes <= WATCHED_BYTES:
+                return None
+            return self._beside(obj, digest(obj) if obj.nbytes <= ARRAY_BYTES else None)
         if isinstance(obj, _AROUND_DATA_SETS):
             return self._beside(obj, _of_data_sets(obj, self._token))
         if isinstance(obj, _BY_IDENTITY) or type(obj).__module__.partition(".")[0] == __package__:
@@ -314,6 +320,24 @@ def _nothing(*_: object) -> None:
 def _written(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what is another once somebody wrote to a tensor: without reading it, which on a GPU would wait."""
     return _version(tensor), address(tensor), tensor.numel(), tensor.requires_grad
+
+
+def digest(array: Any, whole: bool = False) -> tuple[object, ...] | None:
+    """Return what is another once somebody wrote to an array; None for a large one in a file, which would be read.
+
+    Of one above ARRAY_BYTES it is made of pages here and there, unless `whole`.
+    """
+    layout = array.dtype.str, array.shape, array.strides
+    large = array.nbytes > ARRAY_BYTES and not whole
+    if large and isinstance(array, np.memmap):
+        return None
+    if type(array) is not np.ndarray or array.dtype.hasobject:
+        return zlib.crc32(array.tobytes()), *layout
+    data: Any = np.ascontiguousarray(array.T if array.flags.f_contiguous else array).reshape(-1).view(np.uint8)
+    if large:
+        pages = data[: data.size // _PAGE * _PAGE].reshape(-1, _PAGE)
+        data = np.ascontiguousarray(pages[:: -(-data.size // ARRAY_BYTES)])
+    return zlib.crc32(data), *layout
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

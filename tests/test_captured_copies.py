@@ -81,6 +81,15 @@ def totals() -> Lost:
     return add, ()
 
 
+def predictions() -> Lost:
+    predictions = np.zeros(1_000_000)
+
+    def predict() -> None:
+        predictions[9] = 1.0
+
+    return predict, ()
+
+
 def plain() -> Lost:
     plain = mnb.Variable(1.0, trainable=False)
     return lambda: plain.assign_add(torch.tensor(1.0)), ()
@@ -95,7 +104,7 @@ def losses() -> Lost:
     return lambda losses: losses.append(1.0), ([],)
 
 
-@pytest.mark.parametrize("make", [counts, totals, plain, dice, losses])
+@pytest.mark.parametrize("make", [counts, totals, predictions, plain, dice, losses])
 def test_changes_of_copies_are_told_of(two, make):
     function, args = make()
     with pytest.warns(UserWarning, match=f"changed `{make.__name__}` in the replicas, on a copy that is gone"):

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from two_sides import Scope
 
-from mirror_nb.contents import ARRAY_BYTES, WATCHED_BYTES, content
+from mirror_nb import contents
+from mirror_nb.contents import WATCHED_BYTES, content
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
 from mirror_nb.payload import Packed, pack, unpack
@@ -71,6 +72,12 @@ def test_a_name_bound_to_the_very_same_object_is_found_by_the_source():
         ("import torch; x = torch.zeros(100_000)", "x[9] = 1"),
         ("import numpy as np; x = np.zeros(3)", "x[0] = 1"),
         ("import numpy as np; x = np.zeros(100_000)", "x[9] = 1"),
+        ("import numpy as np; x = np.zeros(1_000_000)", "x[9] = 1"),
+        ("import numpy as np; x = np.zeros((1000, 1000)).T[:, ::2]", "x[9, 9] = 1"),
+        ("import numpy as np; x = np.zeros(100_000, dtype='i4, f8')", "x['f1'][9] = 1"),
+        ("import numpy as np; x = np.full(100_000, None)", "x[9] = 1"),
+        ("import numpy as np; x = np.ma.masked_array(np.zeros(100_000))", "x[9] = 1"),
+        ("import numpy as np; x = {'a': np.zeros(100_000)}", "x['a'][9] = 1"),
     ],
 )
 def test_what_a_cell_changed_in_place_is_found(make, change):
@@ -110,13 +117,29 @@ def no_token(obj: object) -> None:
 def test_only_what_can_be_compared_cheaply_is_watched():
     assert content(5, no_token) is None
     assert content("text", no_token) is None
-    assert content(np.zeros(ARRAY_BYTES), no_token) is None
-    assert content(np.zeros(WATCHED_BYTES), no_token) is not None
     large = list(range(WATCHED_BYTES))
     held = content(large, no_token)
     assert held is not None
     assert held.same(content(large, no_token))
     assert not held.same(None)
+
+
+def test_of_a_large_array_pages_here_and_there_are_looked_at(monkeypatch):
+    monkeypatch.setattr(contents, "ARRAY_BYTES", 1 << 16)
+    x = np.zeros(1 << 20)
+    before, all_before = content(x, no_token), content(x, no_token, large=True)
+    x[1000] = 1
+    assert before.same(content(x, no_token))
+    assert not all_before.same(content(x, no_token, large=True))
+    x += 1
+    assert not before.same(content(x, no_token))
+
+
+def test_a_large_array_in_a_file_is_not_read(monkeypatch, tmp_path):
+    x = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(1 << 20,))
+    assert content(x, no_token) is not None
+    monkeypatch.setattr(contents, "ARRAY_BYTES", 1 << 16)
+    assert content(x, no_token) is None
 
 
 # ---------------------------------------------------------------------- export

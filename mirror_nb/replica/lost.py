@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from mirror_nb.compiled import compiled_from
-from mirror_nb.contents import ARRAY_BYTES
+from mirror_nb.contents import digest
 
 _SKIPPED = (
     *(str, bytes, int, float, complex, bool, type(None), type, tuple, types.ModuleType, types.BuiltinFunctionType),
@@ -124,7 +124,7 @@ def _is_batch(held: Any) -> bool:
 def _content(obj: Any) -> Any:
     """Return a shallow copy of what an object holds, the length of what is long, None for what is not looked at.
 
-    Of a tensor how often it was written to, of an array and of the state of random numbers a hash.
+    Of a tensor how often it was written to, of an array and of the state of random numbers a digest.
     """
     if isinstance(obj, torch.Generator):
         return hash(obj.get_state().numpy().tobytes())
@@ -135,7 +135,7 @@ def _content(obj: Any) -> Any:
     if isinstance(obj, torch.Tensor):
         return None if obj.is_inference() else obj._version
     if isinstance(obj, np.ndarray):
-        return hash(obj.tobytes()) if obj.nbytes <= ARRAY_BYTES and not obj.dtype.hasobject else None
+        return None if obj.dtype.hasobject else digest(obj)
     for kind in (dict, list, set, deque):
         if isinstance(obj, kind):
             return len(obj) if len(obj) > _LENGTH else kind(obj)
