@@ -19,6 +19,7 @@ FLOORS = (
         "channel",
         "values",
         "variables",
+        "aggregation",
         "held_variables",
         "cluster",
         "payload",

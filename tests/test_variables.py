@@ -14,7 +14,7 @@ from driving import run_cell
 from torch import nn
 
 import mirror_nb as mnb
-from mirror_nb import variables
+from mirror_nb import aggregation, variables
 from mirror_nb.errors import UsageError
 from mirror_nb.values import VariableAggregation, VariableSynchronization
 from mirror_nb.variables import MirroredVariable, PlainVariable, SyncOnReadVariable, Variable, distributed
@@ -183,7 +183,7 @@ class Home:
 
     def read(self, variable):
         self.asked.append("read")
-        return variables.aggregate(variable, list(self.components(variable).values()))
+        return aggregation.aggregate(variable, list(self.components(variable).values()))
 
     def refresh(self, variable):
         self.asked.append("refresh")
@@ -249,20 +249,20 @@ def test_one_that_is_synchronised_on_read_is_read_by_its_home():
     assert home.asked[-1] == ("assign", torch.tensor(6.0))
 
 
-@pytest.mark.parametrize(("aggregation", "expected"), [("SUM", 3), ("MEAN", 1.5), ("ONLY_FIRST_REPLICA", 1)])
-def test_components_are_aggregated(aggregation, expected):
-    variable = made(Home(), aggregation, "ON_READ")
-    assert variables.aggregate(variable, [torch.tensor(1.0), torch.tensor(2.0)]) == expected
+@pytest.mark.parametrize(("rule", "expected"), [("SUM", 3), ("MEAN", 1.5), ("ONLY_FIRST_REPLICA", 1)])
+def test_components_are_aggregated(rule, expected):
+    variable = made(Home(), rule, "ON_READ")
+    assert aggregation.aggregate(variable, [torch.tensor(1.0), torch.tensor(2.0)]) == expected
 
 
 def test_assigning_to_a_sum_from_outside():
     variable = made(Home(), "SUM", "ON_READ")
-    assert variables.from_outside(variable, "assign", 6.0, 2, 1) == 3
+    assert aggregation.from_outside(variable, "assign", 6.0, 2, 1) == 3
     whole = variables.distributed(torch.tensor(0), Home(), **variable._options())
-    assert [int(variables.from_outside(whole, "assign", -7, 3, i)) for i in range(3)] == [-1, -3, -3]
+    assert [int(aggregation.from_outside(whole, "assign", -7, 3, i)) for i in range(3)] == [-1, -3, -3]
     with pytest.raises(ValueError, match=r"does not support `assign_add` in cross-replica context .* set to `.*SUM`"):
-        variables.from_outside(variable, "assign_add", 6.0, 2, 0)
-    assert variables.from_outside(made(Home(), "MEAN", "ON_READ"), "assign_add", 6.0, 2, 0) == 6
+        aggregation.from_outside(variable, "assign_add", 6.0, 2, 0)
+    assert aggregation.from_outside(made(Home(), "MEAN", "ON_READ"), "assign_add", 6.0, 2, 0) == 6
 
 
 def test_what_the_controller_calls_on_replicas_pickles_by_reference():

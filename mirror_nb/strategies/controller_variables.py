@@ -8,21 +8,19 @@ from typing import Any, Protocol, final
 
 from torch import Tensor
 
+from mirror_nb.aggregation import aggregate, check_parts, from_outside
 from mirror_nb.errors import UsageError
 from mirror_nb.strategies.reductions import check_size, select
 from mirror_nb.values import DistributedValues, PerReplica, VariableAggregation, same
 from mirror_nb.variables import (
     SyncOnReadVariable,
     Variable,
-    aggregate,
     apply_assign,
-    check_parts,
     component,
     component_variable,
     copy_component,
     copy_of,
     distributed,
-    from_outside,
     read_component,
     set_trained,
     writes_to,
