@@ -87,7 +87,7 @@ def test_accuracy_below_the_promise_is_said_and_is_the_exit_code(few_images):
     path = few_images / "demo.png"
     code, out, err = told(Options(devices=TWO, data=str(few_images), picture=str(path)))
     assert code == 1
-    assert "2 replicas (cpu:0, cpu:1), global batch 128, 4 epochs\n" in out
+    assert "2 replicas (cpu:0, cpu:1), global batch 128, 3 epochs\n" in out
     assert err.startswith("mirror_nb demo: ")
     assert "less than the 88% that are expected; the data is another" in err
     assert path.exists()
@@ -95,7 +95,7 @@ def test_accuracy_below_the_promise_is_said_and_is_the_exit_code(few_images):
     code, out, err = told(Options(devices=TWO, data=str(few_images), epochs=1, picture=str(path)))
     assert code == 0
     assert "2 replicas (cpu:0, cpu:1), global batch 128, 1 epoch\n" in out
-    assert err.endswith("of the test images right; 88% are expected after the usual --epochs 4\n")
+    assert err.endswith("of the test images right; 88% are expected after the usual --epochs 3\n")
 
 
 def test_without_a_command_the_commands_are_told(capsys):

@@ -121,7 +121,7 @@ def _lesson(options: Options) -> _Lesson:
     if options.data is None:
         data, epochs, batch_size, rate, channels, promise = digits(), 20, 64, 5e-3, 32, 0.97
     else:
-        data, epochs, batch_size, rate, channels, promise = fashion_mnist(options.data), 4, 128, 4e-3, 16, 0.88
+        data, epochs, batch_size, rate, channels, promise = fashion_mnist(options.data), 3, 128, 4e-3, 16, 0.88
     recipe = Recipe(options.epochs or epochs, batch_size, rate, channels, options.seed)
     return _Lesson(data, recipe, epochs, promise)
 
