@@ -3,12 +3,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
-# How many processes the tests are divided among, by file; each has replicas of its own.
+# How many processes the tests and the notebooks are divided among, by file; each has replicas of its own.
 JOBS ?= 2
 # A folder with Fashion-MNIST's four idx files; without it the demo trains on scikit-learn's digits.
 DATA ?=
 
 BIN := $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 # Some machines forbid Python to keep compiled modules: then each of hundreds of processes compiles mirror_nb anew.
@@ -58,8 +59,8 @@ lint: $(VENV)/.has-test
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
-	$(BIN)/python -m pytest --nbval --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout=120 notebooks
+	$(PYTEST) --no-loadscope-reorder tests
+	$(PYTEST) --nbval --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout=120 notebooks
 
 ROUNDS ?= 500
 SEED ?= 1
