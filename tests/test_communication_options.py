@@ -85,6 +85,29 @@ else:
     assert message.endswith("CommunicationOptions(timeout_seconds=0.5); a replica that is only slow needs more")
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "strategy.reduce('sum', torch.ones(3), axis=None)",
+        "strategy.gather(torch.ones(3), axis=0)",
+        "strategy.run(lambda: mnb.get_replica_context().all_reduce('sum', torch.ones(3)))",
+    ],
+)
+def test_values_too_are_waited_for_no_longer_than_asked(two, call):
+    source = f"""
+import mirror_nb as mnb
+if replica_id == 0:
+    {call}
+else:
+    {STAY}
+"""
+    given = {"ops": "shared_memory", "options": CommunicationOptions(timeout_seconds=0.5)}
+    ran = run_cell(two, MODEL + source, given, timeout=20)
+    assert not ran.report.timed_out
+    assert ran.errors == {0: "ReplicaTimeout", 1: "KeyboardInterrupt"}
+    assert "CommunicationOptions(timeout_seconds=0.5)" in ran.report.failures[0].message
+
+
 def test_a_measurement_waits_no_longer_than_asked_either(two):
     source = """
 from mirror_nb.collectives.measuring import compare

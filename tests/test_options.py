@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -190,11 +191,18 @@ def test_communication_options_have_tensorflows_defaults():
         ({"timeout_seconds": math.inf}, "`timeout_seconds` is inf; it must be above 0 and at most 1e.09, or None"),
         ({"timeout_seconds": 1e12}, "`timeout_seconds` is 1000000000000.0; it must be above 0"),
         ({"implementation": "carrier pigeon"}, "no cross-device op 'carrier pigeon'"),
+        ({"implementation": GlooAllReduce}, "an op itself goes into `cross_device_ops`"),
     ],
 )
 def test_options_that_cannot_be_are_refused(wrong, said):
     with pytest.raises(UsageError, match=said):
         CommunicationOptions(**wrong)
+
+
+def test_numbers_of_numpy_are_numbers():
+    options = CommunicationOptions(bytes_per_pack=np.int64(4096), timeout_seconds=np.float32(2))
+    assert (options.bytes_per_pack, options.timeout_seconds) == (4096, 2)
+    assert HierarchicalCopyAllReduce(np.int64(2)).num_packs == 2
 
 
 class Locked(CrossDeviceOps):

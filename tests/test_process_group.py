@@ -377,6 +377,9 @@ def outcomes(replica_id: int) -> dict[str, Any]:
         "wrong shape": lambda: dist.all_gather([torch.zeros(3)] * N, torch.zeros(2)),
         "sparse max": lambda: dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX),
         "name": lambda: (dist.get_backend(), dist.get_world_size(), dist.get_rank()),
+        "broadcast from nobody": lambda: dist.broadcast(torch.ones(2), N),
+        "reduce to nobody": lambda: dist.reduce(torch.ones(2), -1),
+        "sum after that": lambda: all_reduce(dist.ReduceOp.SUM),
         "devices": lambda: sorted(str(device) for device in world._device_types),
     }
     return {name: outcome(case) for name, case in cases.items()}

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import reprlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, final
 
 import torch
@@ -71,7 +73,7 @@ class Member:
 
 _OF_THIS_PROCESS = ("_clock", "_member", "_own_fabric", "_timed_by_gpu", "_unrecorded")
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
-# Whole numbers that NCCL and gloo do not add, and what holds their sum, or overflows alike.
+# Whole numbers that NCCL and gloo do not add, and what holds their sum, or overflows alike. Shared memory adds int16.
 _GROUPS_SECONDS = 1800.0
 # Of groups of torch's own that do not tell theirs: what torch gives to gloo.
 
@@ -198,7 +200,7 @@ class CrossDeviceOps(abc.ABC):
         if real.requires_grad:
             real = real.detach()
         handle: Handle
-        wider = _WIDER.get(real.dtype) if member.device.type == "cuda" else None
+        wider = None if member.device.type == "cpu" and real.dtype is torch.int16 else _WIDER.get(real.dtype)
         if member.num_replicas == 1:
             handle = Finished()
         elif wider is not None:
@@ -241,6 +243,7 @@ class CrossDeviceOps(abc.ABC):
     def reduce(self, op: ReduceOp | str, tensor: Tensor, destination: int) -> Tensor | None:
         """Return the sum or the mean of all replicas' `tensor` on replica `destination`, None on the others."""
         op = ReduceOp.of(op)
+        _check_given("tensor", tensor)
         tensor = _as_it_is(tensor)
         _check_tensor(op, tensor.reshape(-1))
         self._check_replica("destination", destination)
@@ -260,6 +263,7 @@ class CrossDeviceOps(abc.ABC):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Make `tensor` (contiguous) on every replica what it is on replica `source`, in place."""
         self._check_replica("source", source)
+        _check_given("tensor", tensor)
         _check_view("tensor", tensor)
         if not tensor.is_contiguous():
             raise UsageError(
@@ -278,6 +282,7 @@ class CrossDeviceOps(abc.ABC):
     def gather(self, tensor: Tensor, destination: int) -> list[Tensor] | None:
         """Return all replicas' `tensor`, of equal shapes, on replica `destination`, None on the others."""
         self._check_replica("destination", destination)
+        _check_given("tensor", tensor)
         options = dist.GatherOptions()
         options.rootRank = destination
         mine = self.member.replica_id == destination
@@ -291,9 +296,12 @@ class CrossDeviceOps(abc.ABC):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of zeros on this replica's device, where the replicas can reduce it without a copy.
 
-        Every replica calls it, for the same, in the same order. Raises ReplicaError where there is not enough memory,
-        ReplicaTimeout where a replica does not come.
+        Every replica calls it, for the same, in the same order. Raises UsageError for a length that cannot be,
+        ReplicaError where there is not enough memory, ReplicaTimeout where a replica does not come.
         """
+        if not isinstance(numel, int | Integral) or numel < 0:
+            # Before anybody is told of it: replicas are out of step where one fails half-way.
+            raise UsageError(f"`numel` is {numel!r}; it must be a whole number, from 0 on")
         fabric = self.fabric if self.member.device.type == "cpu" else None
         if fabric is None or numel == 0:
             return torch.zeros(numel, dtype=dtype, device=self.member.device)
@@ -378,8 +386,10 @@ class CrossDeviceOps(abc.ABC):
             raise named(late, limit) from late.__cause__
 
     def _check_replica(self, name: str, replica_id: int) -> None:
-        if not 0 <= replica_id < self.member.num_replicas:
-            raise UsageError(f"`{name}` is {replica_id}; it is a replica id from 0 to {self.member.num_replicas - 1}")
+        if not isinstance(replica_id, int | Integral) or not 0 <= replica_id < self.member.num_replicas:
+            raise UsageError(
+                f"`{name}` is {replica_id!r}; it is a replica id from 0 to {self.member.num_replicas - 1}"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process stays here.
@@ -430,6 +440,13 @@ def averages_first(op: ReduceOp, dtype: torch.dtype) -> bool:
     return op is ReduceOp.MEAN and dtype is torch.float16
 
 
+def _check_given(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"`{name}` is {reprlib.repr(tensor)}; it must be a tensor")
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"`{name}` has the layout {tensor.layout}; convert it first: tensor.to_dense()")
+
+
 def _check_view(name: str, tensor: Tensor) -> None:
     if tensor.is_conj() or tensor.is_neg():
         kind, resolve = ("conjugate", "resolve_conj") if tensor.is_conj() else ("negative", "resolve_neg")
@@ -440,6 +457,7 @@ def _check_view(name: str, tensor: Tensor) -> None:
 
 
 def _check_tensor(op: ReduceOp, flat: Tensor) -> None:
+    _check_given("flat", flat)
     dtype = flat.dtype
     _check_view("flat", flat)
     if dtype is torch.bool:

@@ -6,6 +6,7 @@ On several GPUs it is not yet measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import final
 
 import torch
@@ -35,7 +36,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     _groups: tuple[Member, tuple[tuple[int, ...], ...]] | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
-        if not isinstance(num_packs, int) or num_packs < 1:
+        if not isinstance(num_packs, int | Integral) or num_packs < 1:
             raise UsageError(f"`num_packs` is {num_packs!r}; it must be a whole number, at least 1")
         self.num_packs = num_packs
         self._copies = PeerCopies()

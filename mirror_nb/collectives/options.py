@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, final
 
 from mirror_nb.collectives.auto import AutoAllReduce
@@ -54,9 +55,9 @@ class CommunicationOptions:
     # "bf16": gradients of fp32 travel in half the bytes, rounded to 8 bits; None: as they are.
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bytes_per_pack, int | float):
+        if not isinstance(self.bytes_per_pack, int | float | Real):
             raise UsageError(f"`bytes_per_pack` is {self.bytes_per_pack!r}; it must be a number, 0 for the default")
-        if not isinstance(self.timeout_seconds, int | float | None):
+        if not isinstance(self.timeout_seconds, int | float | Real | None):
             raise UsageError(f"`timeout_seconds` is {self.timeout_seconds!r}; it must be a number or None")
         if not 0 <= self.bytes_per_pack < math.inf:
             raise UsageError(f"`bytes_per_pack` is {self.bytes_per_pack}; it is a number of bytes from 0 on")
@@ -67,7 +68,10 @@ class CommunicationOptions:
                 f"`timeout_seconds` is {self.timeout_seconds}; it must be above 0 and at most {LONGEST_SECONDS:.0e}, "
                 "or None for as long as the process group allows"
             )
-        name = str(getattr(self.implementation, "name", self.implementation)).lower()
+        name = getattr(self.implementation, "name", self.implementation)
+        if not isinstance(name, str):
+            raise UsageError(f"`implementation` is {name!r}; it is a name, an op itself goes into `cross_device_ops`")
+        name = name.lower()
         if name != AUTO:
             named(name)
         object.__setattr__(self, "implementation", name)

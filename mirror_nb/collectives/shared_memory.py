@@ -79,7 +79,9 @@ def fabric_for(ops: CrossDeviceOps, flat: Tensor) -> Fabric:
     if flat.is_cpu and flat.dtype not in DTYPES:
         raise UsageError(f"nothing here reduces {flat.dtype}; convert it first: tensor.float()")
     if not flat.is_cpu:
-        raise UsageError(f"{type(ops).__name__} does not reduce on {flat.device}; use NcclAllReduce()")
+        raise UsageError(
+            f"{type(ops).__name__} reduces on the CPU, but the tensor is on {flat.device}; move it: tensor.cpu()"
+        )
     return fabric
 
 

@@ -119,7 +119,7 @@ def _all_reduce(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _reduce(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
     tensor = _only(_argument(args, kwargs, 0, "tensors", "tensor"))
-    root, fold = _root(args, kwargs), _fold(args, kwargs, 2, tensor)
+    root, fold = _root(fabric, args, kwargs), _fold(args, kwargs, 2, tensor)
     if tensor is None or fold is None or root is None:
         return None
     return fabric.reduce(_flat(tensor), root, fold, tensor), [tensor]
@@ -127,7 +127,7 @@ def _reduce(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _B
 
 def _broadcast(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
     tensor = _only(_argument(args, kwargs, 0, "tensors", "tensor"))
-    root = _root(args, kwargs)
+    root = _root(fabric, args, kwargs)
     if tensor is None or root is None:
         return None
     return fabric.broadcast(_flat(tensor), root, tensor), [tensor]
@@ -210,10 +210,12 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.data if tensor.dim() == 1 else tensor.data.view(-1)
 
 
-def _root(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def _root(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     given = _argument(args, kwargs, 1, "opts", "root")
     root = getattr(given, "rootRank", given)
-    return root if isinstance(root, int) and not getattr(given, "rootTensor", 0) else None
+    # A rank that no replica has is refused by the carrier, in its words.
+    known = isinstance(root, int) and 0 <= root < fabric.num_replicas
+    return root if known and not getattr(given, "rootTensor", 0) else None
 
 
 def _fold(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, tensor: Tensor | None) -> Fold | None:

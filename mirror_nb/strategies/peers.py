@@ -175,7 +175,7 @@ class Peers:
         rows = [torch.empty_like(mine) for _ in range(self.num_replicas)]
         try:
             if fabric is not None:
-                fabric.wait(fabric.all_gather(rows, mine, what))
+                fabric.wait(fabric.all_gather(rows, mine, what), limit)
             else:
                 WorkHandle([dist.all_gather(rows, mine, async_op=True)]).wait(limit)
         except ReplicaTimeout as late:

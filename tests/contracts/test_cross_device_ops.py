@@ -250,15 +250,17 @@ for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
     )
 
 
-def test_whole_numbers_that_the_group_does_not_add_are_reduced_to_one(pool, name):
+def test_whole_numbers_that_the_group_does_not_add_are_reduced(pool, name):
     run(
         pool,
         OPS[name](),
         """
 for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
-    total = ops.reduce("sum", torch.full((3,), 2 + replica_id).to(dtype), 0)
+    mine = torch.full((3,), 2 + replica_id).to(dtype)
+    total = ops.reduce("sum", mine, 0)
     expected = sum(2 + i for i in range(num_replicas))
     assert total is None or (total.dtype, total.tolist()) == (dtype, [expected] * 3), total
+    assert reduced(mine).tolist() == [expected] * 3
 """,
     )
 
@@ -507,6 +509,8 @@ REFUSED = {
     "torch.ones(3, dtype=torch.bool)": "tensor.int()",
     "torch.ones(3, dtype=torch.complex64).conj()": "`flat` shows the conjugate of what stands in its memory",
     "torch._neg_view(torch.ones(3))": "pass tensor.resolve_neg()",
+    "[1.0, 2.0]": "`flat` is [1.0, 2.0]; it must be a tensor",
+    "torch.ones(3).to_sparse()": "`flat` has the layout torch.sparse_coo; convert it first: tensor.to_dense()",
 }
 
 
@@ -515,6 +519,32 @@ def test_a_tensor_that_cannot_be_reduced_is_refused_before_anything_is_sent(repl
     ran = run_cell(replicas(2), f"{BOUND}\nops.all_reduce('sum', {tensor})", {"ops": OPS[name]()}, timeout=60)
     assert set(ran.errors.values()) == {"UsageError"}
     assert REFUSED[tensor] in ran.report.failures[0].message
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("reduce('sum', 1.0, 0)", "`tensor` is 1.0; it must be a tensor"),
+        ("broadcast([1.0], 0)", "`tensor` is [1.0]; it must be a tensor"),
+        ("gather(torch.ones(3).to_sparse(), 0)", "`tensor` has the layout torch.sparse_coo"),
+        ("gather(torch.ones(3), '0')", "`destination` is '0'; it is a replica id from 0 to 1"),
+        ("broadcast(torch.ones(3), 2)", "`source` is 2; it is a replica id from 0 to 1"),
+        ("allocate(-1, torch.float32)", "`numel` is -1; it must be a whole number, from 0 on"),
+        ("allocate(2.5, torch.float32)", "`numel` is 2.5; it must be a whole number, from 0 on"),
+    ],
+)
+def test_a_wrong_argument_is_told_apart_on_every_replica_which_stay_in_step(replicas, call, said):
+    source = f"""
+from mirror_nb.errors import UsageError
+message = ""
+try:
+    ops.{call}
+except UsageError as error:
+    message = str(error)
+total = reduced(torch.ones(1)).item()
+"""
+    values = run(replicas(2), SharedMemoryAllReduce(), source)
+    assert all(said in found["message"] and found["total"] == 2 for found in values.values())
 
 
 def test_a_view_is_not_broadcast_to(replicas, name):
