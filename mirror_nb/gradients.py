@@ -53,7 +53,7 @@ class GradientSynchronizer:
 
     ``reduction="mean"`` gives the gradient of the mean over the global batch: replicas weigh in by their
     examples (`set_shares`), equally without. ``"sum"`` adds the replicas' gradients up as they are. Buckets
-    of `bytes_per_bucket` bytes are reduced while the backward pass goes on; the first one, of
+    of `bytes_per_bucket` bytes are reduced while the backward pass goes on; the first one, of at most
     `first_bucket_bytes`, is smaller to start early. All replicas have to use the same arguments. With one
     replica nothing is hooked.
 
@@ -500,4 +500,6 @@ class GradientSynchronizer:
         return plan
 
     def _cut(self, numbers: frozenset[int]) -> Plan:
-        return Plan.cut(numbers, self._agreement.agreed, self._first_bucket_bytes, self._bytes_per_bucket, self._exact)
+        # Whoever asks for smaller buckets than the first one usually is means that one, too.
+        first = min(self._first_bucket_bytes, self._bytes_per_bucket)
+        return Plan.cut(numbers, self._agreement.agreed, first, self._bytes_per_bucket, self._exact)

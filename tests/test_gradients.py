@@ -560,6 +560,31 @@ def test_reduction_begins_while_the_backward_pass_goes_on(two: Crew) -> None:
             assert events[-1] == "bucket"
 
 
+def test_buckets_that_are_asked_for_smaller_than_the_first_one_are_so_from_the_first_on(two: Crew) -> None:
+    def look(r: Replica) -> list[int]:
+        r = r.remade(bytes_per_bucket=400)
+        sizes: list[int] = []
+        reduce = dist.all_reduce
+
+        def all_reduce(tensor: Tensor, **kwargs: Any) -> Any:
+            sizes.append(tensor.numel())
+            return reduce(tensor, **kwargs)
+
+        dist.all_reduce = all_reduce
+        try:
+            with r.scope:
+                layers = [nn.Linear(100, 1, bias=False) for _ in range(3)]
+                for _ in range(2):
+                    sizes.clear()
+                    sum(layer(torch.ones(1, 100)) for layer in layers).sum().backward()
+                return sizes
+        finally:
+            dist.all_reduce = reduce
+
+    for sizes in two.run(look):
+        assert [size // 100 for size in sizes] == [1, 1, 1]
+
+
 def test_alternating_losses_need_one_set_of_buckets_once_their_order_is_known(two: Crew) -> None:
     def look(r: Replica) -> list[list[int]]:
         sizes: list[int] = []
