@@ -81,6 +81,12 @@ def test_what_is_recommended_works_and_what_was_chosen_is_told(run):
     assert run("%mirror status")[1].splitlines()[-1] == "2 replicas · auto · 4 MiB buckets · bf16"
 
 
+def test_what_stands_in_quotation_marks_is_one_argument(run):
+    run("%mirror stop")
+    started = run("""%mirror start --devices "cpu:0, cpu:1" --ops 'gloo'""")[1]
+    assert "2 replicas (cpu:0, cpu:1) by gloo ready in" in started
+
+
 def test_a_cell_that_starts_one_replica_says_how_to_have_more(run, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     run("%mirror stop")

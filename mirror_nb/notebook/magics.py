@@ -214,7 +214,7 @@ MOST_IDS = 1024
 def _parsed(magic: Any, line: str) -> Any:
     try:
         # Intermixed: an option may stand between what to do and the names.
-        return magic.parser.parse_intermixed_args(arg_split(line))
+        return magic.parser.parse_intermixed_args(_words(line))
     except ValueError as reason:
         # A quotation mark without its other half.
         raise MagicUsageError(f"{line!r} cannot be read: {reason}") from None
@@ -224,10 +224,16 @@ def _parsed(magic: Any, line: str) -> Any:
         raise MagicUsageError(f"{error}; {_instead(magic, line)}") from None
 
 
+def _words(line: str) -> list[str]:
+    """Return the words of a line, as a shell has them: `"cpu:0, cpu:1"` is one, without its quotation marks."""
+    words: list[str] = arg_split(line, posix=True)
+    return words
+
+
 def _instead(magic: Any, line: str) -> str:
     """Return what a line with arguments that the magic does not have could have meant."""
     own, mirrors = _options(magic), _options(MirrorMagics.mirror)
-    given = [word.partition("=")[0] for word in arg_split(line)]
+    given = [word.partition("=")[0] for word in _words(line)]
     if "--help" in given or "-h" in given:
         return f"{'%' if magic.__name__ == 'mirror' else '%%'}{magic.__name__}? tells all of it"
     for word in given:
