@@ -133,6 +133,9 @@ text = repr(table)
     [
         ({"sizes": []}, UsageError, "`sizes` is empty"),
         ({"sizes": [3]}, UsageError, "an fp32 takes 4 bytes"),
+        ({"sizes": ["1K"]}, UsageError, "`sizes` holds '1K'; it takes whole numbers of bytes"),
+        ({"sizes": [1024.0]}, UsageError, "`sizes` holds 1024.0; it takes whole numbers"),
+        ({"seconds": "1"}, UsageError, "`seconds` is '1'; it must be a number"),
         ({"seconds": 0}, UsageError, "`seconds` is 0"),
         ({"seconds": float("inf")}, UsageError, "`seconds` is inf; it must be above 0, and have an end"),
         ({"ops": "glue"}, UsageError, "no cross-device op 'glue'"),
@@ -140,6 +143,7 @@ text = repr(table)
         ({"ops": ["gloo", "gloo"]}, UsageError, "`ops` has gloo twice"),
         ({"ops": ["gloo", "auto"]}, UsageError, "takes one of shared_memory, .*: name those"),
         ({"ops": [3]}, UsageError, "`ops` holds 3"),
+        ({"ops": mnb.GlooAllReduce}, UsageError, "`ops` holds .*GlooAllReduce'>; it takes cross-device ops"),
         ({"ops": ["nccl"]}, DeviceError, "it is for GPUs; these can"),
     ],
 )
@@ -148,9 +152,9 @@ def test_what_cannot_be_measured_is_refused(replicas, wrong, error, said):
         all_reduce(replicas(2), **wrong)
 
 
-def test_a_single_op_needs_no_list(replicas):
+def test_a_single_op_and_a_single_size_need_no_list(replicas):
     for ops in ("gloo", mnb.GlooAllReduce()):
-        (row,) = all_reduce(replicas(2), ops=ops, sizes=[1024], seconds=0.01).rows
+        (row,) = all_reduce(replicas(2), ops=ops, sizes=1024, seconds=0.01).rows
         assert row.op in ("gloo", "GlooAllReduce")
 
 
@@ -223,6 +227,10 @@ def test_a_function_may_bring_its_inputs_and_its_loss(replicas, made):
         (lambda: 3, {}, "the model's function returned 3"),
         (lambda: (make(), torch.ones(1, 6)), {}, "1 examples, too few for 2 replicas"),
         (lambda: (make(), (torch.ones(2, 6), torch.ones(3, 6))), {}, "all tensors need the same first size"),
+        (lambda: (make(), torch.ones(4, 6), 3), {}, "returned the loss 3; it must be a function"),
+        (make, {"shape": "6"}, "`shape` is '6'; it is that of one example"),
+        (make, {"shape": (6.0,)}, r"`shape` is \(6.0,\); it is that of one example"),
+        (make, {"batch": 2.5}, "`batch` is 2.5; it must be a whole number"),
         (make, {"batch": 1}, "`batch` is 1, fewer examples than the 2 replicas"),
         (make, {"optimizer": "LBFGS"}, "torch.optim has no 'LBFGS' to try; it has: .*SGD"),
         (make, {"seconds": -1}, "`seconds` is -1"),

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch.distributed as dist
@@ -167,14 +168,14 @@ def _restart(op: str) -> str:
 def all_reduce(
     strategy: Strategy | Pool,
     *,
-    sizes: Sequence[int] | None = None,
+    sizes: int | Sequence[int] | None = None,
     ops: CrossDeviceOps | str | Sequence[CrossDeviceOps | str] | None = None,
     seconds: float = SECONDS_A_SIZE,
 ) -> AllReduceTable:
     """Time an all-reduce by each op, in turns, on tensors that are filled anew each time, and check every sum.
 
-    `sizes`: bytes of a replica's fp32 tensor; None: 1 KiB to 256 MiB, each four times the last; CPU replicas
-    take no more than the machine's memory allows.
+    `sizes`: bytes of a replica's fp32 tensor, one or several; None: 1 KiB to 256 MiB, each four times the last; CPU
+    replicas take no more than the machine's memory allows.
     `ops`: an op or its name, or several; None: all that fit the devices. `seconds`: about so long for each size. In a
     `%%mirrored` cell every replica has to call it.
 
@@ -193,6 +194,8 @@ def all_reduce(
 
 def check_seconds(seconds: float, called: str = "`seconds`") -> None:
     """Raise UsageError for a time that cannot be, or that has no end."""
+    if not isinstance(seconds, int | float | Real):
+        raise UsageError(f"{called} is {seconds!r}; it must be a number")
     if not 0 < seconds < math.inf:
         raise UsageError(f"{called} is {seconds:g}; it must be above 0, and have an end")
 
@@ -205,7 +208,7 @@ def chosen_ops(
     Raises UsageError for a name that is none or comes twice, DeviceError for an op that does not fit `devices`.
     """
     chosen: dict[str, CrossDeviceOps] = {}
-    if isinstance(ops, str | CrossDeviceOps):
+    if isinstance(ops, str | CrossDeviceOps | type):
         ops = [ops]
     for given in fitting(devices) if ops is None else ops:
         if isinstance(given, str) and given.strip().lower() == AUTO:
@@ -230,14 +233,17 @@ def sizes_to(largest: int) -> tuple[int, ...]:
     return tuple(2**k for k in range(SMALLEST.bit_length() - 1, largest.bit_length(), 2))
 
 
-def _sizes(sizes: Sequence[int] | None, devices: Sequence[Device]) -> tuple[int, ...]:
+def _sizes(sizes: int | Sequence[int] | None, devices: Sequence[Device]) -> tuple[int, ...]:
     if sizes is None:
         room = math.inf if devices[0].kind == "cuda" else memory_bytes() // (COPIES * len(devices))
         # Of all memory, not of what is free: in a cell each replica asks for itself.
         return tuple(size for size in sizes_to(LARGEST) if size <= max(room, SMALLEST))
-    wrong = [size for size in sizes if size < 4]
-    if wrong or not sizes:
-        raise UsageError(f"`sizes` holds {wrong[0]}; an fp32 takes 4 bytes" if wrong else "`sizes` is empty")
+    sizes = [sizes] if isinstance(sizes, int) else list(sizes)
+    wrong = [size for size in sizes if not isinstance(size, int | Integral) or size < 4]
+    if wrong:
+        raise UsageError(f"`sizes` holds {wrong[0]!r}; it takes whole numbers of bytes, and an fp32 takes 4 bytes")
+    if not sizes:
+        raise UsageError("`sizes` is empty")
     # Whole elements.
     return tuple(dict.fromkeys(size // 4 * 4 for size in sizes))
 

@@ -13,8 +13,9 @@ import inspect
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
@@ -177,7 +178,7 @@ def steps(
     check_task(optimizer, batch, len(replicas.devices))
     check_seconds(seconds)
     chosen = chosen_ops(ops, replicas.devices)
-    task = _Task(model, None if shape is None else tuple(shape), batch, optimizer, chosen, seconds)
+    task = _Task(model, _checked(shape), batch, optimizer, chosen, seconds)
     found: _Found = replicas.call(_measure, task)[0]
     rows = tuple(_row(way, times, found.batch) for way, times in found.ways.items())
     names = tuple(map(str, replicas.devices))
@@ -199,10 +200,22 @@ def _check_call(model: Make, shape: Sequence[int] | None) -> None:
         pass
 
 
+def _checked(shape: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Return the shape of an example. Raises UsageError for what is none."""
+    if shape is None:
+        return None
+    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    if not all(isinstance(size, int | Integral) and size > 0 for size in sizes):
+        raise UsageError(f"`shape` is {shape!r}; it is that of one example, such as (1, 28, 28)")
+    return sizes
+
+
 def check_task(optimizer: str, batch: int, num_replicas: int, called: str = "`batch`") -> None:
     """Raise UsageError for an optimizer that is none, and for a batch that some replicas would get nothing of."""
     if optimizer not in _optimizers():
         raise UsageError(f"torch.optim has no {optimizer!r} to try; it has: {', '.join(_optimizers())}")
+    if not isinstance(batch, int | Integral):
+        raise UsageError(f"{called} is {batch!r}; it must be a whole number of examples")
     if batch < num_replicas:
         raise UsageError(f"{called} is {batch}, fewer examples than the {num_replicas} replicas")
 
@@ -384,6 +397,8 @@ def _made(task: _Task, device: torch.device) -> tuple[nn.Module, Any, Callable[[
     model, *given = made if isinstance(made, tuple) else (made,)
     if not isinstance(model, nn.Module) or len(given) > 2:
         raise UsageError(f"the model's function returned {made!r}; it may return a module, its inputs and a loss")
+    if len(given) == 2 and not callable(given[1]):
+        raise UsageError(f"the model's function returned the loss {given[1]!r}; it must be a function of the outputs")
     if given:
         inputs = given[0]
     elif task.shape is not None:
