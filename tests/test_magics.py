@@ -87,6 +87,12 @@ def test_what_stands_in_quotation_marks_is_one_argument(run):
     assert "2 replicas (cpu:0, cpu:1) by gloo ready in" in started
 
 
+def test_a_replica_in_the_kernel_has_the_ops_that_were_named(run):
+    run("%mirror stop")
+    assert "by gloo ready in" in run("%mirror start --in-process --devices cpu:0 --ops gloo")[1]
+    assert "GlooAllReduce()" in run("%%mirrored\nprint(strategy.cross_device_ops)")[1]
+
+
 def test_a_cell_that_starts_one_replica_says_how_to_have_more(run, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     run("%mirror stop")

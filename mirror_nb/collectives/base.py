@@ -288,6 +288,8 @@ class CrossDeviceOps(abc.ABC):
         mine = self.member.replica_id == destination
         given = self.carried(_as_it_is(tensor).contiguous())
         parts = [given.new_empty(tensor.shape) for _ in range(self.member.num_replicas)] if mine else []
+        if self.member.num_replicas == 1:
+            parts[0].copy_(given)
         into = [[as_sent(part) for part in parts]] if mine else []
         self._run("gather", given, lambda group: group.gather(into, [as_sent(given)], options))
         return [part.to(tensor.device) for part in parts] if mine else None
@@ -343,10 +345,15 @@ class CrossDeviceOps(abc.ABC):
         if self._timed_by_gpu and tensor.is_cuda:
             self._run_on_gpu(op, tensor, begin, queued)
             return
-        self._complete(begin(member.group))
+        self._carry_out(begin)
         if member.record is not None:
             nbytes = tensor.numel() * tensor.element_size()
             member.record(Timing(op, nbytes, -1, queued, queued, time.perf_counter_ns()))
+
+    def _carry_out(self, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+        # A replica that is alone has what the result is, and in the kernel's process no group.
+        if self.member.num_replicas > 1:
+            self._complete(begin(self.member.group))
 
     def _run_on_gpu(
         self, op: str, tensor: Tensor, begin: Callable[[dist.ProcessGroup], dist.Work], queued: int
@@ -354,7 +361,7 @@ class CrossDeviceOps(abc.ABC):
         member = self.member
 
         def complete() -> Handle:
-            self._complete(begin(member.group))
+            self._carry_out(begin)
             return Finished()
 
         self.record_ended()

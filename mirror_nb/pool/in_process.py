@@ -27,10 +27,7 @@ from mirror_nb.replica.runtime import Identity, Replica
 
 
 class InProcessPool(Pool):
-    """One replica in this process; no process group, since there is nobody to reduce with.
-
-    `communication` has no effect.
-    """
+    """One replica in this process; no process group, since there is nobody to reduce with."""
 
     def __init__(
         self,
@@ -46,6 +43,7 @@ class InProcessPool(Pool):
         super().__init__(devices, seed)
         self._setup = setup
         self._reduction = reduction
+        self._communication = communication
         self._incoming: deque[Incoming] = deque()
         self._replica: Replica | None = None
 
@@ -63,7 +61,10 @@ class InProcessPool(Pool):
             self._setup,
             types.ModuleType("__mirrored__"),
             _interruptible,
+            communication=self._communication,
         )
+        # Others are told when they form a group.
+        self._replica.communicate(self._replica.communication)
 
     def prepare(self) -> None:
         """It cannot die alone."""

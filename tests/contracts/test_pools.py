@@ -59,6 +59,26 @@ def test_a_cell_finds_strategy_replica_id_num_replicas_and_device(pool):
         assert ran.values[r]["found"] == (r, pool.size, "cpu", pool.size)
 
 
+def test_the_cross_device_ops_of_the_pool_work_in_a_cell(pool):
+    source = """
+import torch
+ops = strategy.cross_device_ops
+found, mine = type(ops).__name__, torch.full((2,), 3)
+ops.all_reduce("sum", mine).wait()
+total, parts = ops.reduce("mean", torch.full((2,), 1.5), 0), ops.gather(torch.full((2,), replica_id), 0)
+ops.broadcast(mine, 0)
+"""
+    ran = run_cell(pool, source)
+    assert ran.report.clean, ran.report.failures
+    values = ran.values[0]
+    assert values["found"] == "SharedMemoryAllReduce"
+    assert values["mine"].tolist() == [3 * pool.size] * 2
+    assert (values["total"].tolist(), [part.tolist() for part in values["parts"]]) == (
+        [1.5, 1.5],
+        [[r, r] for r in range(pool.size)],
+    )
+
+
 def test_names_go_in_and_names_come_out(pool):
     ran = run_cell(
         pool, "total = sum(numbers) + tensor.sum().item()", {"numbers": [1, 2], "tensor": torch.ones(10_000)}
