@@ -17,6 +17,7 @@ from mirror_nb.collectives import auto
 from mirror_nb.collectives.auto import SIZES, AutoAllReduce, load, pick, save, surroundings
 from mirror_nb.collectives.base import Member
 from mirror_nb.collectives.gloo import GlooAllReduce
+from mirror_nb.collectives.measuring import Trial
 from mirror_nb.collectives.nccl import NcclAllReduce
 from mirror_nb.collectives.options import chosen
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
@@ -65,6 +66,11 @@ def test_auto_chooses_among_the_ops_that_fit_the_default_first():
     assert AutoAllReduce([NcclAllReduce()]).unfit_for(CPUS) == "NcclAllReduce: it is for GPUs"
     with pytest.raises(UsageError, match="`candidates` is empty"):
         AutoAllReduce([])
+    for wrong in (["gloo"], GlooAllReduce):
+        with pytest.raises(
+            UsageError, match=r"`candidates` holds .*; it takes cross-device ops, such as GlooAllReduce"
+        ):
+            AutoAllReduce(wrong)
 
 
 def test_it_travels_without_what_was_decided():
@@ -91,6 +97,17 @@ def test_it_says_what_it_chose(capsys, tmp_path):
     other.choices()
     said = "auto chose gloo for 4 KiB, shared_memory for 64 KiB and 1 MiB and 4 MiB and 25 MiB: "
     assert capsys.readouterr().out.startswith(said)
+
+
+def test_an_op_whose_sums_are_wrong_is_not_taken_and_measured_anew(capsys, tmp_path, monkeypatch):
+    trials = {"0": Trial((20.0,), True), "1": Trial((1.0,), False)}
+    monkeypatch.setattr(auto, "compare", lambda ops, numel, seconds: trials)
+    ops = AutoAllReduce(CANDIDATES, cache=tmp_path)
+    ops._member = Member(0, 2, torch.device("cpu"), object())  # type: ignore[arg-type]
+    monkeypatch.setattr(AutoAllReduce, "broadcast", lambda self, tensor, source: None)
+    ops.choices()
+    assert capsys.readouterr().out == "auto chose shared_memory for all sizes; sums of gloo were wrong\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 # The cache

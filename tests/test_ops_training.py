@@ -351,6 +351,14 @@ def test_the_strategy_takes_ops_and_options_and_changes_them_between_steps(alone
     assert losses == pytest.approx(alone, rel=0, abs=1e-5)
 
 
+class Undecided(CrossDeviceOps):
+    def start(self, op, flat):
+        return None
+
+    def unfit_for(self, devices):
+        return False
+
+
 def test_an_op_that_cannot_work_is_refused_with_the_reason_and_what_can():
     expected = r"NcclAllReduce cannot work on cpu:0, cpu:1: it is for GPUs; these can: shared_memory, "
     with pytest.raises(DeviceError, match=expected):
@@ -368,6 +376,8 @@ def test_an_op_that_cannot_work_is_refused_with_the_reason_and_what_can():
         assert strategy.cross_device_ops is before
     with pytest.raises(DeviceError, match="at most 4 replicas"):
         mnb.MirroredStrategy([f"cpu:{i}" for i in range(5)], Averaging())
+    with pytest.raises(UsageError, match=r"Undecided\.unfit_for returned False; it has to return why .*, or None"):
+        mnb.MirroredStrategy(["cpu:0", "cpu:1"], Undecided())
 
 
 def test_a_copy_of_an_op_knows_its_arguments_only():

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -35,6 +35,8 @@ SIZES = (2**12, 2**16, 2**20, 2**22, BYTES_PER_PACK)
 SECONDS_A_SIZE = 0.3
 WORTH = 0.9
 # Another op has to take less than this part of the default's time.
+_WRONG = 1e12
+# µs, in the place of the time of an op whose sums were wrong.
 _FORMAT = 2
 # Of the files; to be raised when ops become faster, so that everybody measures anew.
 
@@ -51,7 +53,7 @@ class AutoAllReduce(CrossDeviceOps):
     (XDG_CACHE_HOME, else ~/.cache). It counts for the same machine, torch, candidates and number of replicas. A file
     that cannot be read, or is not the user's own, is passed over.
 
-    Raises UsageError without candidates.
+    Raises UsageError without candidates, and for one that is no op.
     """
 
     _called = "auto"
@@ -60,9 +62,12 @@ class AutoAllReduce(CrossDeviceOps):
     # Whether it has said what it chose.
 
     def __init__(self, candidates: Sequence[CrossDeviceOps], cache: str | os.PathLike[str] | None = None) -> None:
-        if not candidates:
+        self.candidates = tuple(candidates) if isinstance(candidates, Iterable) else (candidates,)
+        if not self.candidates:
             raise UsageError("`candidates` is empty; pass the ops to choose from, the default first")
-        self.candidates = tuple(candidates)
+        wrong = [candidate for candidate in self.candidates if not isinstance(candidate, CrossDeviceOps)]
+        if wrong:
+            raise UsageError(f"`candidates` holds {wrong[0]!r}; it takes cross-device ops, such as GlooAllReduce()")
         self.cache = None if cache is None else os.fspath(cache)
 
     @property
@@ -111,15 +116,18 @@ class AutoAllReduce(CrossDeviceOps):
         return ", ".join(f"{name} for {' and '.join(each)}" for name, each in sizes.items())
 
     def _won(self, times: Times) -> str:
-        """Return what the chosen op and the next one took for the largest tensors; nothing where there is but one."""
+        """Return what the chosen op and the next one took for the largest tensors, and which ops summed wrongly."""
         nbytes, found = max(times.items())
         mine = pick(found)
-        others = [(p50, name_of(self.candidates[i])) for i, (p50, _) in enumerate(found) if i != mine]
+        names = [name_of(candidate) for candidate in self.candidates]
+        wrong = [name for i, name in enumerate(names) if any(row[i][0] >= _WRONG for row in times.values())]
+        said = f"; sums of {' and '.join(wrong)} were wrong" if wrong else ""
+        others = [(p50, names[i]) for i, (p50, _) in enumerate(found) if i != mine and p50 < _WRONG]
         if not others:
-            return ""
+            return said
         next_one, name = min(others)
         its, other = (readable.milliseconds(us / 1e6) for us in (found[mine][0], next_one))
-        return f": {readable.size(nbytes)} in {its} against {other} of {name}"
+        return f": {readable.size(nbytes)} in {its} against {other} of {name}{said}"
 
     def _times(self, member: Member) -> Times:
         if member.num_replicas == 1 or len(self.candidates) == 1:
@@ -139,7 +147,8 @@ class AutoAllReduce(CrossDeviceOps):
             pairs = shared[1:].view(len(SIZES), -1, 2).tolist()
             return {size: [(p50, spread) for p50, spread in row] for size, row in zip(SIZES, pairs, strict=True)}
         times = self._measured()
-        if leads:
+        if leads and all(p50 < _WRONG for row in times.values() for p50, _ in row):
+            # An op whose sums were wrong is measured anew once it was mended: its name says nothing of that.
             save(self._folder(), what, times)
         return times
 
@@ -177,7 +186,7 @@ def pick(times: Sequence[tuple[float, float]]) -> int:
 
 def _outcome(trial: Trial) -> tuple[float, float]:
     # What is wrong is no candidate, however fast.
-    return (trial.quantile(0.5), trial.spread) if trial.correct else (1e12, 0.0)
+    return (trial.quantile(0.5), trial.spread) if trial.correct else (_WRONG, 0.0)
 
 
 # ---------------------------------------------------------------------- the cache

@@ -194,8 +194,12 @@ def fastest_for(devices: Sequence[Device]) -> CrossDeviceOps:
 
 
 def check(ops: CrossDeviceOps, devices: Sequence[Device]) -> None:
-    """Raise DeviceError if `ops` cannot work on `devices`: why, and which can."""
-    reason = ops.unfit_for(devices)
+    """Raise DeviceError if `ops` cannot work on `devices`: why, and which can; UsageError where it says neither."""
+    reason: Any = ops.unfit_for(devices)
+    if not isinstance(reason, str | None):
+        raise UsageError(
+            f"{type(ops).__name__}.unfit_for returned {reason!r}; it has to return why the op cannot work, or None"
+        )
     if reason is not None:
         raise DeviceError(
             f"{type(ops).__name__} cannot work on {_listed(devices)}: {reason}; these can: "
