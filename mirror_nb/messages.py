@@ -576,6 +576,8 @@ class Exports:
     # Checksums of networks' parameters by handle, where a cell that all replicas ran may have trained them.
     grads: bool | None = None
     # What the cell has given to torch.set_grad_enabled, if it left that other than it was.
+    trained: tuple[str, ...] = ()
+    # Names of tensors that optimizers may be over, and that no network has: they are bound before those.
 
 
 @dataclass(slots=True)

@@ -284,9 +284,9 @@ def test_replicas_that_all_died_are_asked_nothing_at_the_end(shell, run):
 
 
 def test_a_state_that_cannot_be_asked_for_at_the_end_is_told_of(shell, run):
-    run("%%mirrored\nmore = nn.Parameter(torch.ones(1))\noptimizer.add_param_group({'params': [more]})")
+    run("%%mirrored\nmore = [nn.Parameter(torch.ones(1))]\noptimizer.add_param_group({'params': more})")
     run("second = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)")
-    run("%%mirrored\n(model(x).sum() + more.sum()).backward(); optimizer.step(); second.step()")
+    run("%%mirrored\n(model(x).sum() + more[0].sum()).backward(); optimizer.step(); second.step()")
     without = "ended without the latest values of the AdamW: the AdamW got parameter"
     with pytest.warns(UserWarning, match=without) as told:
         run("%mirror stop")
@@ -320,10 +320,19 @@ def test_a_scheduler_of_an_ordinary_cell_does_not_warn_of_steps_that_mirrored_on
 
 
 def test_a_group_that_a_cell_adds_is_told_where_the_state_is_asked_for(run):
-    run("%%mirrored\nmore = nn.Parameter(torch.ones(1))\noptimizer.add_param_group({'params': [more]})")
-    run("%%mirrored\n(model(x).sum() + more.sum()).backward(); optimizer.step()")
+    run("%%mirrored\nmore = [nn.Parameter(torch.ones(1))]\noptimizer.add_param_group({'params': more})")
+    run("%%mirrored\n(model(x).sum() + more[0].sum()).backward(); optimizer.step()")
     with pytest.raises(UsageError, match="AdamW got parameter groups in the replicas that it has not here"):
         run("optimizer.state_dict()")
+
+
+def test_a_group_that_a_cell_adds_of_a_tensor_with_a_name_is_here_too(run):
+    run("%%mirrored\nmore = nn.Parameter(torch.ones(1))\noptimizer.add_param_group({'params': [more], 'lr': 7.0})")
+    run("%%mirrored\n(model(x).sum() + more.sum()).backward(); optimizer.step()")
+    assert run("optimizer.param_groups[1]['params'][0] is more and scheduler.optimizer is optimizer")
+    assert run("len(optimizer.state_dict()['state'])") == 3
+    run("optimizer.param_groups[1]['lr'] = 3.0")
+    assert run("%%mirrored\noptimizer.param_groups[1]['lr'], len(optimizer.state)") == (3.0, 3)
 
 
 def test_a_group_that_a_cell_adds_of_a_networks_parameters_is_here_too(run):
@@ -391,8 +400,8 @@ def test_made_in_a_cell_inside_something_else_it_is_the_same_one(run, make, opti
 
 
 NOT_THE_SAME = {
-    "over a loose parameter": "w = nn.Parameter(torch.ones(2)); mine = torch.optim.SGD([w])",
-    "over what another one has": "net = [nn.Linear(1, 1)][0].weight; mine = torch.optim.SGD([net])",
+    "over parameters without a name": "w = [nn.Parameter(torch.ones(2))]; mine = torch.optim.SGD(w)",
+    "over what another one has": "mine = torch.optim.SGD(nn.Linear(1, 1).parameters())",
     "a scheduler of such a one": "mine = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], 0.1), 1)",
     "one whose attributes are large": "mine = torch.optim.SGD(model.parameters()); mine.more = torch.ones(2**20)",
     "one that cannot be pickled": "mine = torch.optim.SGD(model.parameters()); mine.more = (i for i in ())",

@@ -387,6 +387,26 @@ def test_a_tensor_of_no_network_that_a_cell_gives_an_optimizer_is_so_here(notebo
     assert groups[1]["lr"] == 0.5
 
 
+def test_an_optimizer_that_a_cell_makes_over_tensors_of_no_network_is_here_with_them(notebook):
+    notebook.cell(IMAGE.replace("MAKE", "nn.Parameter(torch.zeros(3))") + "; held = {'opt': opt}")
+    image, opt = notebook.user_ns["img"], notebook.user_ns["opt"]
+    assert opt.param_groups[0]["params"][0] is image
+    assert notebook.user_ns["held"]["opt"] is opt
+    notebook.cell(STEP)
+    assert notebook.user_ns["img"] is image
+    assert image.tolist() == pytest.approx([0.2] * 3)
+    notebook.here(STEP)
+    notebook.cell("again = torch.optim.SGD([img], 0.1); " + STEP)
+    assert notebook.user_ns["again"].param_groups[0]["params"][0] is image
+    assert image.tolist() == pytest.approx([0.488] * 3)
+
+
+def test_an_optimizer_over_tensors_without_a_name_says_why_it_stays(notebook):
+    returned = notebook.cell("many = [nn.Parameter(torch.zeros(3))]; opt = torch.optim.SGD(many, 0.1)")
+    assert returned.stayed == ["opt"]
+    assert "it is over a tensor that has no name of its own" in repr(notebook.user_ns["opt"])
+
+
 def test_an_attribute_that_either_side_deletes_from_a_class_is_gone_on_the_other(notebook):
     notebook.here(
         "class Base:\n    lr = 1\nclass CFG(Base):\n    lr, wd, kept = 2, 3, 4\n    def f(self): return self.kept"

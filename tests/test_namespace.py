@@ -240,7 +240,8 @@ def test_a_snapshot_gives_a_new_replica_all_that_can_travel():
     exec(
         "import torch, threading\nfrom torch import nn\n"
         "net = nn.Linear(2, 2)\nopt = torch.optim.Adam(net.parameters())\n"
-        "_private = 1\ndef f(): return net\nlock = threading.Lock()\nboth = [lock, net]\nx = torch.zeros(100_000)",
+        "_private = 1\ndef f(): return net\nlock = threading.Lock()\nboth = [lock, net]\nx = torch.zeros(100_000)\n"
+        "temp = nn.Parameter(torch.ones(1))",
         old.names,
     )
     export(old, "net")
@@ -253,6 +254,7 @@ def test_a_snapshot_gives_a_new_replica_all_that_can_travel():
     assert names["_private"] == 1
     assert names["device"] == torch.device("cpu")
     assert new.mirrors.find("r7.net") is names["net"]
+    assert new.trained_by_name(names["temp"]) == ("name", "temp", "temp")
 
 
 # ---------------------------------------------------------------------- words

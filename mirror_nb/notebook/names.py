@@ -575,19 +575,17 @@ class Names:
                 self.lent.gone(handle, replica_id)
         self.mirrors.gone()
         self._absorb_modules(opened, owner)
-        # Held until names have them.
-        objects = self._absorb_objects(opened, owner, inside)
         # A name that is bound anew may have been the last of what another one is to hold.
         held = [self.user_ns.get(name) for exports in opened.values() for name in exports.names]
-        names = sorted({name for exports in opened.values() for name in exports.names})
+        names = {name for exports in opened.values() for name in exports.names}
+        trained = {name for exports in opened.values() for name in exports.trained}
         altered = {name for exports in opened.values() for name in exports.altered}
-        for name in names:
-            exports = {r: e.names[name] for r, e in opened.items() if name in e.names}
-            if isinstance(self.user_ns.get(name), type) and not all_alike(exports):
-                # Each replica counts in it by itself, say: here it is one class.
-                altered.add(name)
-            else:
-                self._absorb_name(name, exports, owner, opened, returned, pulled)
+        self._absorb_names(trained, opened, owner, returned, pulled, altered)
+        # Held until names have them.
+        objects = self._absorb_objects(opened, owner, inside)
+        self._absorb_names(names - trained, opened, owner, returned, pulled, altered)
+        for found in (returned.bound, returned.stayed, returned.loose):
+            found.sort()
         returned.altered = self._note_altered(altered)
         returned.deleted = self._follow_deleted(opened)
         returned.diverged = self._note_diverged(opened)
@@ -676,6 +674,24 @@ class Names:
             holders = [r for r, exports in opened.items() if handle in exports.objects]
             self.lent.learn(handle, obj, holders, with_state=payload is None)
         return objects
+
+    def _absorb_names(
+        self,
+        names: Iterable[str],
+        opened: dict[int, Exports],
+        owner: int,
+        returned: Returned,
+        pulled: bool,
+        altered: set[str],
+    ) -> None:
+        """Bind these names; one of a class that differs is `altered`: each replica counts in it by itself, say."""
+        for name in sorted(names):
+            exports = {r: e.names[name] for r, e in opened.items() if name in e.names}
+            if isinstance(self.user_ns.get(name), type) and not all_alike(exports):
+                # Here it is one class.
+                altered.add(name)
+            else:
+                self._absorb_name(name, exports, owner, opened, returned, pulled)
 
     def _absorb_name(
         self,

@@ -124,7 +124,7 @@ class Namespace:
         # Whether attributes travel that have not changed since the last time.
         self.objects = Objects()
         self._trained: set[str] = set()
-        # Names that the notebook gave to tensors, trained and of no network maybe.
+        # Names by which the notebook has tensors, trained and of no network maybe.
         self._retained: list[Any] = []
         # What the notebook has besides the names that are here.
         self._results: deque[str] = deque()
@@ -348,12 +348,17 @@ class Namespace:
             # What the controller has under these names are other tensors.
             if self.mirrors.rebuilt(network) and not has_sharded(network):
                 fresh.add_network(self.mirrors.name(network, handle), network, self)
-        # Networks first, since what else has them refers to them, and optimizers last: other values may have theirs.
+        # Networks first, since what else has them refers to them, then tensors that are trained, and optimizers last:
+        # other values may have theirs.
         held = ((name, _meant(self.names[name])) for name in names)
-        ordered = sorted(((is_told(value), not isinstance(value, nn.Module), name) for name, value in held))
-        exported = {
-            name: self._export(_meant(self.names[name]), f"r{tag}.{name}", fresh, whole) for *_, name in ordered
-        }
+        ordered = sorted(
+            ((is_told(value), not isinstance(value, nn.Module), not is_trained(value), name) for name, value in held)
+        )
+        exported: dict[str, Export] = {}
+        for *_, name in ordered:
+            exported[name] = self._export(_meant(self.names[name]), f"r{tag}.{name}", fresh, whole)
+            if is_trained(self.names[name]) and isinstance(exported[name], Plain):
+                self._trained.add(name)
         shown = None if result is None else self._result(_meant(result), tag, fresh)
         for obj in self.objects.outgrown():
             self._plain(obj, "", fresh, whole)
@@ -370,6 +375,7 @@ class Namespace:
             self._refilled,
             self._unchanged,
             grads=grads,
+            trained=tuple(name for name in exported if name in self._trained and is_trained(self.names[name])),
         )
         self._unchanged = {}
         self._altered = self._deleted = self._refilled = ()
@@ -505,6 +511,7 @@ class Namespace:
         for handle, obj in objects.items():
             (self.objects.keep if handle in kept else self.objects.give)(handle, obj)
         self.names.update((name, value) for _, name, value in names)
+        self._trained.update(name for _, name, value in names if is_trained(value))
         for handle, module in handles.items():
             self.mirrors.learn(handle, module)
         self.mirrors.gave(handles.values())
@@ -545,15 +552,15 @@ class Namespace:
         return dataclasses.replace(export, name=f"_r{tag}")
 
     def _plain(self, value: object, handle: str, fresh: Fresh, whole: bool = False) -> Export:
-        belongs = _stayed(value, "it belongs to the replica")
         if isinstance(value, torch.Generator) and value.device.type != "cpu" and not whole and not self.has(value):
             # The notebook would need a GPU for it.
-            return belongs
+            return _stayed(value, "it belongs to the replica")
         outgoing = Outgoing(self, self._label, fresh, handle, whole)
         try:
             payload = outgoing.pack(value)
-            if not whole and outgoing.refused(value):
-                return belongs
+            refused = outgoing.refused(value)
+            if not whole and refused is not None:
+                return _stayed(value, refused)
             fresh.add(outgoing.found)
             return Plain(payload)
         except TooLarge:

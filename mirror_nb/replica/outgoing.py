@@ -33,6 +33,8 @@ PLAIN_BYTES = 1 << 20
 MODULE_BYTES = 2 << 30
 # Likewise a network: copying it after every cell would take longer than most cells.
 
+_BELONGS = "it belongs to the replica"
+
 
 @dataclass(slots=True)
 class Fresh:
@@ -104,8 +106,8 @@ class Outgoing:
         self.found.add(fresh)
         self._known, self._label, self._handle, self._whole = known, label, handle, whole
         self._count = 0
-        self._refused: list[object] = []
-        # Optimizers and the like that cannot be the same on both sides; in values they travel as copies.
+        self._refused: list[tuple[object, str]] = []
+        # Optimizers and the like that cannot be the same on both sides, and why; in values they travel as copies.
         self._underway: list[object] = []
 
     def pack(self, value: object) -> Payload:
@@ -119,9 +121,9 @@ class Outgoing:
             payload = self._packed(value, self._reference)
         return payload
 
-    def refused(self, value: object) -> bool:
-        """Whether the value is an optimizer or the like that cannot be the same on both sides."""
-        return any(value is obj for obj in self._refused)
+    def refused(self, value: object) -> str | None:
+        """Return why an optimizer or the like cannot be the same on both sides, None of what can."""
+        return next((why for obj, why in self._refused if value is obj), None)
 
     def _packed(self, value: object, reference: Callable[[object], Any], states: bool = True) -> Payload:
         return pack(
@@ -160,22 +162,30 @@ class Outgoing:
         handle = self._known.objects.handle(obj) or self._number()
         groups = obj.param_groups if isinstance(obj, torch.optim.Optimizer) else []
         trained = {id(parameter) for group in groups for parameter in group["params"]}
+        why = _BELONGS
 
         def inner(part: object) -> Any:
+            nonlocal why
             if part is obj:
                 return None
             token = None if any(part is other for other in self._underway) else self._reference(part)
             token = token or self._known.trained_by_name(part)
             if token is None and (id(part) in trained or is_told(part)):
                 # Here and there it would be two.
-                raise TransferError(f"the notebook has not got the {type(part).__name__} that it is over")
+                of_none = "it is over a tensor that has no name of its own and is no network's"
+                why = (
+                    f"{_BELONGS}: {of_none}"
+                    if id(part) in trained
+                    else f"{_BELONGS}, as its {type(part).__name__} does"
+                )
+                raise TransferError(why)
             return token
 
         self._underway.append(obj)
         try:
             payload = self._packed(obj, inner, states=False)
         except (TransferError, TooLarge, RecursionError):
-            self._refused.append(obj)
+            self._refused.append((obj, why))
             return None
         finally:
             self._underway.pop()
