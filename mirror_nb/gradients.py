@@ -99,6 +99,8 @@ class GradientSynchronizer:
         self._has_deferred = False
         # Hooks of others, which are called once the pass has ended.
         self._round: Round | None = None
+        self.shares: tuple[int, int] | None = None
+        # Of the batch in use, or whose loop was left: this replica's examples, and all replicas'.
         self.undivided_passes = 0
         # Backward passes on batches of which this replica was given no share.
         self._group: Callable[[], object | None] = lambda: None
@@ -180,14 +182,22 @@ class GradientSynchronizer:
         if not 0 <= local_examples <= global_examples or global_examples < 1:
             raise UsageError(f"a share of {local_examples} examples in a global batch of {global_examples} cannot be")
         self._divided = True
+        self.shares = local_examples, global_examples
         if self.reduction == "mean":
             self.factor = self.num_replicas * local_examples / global_examples
 
     def clear_shares(self) -> None:
         """Let every replica weigh in alike."""
         self._divided = False
+        self.shares = None
         # A sum is the mean of n times the gradients, which leaves what was summed before as it is.
         self.factor = 1.0 if self.reduction == "mean" else float(self.num_replicas)
+
+    def leave_shares(self) -> None:
+        """Let every replica weigh in alike, and know the batch still: an error may have ended its loop."""
+        shares = self.shares
+        self.clear_shares()
+        self.shares = shares
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -500,6 +500,8 @@ class Failure:
     # Of a device that was full: what was asked, free and reserved.
     gpu_lost: bool = False
     # The GPU does nothing more for the replica's process, which therefore ends.
+    shares: tuple[int, int] | None = None
+    # Of the batch in use, if there was one: the replica's examples, and all replicas'.
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,20 @@ def test_who_only_waited_for_the_one_that_failed_is_not_the_error():
     assert "replicas 0, 2 (cuda:0, cuda:2) waited for it and were freed" in shown
 
 
+def test_who_failed_for_want_of_examples_is_told_so():
+    empty, single = ValueError("no maximum of nothing"), ValueError("no variance of one")
+    _, text = raised(freed(), freed(), failed(empty, shares=(0, 4)), failed(empty, shares=(0, 4)))
+    assert "\nreplicas 2–3 (cuda:2, cuda:3) had none of the batch's 4 examples: make batches larger" in text
+    _, text = raised(freed(), freed(), failed(single, shares=(1, 5)), failed(empty, shares=(0, 5)))
+    assert "\nreplica 2 (cuda:2) had 1 of the batch's 5 examples" in text
+    assert "\nreplica 3 (cuda:3) had none of the batch's 5 examples" in text
+    for others in (failed(empty, shares=(2, 4)), failed(empty)):
+        _, text = raised(freed(), others, failed(empty, shares=(0, 4)))
+        assert "examples" not in text
+    _, text = raised(freed(), failed(single, shares=(1, 2)))
+    assert "examples" not in text
+
+
 def test_a_death_is_told_with_who_and_how_and_what_is_next():
     error, shown = raised(freed(), died(1), freed())
     assert type(error) is ReplicaDied

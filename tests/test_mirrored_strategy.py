@@ -201,6 +201,13 @@ def test_an_exception_has_its_own_type_and_tells_the_replica_and_the_line(two):
     assert two.run(lambda: 1) == 1
 
 
+def test_an_error_for_want_of_examples_says_so(two):
+    for batch in two.distribute_dataset((torch.ones(1),), batch_size=1):
+        with pytest.raises(RuntimeError, match=r"max\(\)") as caught:
+            two.run(lambda batch: batch[0].max(), (batch,))
+        assert "replica 1 (cpu:1) had none of the batch's 1 examples" in caught.value.__notes__[0]
+
+
 def test_prints_of_a_replica_show_here(two, capfd):
     two.run(lambda: print("said", mnb.get_replica_context().replica_id_in_sync_group))
     assert sorted(capfd.readouterr().out.splitlines()) == ["[replica 1] said 1", "said 0"]

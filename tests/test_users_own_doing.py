@@ -71,6 +71,16 @@ def test_a_replica_that_ends_itself_is_named_with_its_code_and_the_others_keep_t
     goes_on(two)
 
 
+def test_an_error_for_want_of_examples_says_so_and_no_other_does(two):
+    batches = "import torch\nfor (x,) in strategy.distribute_dataset((torch.ones(3),), batch_size=2):"
+    for source, told in ((f"{batches} x.max()", True), (f"{batches} pass\nif replica_id: 1 / 0", False)):
+        report = run_cell(two, source).report
+        with pytest.raises((RuntimeError, ZeroDivisionError)) as caught:
+            raise_for(report, two.devices)
+        assert ("replica 1 (cpu:1) had none of the batch's 1 examples" in caught.value.__notes__[0]) is told
+        two.mend()
+
+
 def test_a_destroyed_process_group_is_there_again_in_the_next_cell(two):
     run_cell(two, "kept = 3\nimport torch.distributed as dist\ndist.destroy_process_group()")
     goes_on(two)

@@ -91,6 +91,7 @@ def _raise_users(
         for r, f in failures.items()
         if f.gpu_lost
     ]
+    notes += _short_of_examples(primary, devices, among)
     freed = [r for r in failures if primary and r not in primary]
     if freed:
         notes.append(f"{_who(freed, devices, among)} waited for it and {_was(freed)} freed")
@@ -103,6 +104,21 @@ def _at_other_lines(ids: Sequence[int], failures: dict[int, Failure], devices: S
     shown = failures[ids[0]].line
     others = [r for r in ids if failures[r].line not in ("", shown)]
     return [f"replica {r} ({devices[r]}) at {told(failures[r].line)}" for r in others]
+
+
+def _short_of_examples(failures: dict[int, Failure], devices: Sequence[Device], among: int) -> list[str]:
+    """Say that who failed, and they alone, had one example or none, which much code does not expect of a batch."""
+    short: dict[tuple[int, int], list[int]] = {}
+    for replica_id, failure in failures.items():
+        own, whole = failure.shares or (0, 0)
+        if own > 1 or own * among >= whole:
+            return []
+        short.setdefault((own, whole), []).append(replica_id)
+    return [
+        f"{_who(ids, devices, among)} had {own or 'none'} of the batch's {whole} examples: make batches larger, or "
+        "leave a smaller last one out (drop_last=True)"
+        for (own, whole), ids in short.items()
+    ]
 
 
 def rebuilt(failure: Failure) -> BaseException:

@@ -172,12 +172,8 @@ class Outgoing:
             token = token or self._known.trained_by_name(part)
             if token is None and (id(part) in trained or is_told(part)):
                 # Here and there it would be two.
-                of_none = "it is over a tensor that has no name of its own and is no network's"
-                why = (
-                    f"{_BELONGS}: {of_none}"
-                    if id(part) in trained
-                    else f"{_BELONGS}, as its {type(part).__name__} does"
-                )
+                nameless = "it is over a tensor that has no name of its own and is no network's"
+                why = f"{_BELONGS}{f': {nameless}' if id(part) in trained else f', as {type(part).__name__} does'}"
                 raise TransferError(why)
             return token
 

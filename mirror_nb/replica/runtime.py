@@ -340,6 +340,7 @@ class Replica:
         shell = self.shell
         learn(shell, cell.sources)
         reporting.settle()
+        self.gradients.shares = None
         failure = None
         synchronizing = self._synchronizing(cell.synchronize and not cell.partial)
         with synchronizing, self.cell_context(), modes.entered(cell.modes):
@@ -451,6 +452,7 @@ class Replica:
 
     def failure(self, error: BaseException, rendered: tuple[str, ...] = ()) -> Failure:
         """Turn an exception into what travels."""
+        shares = self.gradients.shares
         self.gradients.reset()
         lack = full.cause(error)
         memory = full.memory(lack, self.identity.device) if lack is not None else ""
@@ -482,6 +484,7 @@ class Replica:
             line=line,
             memory=memory,
             gpu_lost=self.gpu_lost,
+            shares=shares,
         )
 
     def _keep_until_told(self, error: BaseException) -> None:

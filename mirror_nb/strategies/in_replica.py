@@ -6,6 +6,7 @@ fit (peers.py), so that a mistake is the same error on each and the next call wo
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -403,7 +404,10 @@ class ReplicaPlace(Place):
         self._replica.recorder.wanted()
 
     def _on_end(self) -> None:
-        self._replica.gradients.clear_shares()
+        if sys.exc_info()[0] is GeneratorExit:
+            self._replica.gradients.leave_shares()
+        else:
+            self._replica.gradients.clear_shares()
         self._weighing.exhausted()
         self._replica.recorder.exhausted()
         if self._replica.recorder.wants_checksums():
