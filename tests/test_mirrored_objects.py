@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -259,19 +260,47 @@ def test_a_module_that_is_unfrozen_here_is_trained_from_then_on(two):
     assert model.weight.sum().item() == pytest.approx(before - 2)
 
 
-def test_a_parameter_group_that_was_added_here_alone_is_refused(two):
+@pytest.mark.parametrize("asked", [False, True], ids=["then used", "then asked for its state"])
+def test_a_parameter_group_that_was_added_here_is_trained_in_the_replicas(two, asked):
+    def unfrozen(on_replicas: bool) -> list[Any]:
+        torch.manual_seed(0)
+        with two.scope() if on_replicas else contextlib.nullcontext():
+            model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+            optimizer = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
+            scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+        step = step_of(model, optimizer)
+        run = two.run if on_replicas else lambda step: step()
+        model[1].requires_grad_(False)
+        run(step)
+        model[1].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.01})
+        assert not asked or len(optimizer.state_dict()["state"]) == 2
+        run(scheduler.step)
+        run(step)
+        optimizer.param_groups[1]["lr"] = 0.02
+        run(step)
+        return [model.state_dict(), optimizer.state_dict()]
+
+    torch.testing.assert_close(unfrozen(True), unfrozen(False))
+
+
+def test_a_parameter_group_that_either_side_has_alone_is_refused(two):
     with two.scope():
-        first, second = nn.Linear(2, 1), nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(first.parameters(), 0.1, momentum=0.9)
-    two.run(step_of(first, optimizer))
-    step = step_of(first, optimizer)
-    two.run(step)
-    optimizer.add_param_group({"params": list(second.parameters())})
-    for use in (lambda: two.run(step), lambda: two.run(step_of(first, optimizer)), optimizer.state_dict):
-        for _ in range(2):
-            with pytest.raises(mnb.UsageError, match=r"the SGD has 2 parameter groups here, but was sent .* with 1:"):
-                use()
-    # Whoever does not use it goes on.
+        first, second, third = nn.Linear(2, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+        groups = [{"params": list(first.parameters())}, {"params": list(second.parameters())}]
+        optimizer = torch.optim.SGD(groups, 0.1, momentum=0.9)
+        other = torch.optim.SGD(first.parameters(), 0.1)
+    two.run(lambda: optimizer.zero_grad())
+    two.run(lambda: other.add_param_group({"params": list(second.parameters())}))
+    other.add_param_group({"params": list(third.parameters())})
+    for _ in range(2):
+        with pytest.raises(mnb.UsageError, match="the SGD got other parameter groups in the replicas than here"):
+            two.run(lambda: other.step())
+    del optimizer.param_groups[1]
+    for use in (lambda: two.run(lambda: optimizer.step()), optimizer.state_dict):
+        with pytest.raises(mnb.UsageError, match=r"the SGD has 1 parameter groups here, but was sent .* with 2:"):
+            use()
+    # Whoever does not use them goes on.
     assert two.run(lambda: 1) == 1
     with two.scope():
         optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1, momentum=0.9)

@@ -117,6 +117,9 @@ class Objects:
             if is_told(obj):
                 take_told(obj, changed)
                 self._told.know(handle, obj)
+            if isinstance(obj, torch.optim.Optimizer) and len(changed[0]) == len(obj.param_groups):
+                # The controller has told of each of its groups.
+                self._groups[handle] = len(obj.param_groups)
 
     def changed_settings(self) -> tuple[tuple[str, Any], ...]:
         """Return what has changed since the controller was told, by the handles of what has it."""

@@ -40,6 +40,7 @@ from mirror_nb.strategies.misuse import (
     warn_of_lost,
     warn_of_mixed,
 )
+from mirror_nb.strategies.objects import optimizer_of
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import (
@@ -53,7 +54,7 @@ from mirror_nb.strategies.reductions import (
     select,
 )
 from mirror_nb.strategies.references import References
-from mirror_nb.strategies.states import States, kept, load_state, state_of
+from mirror_nb.strategies.states import States, add_groups, kept, load_state, state_of
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
@@ -292,7 +293,8 @@ class ControllerPlace(Place):
             if wanted:
                 # First what was written to the parts that a network of other parts has kept: they stay there.
                 self._push_changes()
-                self._send_objects(wanted)
+                self._send_objects([w for w in wanted if isinstance(w, nn.Module) or not self._objects.is_sent(w)])
+                self._push_groups(wanted)
             if kept is None:
                 self._functions.keep(fn, function)
             self._push_changes()
@@ -350,6 +352,8 @@ class ControllerPlace(Place):
 
     def _send_objects(self, wanted: list[Any]) -> None:
         """Send objects that the replicas lack."""
+        if not wanted:
+            return
         objects, networks = self._references.whole(wanted)
         packed = self._references.packed(objects)
         self._request(Mirror(packed.payload), packed)
@@ -366,6 +370,22 @@ class ControllerPlace(Place):
 
     def _ask(self, metric: Any, method: str) -> Any:
         return self.command(torchmetrics_objects.asked, (metric, method), changes=False)[0]
+
+    def _push_groups(self, wanted: list[Any]) -> None:
+        """Give the replicas the parameter groups that optimizers among these, and of schedulers, have got here."""
+        for obj in wanted:
+            optimizer, known = optimizer_of(obj), self._objects.grown(obj)
+            if optimizer is None or known is None:
+                continue
+            # Before they have them: the call below comes here too.
+            self._objects.know_groups(optimizer, len(optimizer.param_groups))
+            try:
+                self.command(add_groups, (optimizer, known, optimizer.param_groups[known:]), changes=False)
+            except BaseException:
+                self._objects.know_groups(optimizer, known)
+                raise
+            # For the replicas to learn that both sides have these groups.
+            self._objects.unsettle(optimizer)
 
     def _push_changes(self) -> None:
         """Give the replicas the values of networks that were written to here."""

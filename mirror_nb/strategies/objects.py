@@ -16,6 +16,12 @@ from mirror_nb.handles import Handles
 from mirror_nb.told import Told, take_told
 
 
+def optimizer_of(obj: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer that an object is, or that a scheduler has."""
+    found = obj if isinstance(obj, torch.optim.Optimizer) else getattr(obj, "__dict__", {}).get("optimizer")
+    return found if isinstance(found, torch.optim.Optimizer) else None
+
+
 @final
 class Objects:
     """Objects made in the scope: their handles, which the replicas have, and what these know of their settings.
@@ -85,14 +91,28 @@ class Objects:
         groups = self._groups.get(self.handle(obj) or "")
         return groups is None or groups == len(obj.param_groups)
 
+    def grown(self, obj: Any) -> int | None:
+        """Return how many groups the replicas have of an optimizer that got more here; None of what got none.
+
+        Of a scheduler it is its optimizer that counts.
+        """
+        optimizer = optimizer_of(obj)
+        if optimizer is None:
+            return None
+        groups = self._groups.get(self.handle(optimizer) or "")
+        return groups if groups is not None and groups < len(optimizer.param_groups) else None
+
+    def know_groups(self, optimizer: torch.optim.Optimizer, groups: int) -> None:
+        """The replicas' optimizer has so many parameter groups."""
+        self._groups[self.handle(optimizer) or ""] = groups
+
     def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that got a parameter group here since it was sent: the replicas' has it not."""
-        if not self.same_groups(optimizer):
+        """Refuse an optimizer that lost a parameter group here since it was sent: the replicas' has it still."""
+        if not self.same_groups(optimizer) and self.grown(optimizer) is None:
             groups = self._groups[self.handle(optimizer) or ""]
             raise UsageError(
                 f"the {type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups here, but was "
-                f"sent to the replicas with {groups}: call add_param_group before the first strategy.run that "
-                "uses it, or in the function given to strategy.run; or make a new optimizer in the scope"
+                f"sent to the replicas with {groups}: make a new optimizer in the scope"
             )
 
     def mark_sent(self, obj: Any) -> None:

@@ -47,6 +47,8 @@ class References:
     def token(self, obj: Any, wanted: list[Any]) -> Any:
         """For `pack`: a token for what is mirrored; what the replicas lack of it is added to `wanted`.
 
+        An optimizer, or its scheduler, is added too where it has parameter groups that the replicas lack.
+
         Raises UsageError for what is not, but would have to be.
         """
         if type(obj) is torch.Tensor and not obj.requires_grad and self.objects.handle(obj) is None:
@@ -78,7 +80,7 @@ class References:
             return ("module", self.mirrors.handle(obj))
         if isinstance(obj, torch.optim.Optimizer):
             self.objects.check_groups(obj)
-        if not self.objects.is_sent(obj):
+        if not self.objects.is_sent(obj) or self.objects.grown(obj) is not None:
             wanted.append(obj)
         return ("object", handle)
 
@@ -90,7 +92,7 @@ class References:
             return self.mirrors.known(obj) is not None
         if isinstance(obj, torch.optim.Optimizer):
             self.objects.check_groups(obj)
-        return self.objects.is_sent(obj)
+        return self.objects.is_sent(obj) and self.objects.grown(obj) is None
 
     def _owner(self, parameter: nn.Parameter) -> tuple[nn.Module, str] | None:
         """Return the module that registered this parameter, and its name there.

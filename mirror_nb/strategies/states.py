@@ -202,6 +202,21 @@ def state_of(optimizer: torch.optim.Optimizer, wanted: bool = True) -> dict[Any,
     return optimizer.state_dict()["state"] if wanted else None
 
 
+def add_groups(optimizer: torch.optim.Optimizer, first: int, groups: list[dict[str, Any]]) -> None:
+    """In a replica: add those of these parameter groups, which begin with number `first`, that are not there yet.
+
+    Raises UsageError where others were added here.
+    """
+    for i, group in enumerate(groups, first):
+        if i >= len(optimizer.param_groups):
+            optimizer.add_param_group(group)
+        elif list(map(id, optimizer.param_groups[i]["params"])) != list(map(id, group["params"])):
+            raise UsageError(
+                f"the {type(optimizer).__name__} got other parameter groups in the replicas than here: add them on "
+                "one side alone, or make a new optimizer in the scope"
+            )
+
+
 def load_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
     """In a replica: take over a state."""
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
