@@ -323,15 +323,17 @@ def _written(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def digest(array: Any, whole: bool = False) -> tuple[object, ...] | None:
-    """Return what is another once somebody wrote to an array; None for a large one in a file, which would be read.
+    """Return what is another once somebody wrote to an array; None for a large one that is no block of plain memory.
 
     Of one above ARRAY_BYTES it is made of pages here and there, unless `whole`.
     """
     layout = array.dtype.str, array.shape, array.strides
     large = array.nbytes > ARRAY_BYTES and not whole
-    if large and isinstance(array, np.memmap):
+    plain = type(array) is np.ndarray and not array.dtype.hasobject
+    if large and not (plain and (array.flags.c_contiguous or array.flags.f_contiguous)):
+        # It would be read from a file, or copied: a view of few elements may be of any size.
         return None
-    if type(array) is not np.ndarray or array.dtype.hasobject:
+    if not plain:
         return zlib.crc32(array.tobytes()), *layout
     data: Any = np.ascontiguousarray(array.T if array.flags.f_contiguous else array).reshape(-1).view(np.uint8)
     if large:

@@ -135,11 +135,13 @@ def test_of_a_large_array_pages_here_and_there_are_looked_at(monkeypatch):
     assert not before.same(content(x, no_token))
 
 
-def test_a_large_array_in_a_file_is_not_read(monkeypatch, tmp_path):
+def test_a_large_array_is_not_read_from_a_file_and_not_copied(monkeypatch, tmp_path):
     x = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(1 << 20,))
     assert content(x, no_token) is not None
     monkeypatch.setattr(contents, "ARRAY_BYTES", 1 << 16)
     assert content(x, no_token) is None
+    # More than there is memory.
+    assert content(np.broadcast_to(np.zeros(2), (1 << 45, 2)), no_token) is None
 
 
 # ---------------------------------------------------------------------- export
