@@ -117,6 +117,7 @@ def no_token(obj: object) -> None:
 def test_only_what_can_be_compared_cheaply_is_watched():
     assert content(5, no_token) is None
     assert content("text", no_token) is None
+    assert content(np.zeros(WATCHED_BYTES), no_token) is not None
     large = list(range(WATCHED_BYTES))
     held = content(large, no_token)
     assert held is not None

@@ -174,3 +174,25 @@ def test_a_forkserver_that_loads_ends_with_its_controller(stage):
         controller.wait()
         controller.stdout.close()
     eventually(lambda: gone(pid), "it ends", seconds=2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the forkserver")
+def test_processes_of_the_users_own_hear_ctrl_c_from_a_later_forkserver_too():
+    # The second one is not started together with multiprocessing's tracker.
+    source = """
+    import multiprocessing, signal
+    from mirror_nb.pool.local import stop_forkserver, warm_up
+    warm_up()
+    stop_forkserver()
+    warm_up()
+    process = multiprocessing.get_context("forkserver").Process(target=signal.pause)
+    process.start()
+    with open(f"/proc/{process.pid}/status") as file:
+        print([line.split()[1] for line in file if line.startswith("SigBlk")])
+    process.kill()
+    process.join()
+    stop_forkserver()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    assert done.stdout == "['0000000000000000']\n"

@@ -45,9 +45,7 @@ class Failed(Exception):
 def live(channel: Connection) -> None:
     """Run functions that come through the channel; `gather` goes through it too."""
     torch.set_num_threads(1)
-    # Whatever it has from the process that started the forkserver, which may have ignored Ctrl-C or held it back.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def gather(value: Any) -> list[Any]:
         channel.send_bytes(pickle.dumps(("gather", value)))
