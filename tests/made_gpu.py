@@ -44,7 +44,10 @@ class MadeGpu:
         return SimpleNamespace(lag=0, wait_stream=lambda other: None, wait_event=lambda event: None)
 
     def _current(self, device: torch.device) -> Any:
-        return SimpleNamespace(lag=self.lag, wait_event=lambda event: None)
+        def wait_event(event: Any) -> None:
+            self.lag = max(self.lag, event.at - self.now)
+
+        return SimpleNamespace(lag=self.lag, wait_event=wait_event)
 
     def _event(self, enable_timing: bool = False) -> Any:
         event = SimpleNamespace(at=0, query=lambda: self.now >= event.at, synchronize=lambda: None)

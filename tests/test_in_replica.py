@@ -328,6 +328,18 @@ call = lambda: strategy.run(lambda: get_replica_context().merge_call(lambda merg
         assert message in text
 
 
+@pytest.mark.parametrize(("other", "differ"), [("lambda m: 2", True), ("lambda m: 1", False)])
+def test_functions_are_told_apart_where_python_does_not_know_their_columns(replicas, other, differ):
+    # As in Python 3.12, of those that return a constant.
+    source = f"""
+merge = (lambda m: 1) if replica_id else ({other})
+merge.__code__ = merge.__code__.replace(co_linetable=b"")
+raised(lambda: strategy.run(lambda: get_replica_context().merge_call(merge)))
+"""
+    for found in cell(replicas(2), source):
+        assert (found is not None and "have to give one function" in found[1]) is differ
+
+
 DIFFERENT = "Some replicas made a different number of replica_context().merge_call() calls."
 
 

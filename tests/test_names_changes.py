@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, deque
 
 import pytest
+import torch
 from two_sides import Notebook, with_torch
 
 
@@ -75,6 +77,22 @@ def test_what_was_used_and_not_changed_is_not_sent_anew(notebook, unchanged):
     notebook.cell("z = x is y")
     assert notebook.sent == []
     assert notebook.user_ns["z"] is True
+
+
+def test_a_generator_that_torch_gives_no_weak_references_is_known_again_too(notebook, monkeypatch):
+    real = weakref.ref
+
+    class AsTorch211(real):
+        def __new__(cls, obj, *callback):
+            if isinstance(obj, torch.Generator):
+                raise TypeError("cannot create weak reference to 'torch._C.Generator' object")
+            return real.__new__(cls, obj, *callback)
+
+    monkeypatch.setattr(weakref, "ref", AsTorch211)
+    notebook.here("x = torch.utils.data.DataLoader([1, 2], shuffle=True, generator=torch.Generator())")
+    notebook.cell("y = x")
+    notebook.cell("z = x is y")
+    assert (notebook.sent, notebook.user_ns["z"]) == ([], True)
 
 
 def test_what_is_put_in_the_place_of_a_large_tensor_is_another_wherever_it_lies(notebook):

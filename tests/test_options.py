@@ -415,6 +415,17 @@ def test_what_an_op_enqueues_on_a_gpu_is_timed_there_and_not_where_it_is_asked_f
     assert abs(timing.ended - timing.started - 80_000) < 10
 
 
+def test_another_stream_that_waits_for_what_an_op_enqueued_has_the_result(monkeypatch):
+    gpu = MadeGpu(monkeypatch)
+    ops = Enqueueing(gpu)
+    on_made_gpu(gpu, ops, gpu)
+    reduction = ops.all_reduce("sum", torch.ones(4).as_subclass(OnMadeGpu))
+    # One that has nothing to do.
+    gpu.lag = 0
+    reduction.wait()
+    assert gpu.lag == 5_080_000
+
+
 def test_a_work_of_torchs_on_a_gpu_ends_where_the_stream_has_waited_for_it(monkeypatch):
     gpu = MadeGpu(monkeypatch)
 

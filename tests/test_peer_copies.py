@@ -87,7 +87,7 @@ def two(replicas):
 def told(ran: Any) -> dict[int, Any]:
     """Why a cell did not end well."""
     report = ran.report
-    failures = {r: (failure.type_name, failure.message) for r, failure in report.failures.items()}
+    failures = {r: (failure.type_name, failure.message or failure.traceback) for r, failure in report.failures.items()}
     return failures | {r: answer.death for r, answer in report.answers.items() if answer.death}
 
 
@@ -278,6 +278,7 @@ for number in range(40):
 side, flat = torch.cuda.Stream(), torch.full((1000,), float(replica_id), device=device)
 side.wait_stream(torch.cuda.current_stream())
 with torch.cuda.stream(side):
+    torch.cuda._sleep(20_000_000)
     flat.add_(1)
     handles = [ops.all_reduce("sum", flat)]
 handles[0].wait()

@@ -157,6 +157,9 @@ class BetweenEvents(Handle):
         self._handle.wait(seconds)
         if self._ended is None:
             self._ended = moment(self._device)
+        else:
+            # Another stream may be the current one by now.
+            torch.cuda.current_stream(self._device).wait_event(self._ended)
 
     def done(self) -> bool:
         """Whether the GPU has come to its end."""

@@ -68,10 +68,13 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
         # A kernel would wait for ever for a replica that does not come, and torch's store for half an hour.
         shared.fabric.wait(shared.fabric.announce_all_reduce("symmetric memory", op.name, flat))
         room = self._room(shared, flat.dtype)[: flat.numel()]
+        # Another stream may have used it last.
+        shared.used.wait()
         room.copy_(flat)
         operations: Any = torch.ops.symm_mem
         reduce = operations.one_shot_all_reduce if nbytes <= ONE_SHOT_BYTES else operations.two_shot_all_reduce_
         flat.copy_(reduce(room, "sum", shared.group))
+        shared.used.record()
         if op is ReduceOp.MEAN:
             flat.div_(self.member.num_replicas)
         # On the current stream, so that its end is here and not where it is waited for.
@@ -143,6 +146,8 @@ class _Shared:
     beside: object = None
     # The group of that name, which torch does not keep.
     rooms: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    used: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    # Behind the latest reduction.
 
     made: ClassVar[int] = 0
     # For how many groups this process has made symmetric memory.

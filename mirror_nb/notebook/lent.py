@@ -113,7 +113,8 @@ class Lent:
         for obj in objects if replicas else ():
             self._objects.mark_sent(obj)
             self._holders.setdefault(self.add(obj), set()).update(replicas)
-            self._states.have(obj)
+            if isinstance(obj, torch.optim.Optimizer):
+                self._states.have(obj)
 
     def forget_replica(self, replica_id: int) -> None:
         """The replica starts anew and has nothing."""

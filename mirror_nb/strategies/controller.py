@@ -57,6 +57,7 @@ from mirror_nb.strategies.references import References
 from mirror_nb.strategies.states import States, add_groups, kept, load_state, state_of
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
+from mirror_nb.told import is_told
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
 from mirror_nb.variables import Variable, update_component
 
@@ -112,13 +113,12 @@ class ControllerPlace(Place):
         return creation.noted(self._note)
 
     def mirror(self, obj: Any) -> Any:
-        try:
-            weakref.ref(obj)
-        except TypeError:
+        # A torch.Generator has no weak references in torch 2.11, and is mirrored all the same.
+        if not type(obj).__weakrefoffset__ and not is_told(obj):
             raise UsageError(
                 f"a {type(obj).__name__} cannot be mirrored: numbers, strings and containers travel by value with "
                 "each call. Make it an attribute of an object, and mirror that; or a mnb.Variable"
-            ) from None
+            )
         if isinstance(obj, torch.Tensor) and obj.requires_grad and not isinstance(obj, Variable):
             raise UsageError(
                 f"a {type(obj).__name__} that is trained cannot be mirrored alone: what replicas make of it would not "

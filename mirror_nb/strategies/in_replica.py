@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
+import zlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
@@ -467,8 +468,17 @@ def _in_words(function: Callable[..., Any]) -> str:
     name, code = getattr(function, "__qualname__", type(function).__qualname__), getattr(function, "__code__", None)
     if code is None:
         return str(name)
-    line, column = max((line or 0, column or 0) for _, line, _, column in code.co_positions())
-    return f"{name} (to line {line}, column {column})"
+    ends = ((line or 0, column or 0) for _, line, _, column in code.co_positions())
+    line, column = max(ends, default=(code.co_firstlineno, 0))
+    # Python 3.12 does not know it of a function that returns a constant, and none does with -X no_debug_ranges.
+    where = f"column {column}" if column else f"code {_digest(code):08x}"
+    return f"{name} (to line {line}, {where})"
+
+
+def _digest(code: types.CodeType) -> int:
+    """Return a number by which the code of functions differs, those inside it left out; the same in every process."""
+    plain = [one for one in code.co_consts if one is None or isinstance(one, (bool, int, float, complex, str, bytes))]
+    return zlib.crc32(repr((code.co_code, code.co_names, plain)).encode())
 
 
 class _Own:
