@@ -67,14 +67,15 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
             return WorkHandle([self.member.group.allreduce([flat], options)])
         # A kernel would wait for ever for a replica that does not come, and torch's store for half an hour.
         shared.fabric.wait(shared.fabric.announce_all_reduce("symmetric memory", op.name, flat))
-        room = self._room(shared, flat.dtype)[: flat.numel()]
+        whole, used = self._room(shared, flat.dtype)
+        room = whole[: flat.numel()]
         # Another stream may have used it last.
-        shared.used.wait()
+        used.wait()
         room.copy_(flat)
         operations: Any = torch.ops.symm_mem
         reduce = operations.one_shot_all_reduce if nbytes <= ONE_SHOT_BYTES else operations.two_shot_all_reduce_
         flat.copy_(reduce(room, "sum", shared.group))
-        shared.used.record()
+        used.record()
         if op is ReduceOp.MEAN:
             flat.div_(self.member.num_replicas)
         # On the current stream, so that its end is here and not where it is waited for.
@@ -120,13 +121,13 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
             self._shared = _Shared.of(self.member, fabric)
         return self._shared
 
-    def _room(self, shared: _Shared, dtype: torch.dtype) -> Tensor:
+    def _room(self, shared: _Shared, dtype: torch.dtype) -> tuple[Tensor, torch.cuda.Event]:
         """Memory of this dtype that all map, made at the first use; every replica comes here for the same one."""
         if dtype not in shared.rooms:
             module = importlib.import_module("torch.distributed._symmetric_memory")
             room = module.empty(self.crossover_bytes // dtype.itemsize, dtype=dtype, device=self.member.device)
             _torchs()._SymmetricMemory.rendezvous(room, shared.group)
-            shared.rooms[dtype] = room
+            shared.rooms[dtype] = room, torch.cuda.Event()
         return shared.rooms[dtype]
 
     def __getstate__(self) -> dict[str, object]:
@@ -145,9 +146,8 @@ class _Shared:
     # By which name torch's kernels find the replicas; empty where they cannot.
     beside: object = None
     # The group of that name, which torch does not keep.
-    rooms: dict[torch.dtype, Tensor] = field(default_factory=dict)
-    used: torch.cuda.Event = field(default_factory=torch.cuda.Event)
-    # Behind the latest reduction.
+    rooms: dict[torch.dtype, tuple[Tensor, torch.cuda.Event]] = field(default_factory=dict)
+    # Each with what is behind the latest reduction in it.
 
     made: ClassVar[int] = 0
     # For how many groups this process has made symmetric memory.
