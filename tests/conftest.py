@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import multiprocessing
 import os
 import shutil
 import sys
@@ -22,6 +23,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from mirror_nb.devices import Device
+from mirror_nb.pool import local
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 from mirror_nb.pool.recovery import recover
 from mirror_nb.strategies.mirrored import SETUP
@@ -57,6 +59,8 @@ def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     saved, tempfile.tempdir = tempfile.tempdir, str(folder)
     environment = {name: os.environ.get(name) for name in (_MARK, "TMPDIR")}
     os.environ.update({_MARK: mark, "TMPDIR": str(folder)})
+    # A process has one forkserver. Where a test needs it before there are replicas, it has to do for them, too.
+    multiprocessing.set_forkserver_preload(local._PRELOAD)
     yield
     stop_forkserver()
     try:
