@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 # How many processes the tests and the notebooks are divided among, by file: 0 for none but this, 2 for two cores.
-JOBS ?= 0
+JOBS ?= 2
 # A folder with Fashion-MNIST's four idx files; without it the demo trains on scikit-learn's digits.
 DATA ?=
 
