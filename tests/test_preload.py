@@ -82,9 +82,10 @@ def test_the_rest_is_loaded_by_itself_after_a_while_but_not_before_the_first_rep
 def test_where_a_gpu_may_be_the_compiler_is_left_out(tmp_path):
     said = in_a_process_of_its_own(
         f"""
-        import sys, torch
+        import signal, sys, torch
         torch.accelerator.current_accelerator = lambda check_available=False: torch.device('cuda')
         import mirror_nb.strategies.preload as preload
+        signal.setitimer(signal.ITIMER_REAL, 0)
         preload._GPU_NODES = {{'cuda': ({str(tmp_path)!r},)}}
         preload._load_the_rest()
         print('mirror_nb.training.model' in sys.modules, 'torch._dynamo' in sys.modules)
