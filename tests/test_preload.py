@@ -178,6 +178,28 @@ def test_a_forkserver_that_loads_ends_with_its_controller(stage):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the forkserver")
+def test_a_forkserver_that_loads_outlives_a_press_of_stop():
+    # Jupyter sends it to all processes of a kernel.
+    source = """
+    import multiprocessing, os, signal
+    from mirror_nb.pool.local import stop_forkserver, warm_up
+    server = multiprocessing.forkserver._forkserver
+    for _ in range(2):
+        warm_up()
+        pid = server._forkserver_pid
+        os.kill(pid, signal.SIGINT)
+        process = multiprocessing.get_context("forkserver").Process(target=int)
+        process.start()
+        process.join()
+        print(process.exitcode, server._forkserver_pid == pid)
+        stop_forkserver()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    assert done.stdout == "0 True\n0 True\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the forkserver")
 def test_processes_of_the_users_own_hear_ctrl_c_from_a_later_forkserver_too():
     # The second one is not started together with multiprocessing's tracker.
     source = """

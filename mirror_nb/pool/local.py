@@ -574,6 +574,8 @@ def _starting() -> Iterator[None]:
     with _main_lock, _somewhere():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
         try:
+            # It lets Ctrl-C through again when it is started, just before the forkserver is.
+            multiprocessing.resource_tracker.ensure_running()
             # It raises an interrupt that has come already after it has blocked those to come.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             sys.modules["__main__"] = types.ModuleType("__main__")

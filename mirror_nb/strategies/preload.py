@@ -113,8 +113,8 @@ with _loading():
     importlib.import_module("mirror_nb.strategies.mirrored")
 
 if "multiprocessing.forkserver" in sys.orig_argv[-1]:
-    # Who started it has held Ctrl-C back from it, unless multiprocessing's tracker was started just before; the user's
-    # own processes come from here, too, and would not hear it. One that has come meanwhile is dropped.
+    # Who started it has held Ctrl-C back from it; the user's own processes come from here, too, and would not hear it.
+    # One that has come meanwhile is dropped.
     _before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, _before)
