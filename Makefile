@@ -59,8 +59,8 @@ lint: $(VENV)/.has-test
 	$(BIN)/mypy
 
 test: lint
-	$(PYTEST) --no-loadscope-reorder tests
-	$(PYTEST) --nbval --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout=120 notebooks
+	$(PYTEST) --no-loadscope-reorder --nbval --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout=120 \
+	  notebooks tests
 
 ROUNDS ?= 500
 SEED ?= 1
