@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mirror_nb.imported import when_imported
+from mirror_nb.imported import when_imported, whole
 
 if TYPE_CHECKING:
     from mirror_nb import bench, callbacks
@@ -207,12 +207,12 @@ _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("bench", "callbacks"):
-        value = importlib.import_module(f"mirror_nb.{name}")
-    elif name in _MODULES:
-        value = getattr(importlib.import_module(_MODULES[name]), name)
-    else:
+    submodule = name in ("bench", "callbacks")
+    if not submodule and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with whole():
+        module = importlib.import_module(f"mirror_nb.{name}" if submodule else _MODULES[name])
+    value = module if submodule else getattr(module, name)
     globals()[name] = value
     return value
 
@@ -229,9 +229,10 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """Register `%mirror` and `%%mirrored`; torch begins to load for the replicas meanwhile."""
-    from mirror_nb.notebook.magics import MirrorMagics
-    from mirror_nb.pool.local import end_children, warm_up
-    from mirror_nb.surroundings import follow_cells
+    with whole():
+        from mirror_nb.notebook.magics import MirrorMagics
+        from mirror_nb.pool.local import end_children, warm_up
+        from mirror_nb.surroundings import follow_cells
 
     warm_up()
     if "mirrored" not in shell.magics_manager.magics["cell"]:

@@ -1,11 +1,14 @@
-"""To be called when a library of somebody else is imported, and never to import it. Knows not whose it is."""
+"""To be called when a library of somebody else is imported, and to have an import whole. Knows not whose it is."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -25,6 +28,23 @@ def when_imported(module: str, call: str) -> None:
         watch.call()
     else:
         sys.meta_path.insert(0, watch)
+
+
+@contextlib.contextmanager
+def whole() -> Iterator[None]:
+    """Raise a Ctrl-C that comes in this block after it: torch, once interrupted, is never imported in this process."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 _asked: set[tuple[str, str]] = set()

@@ -1,13 +1,15 @@
-"""To be called when somebody imports a library, without importing it oneself."""
+"""To be called when somebody imports a library, without importing it oneself; and imports that are not cut off."""
 
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mirror_nb.imported import when_imported
+from mirror_nb.imported import when_imported, whole
 
 CALLS: list[str] = []
 
@@ -63,3 +65,22 @@ def test_an_import_that_fails_may_be_tried_again(library, tmp_path):
     importlib.invalidate_caches()
     assert importlib.import_module(library).VALUE == 4444
     assert CALLS == ["called"]
+
+
+def test_an_import_that_is_interrupted_ends_first(library, tmp_path):
+    (tmp_path / "lonely_library.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nVALUE = 3\n")
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), whole():
+        importlib.import_module(library)
+    assert sys.modules[library].VALUE == 3
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_another_thread_imports_as_ever(library):
+    def imported() -> int:
+        with whole():
+            value: int = importlib.import_module(library).VALUE
+            return value
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(imported).result() == 3
