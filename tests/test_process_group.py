@@ -573,6 +573,21 @@ def test_a_cell_may_destroy_the_group_and_make_its_own_twice(crew: Crew) -> None
     assert crew.call(use) == [[6.0] * 3] * N
 
 
+@pytest.mark.parametrize("address", ["env://", "tcp://127.0.0.1:1"])
+def test_what_a_script_for_torchrun_begins_with_takes_the_group_that_is_there(crew: Crew, address: str) -> None:
+    def use(replica_id: int) -> tuple[bool, float, float]:
+        group: Any = dist.group.WORLD
+        dist.init_process_group("gloo", address, timedelta(seconds=7), N, replica_id)
+        with pytest.raises(ValueError, match="twice"):
+            dist.init_process_group("gloo")
+        same, seconds = dist.group.WORLD is group, group._seconds
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", address, rank=replica_id, world_size=N)
+        return same, seconds, total(replica_id)
+
+    assert crew.call(use) == [(True, 7.0, 6.0)] * N
+
+
 # Ends that can be had at any time
 
 

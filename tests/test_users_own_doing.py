@@ -101,6 +101,18 @@ def test_a_group_may_be_destroyed_and_made_again_in_a_cell(two):
     goes_on(two)
 
 
+def test_a_cell_that_initialises_as_under_torchrun_may_run_again(two):
+    for _ in range(2):
+        ran = run_cell(
+            two,
+            "kept = 3\nimport torch, torch.distributed as dist\n"
+            "dist.init_process_group('gloo', rank=replica_id, world_size=2)\n"
+            "t = torch.ones(1)\ndist.all_reduce(t)\nn = t.item()",
+        )
+        assert ran.values[1]["n"] == 2
+    goes_on(two)
+
+
 # ---------------------------------------------------------------------- exceptions
 
 

@@ -144,7 +144,8 @@ def abort(error: BaseException) -> None:
 
 
 def mark() -> None:
-    """Count collectives from here on, for `standing`: a request begins."""
+    """Count collectives from here on, for `standing`: a request begins, and may initialise the group as scripts do."""
+    state.offered = True
     for group in state.groups:
         group.mark()
 
@@ -198,11 +199,18 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments
-        rendezvous = state.rendezvous
-        if rendezvous is None or dist.is_initialized() or not _means_all_replicas(given, rendezvous):
+        rendezvous, group = state.rendezvous, dist.group.WORLD
+        free = group is None or (state.offered and isinstance(group, InterruptibleGroup))
+        if rendezvous is None or not free or not _means_all_replicas(given, rendezvous):
             original(*args, **kwargs)
             return
         state.check()
+        state.offered = False
+        if group is not None:
+            # The replicas have met already: what a script for torchrun begins with asks for this very group.
+            if given.get("timeout"):
+                group.set_timeout(given["timeout"])
+            return
         # Counted, so that replicas that run the same cell meet under the same prefix.
         state.user_groups += 1
         store = connect(rendezvous, state.user_groups)
@@ -212,13 +220,18 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _means_all_replicas(given: dict[str, Any], rendezvous: Rendezvous) -> bool:
-    """Whether a user's own init asks for what torchrun gives: every replica, found by the environment."""
+    """Whether a user's own init asks for what torchrun gives: every replica, each with its own rank.
+
+    They meet at our store, also where an address or a file was named with both: as torchrun's workers, no replica
+    would listen there.
+    """
+    said = given.get("rank", -1), given.get("world_size", -1)
+    here = rendezvous.replica_id, rendezvous.num_replicas
     return (
         given.get("store") is None
         and not given.get("_ranks")
-        and given.get("init_method") in (None, "env://")
-        and given.get("world_size", -1) in (-1, rendezvous.num_replicas)
-        and given.get("rank", -1) in (-1, rendezvous.replica_id)
+        and (given.get("init_method") in (None, "env://") or said == here)
+        and all(one in (-1, mine) for one, mine in zip(said, here, strict=True))
         and _served(given.get("backend"))
     )
 

@@ -51,6 +51,8 @@ class State:
         self.rendezvous: Rendezvous | None = None
         self.device = torch.device("cpu")
         self.user_groups = 0
+        self.offered = False
+        # The default group is ours, and the request under way has not initialised one.
         self.world: InterruptibleGroup | None = None
         self.client: Client | None = None
         self.torch_init: Callable[..., None] | None = None
@@ -60,6 +62,7 @@ class State:
         with self.lock:
             self.rendezvous, self.device = rendezvous, device
             self.user_groups = 0
+            self.offered = True
             self.aborted = None
 
     def check(self) -> None:
