@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from driving import eventually, running
 from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
@@ -34,6 +35,17 @@ STEP = """
 x = torch.full((2, 4), 1.0 + replica_id)
 optimizer.zero_grad(); net(x).sum().backward(); optimizer.step()
 done = True
+"""
+
+PIPELINE = """
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+torch.manual_seed(0)
+whole = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 2))
+part = whole[replica_id]
+stage = PipelineStage(part, replica_id, 2, torch.device("cpu"))
+schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=F.mse_loss)
+schedule.step(*[torch.ones(4, 4)][replica_id:], **{"target": torch.zeros(4, 2)} if replica_id else {})
+grads = [parameter.grad.clone() for parameter in part.parameters()]
 """
 
 
@@ -99,3 +111,15 @@ def test_a_network_that_cannot_travel_any_more_costs_no_session(
     run("%%mirrored\nthere = ['net' in globals(), 'other' in globals()]")
     assert run("there")[0] == [True, True]
     assert run("there")[1] == [False, True]
+
+
+def test_a_pipelines_stages_have_gradients_of_their_own(run: Run) -> None:
+    run("import torch, torch.nn.functional as F\nfrom torch import nn")
+    # Each would wait in another collective than its neighbour.
+    run("%%mirrored --timeout 60\n" + PIPELINE)
+    run("torch.manual_seed(0)\nwhole = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 2))")
+    run("F.mse_loss(whole(torch.ones(4, 4)), torch.zeros(4, 2)).backward()")
+    found, whole = run("grads, whole")
+    for replica_id, part in enumerate(whole):
+        for grad, parameter in zip(found[replica_id], part.parameters(), strict=True):
+            assert torch.allclose(grad, parameter.grad)

@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.compiled import OutsideOfCompiled, tracing
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.imported import when_imported
 from mirror_nb.lazy import kind_of
 from mirror_nb.replaced import Replaced
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
@@ -73,6 +74,7 @@ class Scope:
         # On the CPU still, since their modules were under construction.
         self._waiting: list[Tensor] = []
         gradients.before_backward = self.start_running
+        when_imported("torch.distributed.pipelining.stage", "mirror_nb.replica.pipelines:install")
 
     @whole
     def __enter__(self) -> Scope:
