@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, namedtuple
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -99,6 +100,8 @@ def test_reducing_changes_no_replicas_value_and_keeps_no_graph():
         (["a", "b"], None, r"cannot reduce a str \('a'\)"),
         ([None, None], None, "cannot reduce a NoneType"),
         ([np.array(["a"])] * 2, None, "cannot reduce an array of dtype <U1"),
+        ([1, Fraction(1, 2)], None, r"cannot reduce the number Fraction\(1, 2\): .*; make it a tensor or a float"),
+        ([1, 2**80], None, "cannot reduce the number 1208925819614629174706176: .*; make it a tensor or a float"),
         ([torch.eye(2).to_sparse()] * 2, None, "make it dense"),
     ],
 )

@@ -134,9 +134,11 @@ def as_tensor(value: Any, what: str, device: torch.device | None = None) -> Tens
             raise UsageError(f"cannot {what} a {kind} tensor: {instead}")
     try:
         # A default device of the user's is for what they make themselves; torch would move tensors there, too.
-        tensor = torch.as_tensor(value, device=device or (value.device if isinstance(value, Tensor) else "cpu"))
-    except TypeError as error:
-        raise UsageError(f"cannot {what} an array of dtype {value.dtype}: {error}") from error
+        known = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        what_it_is = f"an array of dtype {value.dtype}" if hasattr(value, "dtype") else f"the number {_short(value)}"
+        raise UsageError(f"cannot {what} {what_it_is}: {error}; make it a tensor or a float") from error
+    tensor = torch.as_tensor(known, device=device or known.device)
     if tensor.layout is not torch.strided:
         raise UsageError(f"cannot {what} a tensor in layout {tensor.layout}; make it dense with .to_dense()")
     return tensor
