@@ -336,13 +336,19 @@ v = Variable(10.0, aggregation="SUM")
 error = raised(lambda: strategy.run(lambda: v.assign_add(5.0)))
 zero = strategy.run(lambda: v.assign_add(0.0)).item()
 mean = Variable(10.0, aggregation="MEAN")
-(error, zero, strategy.run(lambda: v.assign_add(replica_id + 1)).item(), strategy.run(lambda: mean.assign(4)).item())
+turned = Variable(1 + 2j, aggregation="SUM")
+same = raised(lambda: strategy.run(lambda: turned.assign_add(1j)))
+differing = strategy.run(lambda: turned.assign_add(1j * mine)).item()
+(error, zero, strategy.run(lambda: v.assign_add(replica_id + 1)).item(), strategy.run(lambda: mean.assign(4)).item(),
+ same, differing)
 """
-    for error, *numbers in cell(replicas(2), source):
+    for error, *numbers, same, differing in cell(replicas(2), source):
         assert error[0] == "UsageError"
         assert error[1].startswith("A non-DistributedValues value 5.0 cannot be reduced with the given reduce op Red")
         assert "torch.tensor(5.0)" in error[1]
         assert numbers == [10, 13, 4]
+        assert same[1].startswith("A non-DistributedValues value 1j cannot be reduced")
+        assert differing == 1 + 5j
 
 
 def test_a_variable_that_is_trained_after_its_copies_diverged_is_named_once_at_the_users_line(replicas):

@@ -122,11 +122,9 @@ class ReplicaHome:
         tensor, form = self._offered(variable, how, value)
         literal = is_number(value)
         # A number shows no sign of the replica: the others' tell whether it is the same literal on all.
-        number = (
-            bits([torch.as_tensor(value, dtype=torch.float64, device="cpu")])
-            if literal
-            else -1 - self._peers.replica_id
-        )
+        number = -1 - self._peers.replica_id
+        if literal and tensor is not None:
+            number = bits([torch.as_tensor(value, dtype=torch.complex128, device="cpu")])
         seen, _ = self._peers.agree(f"{how} to {variable.name} ({variable.aggregation.value})", form, number)
         assert tensor is not None
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
