@@ -27,6 +27,15 @@ class Thing:
         self.count += 1
 
 
+class Called:
+    def __init__(self, numbers: list[int]) -> None:
+        self.count, self.numbers = 0, numbers
+
+    def __call__(self) -> None:
+        self.count += 1
+        self.numbers.append(1)
+
+
 class Stubborn:
     @property
     def __dict__(self) -> Any:  # type: ignore[override]
@@ -111,6 +120,8 @@ def test_methods_partials_and_helpers_are_looked_into():
         numbers.append(2)
 
     assert changes(thing.method) == {"self.count"}
+    assert changes(Called(numbers)) == {"self.count", "self.numbers"}
+    assert changes(functools.partial(Called(numbers))) == {"self.count", "self.numbers"}
     assert changes(functools.partial(helper, [])) == {"args[0]", "numbers"}
     assert changes(lambda: helper([])) == {"numbers"}
 

@@ -101,6 +101,9 @@ def _captured(function: Any) -> Iterator[tuple[str, Any]]:
         module = sys.modules.get(function.__globals__.get("__name__", ""))
         if module is None or vars(module) is not function.__globals__:
             yield from ((name, obj) for name, obj in function.__globals__.items() if not name.startswith("__"))
+    elif callable(function) and isinstance(type(function).__call__, types.FunctionType):
+        # An object of a class with a `__call__`.
+        yield from _captured(function.__call__)
 
 
 def _arguments(function: Any, given: _Given) -> Iterator[tuple[str, Any]]:
