@@ -116,17 +116,28 @@ seen
         assert found[2:] == [3 - 6j, 1.5 - 3j, -6.0, 3 - 6j, -6.0, 2 - 4j, -4.0]
 
 
-def test_run_takes_this_replicas_part_of_its_arguments(replicas):
+def test_run_takes_this_replicas_part_of_its_arguments_and_calls_are_checked(replicas):
     source = """
 seen = []
 parts = {"x": [PerReplica([10, 20])]}
 result = strategy.run(lambda a, b, log: log.append(a["x"][0]) or a["x"][0] + b, (parts,), {"b": 1, "log": seen})
-(result, seen, raised(lambda: strategy.run(len, "ab")), raised(lambda: strategy.run(len, (), [1])))
+async def waits(*_):
+    pass
+import mirror_nb as mnb
+v, merge = mnb.Variable(1.0), lambda *call: strategy.run(lambda: get_replica_context().merge_call(*call))
+update = lambda *call: strategy.extended.update(v, *call)
+wrong = (5,), (waits,), (len, "ab"), (len, (), [1])
+refused = [raised(lambda: call(*given)) for call in (merge, update) for given in wrong]
+(result, seen, raised(lambda: strategy.run(len, "ab")), raised(lambda: strategy.run(len, (), [1])), refused)
 """
-    for i, (result, seen, args, kwargs) in enumerate(cell(replicas(2), source)):
+    for i, (result, seen, args, kwargs, refused) in enumerate(cell(replicas(2), source)):
         assert (result, seen) == (10 * (i + 1) + 1, [10 * (i + 1)])
         assert args == ("UsageError", "positional args must be a list or tuple, got <class 'str'>; write args=(x,)")
         assert kwargs[0] == "UsageError"
+        words = ("must be a function, not int", "is an async function", args[1], kwargs[1])
+        for error, word in zip(refused, words * 2, strict=True):
+            assert error[0] == "UsageError"
+            assert word in error[1]
 
 
 # --------------------------------------------------------------------------- reduce and gather

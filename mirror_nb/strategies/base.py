@@ -6,7 +6,6 @@ places"); only its place differs. Every `experimental_x` of tf.distribute is als
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from mirror_nb.errors import ContextError, TransferError, UsageError
 from mirror_nb.imported import when_imported
-from mirror_nb.strategies.context import StrategyScope, require_cross_replica
+from mirror_nb.strategies.context import StrategyScope, check_call, require_cross_replica
 from mirror_nb.strategies.extended import StrategyExtended
 from mirror_nb.strategies.place import Place
 from mirror_nb.strategies.reductions import in_order
@@ -123,17 +122,7 @@ class Strategy(ABC):
         structure, RuntimeError inside a replica, and what `fn` raised on a replica, with its own type.
         """
         require_cross_replica("Strategy.run", "use get_replica_context().merge_call(), or call the function itself")
-        if not callable(fn):
-            raise UsageError(f"`fn` must be a function, not {type(fn).__name__}")
-        if inspect.iscoroutinefunction(fn):
-            raise UsageError(
-                "`fn` is an async function, which only makes a coroutine; give a plain one, which may await by "
-                "asyncio.run(...)"
-            )
-        if not isinstance(args, (tuple, list)):
-            raise UsageError(f"positional args must be a list or tuple, got {type(args)}; write args=(x,)")
-        if kwargs is not None and not isinstance(kwargs, dict):
-            raise UsageError(f"keyword args must be a dict, got {type(kwargs)}")
+        check_call("fn", fn, args, kwargs)
         return self._place.run(self, fn, tuple(args), kwargs or {})
 
     # ------------------------------------------------------------------ from many values one

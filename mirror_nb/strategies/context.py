@@ -6,6 +6,7 @@ tf.distribute's functions of the same names. Knows strategies by their interface
 from __future__ import annotations
 
 import importlib
+import inspect
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
@@ -69,9 +70,10 @@ class ReplicaContext:
 
         Every replica calls it and gets its part of the result; of a value that it assigns to a Variable and that
         differs between them replica 0's is taken. Raises RuntimeError where the replicas make different numbers of
-        calls, UsageError where they give different functions.
+        calls, UsageError where they give different functions, or what is none, and where `args` is no tuple or list.
         """
-        return self._strategy._place.merge_call(self._strategy, merge_fn, args, kwargs or {})
+        check_call("merge_fn", merge_fn, args, kwargs)
+        return self._strategy._place.merge_call(self._strategy, merge_fn, tuple(args), kwargs or {})
 
     def __repr__(self) -> str:
         return f"<ReplicaContext: replica {self._replica_id} of {self.num_replicas_in_sync}>"
@@ -234,6 +236,21 @@ def require_cross_replica(what: str, instead: str) -> None:
     top = _top()
     if top is not None and top.replica is not None and not top.cross:
         raise ContextError(f"{what} requires being in cross-replica context; {instead}")
+
+
+def check_call(argument: str, fn: Any, args: Any, kwargs: Any) -> None:
+    """Raise UsageError where `fn`, given as this argument, cannot be called with these."""
+    if not callable(fn):
+        raise UsageError(f"`{argument}` must be a function, not {type(fn).__name__}")
+    if inspect.iscoroutinefunction(fn):
+        raise UsageError(
+            f"`{argument}` is an async function, which only makes a coroutine; give a plain one, which may await by "
+            "asyncio.run(...)"
+        )
+    if not isinstance(args, (tuple, list)):
+        raise UsageError(f"positional args must be a list or tuple, got {type(args)}; write args=(x,)")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise UsageError(f"keyword args must be a dict, got {type(kwargs)}")
 
 
 def on_one_replica() -> bool:

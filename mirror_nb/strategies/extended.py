@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mirror_nb.devices import parse
 from mirror_nb.errors import DeviceError, UsageError
-from mirror_nb.strategies.context import require_cross_replica
+from mirror_nb.strategies.context import check_call, require_cross_replica
 from mirror_nb.strategies.reductions import regroup
 from mirror_nb.values import DistributedValues, ReduceOp
 
@@ -70,9 +70,11 @@ class StrategyExtended:
         """Call `fn(component, *args, **kwargs)` for every replica's component of `var`, in cross-replica context.
 
         A PerReplica in the arguments gives each its part. Returns the results as one grouped value, or with
-        `group=False` as a list, one entry a replica; on a replica its own alone.
+        `group=False` as a list, one entry a replica; on a replica its own alone. Raises UsageError where `fn` is
+        async or no function, and where `args` is no tuple or list.
         """
         require_cross_replica("StrategyExtended.update", "use get_replica_context().merge_call() around it")
+        check_call("fn", fn, args, kwargs)
         self._strategy._place.check_open()
         results = self._strategy._place.update(var, fn, tuple(args), kwargs or {})
         return regroup(results) if group else results

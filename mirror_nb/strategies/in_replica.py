@@ -332,7 +332,7 @@ class ReplicaPlace(Place):
     def merge_call(
         self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        every_args, every_kwargs = self._merged(_in_words(fn), (tuple(args), dict(kwargs)))
+        every_args, every_kwargs = self._merged(_in_words(fn), (args, kwargs))
         self._merges += 1
         try:
             with entered(strategy, None, cross=True):
