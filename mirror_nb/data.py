@@ -142,6 +142,10 @@ class Distributed:
         )
 
 
+class Underway:
+    """An epoch of such a thing that has begun: it goes on where it is, and is named from elsewhere."""
+
+
 @final
 class DistributedDataset:
     """Iterates over one replica's share of every global batch; each `iter()` is a new epoch.

@@ -106,6 +106,16 @@ def test_what_a_cell_makes_and_distributes_is_in_the_notebook_undivided(run):
     assert isinstance(run("%%mirrored --quiet\nbatches"), torch.Tensor)
 
 
+def test_an_epoch_that_a_cell_has_begun_goes_on_in_cells_under_any_name(run):
+    run("%%mirrored --quiet\nimport torch\nbatches = iter(strategy.distribute_dataset(torch.arange(6), batch_size=2))")
+    assert run("%%mirrored --quiet\nnext(batches)").values == (0, 1)
+    with pytest.raises(UsageError, match=r"`batches` \(DistributedIterator\) is in the replicas, not in the note"):
+        run("next(batches)")
+    run("again, held = batches, {'batches': batches}")
+    assert run("%%mirrored --quiet\nnext(again)").values == (2, 3)
+    assert run("%%mirrored --quiet\nnext(held['batches'])").values == (4, 5)
+
+
 def test_a_name_that_cannot_be_pulled_stays_what_it_was(run):
     run("class Config: pass\nconfig = held = Config()")
     run("%%mirrored --quiet\nimport threading\nconfig.lock = threading.Lock()")

@@ -30,7 +30,7 @@ from mirror_nb.contents import (
     refill,
     stays_itself,
 )
-from mirror_nb.data import Distributed
+from mirror_nb.data import Distributed, Underway
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
     Changed,
@@ -555,6 +555,8 @@ class Namespace:
         if isinstance(value, torch.Generator) and value.device.type != "cpu" and not whole and not self.has(value):
             # The notebook would need a GPU for it.
             return _stayed(value, "it belongs to the replica")
+        if isinstance(value, Underway):
+            return _stayed(value, "its batches are loaded there", for_good=True)
         outgoing = Outgoing(self, self._label, fresh, handle, whole)
         try:
             payload = outgoing.pack(value)

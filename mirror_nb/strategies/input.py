@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mirror_nb import data
 from mirror_nb.batches import count, cut, joined, share_of, spread
-from mirror_nb.data import Distributed, GlobalBatches, Loaders, Share
+from mirror_nb.data import Distributed, GlobalBatches, Loaders, Share, Underway
 from mirror_nb.errors import UsageError
 from mirror_nb.prefetch import ahead
 from mirror_nb.strategies.context import on_one_replica
@@ -179,7 +179,7 @@ _NO_OPTIONS = _Asked()
 
 
 @final
-class DistributedIterator:
+class DistributedIterator(Underway):
     """The batches of one epoch, in order. Not to be used inside a function that `strategy.run` calls."""
 
     def __init__(self, batches: Iterator[Any], spec: Callable[[], Any]) -> None:
