@@ -653,6 +653,9 @@ def test_per_replica_batch_size_divides_or_says_what_would():
     message = "The `global_batch_size` 7 is not divisible by `num_replicas_in_sync` 2 *; 6 would be"
     with pytest.raises(ValueError, match=message):
         InputContext(1, 0, 2).get_per_replica_batch_size(7)
+    for size in ("8", 8.0, -4, None, True):
+        with pytest.raises(ValueError, match="`global_batch_size` is a number of examples, 0 or more, not "):
+            InputContext(1, 0, 2).get_per_replica_batch_size(size)  # type: ignore[arg-type]
 
 
 # ---- in a replica -------------------------------------------------------------------------------------

@@ -91,13 +91,13 @@ class InputOptions:
             raise UsageError(f"`pin_memory` must be True, False or None, not {self.pin_memory!r}")
 
 
-def _check_count(name: str, value: Any) -> None:
+def _check_count(name: str, value: Any, of_what: str = "batches") -> None:
     try:
         good = operator.index(value) >= 0 and not isinstance(value, bool)
     except TypeError:
         good = False
     if not good:
-        raise UsageError(f"`{name}` is a number of batches, 0 or more, not {value!r}")
+        raise UsageError(f"`{name}` is a number of {of_what}, 0 or more, not {value!r}")
 
 
 def _options(options: Any) -> InputOptions:
@@ -121,6 +121,7 @@ class InputContext:
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return the examples of one replica's batch. Raises UsageError where they do not come out whole."""
+        _check_count("global_batch_size", global_batch_size, "examples")
         n = self.num_replicas_in_sync
         if global_batch_size % n:
             raise UsageError(
