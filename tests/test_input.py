@@ -639,6 +639,13 @@ def test_a_function_that_gives_no_batches_is_refused(made):
         ControllerFunctionDataset(lambda _: made, num_replicas=2)
 
 
+def test_a_function_that_gives_what_is_dealt_out_already_is_refused():
+    cut = controller(torch.arange(8), 2, batch_size=4)
+    for made in (cut, iter(cut)):
+        with pytest.raises(UsageError, match="is dealt out already: return the DataLoader that it is made of"):
+            ControllerFunctionDataset(lambda _, made=made: made, num_replicas=2)
+
+
 def test_a_function_whose_dataset_is_not_batched_is_refused():
     dataset = ControllerFunctionDataset(lambda _: DataLoader(Range(4), batch_size=None), num_replicas=2)
     with pytest.raises(UsageError, match="count the examples"):

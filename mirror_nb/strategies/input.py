@@ -553,6 +553,11 @@ def _made_by(dataset_fn: Callable[[InputContext], Any], num_replicas: int) -> Da
     if not callable(dataset_fn):
         raise UsageError(f"`dataset_fn` must be a function of an InputContext, not {type(dataset_fn).__name__}")
     made = dataset_fn(InputContext(1, 0, num_replicas))
+    if isinstance(made, (Distributed, Underway)):
+        raise UsageError(
+            f"`dataset_fn` returned a {type(made).__name__}, which is dealt out already: return the DataLoader that "
+            "it is made of, with the batch size of one replica"
+        )
     if isinstance(made, DataLoader):
         return made
     if isinstance(made, (torch.Tensor, np.ndarray, dict, str, bytes)) or not isinstance(made, Iterable):
