@@ -296,6 +296,23 @@ values([reduced, mean, context.all_reduce("sum", {})])
     assert cell(replicas(2), source) == [expected] * 2
 
 
+def test_of_many_leaves_those_that_differ_are_named(replicas):
+    source = """
+gradients = {f"layer{i}": torch.ones(2) for i in range(20)}
+if replica_id:
+    gradients["layer7"] = torch.ones(3)
+all_reduce = get_replica_context().all_reduce
+shape = raised(lambda: all_reduce("sum", gradients))
+if replica_id:
+    gradients["extra"] = torch.ones(3)
+(shape, raised(lambda: all_reduce("sum", gradients)))
+"""
+    for shape, extra in cell(replicas(2), source):
+        assert "SUM: float32[2] at ['layer7'] on replica 0, float32[3] at ['layer7'] on replica 1;" in shape[1]
+        assert "{'extra': *, 'layer0': *" in extra[1]
+        assert "float32" not in extra[1]
+
+
 # --------------------------------------------------------------------------- merge_call
 
 

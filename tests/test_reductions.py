@@ -261,3 +261,14 @@ def test_every_structure_that_differs_is_named():
         UsageError, match=r"structure: \[\*\] on replica 0, \[\] on replica 1, \(\*,\) on replica 3; the"
     ):
         regroup([[1], [], [2], (3,)])
+
+
+def test_of_long_structures_what_differs_is_shown():
+    layers = {f"layer{i}.weight": 1 for i in range(100)}
+    with pytest.raises(UsageError, match="structure") as error:
+        regroup([layers, {**layers, "layer50.bias": 1}])
+    assert "'layer50.bias': *, 'layer50.weight': *" in str(error.value)
+    assert len(str(error.value)) < 400
+    with pytest.raises(UsageError, match="structure") as error:
+        regroup([[1] * 1000, (2,) * 1000])
+    assert len(str(error.value)) < 1000

@@ -286,12 +286,13 @@ class ReplicaPlace(Place):
         return isinstance(value, DistributedValues) or (self._merges > 0 and not isinstance(value, Variable))
 
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
-        leaves, _, made = in_order(select(value, self.replica_id))
+        leaves, places, made = in_order(select(value, self.replica_id))
 
         def offered() -> tuple[Form, list[Tensor]]:
             tensors = [self._differentiable(leaf, "all_reduce") for leaf in leaves]
             tensors = [tensor.long() if tensor.dtype is torch.bool else tensor for tensor in tensors]
-            return form_of_nest(structure(value), tensors, [is_number(leaf) for leaf in leaves]), tensors
+            numbers = [is_number(leaf) for leaf in leaves]
+            return form_of_nest(structure(value), tensors, numbers, places=places), tensors
 
         form, offer = _offer(offered)
         _, common = self._peers.agree(f"all_reduce {op.value}", form)
@@ -302,13 +303,13 @@ class ReplicaPlace(Place):
         return self._gathered("all_gather", select(value, self.replica_id), axis)
 
     def _gathered(self, call: str, value: Any, axis: int, where: str = "") -> Any:
-        leaves, _, made = in_order(value)
+        leaves, places, made = in_order(value)
 
         def offered() -> tuple[Form, list[Tensor]]:
             tensors = [self._differentiable(leaf, call) for leaf in leaves]
             for tensor in tensors:
                 checked_axis(axis, tensor, call)
-            return form_of_nest(where or structure(value), tensors, [False] * len(tensors), axis), tensors
+            return form_of_nest(where or structure(value), tensors, [False] * len(tensors), axis, places), tensors
 
         form, offer = _offer(offered)
         tensors = offer or []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import math
 import numbers
 import operator
@@ -29,6 +30,9 @@ _WITHOUT_SUMS = {
     "nested": "make it dense with .to_padded_tensor(...)",
     "meta": "it has no values; make it on a device",
 }
+
+_SHOWN, _AROUND = 400, 40
+# Characters of a structure in an error, and of what is alike beside what differs.
 
 # --------------------------------------------------------------------------- one value from many
 
@@ -425,10 +429,28 @@ def _ordered_like(first: Any, other: Any, replica_id: int, results: Sequence[Any
 
 def _different(results: Sequence[Any], replica_id: int) -> UsageError:
     first, *_ = shapes = [structure(result) for result in results]
-    differing = [f"{shape} on replica {i}" for i, shape in enumerate(shapes) if shape != first or i in (0, replica_id)]
+    named = [f"{short} on replica {i}" for i, short in enumerate(in_short(shapes))]
+    differing = [words for i, words in enumerate(named) if shapes[i] != first or i in (0, replica_id)]
     return UsageError(
         f"the replicas' values differ in structure: {', '.join(differing)}; the same is needed on every replica"
     )
+
+
+def in_short(texts: Sequence[str]) -> list[str]:
+    """Return texts; of long ones what they begin and end with alike is left out, and what is too long all the same."""
+    if max(map(len, texts)) <= _SHOWN:
+        return list(texts)
+    begin = max(0, _alike_for(texts) - _AROUND)
+    end = max(0, _alike_for([text[begin + _AROUND :][::-1] for text in texts]) - _AROUND)
+    parts = [text[begin : len(text) - end] for text in texts]
+    parts = [part if len(part) <= _SHOWN else part[:_SHOWN] + "…" for part in parts]
+    return [f"{'…' if begin else ''}{part}{'…' if end else ''}" for part in parts]
+
+
+def _alike_for(texts: Sequence[str]) -> int:
+    """Return with how many characters all begin alike."""
+    columns = zip(*texts, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 class _Star:
