@@ -423,6 +423,9 @@ def test_input_of_the_controller_that_a_replica_function_captured_is_a_value_err
         next(arrived)
     with pytest.raises(ValueError, match=GOLDEN_NEXT):
         iter(arrived)
+    assert "of another process" in repr(arrived)
+    with pytest.raises(UsageError, match=r"In a mirrored cell distribute what it was made of"):
+        Replicas(2).run(lambda own: ReplicaDataset.of(arrived, own))
 
 
 def test_a_dataset_that_a_replica_function_captured_knows_its_length():

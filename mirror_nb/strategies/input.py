@@ -238,7 +238,7 @@ class OptionalBatch:
 
 @final
 class _InController:
-    """What a function that a replica runs finds in the place of the controller's iterator or dataset."""
+    """What another process has of an iterator or a dataset: a function that a replica runs of the controller's."""
 
     def __init__(self, length: int | None = None) -> None:
         self._length = length
@@ -254,16 +254,28 @@ class _InController:
         )
 
     def __iter__(self) -> Never:
-        raise _next_in_replica()
+        raise _of_the_controller()
 
     def __next__(self) -> Never:
-        raise _next_in_replica()
+        raise _of_the_controller()
+
+    def __repr__(self) -> str:
+        return "<a distributed dataset of another process, or an iterator of one>"
+
+
+_OUTSIDE = (
+    "next(iterator) should be called from outside of replica_fn. e.g. strategy.run(replica_fn, args=(next(iterator),))"
+)
 
 
 def _next_in_replica() -> UsageError:
+    return UsageError(_OUTSIDE)
+
+
+def _of_the_controller() -> UsageError:
     return UsageError(
-        "next(iterator) should be called from outside of replica_fn. e.g. "
-        "strategy.run(replica_fn, args=(next(iterator),))"
+        f"{_OUTSIDE}. In a mirrored cell distribute what it was made of, strategy.distribute_dataset(source): this "
+        "one gives its batches in the process alone that made it"
     )
 
 
@@ -510,6 +522,8 @@ class ReplicaDataset(DistributedDataset):
             if source._asked is None:
                 raise UsageError("this dataset was made by a function: give it its options where it is made")
             source = source.source
+        if isinstance(source, _InController):
+            raise _of_the_controller()
         return cls(source, replica, options, **cutting)
 
     @classmethod
