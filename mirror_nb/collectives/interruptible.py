@@ -41,6 +41,8 @@ _COLLECTIVES = {
     "allgather_into_tensor_coalesced": "all_gather_into_tensor",
     "all_gather_single_coalesced": "all_gather_into_tensor",
     "gather": "gather",
+    "gather_into_tensor": "gather_into_tensor",
+    "gather_single": "gather_into_tensor",
     "scatter": "scatter",
     "reduce_scatter": "reduce_scatter",
     "_reduce_scatter_base": "reduce_scatter_tensor",

@@ -37,13 +37,14 @@ _SAME_SIZE = {
     "all_gather_coalesced": (0,),
     "all_gather_into_tensor": (0, 1),
     "gather": (1,),
+    "gather_into_tensor": (1,),
     "scatter": (0,),
     "reduce_scatter": (1,),
     "reduce_scatter_tensor": (0, 1),
 }
 # By collective, the places of those arguments of which every replica gives as many elements, of one dtype.
 
-_TO_ROOT = frozenset({"gather", "reduce"})
+_TO_ROOT = frozenset({"gather", "gather_into_tensor", "reduce"})
 
 _Begun = tuple[Exchange, list[Tensor]]
 # With what torch's handle gives as its result.

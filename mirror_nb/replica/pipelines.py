@@ -15,8 +15,9 @@ from mirror_nb.tracked import Tracked
 
 def install() -> None:
     """Have every stage that is made keep its parameters to itself, for as long as the stage is alive."""
-    stages = importlib.import_module("torch.distributed.pipelining.stage")
-    Replaced(stages._PipelineStageBase, "__init__", after=_keep)
+    stage = getattr(importlib.import_module("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    if stage is not None:
+        Replaced(stage, "__init__", after=_keep)
 
 
 def _keep(stage: Any, *_: object, **__: object) -> None:
