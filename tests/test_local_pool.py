@@ -837,21 +837,20 @@ if replica_id == 1:
     ["os.kill(os.getpid(), 9)", "ctypes.string_at(0)", "os._exit(1)", "os.kill(os.getpid(), 15)", "pool.close()"],
     ids=["kill -9", "a crash", "_exit", "SIGTERM", "a close"],
 )
-def test_however_the_controller_ends_no_process_file_or_folder_is_left_after_two_seconds(
-    script, end, tmp_path, monkeypatch
-):
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
+def test_however_the_controller_ends_no_process_file_or_folder_is_left_after_two_seconds(script, end, monkeypatch):
     shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    process = script(f"{SAY}\nimport ctypes, os, sys\nsys.stdin.readline()\n{end}")
-    replicas = [int(pid) for pid in process.stdout.readline().split()]
-    family = {*replicas, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))}
-    assert list(folder.iterdir()), "multiprocessing's folder, with its sockets"
-    process.stdin.close()
-    process.wait(DEADLINE)
-    eventually(lambda: all(map(gone, family)), "processes end", seconds=2)
-    eventually(lambda: not list(folder.iterdir()), f"{list(folder.rglob('*'))} go", seconds=2)
+    # Not `tmp_path`: below that name of a test a socket's path can be too long.
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        monkeypatch.setenv("TMPDIR", path)
+        process = script(f"{SAY}\nimport ctypes, os, sys\nsys.stdin.readline()\n{end}")
+        replicas = [int(pid) for pid in process.stdout.readline().split()]
+        family = {*replicas, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))}
+        assert list(folder.iterdir()), "multiprocessing's folder, with its sockets"
+        process.stdin.close()
+        process.wait(DEADLINE)
+        eventually(lambda: all(map(gone, family)), "processes end", seconds=2)
+        eventually(lambda: not list(folder.iterdir()), f"{list(folder.rglob('*'))} go", seconds=2)
     # What others make there meanwhile bears other names.
     assert not [name for name in set(os.listdir("/dev/shm")) - shared if "mirror" in name or name.startswith("torch_")]
 
