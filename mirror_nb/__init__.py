@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mirror_nb.imported import when_imported, whole
+from mirror_nb.imported import uninterrupted, when_imported
 
 if TYPE_CHECKING:
     from mirror_nb import bench, callbacks
@@ -210,7 +210,7 @@ def __getattr__(name: str) -> Any:
     submodule = name in ("bench", "callbacks")
     if not submodule and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with whole():
+    with uninterrupted():
         module = importlib.import_module(f"mirror_nb.{name}" if submodule else _MODULES[name])
     value = module if submodule else getattr(module, name)
     globals()[name] = value
@@ -229,7 +229,7 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """Register `%mirror` and `%%mirrored`; torch begins to load for the replicas meanwhile."""
-    with whole():
+    with uninterrupted():
         from mirror_nb.notebook.magics import MirrorMagics
         from mirror_nb.pool.local import end_children, warm_up
         from mirror_nb.surroundings import follow_cells

@@ -31,7 +31,7 @@ def when_imported(module: str, call: str) -> None:
 
 
 @contextlib.contextmanager
-def whole() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Raise a Ctrl-C that comes in this block after it: torch, once interrupted, is never imported in this process."""
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():

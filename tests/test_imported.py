@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mirror_nb.imported import when_imported, whole
+from mirror_nb.imported import uninterrupted, when_imported
 
 CALLS: list[str] = []
 
@@ -70,7 +70,7 @@ def test_an_import_that_fails_may_be_tried_again(library, tmp_path):
 def test_an_import_that_is_interrupted_ends_first(library, tmp_path):
     (tmp_path / "lonely_library.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nVALUE = 3\n")
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), whole():
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
         importlib.import_module(library)
     assert sys.modules[library].VALUE == 3
     assert signal.getsignal(signal.SIGINT) is before
@@ -78,7 +78,7 @@ def test_an_import_that_is_interrupted_ends_first(library, tmp_path):
 
 def test_another_thread_imports_as_ever(library):
     def imported() -> int:
-        with whole():
+        with uninterrupted():
             value: int = importlib.import_module(library).VALUE
             return value
 

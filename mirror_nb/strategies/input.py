@@ -197,7 +197,7 @@ class DistributedIterator(Underway):
 
     def __next__(self) -> Any:
         if on_one_replica():
-            raise _next_in_replica()
+            raise UsageError(_OUTSIDE)
         # OpenMP's threads spin for a while after each operation, on cores that CPU replicas are about to need.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -266,10 +266,6 @@ class _InController:
 _OUTSIDE = (
     "next(iterator) should be called from outside of replica_fn. e.g. strategy.run(replica_fn, args=(next(iterator),))"
 )
-
-
-def _next_in_replica() -> UsageError:
-    return UsageError(_OUTSIDE)
 
 
 def _of_the_controller() -> UsageError:
