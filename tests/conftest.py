@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib.util
 import multiprocessing
@@ -30,6 +31,25 @@ from mirror_nb.strategies.mirrored import SETUP
 
 _MARK = "MIRROR_NB_TEST_SESSION"
 # In the environment of every process that the tests start, however it was started.
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Not as a hook of this file: what is measured waits for the notebooks' cells, too.
+    config.pluginmanager.register(Turns())
+
+
+class Turns:
+    """What is marked `alone` runs while no other process runs a test of this checkout."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        with open(__file__, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+            try:
+                return (yield)
+            finally:
+                # Closing does not do it for a process that the test forked and that still runs.
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -136,6 +136,7 @@ def test_compare_says_whether_parameters_are_equal_while_the_cell_runs(trains, g
     assert "parameters in sync at step" in picture(opened)
 
 
+@pytest.mark.alone
 def test_stop_ends_the_training_while_the_cell_runs(trains):
     opened = trains()
     # A step takes a few milliseconds.
@@ -146,6 +147,7 @@ def test_stop_ends_the_training_while_the_cell_runs(trains):
     assert "next" in opened.shown(2)
 
 
+@pytest.mark.alone
 def test_pause_holds_and_resume_goes_on(trains, gate):
     opened = trains()
     assert reaction(opened, "Pause", "paused") < 0.5

@@ -24,6 +24,7 @@ def server(tmp_path: Path) -> Iterator[Lab]:
         yield running
 
 
+@pytest.mark.alone
 def test_a_cell_is_watched_and_stopped(server: Lab, browser: BrowserContext, tmp_path: Path) -> None:
     page = browser.new_page()
     name = server.write([BEGIN, "%%mirrored --dashboard" + training(tmp_path / "gate")])
