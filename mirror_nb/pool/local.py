@@ -45,7 +45,7 @@ from mirror_nb.channel import Channel, ChannelClosed, Frame
 from mirror_nb.devices import Device, cores
 from mirror_nb.errors import DeviceError, ReplicaError
 from mirror_nb.messages import Exit, Record, Rendezvous, ReplicaSpec
-from mirror_nb.pool import nanny, outside
+from mirror_nb.pool import huge_pages, nanny, outside
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.hangs import Silent
 from mirror_nb.pool.last_words import Ends, LastWords
@@ -579,7 +579,8 @@ def _starting() -> Iterator[None]:
             # It raises an interrupt that has come already after it has blocked those to come.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             sys.modules["__main__"] = types.ModuleType("__main__")
-            yield
+            with huge_pages.asked_for():
+                yield
         finally:
             sys.modules["__main__"] = main
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
