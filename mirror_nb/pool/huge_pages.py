@@ -1,7 +1,7 @@
 """Pages of 2 MiB for what replicas allocate, where Linux gives them to those who ask.
 
 Training goes through parameters, gradients and states from one end to the other: with pages of 4 KiB a step of a
-network of 10 M parameters takes a twentieth longer (two CPU replicas, SGD and Adam). glibc asks for huge ones where its
+network of 10 M parameters takes a twentieth longer (two CPU replicas, SGD and Adam). glibc asks for huge ones if its
 environment said so as the process began; so the forkserver is started with that, and its replicas have it from there.
 Knows no replicas.
 """
