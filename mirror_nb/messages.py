@@ -429,6 +429,8 @@ class Wait:
     # Since it waits.
     late: tuple[int, ...]
     # Replicas that have not come to it, as far as that is known.
+    partner: int | None = None
+    # The replica to which this one sends, or from which it receives; `number` counts what goes that way then.
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,6 +450,8 @@ class Collectives:
     waits: tuple[Wait, ...]
     seen: tuple[str, ...] = ()
     # Of each member its last collective in words, as shared memory tells.
+    between: tuple[tuple[str, int | None, int], ...] = ()
+    # How often this replica began to "send" to another, or to "recv" from it (None: from any), since it was formed.
 
 
 @dataclass(frozen=True, slots=True)

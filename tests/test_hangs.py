@@ -277,6 +277,56 @@ def test_a_replica_that_has_ended_is_not_waited_for(two, what):
     goes_on(two)
 
 
+ODD = {
+    "a receive": (
+        "dist.send(x, 0) if replica_id else [dist.recv(x, 1) for _ in range(2)]",
+        "recv of float32[3] at Cell In[1], line 4: dist.send(x, 0) if replica_id else [dist.recv(x, 1) for _ in "
+        "range(2)], but replica 1, from which it receives, has come to the end and sent 1 of 2",
+    ),
+    "a send": (
+        "if replica_id == 0: dist.send(torch.ones(10**7), 1)",
+        "send of float32[10000000] at Cell In[1], line 4: if replica_id == 0: dist.send(torch.ones(10**7), 1), but "
+        "replica 1, to which it sends, has come to the end and received none of 1",
+    ),
+    "a batch of them": (
+        "ops = [dist.P2POp(dist.irecv, x, 1 - replica_id)] + [dist.P2POp(dist.isend, x, 0)] * replica_id\n"
+        "works = dist.batch_isend_irecv(ops)\nif replica_id == 0: [w.wait() for w in works]; dist.recv(x, 1)",
+        "replica 1, from which it receives, has come to the end and sent 1 of 2",
+    ),
+    "one in a group of its own": (
+        "group = dist.new_group([0, 1])\nif replica_id == 0: dist.recv(x, 1, group=group)",
+        "replica 1, from which it receives, has come to the end and sent none of 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_who_waits_for_the_other_half_of_a_send_or_receive_is_told_that_it_will_not_come(two, what):
+    source, told = ODD[what]
+    ran = run_cell(two, BEGIN + "x = torch.ones(3)\n" + source)
+    assert ran.errors == {0: "PeerFailed"}
+    text = " ".join(shown(two, ran, PeerFailed).split())
+    assert told in text
+    assert "for every `send`" in text
+    goes_on(two)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def late(): time.sleep(1.2); dist.send(x, 0)\n"
+        "if replica_id: threading.Thread(target=late).start()\nelse: dist.recv(x, 1)",
+        "if replica_id: dist.send(x, 0)\nelse: time.sleep(1.2); dist.recv(x)",
+        "work = dist.irecv(x, 1) if replica_id == 0 else None\nif replica_id == 0: time.sleep(1.2)",
+    ],
+    ids=["sent by a thread", "received from any", "not waited for"],
+)
+def test_a_send_or_receive_whose_other_half_may_come_is_left_alone(two, source):
+    ran = run_cell(two, BEGIN + "import threading\nx = torch.full((3,), float(replica_id))\n" + source)
+    assert ran.report.clean, ran.report.failures
+    goes_on(two)
+
+
 def test_a_backward_pass_that_uses_no_mirrored_parameter_is_told_of(two):
     ran = run_cell(
         two,

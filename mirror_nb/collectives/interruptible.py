@@ -117,6 +117,8 @@ class InterruptibleGroup(dist.ProcessGroup):
         # Collectives that shared memory knows nothing of, by kind, since the group was formed.
         self._marked: Counter[str] = Counter()
         # The same at the last `mark`.
+        self._between: Counter[tuple[str, int | None]] = Counter()
+        # Sends and receives since it was formed, by the rank of the other one; None: any.
         self._order = threading.RLock()
         self._announced: deque[tuple[Exchange, Operation, Callable[[], dist.Work]]] = deque()
         # What gloo is to begin, in the order of the exchanges by which the replicas meet for it.
@@ -134,7 +136,7 @@ class InterruptibleGroup(dist.ProcessGroup):
         self.retire(PeerFailed("the process group was formed anew while this collective ran"))
         self._inner = opened.inner
         self._nccl = opened.nccl
-        self._begun, self._marked = Counter(), Counter()
+        self._begun, self._marked, self._between = Counter(), Counter(), Counter()
         self.shared = opened.shared if isinstance(opened.shared, Fabric) else None
         self.unshared = "" if isinstance(opened.shared, Fabric) else opened.shared
         self._store = opened.store
@@ -167,7 +169,12 @@ class InterruptibleGroup(dist.ProcessGroup):
         try:
             if label not in _BETWEEN_TWO and self.shared is not None:
                 return InterruptibleWork(operation, None, self._announce(self.shared, operation, begin, args, kwargs))
-            if label not in _BETWEEN_TWO:
+            if label in _BETWEEN_TWO:
+                partner = None if name == "recv_anysource" else _partner(args, kwargs)
+                self._between[label, partner] += 1
+                if partner is not None:
+                    operation.partner, operation.number = partner, self._between[label, partner]
+            else:
                 self._begun[label] += 1
                 operation.number = self._begun.total()
             work = begin()
@@ -253,14 +260,29 @@ class InterruptibleGroup(dist.ProcessGroup):
             ]
         if not waits:
             waits = [
-                Wait(item.number, item.name(), now - item.since, ())
+                Wait(item.number, item.name(), now - item.since, (), self._id(item.partner))
                 for item in live
-                if isinstance(item, Operation) and not item.done.is_set()
+                if isinstance(item, Operation)
+                and not item.done.is_set()
+                # What was only begun may be for the next request.
+                and (item.awaited or item.label not in _BETWEEN_TWO)
             ]
         issued = self._begun.total() if shared is None else shared.issued
         under_way = bool(live) or (shared is not None and shared.pending)
-        members = self._ids(range(self.size()))
-        return Collectives(self._name, members, issued, tuple(sorted(begun.items())), under_way, tuple(waits), seen)
+        between = tuple((label, self._id(rank), count) for (label, rank), count in self._between.items())
+        return Collectives(
+            self._name,
+            self._ids(range(self.size())),
+            issued,
+            tuple(sorted(begun.items())),
+            under_way,
+            tuple(waits),
+            seen,
+            between,
+        )
+
+    def _id(self, rank: int | None) -> int | None:
+        return None if rank is None else next(iter(self._ids([rank])), None)
 
     def _ids(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Replica ids of members of this group."""
@@ -462,6 +484,12 @@ def _as_here(begin: Callable[[], dist.Work], cuda: torch.device | None) -> Calla
             return begin()
 
     return run
+
+
+def _partner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Return the rank that a send or a receive names."""
+    named = args[1] if len(args) > 1 else kwargs.get("dstRank", kwargs.get("srcRank"))
+    return None if named is None else int(named)
 
 
 def _may_be_left_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -102,6 +102,7 @@ class Operation:
 
     __slots__ = (
         "arguments",
+        "awaited",
         "cuda",
         "done",
         "error",
@@ -109,6 +110,7 @@ class Operation:
         "label",
         "number",
         "owner",
+        "partner",
         "seconds",
         "since",
         "value",
@@ -122,7 +124,11 @@ class Operation:
         self.seconds = seconds
         self.owner = id(owner)
         self.number = 0
-        # Which one of its group this is; 0: not known.
+        # Which one of its group this is, or of those between it and its partner; 0: not known.
+        self.partner: int | None = None
+        # The rank of the only other one that takes part.
+        self.awaited = False
+        # Whether its caller has begun to wait for it.
         self.since = 0.0
         self.done = threading.Event()
         self.value: Any = None
@@ -179,6 +185,7 @@ class Operation:
 
     def wait(self, seconds: float | None = None) -> Any:
         """The value; raises the error, or ReplicaTimeout after `seconds` (by default its own)."""
+        self.awaited = True
         # A lock's wait: it lets other threads run, and a signal's handler may raise out of it.
         if not self.done.wait(self.seconds + _GRACE_SECONDS if seconds is None else seconds):
             raise self._timeout(self.seconds if seconds is None else seconds)

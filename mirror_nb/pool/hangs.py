@@ -23,6 +23,7 @@ UNUSED = (
     "a backward pass that uses no parameter of a mirrored module takes no part in the all-reduce of gradients "
     "that the others wait in"
 )
+_IN_PAIRS = "see that there is a `recv` on one replica for every `send` on the other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,11 @@ def uneven(found: Mapping[int, Found], idle: Set[int], running: Set[int]) -> str
     for r in sorted(running):
         one = found.get(r)
         for group, wait in _waits(one):
+            if wait.partner in idle and wait.partner is not None and isinstance(one, Whereabouts):
+                lacking = _without_its_half(found.get(wait.partner), group.group, r, wait)
+                if lacking:
+                    return f"replica {r} waits in {wait.collective}{_at(one)}, but {lacking}"
+                continue
             gone = [p for p in group.replicas if p in idle and _will_not_come(found.get(p), group.group, wait.number)]
             if gone and isinstance(one, Whereabouts):
                 return _uneven(r, one, wait, gone, found)
@@ -83,13 +89,31 @@ def _will_not_come(one: Found | None, group: str, number: int) -> bool:
     return any(g.group == group and g.issued < number and not g.under_way for g in one.groups)
 
 
+def _without_its_half(one: Found | None, group: str, replica: int, wait: Wait) -> str:
+    """Say that a replica that runs nothing has not begun the other half of a send or receive; empty: it may have."""
+    if not isinstance(one, Whereabouts) or one.request is not None or one.threads:
+        return ""
+    sends = wait.collective.startswith("send")
+    half = "recv" if sends else "send"
+    begun = next(({(kind, r): n for kind, r, n in g.between} for g in one.groups if g.group == group), None)
+    if begun is None or (half, None) in begun or begun.get((half, replica), 0) >= wait.number:
+        return ""
+    count = begun.get((half, replica), 0)
+    has = f"has come to the end and {'received' if sends else 'sent'} {count or 'none'} of {wait.number}"
+    return f"replica {wait.partner}, {'to which it sends' if sends else 'from which it receives'}, {has}; {_IN_PAIRS}"
+
+
+def _at(one: Whereabouts) -> str:
+    return f" at {told(one.line)}" if one.line else ""
+
+
 def _uneven(r: int, one: Whereabouts, wait: Wait, gone: Sequence[int], found: Mapping[int, Found]) -> str:
-    at = f" at {told(one.line)}" if one.line else ""
     counts = _counts({p: found[p] for p in (r, *gone)})
     gone_without = f"{_replicas(gone)} {'have' if gone[1:] else 'has'} come to the end without it"
     why = f"see that every replica runs the same number of steps: {DECIDED_ALONE}"
     why += f"; and {UNUSED}" if one.gradients else ""
-    return f"replica {r} waits in {wait.collective}{at}, but {gone_without}{f' ({counts})' if counts else ''}; {why}"
+    gone_without += f" ({counts})" if counts else ""
+    return f"replica {r} waits in {wait.collective}{_at(one)}, but {gone_without}; {why}"
 
 
 def _waits(one: Found | None) -> list[tuple[Collectives, Wait]]:
