@@ -327,6 +327,15 @@ def test_a_send_or_receive_whose_other_half_may_come_is_left_alone(two, source):
     goes_on(two)
 
 
+def test_a_third_replica_that_has_ended_is_nothing_to_a_send_and_its_receive(three):
+    # More of them than there were collectives.
+    source = "for i in range(500 * (replica_id < 2)):\n if replica_id: time.sleep(1.2 * (i == 499)); dist.send(x, 0)\n"
+    source += " else: dist.recv(x, 1)"
+    ran = run_cell(three, BEGIN + "x = torch.ones(3)\n" + source)
+    assert ran.report.clean, ran.report.failures
+    goes_on(three)
+
+
 def test_a_backward_pass_that_uses_no_mirrored_parameter_is_told_of(two):
     ran = run_cell(
         two,

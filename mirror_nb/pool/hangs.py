@@ -71,9 +71,9 @@ def uneven(found: Mapping[int, Found], idle: Set[int], running: Set[int]) -> str
     for r in sorted(running):
         one = found.get(r)
         for group, wait in _waits(one):
-            if wait.partner in idle and wait.partner is not None and isinstance(one, Whereabouts):
+            if wait.partner is not None:
                 lacking = _without_its_half(found.get(wait.partner), group.group, r, wait)
-                if lacking:
+                if lacking and wait.partner in idle and isinstance(one, Whereabouts):
                     return f"replica {r} waits in {wait.collective}{_at(one)}, but {lacking}"
                 continue
             gone = [p for p in group.replicas if p in idle and _will_not_come(found.get(p), group.group, wait.number)]
