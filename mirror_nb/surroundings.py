@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -133,6 +134,17 @@ def follow(changes: Changes) -> None:
             _set(name, value)
     for name, value in changes.others.items():
         _OTHERS[name][1](value)
+
+
+def begin_with(environment: dict[str, str]) -> None:
+    """Set these variables, and drop those that this process was started with: they may be gone since."""
+    with contextlib.suppress(OSError):
+        # As it was when its program began, also in a fork.
+        for variable in Path("/proc/self/environ").read_bytes().split(b"\0"):
+            name = os.fsdecode(variable.partition(b"=")[0])
+            if name not in environment:
+                os.environ.pop(name, None)
+    os.environ.update(environment)
 
 
 def look_in(paths: Iterable[str]) -> None:

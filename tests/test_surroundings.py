@@ -316,6 +316,13 @@ def test_a_replica_that_is_started_anew_follows_too(two, own):
     assert two.run(torch.get_default_dtype) is torch.float64
 
 
+def test_a_variable_that_went_between_the_forkserver_and_a_replica_is_gone(two, monkeypatch):
+    assert two.run(lambda: os.environ["TMPDIR"]) == os.environ["TMPDIR"]
+    monkeypatch.delenv("TMPDIR")
+    with mnb.MirroredStrategy(["cpu:0"]) as later:
+        assert later.run(lambda: os.environ.get("TMPDIR")) is None
+
+
 def test_what_a_replica_sets_for_itself_stays(two, own, monkeypatch):
     def sets() -> None:
         torch.backends.cudnn.deterministic = True

@@ -3,7 +3,7 @@
 Training goes through parameters, gradients and states from one end to the other: with pages of 4 KiB a step of a
 network of 10 M parameters takes a twentieth longer (two CPU replicas, SGD and Adam). glibc asks for huge ones if its
 environment said so as the process began; so the forkserver is started with that, and its replicas have it from there.
-Knows no replicas.
+Knows no replicas, which take the controller's environment without it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,10 @@ def asked_for() -> Iterator[None]:
     try:
         yield
     finally:
-        _give_back(own)
-
-
-def ask_no_more() -> None:
-    """Keep from the processes that this one starts what `asked_for` wrote for it."""
-    _give_back(os.environ.get(VARIABLE, "").removesuffix(f"{_TUNABLE}=1").removesuffix(":"))
-
-
-def _give_back(own: str) -> None:
-    if own:
-        os.environ[VARIABLE] = own
-    else:
-        os.environ.pop(VARIABLE, None)
+        if own:
+            os.environ[VARIABLE] = own
+        else:
+            del os.environ[VARIABLE]
 
 
 def _to_be_had() -> bool:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mirror_nb import event_files
+from mirror_nb import event_files, surroundings
 from mirror_nb.channel import Channel, ChannelClosed
 from mirror_nb.collectives import process_group, sealed
 from mirror_nb.devices import cores
@@ -220,7 +220,7 @@ class _Process:
                 self._running = None
 
     def _become(self, spec: ReplicaSpec, home: shell.ReplicaShell) -> runtime.Replica:
-        os.environ.update(spec.environment)
+        surroundings.begin_with(spec.environment)
         torch.set_num_threads(spec.threads)
         downloads.take_turns(spec.replica_id)
         event_files.hand_on(self._emit)

@@ -22,8 +22,6 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from mirror_nb.pool import huge_pages
-
 LATER_SECONDS = 3.0
 LOOK_SECONDS = 0.05
 # From the controller's end to that of a forkserver that is still loading.
@@ -115,7 +113,6 @@ with _loading():
     importlib.import_module("mirror_nb.strategies.mirrored")
 
 if "multiprocessing.forkserver" in sys.orig_argv[-1]:
-    huge_pages.ask_no_more()
     # Who started it has held Ctrl-C back from it; the user's own processes come from here, too, and would not hear it.
     # One that has come meanwhile is dropped.
     _before = signal.signal(signal.SIGINT, signal.SIG_IGN)
