@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
-# How many processes the tests and the notebooks are divided among, by file: 0 for none but this, 2 for two cores.
-JOBS ?= 2
+# How many processes the tests and the notebooks are divided among, by file: 0 for none but this. One more than two
+# cores, since tests wait a third of their time: for browsers, kernels, and processes that start.
+JOBS ?= 3
 # A folder with Fashion-MNIST's four idx files; without it the demo trains on scikit-learn's digits.
 DATA ?=
 
