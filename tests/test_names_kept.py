@@ -7,7 +7,7 @@ import torch
 from driving import running
 from two_sides import Notebook, with_torch
 
-from mirror_nb.errors import TransferError, UsageError
+from mirror_nb.errors import ReplicaDied, TransferError, UsageError
 from mirror_nb.values import Remote
 
 
@@ -146,3 +146,37 @@ def test_pulling_an_object_refills_the_notebooks_own(run):
     run("cfg.lr = 9")
     run("%%mirrored --quiet\nlr = cfg.lr")
     assert run("lr") == 9
+
+
+TRAINER = """%%mirrored --quiet
+import torch
+class Trainer:
+    def __init__(self):
+        self.strategy, self.model, self.rate = strategy, torch.nn.Linear(2, 1), 0.1
+    def total(self):
+        return float(self.strategy.reduce("sum", torch.tensor(self.rate)))
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 1)
+        self.strategy = strategy
+trainer, net = Trainer(), Net()
+"""
+
+
+def test_an_object_that_keeps_the_cells_strategy_comes_back_and_goes_again(run):
+    run(TRAINER)
+    assert run("trainer.rate, isinstance(trainer.model, torch.nn.Linear), type(net) is Net") == (0.1, True, True)
+    assert run("repr(trainer.strategy), repr(net.strategy)") == ("<MirroredStrategy of the replicas>",) * 2
+    with pytest.raises(AttributeError, match=r"`reduce` of a strategy .* use it in a %%mirrored cell"):
+        run("trainer.total()")
+    run("trainer.rate = 0.5")
+    run("%%mirrored --quiet\nhere = trainer.strategy is strategy, net.strategy is strategy, trainer.total()")
+    assert run("here") == (True, True, 1.0)
+
+
+def test_a_replica_that_takes_a_dead_ones_place_has_the_strategy_of_its_own_in_it(run):
+    run(TRAINER)
+    with pytest.raises(ReplicaDied):
+        run("%%mirrored --quiet\nimport os\nos._exit(1) if replica_id else strategy.reduce('sum', 1)")
+    run("%%mirrored --quiet\nhere = trainer.strategy is strategy, net.strategy is strategy, trainer.total()")
+    assert run("here") == (True, True, pytest.approx(0.2))

@@ -77,9 +77,36 @@ class MirroredStrategy(Strategy):
         place = self._place
         place.communicate(chosen(ops, place.communication.options, tuple(map(device_names.parse, place.devices))))
 
+    def __reduce__(self) -> Any:
+        if _of_cells and self._place is _of_cells[0]._place:
+            return strategy_here, ()
+        return super().__reduce__()
+
     def __repr__(self) -> str:
         closed = ", closed" if self._place.closed else ""
         return f"<MirroredStrategy: {', '.join(self._place.devices)}{closed}>"
+
+
+@final
+class StrategyThere:
+    """What the notebook has in the place of its cells' strategy: in an object that keeps it, say."""
+
+    def __reduce__(self) -> Any:
+        return strategy_here, ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"`{name}` of a strategy that a replica gave back: it is there, not here; use it in a %%mirrored cell, or "
+            "in a function given to `run`"
+        )
+
+    def __repr__(self) -> str:
+        return "<MirroredStrategy of the replicas>"
+
+
+def strategy_here() -> MirroredStrategy | StrategyThere:
+    """Return what a replica's strategy is in this process, which is that replica, another one, or their controller."""
+    return _of_cells[0] if _of_cells else StrategyThere()
 
 
 def _whole(seed: Any) -> int:
@@ -145,6 +172,8 @@ def _started_by_a_launcher() -> bool:
 
 _here: list[Replica] = []
 # The replica that this process is, if it is one.
+_of_cells: list[MirroredStrategy] = []
+# The strategy of this process's cells, if it is a replica.
 _alone: list[ReplicaPlace] = []
 # The place of this process, if a launcher started it.
 
@@ -161,6 +190,8 @@ def setup(replica: Replica) -> dict[str, Any]:
         if not replica.own_process:
             # The in-process twin lives in the controller, where strategies go on to be the controller's.
             _here.pop()
+    if replica.own_process:
+        _of_cells[:] = [strategy]
     context = ReplicaContext(strategy, replica.identity.replica_id)
     replica.invoke = lambda fn, args, kwargs: strategy._place.run(strategy, fn, args, kwargs)
     replica.cell_context = lambda: entered(strategy, context, cross=True)
