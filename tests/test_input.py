@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import gc
 import pickle
 import random
@@ -19,7 +20,7 @@ from driving import eventually
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from mirror_nb.data import Loaders
-from mirror_nb.errors import MirrorError, UsageError
+from mirror_nb.errors import MirrorError, TransferError, UsageError
 from mirror_nb.prefetch import ahead
 from mirror_nb.strategies.context import ReplicaContext, entered
 from mirror_nb.strategies.input import (
@@ -285,6 +286,21 @@ def test_shares_do_not_travel_and_do_not_show():
     value = PerReplica([1, 2], shares=(3, 4))
     assert repr(value) == repr(PerReplica([1, 2]))
     assert pickle.loads(pickle.dumps(value)).shares is None
+
+
+@pytest.mark.parametrize("in_a_replica", [False, True])
+def test_a_copy_of_what_keeps_a_dataset_keeps_the_same(in_a_replica):
+    dataset = (
+        ReplicaDataset(torch.arange(4), Replicas(2).input(0), batch_size=2)
+        if in_a_replica
+        else controller(torch.arange(4), 2, batch_size=2)
+    )
+    assert copy.deepcopy({"data": dataset})["data"] is dataset
+
+
+def test_a_dataset_of_a_process_that_no_notebook_commands_says_why_it_does_not_travel():
+    with pytest.raises(TransferError, match="keep its `source`, and distribute that where it is used"):
+        pickle.dumps(ReplicaDataset(torch.arange(4), Replicas(2).input(0), batch_size=2))
 
 
 # ---- the spec of an element ---------------------------------------------------------------------------

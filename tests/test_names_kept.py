@@ -150,9 +150,11 @@ def test_pulling_an_object_refills_the_notebooks_own(run):
 
 TRAINER = """%%mirrored --quiet
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 class Trainer:
     def __init__(self):
         self.strategy, self.model, self.rate = strategy, torch.nn.Linear(2, 1), 0.1
+        self.data = strategy.distribute_dataset((torch.arange(4.),), batch_size=4)
     def total(self):
         return float(self.strategy.reduce("sum", torch.tensor(self.rate)))
 class Net(torch.nn.Linear):
@@ -160,23 +162,35 @@ class Net(torch.nn.Linear):
         super().__init__(2, 1)
         self.strategy = strategy
 trainer, net = Trainer(), Net()
+dealt = strategy.distribute_datasets_from_function(lambda c: DataLoader(TensorDataset(torch.arange(4.)), batch_size=2))
 """
+USED = """%%mirrored --quiet
+here = trainer.strategy is strategy, net.strategy is strategy, trainer.total()
+mine = [batch[0].tolist() for batch in trainer.data], [batch[0].tolist() for batch in dealt]
+"""
+SHARES = ([[0.0, 1.0]], [[0.0, 1.0]]), ([[2.0, 3.0]], [[2.0, 3.0]])
 
 
-def test_an_object_that_keeps_the_cells_strategy_comes_back_and_goes_again(run):
+def test_an_object_that_keeps_what_the_cells_distribute_by_comes_back_and_goes_again(run):
     run(TRAINER)
     assert run("trainer.rate, isinstance(trainer.model, torch.nn.Linear), type(net) is Net") == (0.1, True, True)
     assert run("repr(trainer.strategy), repr(net.strategy)") == ("<MirroredStrategy of the replicas>",) * 2
     with pytest.raises(AttributeError, match=r"`reduce` of a strategy .* use it in a %%mirrored cell"):
         run("trainer.total()")
+    for use in ("list", "len"):
+        with pytest.raises(UsageError, match="distributed in the replicas: go through it in a %%mirrored cell"):
+            run(f"{use}(trainer.data)")
+    assert torch.equal(run("trainer.data.source[0]"), torch.arange(4.0))
     run("trainer.rate = 0.5")
-    run("%%mirrored --quiet\nhere = trainer.strategy is strategy, net.strategy is strategy, trainer.total()")
+    run(USED)
     assert run("here") == (True, True, 1.0)
+    assert run("mine").values == SHARES
 
 
-def test_a_replica_that_takes_a_dead_ones_place_has_the_strategy_of_its_own_in_it(run):
+def test_a_replica_that_takes_a_dead_ones_place_distributes_by_its_own(run):
     run(TRAINER)
     with pytest.raises(ReplicaDied):
         run("%%mirrored --quiet\nimport os\nos._exit(1) if replica_id else strategy.reduce('sum', 1)")
-    run("%%mirrored --quiet\nhere = trainer.strategy is strategy, net.strategy is strategy, trainer.total()")
+    run(USED)
     assert run("here") == (True, True, pytest.approx(0.2))
+    assert run("mine").values == SHARES

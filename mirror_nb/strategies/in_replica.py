@@ -126,7 +126,7 @@ class ReplicaPlace(Place):
         self._merges = 0
         # merge_calls that run now: in them every replica has all values.
         self._home = ReplicaHome(self._peers, lambda: self._merges > 0, commanded=not isinstance(replica, Standalone))
-        self._input = ReplicaInput(
+        self.input = ReplicaInput(
             replica_id=who.replica_id,
             num_replicas=who.num_replicas,
             device=who.device,
@@ -396,10 +396,10 @@ class ReplicaPlace(Place):
         return value_fn(ValueContext(self.replica_id, self.num_replicas))
 
     def distribute_dataset(self, source: Any, **options: Any) -> Any:
-        return ReplicaDataset.of(source, self._input, **options)
+        return ReplicaDataset.of(source, self.input, **options)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
-        return ReplicaDataset.from_function(dataset_fn, self._input, options)
+        return ReplicaDataset.from_function(dataset_fn, self.input, options)
 
     def _on_wanted(self) -> None:
         self._replica.steering.boundary()
@@ -446,7 +446,7 @@ class ReplicaPlace(Place):
         # In a mirrored cell it is the notebook's.
         if isinstance(self._replica, Standalone):
             self.closed = True
-            self._input.loaders.close()
+            self.input.loaders.close()
             stand_nowhere(self)
             self._replica.leave()
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from mirror_nb import data
 from mirror_nb.batches import count, cut, joined, share_of, spread
 from mirror_nb.data import Distributed, GlobalBatches, Loaders, Share, Underway
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.prefetch import ahead
 from mirror_nb.strategies.context import on_one_replica
 from mirror_nb.strategies.specs import spec_of
@@ -290,6 +290,10 @@ class DistributedDataset(Distributed, ABC):
     @abstractmethod
     def __iter__(self) -> DistributedIterator: ...
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # What is copied goes through the same source, for the same replicas.
+        return self
+
 
 # ---- the controller -----------------------------------------------------------------------------------
 
@@ -500,10 +504,13 @@ class ReplicaDataset(DistributedDataset):
     ) -> None:
         self.source = self._made = source
         self._replica = replica
+        self._recipe: tuple[Any, ...]
+        # Of which another replica makes its own.
         self._asked: _Asked | None = _Asked(_options(options), batch_size, shuffle, drop_last)
         self._dataset = replica.dataset(
             source, self._asked.options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
         )
+        self._recipe = (source, self._asked.options, batch_size, shuffle, drop_last)
 
     @classmethod
     def of(cls, source: Any, replica: ReplicaInput, options: InputOptions | None = None, **cutting: Any) -> Self:
@@ -533,13 +540,17 @@ class ReplicaDataset(DistributedDataset):
 
         The function runs with the random numbers that the replicas have in common, so that they all make the same.
         """
-        chosen = _options(options)
         with replica.randomness():
             loader = _made_by(dataset_fn, replica.num_replicas)
+        return cls._dealt(loader, replica, _options(options))
+
+    @classmethod
+    def _dealt(cls, loader: DataLoader[Any], replica: ReplicaInput, options: InputOptions) -> ReplicaDataset:
         made = object.__new__(cls)
         made._made, made.source = loader, _given(loader)
         made._replica, made._asked = replica, None
-        made._dataset = replica.dataset(loader, chosen, dealt=True)
+        made._dataset = replica.dataset(loader, options, dealt=True)
+        made._recipe = loader, options
         return made
 
     @property
@@ -553,6 +564,52 @@ class ReplicaDataset(DistributedDataset):
 
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(iter(self._dataset), lambda: self.element_spec)
+
+    def __reduce__(self) -> Any:
+        if not here or self._replica is not here[0]:
+            raise TransferError(
+                "a dataset that was distributed gives its batches in this process alone: keep its `source`, and "
+                "distribute that where it is used"
+            )
+        return _distributed, self._recipe
+
+
+here: list[ReplicaInput] = []
+# Of the replica that this process is, whose datasets travel.
+
+
+class _InReplicas(Distributed):
+    """What the notebook has of a dataset that the replicas distribute, in an object that keeps it."""
+
+    def __init__(self, recipe: tuple[Any, ...]) -> None:
+        self.source = recipe[0]
+        self._recipe = recipe
+
+    def __len__(self) -> Never:
+        raise _of_the_replicas()
+
+    def __iter__(self) -> Never:
+        raise _of_the_replicas()
+
+    def __reduce__(self) -> Any:
+        return _distributed, self._recipe
+
+
+def _of_the_replicas() -> UsageError:
+    return UsageError(
+        "this dataset is distributed in the replicas: go through it in a %%mirrored cell, or here through its `source`"
+    )
+
+
+def _distributed(*recipe: Any) -> ReplicaDataset | _InReplicas:
+    """Return what a replica's dataset is in this process: that replica, another one, or the notebook."""
+    if not here:
+        return _InReplicas(recipe)
+    source, options, *cutting = recipe
+    if not cutting:
+        return ReplicaDataset._dealt(source, here[0], options)
+    batch_size, shuffle, drop_last = cutting
+    return ReplicaDataset(source, here[0], options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
 
 
 # ---- what a dataset_fn returns ------------------------------------------------------------------------

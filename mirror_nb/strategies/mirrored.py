@@ -15,6 +15,7 @@ from mirror_nb import devices as device_names
 from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.options import AUTO, chosen
 from mirror_nb.errors import UsageError, users_level
+from mirror_nb.strategies import input
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import ReplicaContext, entered, stand_on
 from mirror_nb.strategies.controller import ControllerPlace
@@ -192,6 +193,7 @@ def setup(replica: Replica) -> dict[str, Any]:
             _here.pop()
     if replica.own_process:
         _of_cells[:] = [strategy]
+        input.here[:] = [_place_here(replica).input]
     context = ReplicaContext(strategy, replica.identity.replica_id)
     replica.invoke = lambda fn, args, kwargs: strategy._place.run(strategy, fn, args, kwargs)
     replica.cell_context = lambda: entered(strategy, context, cross=True)
