@@ -360,7 +360,9 @@ with warnings.catch_warnings():
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     strategy.run(lambda: (v * 2).backward())
-(v.read_value().item(), [(str(warning.message), "mirror_nb" in warning.filename) for warning in caught])
+# Networks of other tests, which these replicas still have, may differ too.
+said = [warning for warning in caught if "the Variable" in str(warning.message)]
+(v.read_value().item(), [(str(warning.message), "mirror_nb" in warning.filename) for warning in said])
 """
     (first, ((message, ours),)), (second, unsaid) = cell(replicas(2), source)
     assert (first, second, unsaid, ours) == (1.0, 1.0, [], False)
