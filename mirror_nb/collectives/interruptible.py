@@ -269,7 +269,7 @@ class InterruptibleGroup(dist.ProcessGroup):
             ]
         issued = self._begun.total() if shared is None else shared.issued
         under_way = bool(live) or (shared is not None and shared.pending)
-        between = tuple((label, self._id(rank), count) for (label, rank), count in self._between.items())
+        between = tuple((label, self._id(rank), count) for (label, rank), count in list(self._between.items()))
         return Collectives(
             self._name,
             self._ids(range(self.size())),

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-VARIABLE = "GLIBC_TUNABLES"
+_VARIABLE = "GLIBC_TUNABLES"
 _TUNABLE = "glibc.malloc.hugetlb"
 _LARGEST = 2**21
 # Bytes. With others (512 MiB where ordinary ones have 64 KiB) every process would take that much.
@@ -23,18 +23,18 @@ _FOLDER = Path("/sys/kernel/mm/transparent_hugepage")
 @contextlib.contextmanager
 def asked_for() -> Iterator[None]:
     """Give a process that is started meanwhile huge pages, unless the user has said what glibc is to do."""
-    own = os.environ.get(VARIABLE, "")
+    own = os.environ.get(_VARIABLE, "")
     if _TUNABLE in own or not _to_be_had():
         yield
         return
-    os.environ[VARIABLE] = ":".join(filter(None, [own, f"{_TUNABLE}=1"]))
+    os.environ[_VARIABLE] = ":".join(filter(None, [own, f"{_TUNABLE}=1"]))
     try:
         yield
     finally:
         if own:
-            os.environ[VARIABLE] = own
+            os.environ[_VARIABLE] = own
         else:
-            del os.environ[VARIABLE]
+            del os.environ[_VARIABLE]
 
 
 def _to_be_had() -> bool:

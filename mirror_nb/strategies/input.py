@@ -504,13 +504,12 @@ class ReplicaDataset(DistributedDataset):
     ) -> None:
         self.source = self._made = source
         self._replica = replica
-        self._recipe: tuple[Any, ...]
-        # Of which another replica makes its own.
         self._asked: _Asked | None = _Asked(_options(options), batch_size, shuffle, drop_last)
         self._dataset = replica.dataset(
             source, self._asked.options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
         )
-        self._recipe = (source, self._asked.options, batch_size, shuffle, drop_last)
+        self._recipe: tuple[Any, ...] = (source, self._asked.options, batch_size, shuffle, drop_last)
+        # Of which another replica makes its own.
 
     @classmethod
     def of(cls, source: Any, replica: ReplicaInput, options: InputOptions | None = None, **cutting: Any) -> Self:
