@@ -276,6 +276,13 @@ def test_a_copy_of_what_holds_a_strategy_has_the_same_one_and_a_pickle_says_why_
         pickle.dumps(two)
 
 
+def test_a_strategy_that_a_replica_gives_back_is_the_replicas_again_where_it_is_sent(two):
+    given = two.local_results(two.run(lambda: {"strategy": mnb.get_strategy()}["strategy"]))[0]
+    with pytest.raises(AttributeError, match=r"`reduce` of a strategy that a replica gave back.* given to `run`"):
+        given.reduce("sum", 1)
+    assert two.run(lambda: given is mnb.get_strategy() and given.num_replicas_in_sync) == 2
+
+
 def test_run_inside_a_replica_function_is_an_error(two):
     with pytest.raises(RuntimeError, match="requires being in cross-replica context"):
         two.run(lambda: two.run(lambda: 1))

@@ -177,8 +177,11 @@ def test_an_object_that_keeps_what_the_cells_distribute_by_comes_back_and_goes_a
     assert run("repr(trainer.strategy), repr(net.strategy)") == ("<MirroredStrategy of the replicas>",) * 2
     with pytest.raises(AttributeError, match=r"`reduce` of a strategy .* use it in a %%mirrored cell"):
         run("trainer.total()")
-    for use in ("list", "len"):
-        with pytest.raises(UsageError, match="distributed in the replicas: go through it in a %%mirrored cell"):
+    run("import mirror_nb as mnb\nalone = mnb.OneDeviceStrategy('cpu:0')\nboth = mnb.MirroredStrategy('cpu:0,cpu:1')")
+    for use in ("list", "len", "alone.distribute_dataset", "both.distribute_dataset"):
+        with pytest.raises(
+            UsageError, match="made of a tuple, is distributed in the replicas: go through it in a %%m"
+        ):
             run(f"{use}(trainer.data)")
     assert torch.equal(run("trainer.data.source[0]"), torch.arange(4.0))
     run("trainer.rate = 0.5")

@@ -341,6 +341,8 @@ class ControllerDataset(DistributedDataset):
             if source._num_replicas == num_replicas and source._asked.serves(options, **cutting):
                 return source
             source = source.source
+        if isinstance(source, _InReplicas):
+            raise source.elsewhere()
         return cls(source, num_replicas=num_replicas, options=options, **cutting)
 
     @property
@@ -526,6 +528,8 @@ class ReplicaDataset(DistributedDataset):
             source = source.source
         if isinstance(source, _InController):
             raise _of_the_controller()
+        if isinstance(source, _InReplicas):
+            raise source.elsewhere()
         return cls(source, replica, options, **cutting)
 
     @classmethod
@@ -567,8 +571,8 @@ class ReplicaDataset(DistributedDataset):
     def __reduce__(self) -> Any:
         if not here or self._replica is not here[0]:
             raise TransferError(
-                "a dataset that was distributed gives its batches in this process alone: keep its `source`, and "
-                "distribute that where it is used"
+                f"a dataset that was distributed, made of a {type(self.source).__name__}, gives its batches in this "
+                "process alone: keep its `source`, and distribute that where it is used"
             )
         return _distributed, self._recipe
 
@@ -584,20 +588,20 @@ class _InReplicas(Distributed):
         self.source = recipe[0]
         self._recipe = recipe
 
+    def elsewhere(self) -> UsageError:
+        return UsageError(
+            f"this dataset, made of a {type(self.source).__name__}, is distributed in the replicas: go through it in "
+            "a %%mirrored cell, or here through its `source`"
+        )
+
     def __len__(self) -> Never:
-        raise _of_the_replicas()
+        raise self.elsewhere()
 
     def __iter__(self) -> Never:
-        raise _of_the_replicas()
+        raise self.elsewhere()
 
     def __reduce__(self) -> Any:
         return _distributed, self._recipe
-
-
-def _of_the_replicas() -> UsageError:
-    return UsageError(
-        "this dataset is distributed in the replicas: go through it in a %%mirrored cell, or here through its `source`"
-    )
 
 
 def _distributed(*recipe: Any) -> ReplicaDataset | _InReplicas:
