@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gc
 import importlib.util
@@ -24,7 +23,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from mirror_nb.devices import Device
-from mirror_nb.pool import local
+from mirror_nb.pool import local, nanny
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 from mirror_nb.pool.recovery import recover
 from mirror_nb.strategies.mirrored import SETUP
@@ -116,11 +115,8 @@ def started(mark: str) -> list[str]:
 
 def unused(files: list[Path]) -> list[Path]:
     """Return those that no process has mapped: what is in use is somebody else's, since ours have all ended."""
-    mapped = set()
-    for process in psutil.process_iter() if files else ():
-        with contextlib.suppress(psutil.Error):
-            mapped |= {m.path.removesuffix(" (deleted)") for m in process.memory_maps()}
-    return [path for path in files if str(path) not in mapped and path.exists()]
+    used = nanny.in_use() if files else set()
+    return [path for path in files if path.exists() and (path.stat().st_dev, path.stat().st_ino) not in used]
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import multiprocessing
 import multiprocessing.util
 import os
 import platform
@@ -872,7 +873,12 @@ def test_a_fork_of_the_controller_does_not_keep_replicas_alive(script):
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs /dev/shm")
 def test_semaphores_that_a_kill_left_half_made_go_with_the_session():
-    """What a file is used for cannot be seen from its name alone: one that a process has mapped stays."""
+    """What a file is used for cannot be seen from its name alone: one that a process has mapped stays.
+
+    A semaphore is mapped by another name than it has.
+    """
+    others = multiprocessing.get_context("spawn").Lock()
+    living = Path("/dev/shm", f"sem.{others._semlock.name.removeprefix('/')}")
     name = uuid.uuid4().hex[:6]
     left, mapped, old = (Path("/dev/shm", prefix + name) for prefix in ("sem.", "sem.mp-", "torch_1_"))
     try:
@@ -883,10 +889,11 @@ def test_semaphores_that_a_kill_left_half_made_go_with_the_session():
         later = time.time() + 60
         os.utime(left, (later, later))
         os.utime(mapped, (later, later))
+        os.utime(living, (later, later))
         os.utime(old, (0, 0))
         # A replica that is gone already, as after a kill -9 of the controller.
         subprocess.run([sys.executable, "-S", "-E", nanny.__file__], input=b"+ 999999999 1\n", check=True)
-        assert [path.exists() for path in (left, mapped, old)] == [False, True, True]
+        assert [path.exists() for path in (left, mapped, old, living)] == [False, True, True, True]
         held.close()
     finally:
         for path in (left, mapped, old):

@@ -84,13 +84,15 @@ def remove_cudas(pid: int) -> None:
                 os.unlink(os.path.join(SHARED_MEMORY, name))
 
 
-def left(since: float) -> set[str]:
+def left(since: float) -> dict[str, tuple[int, int]]:
     """Return the files in /dev/shm, no older than `since`, that a kill in the wrong microsecond leaves.
+
+    By their paths: device and inode.
 
     A semaphore bears its first name, of six random characters, and then multiprocessing's for some microseconds; a
     tensor of a DataLoader's worker bears torch's.
     """
-    found = set()
+    found = {}
     for name in os.listdir(SHARED_MEMORY) if os.path.isdir(SHARED_MEMORY) else []:
         path = os.path.join(SHARED_MEMORY, name)
         with contextlib.suppress(OSError):
@@ -98,22 +100,30 @@ def left(since: float) -> set[str]:
             status = os.lstat(path)
             ours = status.st_uid == os.getuid() and status.st_mtime >= since
             if ours and (half_made or name.startswith(("sem.mp-", "torch_"))):
-                found.add(path)
+                found[path] = status.st_dev, status.st_ino
     return found
 
 
-def in_use(paths: set[str]) -> set[str]:
-    """Return those that a process of this user has open or mapped."""
-    found: set[str] = set()
+def in_use() -> set[tuple[int, int]]:
+    """Return the files in /dev/shm that a process of this user has open or mapped: device and inode.
+
+    Not their names: a semaphore is mapped by its first one, which has gone.
+    """
+    found: set[tuple[int, int]] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             if os.stat(f"/proc/{pid}").st_uid != os.getuid():
                 continue
             with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-                found |= {line.split(maxsplit=5)[5].rstrip("\n") for line in file if SHARED_MEMORY in line} & paths
+                for line in file:
+                    if SHARED_MEMORY in line:
+                        device, inode = line.split(maxsplit=5)[3:5]
+                        major, minor = (int(number, 16) for number in device.split(":"))
+                        found.add((os.makedev(major, minor), int(inode)))
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(FileNotFoundError):
-                    found |= {os.readlink(f"/proc/{pid}/fd/{descriptor}")} & paths
+                    status = os.stat(f"/proc/{pid}/fd/{descriptor}")
+                    found.add((status.st_dev, status.st_ino))
         except OSError:
             # It has just ended, or is no program of Python's: a container's first process, a keeper of secrets.
             continue
@@ -124,9 +134,11 @@ def sweep(since: float) -> None:
     """Remove from /dev/shm what nobody uses any more, and no process will remove."""
     deadline = time.monotonic() + LEAVING_SECONDS
     while (paths := left(since)) and time.monotonic() < deadline:
-        for path in paths - in_use(paths):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        used = in_use()
+        for path, file in paths.items():
+            if file not in used:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
         time.sleep(0.02)
 
 
