@@ -320,6 +320,42 @@ strategy.cross_device_ops = "shared_memory"
         assert losses == pytest.approx(alone, rel=0, abs=1e-5)
 
 
+KEEPING = """
+import torch
+import torch.distributed as dist
+import mirror_nb as mnb
+
+class Keeping(mnb.CrossDeviceOps):
+    def start(self, op, flat):
+        if not hasattr(self, "mine"):
+            self.mine = dist.new_group([self.member.replica_id], use_local_synchronization=True)
+        return dist.all_reduce(flat, dist.ReduceOp.AVG, async_op=True)
+    def unfit_for(self, devices):
+        return None
+
+strategy.cross_device_ops = Keeping()
+model = torch.nn.Linear(1, 1, bias=False)
+model(torch.ones(1, 1)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["an error", "a death"])
+def test_an_op_may_keep_what_does_not_travel_and_replicas_go_on_after(replicas, dies):
+    pool = replicas(2)
+    assert run_cell(pool, KEEPING).report.clean
+    if dies:
+        os.kill(pool.status()[1].pid, 9)
+        eventually(pool.dead, "the death is seen")
+    else:
+        run_cell(pool, "if replica_id == 1: raise OSError('once')\nmodel(torch.ones(1, 1)).sum().backward()")
+    pool.mend()
+    ran = run_cell(
+        pool, "kind = type(strategy.cross_device_ops).__name__\nstrategy.cross_device_ops = 'shared_memory'"
+    )
+    assert ran.report.clean, ran.report.failures
+    assert [values["kind"] for values in ran.values.values()] == ["Keeping", "Keeping"]
+
+
 # From the controller
 
 

@@ -17,7 +17,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -120,6 +120,8 @@ class Replica:
         self.steering = self.gradients.steering = steering or Steering(self.recorder.mark)
         self.scope = Scope(identity.replica_id, identity.num_replicas, identity.device, self.gradients, identity.seed)
         self.communication = _communication(communication, identity)
+        self._as_chosen = communication
+        # Before any step: what an op keeps of the steps may be nothing that travels.
         self._choices = 0
         # How often another one was chosen.
         self.emit = emit
@@ -301,6 +303,9 @@ class Replica:
     def communicate(self, by: Communication) -> None:
         """Reduce gradients by these cross-device ops from now on; every replica makes the same call."""
         self._choices += 1
+        with contextlib.suppress(Exception):
+            # Of an op that has made steps already, what was chosen first serves.
+            self._as_chosen = by.pickled()
         self._communicate(by)
 
     def _communicate(self, by: Communication) -> None:
@@ -318,14 +323,30 @@ class Replica:
         Nor which step is the next.
         """
         offers: list[Any] = [None] * self.identity.num_replicas
-        mine = self.communication.pickled() if self._choices else None
-        dist.all_gather_object(offers, (self._choices, mine, self.recorder.step))
-        self.recorder.begin_generation(generation, max(offer[2] for offer in offers))
-        choices, pickled, _ = max(offers, key=lambda offer: offer[0])
-        if choices == self._choices:
+        dist.all_gather_object(offers, (self._choices, self.recorder.step))
+        self.recorder.begin_generation(generation, max(step for _, step in offers))
+        counts = [choices for choices, _ in offers]
+        latest = max(counts)
+        if min(counts) == latest:
             return self.communication
-        self._choices = choices
-        return _communication(pickled, self.identity)
+        # Only where somebody lacks it: an op may keep megabytes of its steps.
+        source = counts.index(latest)
+        sent = [self._travelling() if self.identity.replica_id == source else None]
+        dist.broadcast_object_list(sent, source)
+        if self._choices == latest:
+            return self.communication
+        self._choices = latest
+        self._as_chosen = cast(bytes, sent[0])
+        return _communication(self._as_chosen, self.identity)
+
+    def _travelling(self) -> bytes:
+        """Return what this replica reduces by: with what the op keeps of its steps, or else as it was chosen."""
+        try:
+            return self.communication.pickled()
+        except Exception:
+            # A process group that its `start` made, say.
+            chosen_first = _communication(self._as_chosen, self.identity)
+            return replace(chosen_first, options=self.communication.options).pickled()
 
     def _run_cell(
         self, cell: RunCell, slab: int | None, number: int
