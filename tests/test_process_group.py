@@ -479,6 +479,18 @@ def test_uneven_inputs_under_join_end_on_every_replica(crew: Crew) -> None:
     assert crew.call(step)
 
 
+def test_uneven_inputs_may_be_averaged_over_the_replicas_that_still_have_some(crew: Crew) -> None:
+    def step(replica_id: int) -> float:
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+        with ddp.join(divide_by_initial_world_size=False):
+            for _ in range(replica_id + 1):
+                ddp.zero_grad()
+                ddp(torch.ones(1, 2)).sum().backward()
+        return ddp.module.weight.grad.sum().item()
+
+    assert crew.call(step) == [2.0] * N
+
+
 def test_device_mesh_and_fully_shard_train_as_one_device_does(crew: Crew) -> None:
     def step(replica_id: int) -> None:
         from torch.distributed.fsdp import fully_shard

@@ -21,6 +21,7 @@ import importlib
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import constants, device_mesh, distributed_c10d
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from mirror_nb.collectives.interruptible import BACKEND, InterruptibleGroup, abort_nccl, bury
@@ -78,6 +80,8 @@ def install() -> None:
     _replace("batch_isend_irecv", _wrap_batch)
     hooked: Any = DistributedDataParallel
     hooked._register_builtin_comm_hook = _wrap_builtin_hook(hooked._register_builtin_comm_hook)
+    joined: Any = Join
+    joined.notify_join_context = staticmethod(_wrap_notice(joined.notify_join_context))
     # Without this private function (torch 2.11 and 2.13 have it) groups still form, as backend "mirror_nb".
     helper = getattr(distributed_c10d, "_new_process_group_helper", None)
     if helper is not None and "backend_options" in inspect.signature(helper).parameters:
@@ -272,6 +276,18 @@ def _wrap_builtin_hook(original: Callable[..., None]) -> Callable[..., None]:
         self.register_comm_hook(state, hooks.fp16_compress_hook)
 
     return _register_builtin_comm_hook
+
+
+def _wrap_notice(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """C++ keeps of this work no more than its own part, whose wait nobody ends: that of DDP with uneven inputs."""
+    latest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(original)
+    def notify_join_context(joinable: Any) -> Any:
+        work = latest[joinable] = original(joinable)
+        return work
+
+    return notify_join_context
 
 
 def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
