@@ -188,6 +188,9 @@ class Following:
         together = len(begun) == self._pool.size and any(map(trains_together, self._requests.values()))
         if together and len(set(begun.values())) > 1:
             self._pool.unform()
+            if min(begun.values()) < 0:
+                # Nobody has counted there: its cell has destroyed the group.
+                return
             each = ", ".join(f"{count} on replica {r}" for r, count in sorted(begun.items()))
             text = f"collectives were begun here that not all replicas came to, and are dropped: {each}\n"
             self._call(self._on_message, min(begun), Stream("stderr", text))
