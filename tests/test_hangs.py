@@ -65,6 +65,16 @@ DIFFERENT = {
         "all_gather of float32[2]",
         "all_gather of bool[2] and 2 more through gloo",
     ),
+    "shape of one of several": (
+        "dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2 + replica_id))",
+        "all_gather of float32[2]",
+        "all_gather of float32[2] and 2 more, float32[3] among them through gloo",
+    ),
+    "shape of what is gathered": (
+        "dist.all_gather_into_tensor(torch.ones(4), torch.ones(2 + replica_id))",
+        "all_gather of float32[2]",
+        "all_gather_into_tensor of float32[4] and float32[3] through gloo",
+    ),
     "op": (
         "dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if replica_id else dist.ReduceOp.SUM)",
         "all_reduce (SUM) of float32[2]",

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 # Seconds beyond the group's timeout: gloo's own report of a timeout comes first, since it knows the peer.
 _GRACE_SECONDS = 5.0
 
+_LOOKED_AT = 16
+# Tensors of one collective that are looked at for its name, which takes a microsecond each.
+_NAMED = 3
+# Those named besides the first that look unlike it.
+
 _Value = TypeVar("_Value")
 
 _NOT_WITH = "gloo does not do this with {dtypes}; convert it first"
@@ -237,8 +242,15 @@ class Operation:
         tensors = list(tensors_in(self.arguments))
         if not tensors:
             return self.label
-        first = f"{str(tensors[0].dtype).removeprefix('torch.')}{list(tensors[0].shape)}"
-        return f"{self.label} of {first}" + (f" and {len(tensors) - 1} more" if len(tensors) > 1 else "")
+        first, *others = dict.fromkeys(_looks(tensor) for tensor in tensors[:_LOOKED_AT])
+        if len(tensors) == 2 and others:
+            return f"{self.label} of {first} and {others[0]}"
+        rest = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+        return f"{self.label} of {first}{rest}" + (f", {', '.join(others[:_NAMED])} among them" if others else "")
+
+
+def _looks(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def aside(label: str, call: Callable[[], _Value], seconds: float) -> _Value:
