@@ -219,6 +219,10 @@ def test_a_function_may_bring_its_inputs_and_its_loss(replicas, made):
     assert steps(replicas(2), made, ops=["shared_memory"], seconds=0.02).batch == 7
 
 
+def test_a_model_may_learn_its_shapes_from_the_inputs(replicas):
+    assert steps(replicas(2), lambda: nn.LazyLinear(3), shape=(6,), ops=["gloo"], seconds=0.02).batch == 64
+
+
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
@@ -228,6 +232,7 @@ def test_a_function_may_bring_its_inputs_and_its_loss(replicas, made):
         (lambda: (make(), torch.ones(1, 6)), {}, "1 examples, too few for 2 replicas"),
         (lambda: (make(), (torch.ones(2, 6), torch.ones(3, 6))), {}, "all tensors need the same first size"),
         (lambda: (make(), torch.ones(4, 6), 3), {}, "returned the loss 3; it must be a function"),
+        (lambda: make().requires_grad_(False), {"shape": (6,)}, "the model's parameters are all frozen"),
         (make, {"shape": "6"}, "`shape` is '6'; it is that of one example"),
         (make, {"shape": (6.0,)}, r"`shape` is \(6.0,\); it is that of one example"),
         (make, {"batch": 2.5}, "`batch` is 2.5; it must be a whole number"),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from mirror_nb import advice, readable
@@ -405,7 +406,14 @@ def _made(task: _Task, device: torch.device) -> tuple[nn.Module, Any, Callable[[
         inputs = torch.randn(task.batch, *task.shape)
     else:
         raise UsageError(_NO_INPUTS)
-    return model.to(device), to_device(inputs, device), given[1] if len(given) == 2 else _squares
+    model, inputs = model.to(device), to_device(inputs, device)
+    if any(map(is_lazy, model.parameters())):
+        with torch.no_grad():
+            _called(model, inputs)
+    parameters = list(model.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        raise UsageError("the model's parameters are all frozen; leave some of them to train: requires_grad_(True)")
+    return model, inputs, given[1] if len(given) == 2 else _squares
 
 
 def _squares(outputs: Any) -> Tensor:
