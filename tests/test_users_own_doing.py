@@ -93,6 +93,17 @@ def test_only_one_replica_destroys_the_group(two):
     goes_on(two)
 
 
+def test_a_subgroup_of_before_an_error_is_told_to_be_gone(two):
+    run_cell(two, "kept = 3\nimport torch, torch.distributed as dist\npair = dist.new_group([0, 1])")
+    run_cell(two, "if replica_id: raise OSError('once')\nstrategy.reduce('sum', 1.0)")
+    two.mend()
+    ran = run_cell(two, "dist.all_reduce(torch.ones(1), group=pair)")
+    assert ran.errors == {0: "UsageError", 1: "UsageError"}
+    assert all("is no longer there" in failure.message for failure in ran.report.failures.values())
+    two.mend()
+    goes_on(two)
+
+
 def test_a_group_may_be_destroyed_and_made_again_in_a_cell(two):
     ran = run_cell(
         two,

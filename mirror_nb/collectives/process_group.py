@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import constants, device_mesh, distributed_c10d
+from torch.distributed import c10d_logger, constants, device_mesh, distributed_c10d
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -82,6 +82,9 @@ def install() -> None:
     hooked._register_builtin_comm_hook = _wrap_builtin_hook(hooked._register_builtin_comm_hook)
     joined: Any = Join
     joined.notify_join_context = staticmethod(_wrap_notice(joined.notify_join_context))
+    records: Any = c10d_logger
+    if hasattr(records, "_get_msg_dict"):
+        records._get_msg_dict = _wrap_record(records._get_msg_dict)
     # Without this private function (torch 2.11 and 2.13 have it) groups still form, as backend "mirror_nb".
     helper = getattr(distributed_c10d, "_new_process_group_helper", None)
     if helper is not None and "backend_options" in inspect.signature(helper).parameters:
@@ -288,6 +291,19 @@ def _wrap_notice(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return work
 
     return notify_join_context
+
+
+def _wrap_record(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """torch asks a group for its name to record what failed; one that is gone raised in the place of the failure."""
+
+    @functools.wraps(original)
+    def _get_msg_dict(func_name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return original(func_name, *args, **kwargs)
+        except ValueError:
+            return {"func_name": func_name}
+
+    return _get_msg_dict
 
 
 def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
