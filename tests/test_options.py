@@ -219,7 +219,10 @@ class Locked(CrossDeviceOps):
 
 
 def test_an_op_that_cannot_travel_is_refused_where_it_is_chosen():
-    said = r"`cross_device_ops` is Locked\(lock=.*, which cannot be sent to the replicas \(.*lock.*\); make in `start`"
+    said = (
+        r"`cross_device_ops` is Locked\(lock=.*, which cannot be sent to the replicas \(.*lock.*\); make in `start` "
+        "what cannot travel, a lock say, and where one has made it already, assign a new Locked"
+    )
     with pytest.raises(TransferError, match=said):
         mnb.MirroredStrategy(["cpu:0", "cpu:1"], Locked())
     with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:

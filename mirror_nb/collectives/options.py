@@ -150,7 +150,7 @@ def chosen(ops: Any, options: Any, devices: Sequence[Device]) -> Communication:
     except Exception as error:
         raise TransferError(
             f"`cross_device_ops` is {ops!r}, which cannot be sent to the replicas ({error}); make in `start` what "
-            "cannot travel, a lock say"
+            f"cannot travel, a lock say, and where one has made it already, assign a new {type(ops).__name__}"
         ) from error
     return found
 
