@@ -113,6 +113,20 @@ def test_what_was_changed_here_beside_the_parts_is_there(two, first, last, order
     assert found["parts"] == [type(part).__name__ for part in network.modules()]
 
 
+@pytest.mark.parametrize("change", [head, cut, no_bias, pruned])
+def test_a_step_that_ran_before_the_change_and_runs_on_has_the_parts_of_now(two, change):
+    network = used(two, sequential)
+
+    def step() -> str:
+        return " ".join(network.state_dict())
+
+    for _ in range(3):
+        two.run(step)
+    change(network)
+    for _ in range(3):
+        assert two.run(step) == step()
+
+
 def test_a_frozen_body_with_a_new_head_is_trained_as_in_one_process(two):
     torch.manual_seed(0)
     network = used(two, sequential)

@@ -221,6 +221,8 @@ class Replica:
                     surroundings.follow(changes)
                 case Mirror(objects):
                     self.namespace.keep(objects, slab)
+                    # A network that comes again, with other parts, is another object than the one in them.
+                    self._functions.clear()
                 case Bind(names):
                     self.namespace.bind(names, slab)
                 case LoadModules(states):
