@@ -279,6 +279,41 @@ def test_who_makes_errors_of_warnings_has_what_the_call_did_all_the_same(two):
     assert scheduler.get_last_lr() == [0.5]
 
 
+COUNT = 0
+
+
+def test_what_a_function_counts_with_begins_anew_with_each_call(two):
+    count = 0
+
+    def closed_over() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    def in_a_function_of_it() -> int:
+        def inner() -> int:
+            nonlocal count
+            count += 1
+            return count
+
+        return inner()
+
+    def of_the_module() -> int:
+        global COUNT
+        COUNT += 1
+        return COUNT
+
+    def of_itself() -> int:
+        of_itself.count += 1
+        return of_itself.count
+
+    of_itself.count = 0
+    for function in (closed_over, in_a_function_of_it, of_the_module, of_itself, lambda: closed_over()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert [two.run(function) for _ in range(4)] == [1, 1, 1, 1]
+
+
 def test_a_kept_pickle_is_not_used_when_what_the_function_captures_has_changed(two):
     factor = 1.0
     settings = {"scale": 2.0}

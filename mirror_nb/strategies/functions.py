@@ -6,6 +6,7 @@ for every batch.
 
 from __future__ import annotations
 
+import dis
 import operator
 import sys
 import types
@@ -55,7 +56,8 @@ class Functions:
             plain = {id(obj) for obj in _captured(function) if _is_plain(obj) and not self._refers(obj)}
             captured = _captured(function, plain)
             referred = [obj for obj in captured if not _unchanging(obj) and id(obj) not in plain]
-            if all(map(self._refers, referred)):
+            # What it counts with begins anew with each call, as all that it captures.
+            if all(map(self._refers, referred)) and not any(map(_counts, [function, *captured])):
                 weakly = {id(obj): referring(obj) for obj in referred}
                 known = [weakly.get(id(obj), obj) for obj in captured]
                 self._kept[function] = (known, list(weakly.values()), plain, payload)
@@ -73,12 +75,37 @@ def _unchanging(obj: object) -> bool:
     return isinstance(obj, (*_UNCHANGING, types.FunctionType)) or (isinstance(obj, type) and _imported(obj))
 
 
-def _imported(kind: type) -> bool:
-    """Whether a class travels by its name: it is that of a module which is no notebook and no script."""
-    found: Any = sys.modules.get(kind.__module__) if kind.__module__ != "__main__" else None
-    for name in kind.__qualname__.split("."):
+def _counts(obj: object) -> bool:
+    """Whether it is a function that may bind what it captures to something else, or that has attributes."""
+    obj = compiled_from(obj) or obj
+    if not isinstance(obj, types.FunctionType) or _imported(obj):
+        return False
+    if any(not name.startswith("_") for name in obj.__dict__):
+        return True
+    rebinds = _rebinds.get(obj.__code__)
+    if rebinds is None:
+        rebinds = _rebinds[obj.__code__] = _binds(obj.__code__, frozenset(obj.__code__.co_freevars))
+    return rebinds
+
+
+def _binds(code: types.CodeType, names: frozenset[str]) -> bool:
+    """Whether code, or that of functions in it, binds a global name or one of these, which it closes over."""
+    for instruction in dis.get_instructions(code):
+        kind, _, scope = instruction.opname.partition("_")
+        if kind in ("STORE", "DELETE") and (scope == "GLOBAL" or (scope == "DEREF" and instruction.argval in names)):
+            return True
+    return any(_binds(inner, names) for inner in code.co_consts if isinstance(inner, types.CodeType))
+
+
+_rebinds: weakref.WeakKeyDictionary[types.CodeType, bool] = weakref.WeakKeyDictionary()
+
+
+def _imported(obj: type | types.FunctionType) -> bool:
+    """Whether a class or a function travels by its name: it is that of a module which is no notebook and no script."""
+    found: Any = sys.modules.get(obj.__module__) if obj.__module__ != "__main__" else None
+    for name in obj.__qualname__.split("."):
         found = getattr(found, name, None)
-    return found is kind
+    return found is obj
 
 
 def _is_plain(obj: object) -> bool:
