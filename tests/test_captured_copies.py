@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -102,6 +104,97 @@ def dice() -> Lost:
 
 def losses() -> Lost:
     return lambda losses: losses.append(1.0), ([],)
+
+
+def held() -> Lost:
+    held: tuple[list[float], list[float]] = ([], [])
+    return lambda: held[0].append(1.0), ()
+
+
+def pair() -> Lost:
+    pair = Pair([], [])
+    return lambda: pair.second.append(1.0), ()
+
+
+class Pair(NamedTuple):
+    first: list[float]
+    second: list[float]
+
+
+def totals_of_a_class() -> Lost:
+    class Totals:
+        steps = 0
+
+    def add() -> None:
+        Totals.steps += 1
+
+    return add, ()
+
+
+def counted_by_a_method() -> Lost:
+    class Counted:
+        steps: ClassVar[list[float]] = []
+
+        def add(self) -> None:
+            self.steps.append(1.0)
+
+    counted = Counted()
+    return lambda: counted.add(), ()
+
+
+def called() -> Lost:
+    def called() -> None:
+        called.times += 1
+
+    called.times = 0
+    return called, ()
+
+
+def inner() -> Lost:
+    inner = 0
+
+    def add() -> None:
+        nonlocal inner
+        inner += 1
+
+    return lambda: add(), ()
+
+
+def default() -> Lost:
+    def add(*, default: dict[str, float] = {}) -> None:  # noqa: B006
+        default["a"] = 1.0
+
+    return add, ()
+
+
+def number() -> Lost:
+    number = itertools.count()
+    return lambda: next(number), ()
+
+
+def rates() -> Lost:
+    rates = iter([0.1, 0.2])
+    return lambda: next(rates), ()
+
+
+PATHS = {
+    "held[0]": held,
+    "pair.second": pair,
+    "Totals.steps": totals_of_a_class,
+    "Counted.steps": counted_by_a_method,
+    "called.times": called,
+    "inner": inner,
+    "default": default,
+    "number": number,
+    "rates": rates,
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_changes_in_tuples_classes_functions_and_iterators_are_told_of(two, path):
+    function, args = PATHS[path]()
+    with pytest.warns(UserWarning, match=re.escape(f"changed `{path}` in the replicas, on a copy that is gone")):
+        two.run(function, args)
 
 
 @pytest.mark.parametrize("make", [counts, totals, predictions, plain, dice, losses])

@@ -1,13 +1,14 @@
 """What a function captured or was given as copies, and which of them it changed: after the call that is gone.
 
-Looks at lists, dicts, sets and the attributes of objects, a few levels deep, and compares what they hold by identity;
-of tensors it compares how often they were written to. Knows no controller.
+Looks at lists, dicts, sets and the attributes of objects, classes and functions, a few levels deep, and compares what
+they hold by identity; of tensors it compares how often they were written to. Knows no controller.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import operator
 import pickle
@@ -25,7 +26,7 @@ from mirror_nb.compiled import compiled_from
 from mirror_nb.contents import digest
 
 _SKIPPED = (
-    *(str, bytes, int, float, complex, bool, type(None), type, tuple, types.ModuleType, types.BuiltinFunctionType),
+    *(str, bytes, int, float, complex, bool, type(None), tuple, types.ModuleType, types.BuiltinFunctionType),
     *(torch.device, torch.dtype),
     # They travel by name.
     logging.Logger,
@@ -64,15 +65,29 @@ class Copies:
         return bound + tuple(path for before in self._held for path in _differences(*before))
 
     def _look(self, path: str, obj: Any, depth: int, given: bool = False) -> None:
+        if isinstance(obj, tuple) and not given and depth <= _DEPTH:
+            # Not counted: what is remembered of the past are long lists of tuples.
+            for name, inner in _parts(path, obj):
+                if depth == 0 or not isinstance(inner, _ARRAYS):
+                    self._look(name, inner, depth + 1)
         if isinstance(obj, _SKIPPED) or id(obj) in self._seen or depth > _DEPTH or len(self._seen) > _NUMBER:
             return
         self._seen.add(id(obj))
         if self._stays(obj):
             return
         if isinstance(obj, (types.FunctionType, types.MethodType, functools.partial)):
-            for name, inner in _captured(obj):
+            names = dict(_captured(obj))
+            if _by_value(obj):
+                self._held.append((path, obj, names))
+            for name, inner in names.items():
                 self._look(name, inner, depth + 1)
             return
+        if isinstance(obj, type):
+            if _travels_by_name(obj):
+                return
+        elif not given:
+            # Its methods may count in its class.
+            self._look(type(obj).__name__, type(obj), depth + 1)
         held = _content(obj)
         if held is None or (given and _is_batch(held)):
             return
@@ -96,14 +111,38 @@ def _captured(function: Any) -> Iterator[tuple[str, Any]]:
             # One that is not bound yet has none.
             with contextlib.suppress(ValueError):
                 yield name, cell.cell_contents
-        # Of a function that came by value they are what it uses; of others all of their module's. Which that is the
-        # function itself may not know: a decorator has given it the name of another.
-        module = sys.modules.get(function.__globals__.get("__name__", ""))
-        if module is None or vars(module) is not function.__globals__:
+        # Of a function that came by value they are what it uses; of others all of their module's.
+        if _by_value(function):
             yield from ((name, obj) for name, obj in function.__globals__.items() if not name.startswith("__"))
+            yield from _of_itself(function)
     elif callable(function) and isinstance(type(function).__call__, types.FunctionType):
         # An object of a class with a `__call__`.
         yield from _captured(function.__call__)
+
+
+def _by_value(function: Any) -> bool:
+    # Of which module it is the function itself may not know: a decorator has given it the name of another.
+    if not isinstance(function, types.FunctionType):
+        return False
+    module = sys.modules.get(function.__globals__.get("__name__", ""))
+    return module is None or vars(module) is not function.__globals__
+
+
+def _of_itself(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a function, and the defaults of its arguments."""
+    yield from ((f"{function.__name__}.{name}", obj) for name, obj in vars(function).items() if name[0] != "_")
+    defaults = function.__defaults__ or ()
+    count = function.__code__.co_argcount
+    yield from zip(function.__code__.co_varnames[count - len(defaults) : count], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _travels_by_name(kind: type) -> bool:
+    """Whether a class is that of a module, which has it once; of others each call brings what the controller has."""
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind
 
 
 def _arguments(function: Any, given: _Given) -> Iterator[tuple[str, Any]]:
@@ -139,6 +178,10 @@ def _content(obj: Any) -> Any:
         return None if obj.is_inference() else obj._version
     if isinstance(obj, np.ndarray):
         return None if obj.dtype.hasobject else digest(obj)
+    if isinstance(obj, itertools.count):
+        return repr(obj)
+    if isinstance(obj, Iterator) and type(obj).__module__ == "builtins":
+        return operator.length_hint(obj, -1)
     for kind in (dict, list, set, deque):
         if isinstance(obj, kind):
             return len(obj) if len(obj) > _LENGTH else kind(obj)
@@ -147,7 +190,7 @@ def _content(obj: Any) -> Any:
     except Exception:
         # It has none, or its class has a say of its own in that.
         return None
-    if type(attributes) is not dict:
+    if not isinstance(attributes, (dict, types.MappingProxyType)):
         return None
     mode = ("training",) if isinstance(obj, torch.nn.Module) else ()
     public = {name: value for name, value in attributes.items() if not name.startswith("_") and name not in mode}
@@ -167,7 +210,16 @@ def _members(path: str, held: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}[{i}]", value) for i, value in enumerate(held))
 
 
+def _parts(path: str, held: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    fields = getattr(held, "_fields", None)
+    paths = [f"{path}[{i}]" for i in range(len(held))] if fields is None else [f"{path}.{name}" for name in fields]
+    return zip(paths, held, strict=False)
+
+
 def _differences(path: str, obj: Any, before: Any) -> Iterator[str]:
+    if isinstance(obj, types.FunctionType):
+        yield from _others(before, dict(_captured(obj)))
+        return
     now = _content(obj)
     if isinstance(before, _Attributes) and isinstance(now, _Attributes):
         yield from (f"{path}.{name}" for name in _others(before, now))
