@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mirror_nb import module_variables
 from mirror_nb.imported import uninterrupted, when_imported
 
 if TYPE_CHECKING:
@@ -217,7 +218,8 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-# Scripts seed before they use the first name.
+# Scripts seed, and set variables of their modules, before they use the first name.
+module_variables.watch()
 when_imported("torch", "mirror_nb.seeds:watch")
 # Before anything is compiled.
 when_imported("torch._dynamo", "mirror_nb.compiled:leave_us_out")

@@ -15,11 +15,10 @@ from typing import Any, final
 import torch
 from torch import nn
 
-ITEMS = 10_000
-# Larger collections are left alone: to compare them takes a millisecond.
+from mirror_nb import plain
+
 _INTERNAL = frozenset(vars(nn.Module()))
-_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype})
-_COLLECTIONS = frozenset({tuple, list, dict, set, frozenset})
+_ATOMS = plain.ATOMS | {torch.dtype}
 _OTHERS = ("keras.", "torchmetrics.", "mirror_nb.", "torch._dynamo.", "torch.jit.")
 # Packages whose networks keep in attributes what only goes with other states of theirs.
 
@@ -37,7 +36,7 @@ class Attributes:
             held = part.held
             if len(held) != part.count or not all(map(operator.is_, map(held.get, part.names), part.atoms)):
                 return True
-            if part.copies and any(not _same(held.get(name), copy) for name, copy in part.copies.items()):
+            if part.copies and any(not plain.same(held.get(name), copy) for name, copy in part.copies.items()):
                 return True
         return False
 
@@ -64,17 +63,17 @@ class _Part:
                 if type(value) in _ATOMS:
                     self.names.append(name)
                     self.atoms.append(value)
-                elif (copy := _copied(value)) is not _NOT_PLAIN:
+                elif (copy := plain.copied(value, _ATOMS)) is not plain.NOT_PLAIN:
                     self.copies[name] = copy
 
     def since(self, everything: bool) -> dict[str, Any]:
         before = {**dict(zip(self.names, self.atoms, strict=True)), **self.copies}
         changed = (
-            (name, _copied(value))
+            (name, plain.copied(value, _ATOMS))
             for name, value in self.held.items()
-            if name not in _INTERNAL and (everything or name not in before or not _same(value, before[name]))
+            if name not in _INTERNAL and (everything or name not in before or not plain.same(value, before[name]))
         )
-        return {name: copy for name, copy in changed if copy is not _NOT_PLAIN}
+        return {name: copy for name, copy in changed if copy is not plain.NOT_PLAIN}
 
 
 def _is_others(kind: type) -> bool:
@@ -87,44 +86,3 @@ def set_attributes(module: nn.Module, changes: torch.Tensor) -> None:
     for i, values in pickle.loads(changes.numpy().tobytes()).items():
         if i < len(parts):
             vars(parts[i]).update(values)
-
-
-_NOT_PLAIN = object()
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of a plain value, `_NOT_PLAIN` for any other."""
-    if type(value) in _ATOMS:
-        return value
-    left = [ITEMS]
-
-    def copied(one: Any) -> Any:
-        kind = type(one)
-        if kind in _ATOMS:
-            return one
-        if kind not in _COLLECTIONS:
-            raise TypeError
-        left[0] -= len(one)
-        if left[0] < 0:
-            raise TypeError
-        if kind is dict:
-            return {copied(key): copied(item) for key, item in one.items()}
-        return kind(map(copied, one))
-
-    try:
-        return copied(value)
-    except (TypeError, RecursionError):
-        return _NOT_PLAIN
-
-
-def _same(value: Any, before: Any) -> bool:
-    """Whether a value is what it was; a plain value is compared with plain ones only."""
-    return value is before or (type(value) is type(before) and type(value) in _COLLECTIONS and _equal(value, before))
-
-
-def _equal(value: Any, before: Any) -> bool:
-    # What was put into it meanwhile may have any idea of equality.
-    try:
-        return bool(value == before)
-    except Exception:
-        return False

@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from mirror_nb.aggregation import aggregate, from_outside
-from mirror_nb.attributes import ITEMS
+from mirror_nb.plain import ITEMS
 from mirror_nb.values import VariableAggregation
 from mirror_nb.variables import MirroredVariable, PlainVariable, SyncOnReadVariable, Variable, apply_assign, component
 

@@ -51,7 +51,7 @@ def changed() -> dict[str, tuple[str, int]]:
     """Return what this process may have loaded anew: by module, how, and a number that is another one each time."""
     found: dict[str, tuple[str, int]] = {}
     edited = _follows_edits()
-    for name, module in _found().items():
+    for name, module in users().items():
         spec = _attribute(module, "__spec__")
         if _specs.setdefault(name, spec) is not spec:
             _specs[name] = spec
@@ -84,12 +84,13 @@ def load_anew(changes: dict[str, tuple[str, int]]) -> None:
 def note() -> None:
     """Note which texts have been loaded here: before somebody edits them."""
     if _signs() != _known:
-        for name, module in _found().items():
+        for name, module in users().items():
             if name not in _loaded or _loaded[name][0] is not module:
                 _loaded[name] = module, _written(module) or 0
 
 
-def _found() -> dict[str, ModuleType]:
+def users() -> dict[str, ModuleType]:
+    """Return the user's own modules that are here, without `__main__`."""
     global _users, _known
     known = _signs()
     if known != _known or not known:

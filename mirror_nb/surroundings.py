@@ -1,7 +1,7 @@
 """What a process has set for all of its code: the controller's holds in its replicas too.
 
-    sys.path, the environment, the working folder, how it warns, logs and prints, seeds, which modules of the user's
-    it has loaded anew, and of torch dtype, precision, determinism, cuDNN
+    sys.path, the environment, the working folder, how it warns, logs and prints, seeds, what it has set in modules of
+    the user's and which of these it has loaded anew, and of torch dtype, precision, determinism, cuDNN
 
 Plain values; knows no replicas and no channel.
 """
@@ -22,7 +22,7 @@ from typing import Any, final
 
 import torch
 
-from mirror_nb import reporting, seeds, sources
+from mirror_nb import module_variables, reporting, seeds, sources
 
 _OF_REPLICAS = re.compile(
     r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|CUDA_VISIBLE_DEVICES"
@@ -51,6 +51,8 @@ _OTHERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
     "logging": (reporting.loggers, reporting.set_loggers, ()),
     "tensors": (reporting.tensor_options, reporting.set_tensor_options, (4, 1000, 3, 80, None)),
     "seeds": (seeds.seeded, seeds.seed_alike, {}),
+    # Before those that are loaded anew: their variables begin anew with that.
+    "variables": (module_variables.changed, module_variables.take, {}),
     "sources": (sources.changed, sources.load_anew, {}),
     "arrays": (reporting.array_options, reporting.set_array_options, reporting.array_options()),
 }
@@ -204,6 +206,7 @@ class Signs:
         self._path = list(sys.path)
         self._filters = list(warnings.filters)
         self._others = _signs()
+        self._variables = module_variables.Signs()
 
     def hold(self) -> bool:
         """Whether nothing of that has changed since."""
@@ -212,6 +215,7 @@ class Signs:
             and self._filters == warnings.filters
             and self._environment == _environment()
             and self._others == _signs()
+            and self._variables.hold()
         )
 
 

@@ -35,6 +35,8 @@ FLOORS = (
         "sharded",
         "modes",
         "sources",
+        "plain",
+        "module_variables",
         "seeds",
         "reporting",
         "raised",

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from mirror_nb.attributes import ITEMS, Attributes, set_attributes
+from mirror_nb.attributes import Attributes, set_attributes
+from mirror_nb.plain import ITEMS
 
 
 def network() -> nn.Sequential:

@@ -316,6 +316,15 @@ def test_what_a_later_search_path_finds_can_be_pushed_and_imported(run, shell, t
     assert run("%%mirrored --quiet\nimport mirror_nb_found_later\nfound.value")[0] == 5
 
 
+def test_what_a_cell_sets_in_a_module_holds_in_the_mirrored_ones(run, tmp_path, monkeypatch):
+    (tmp_path / "mirror_nb_settings.py").write_text("RATE = 0.5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run("import mirror_nb_settings\nmirror_nb_settings.RATE = 0.25")
+    assert run("%%mirrored --quiet\nimport mirror_nb_settings\nmirror_nb_settings.RATE")[0] == 0.25
+    run("mirror_nb_settings.RATE = 0.125")
+    assert run("%%mirrored --quiet\nmirror_nb_settings.RATE")[0] == 0.125
+
+
 def test_a_large_result_can_be_fetched(run, shell):
     value, _ = run("%%mirrored --quiet\n'x' * 3_000_000")
     run("%%mirrored --quiet\n'y' * 3_000_000")

@@ -273,6 +273,30 @@ def test_replicas_follow_before_each_call_and_in_all_in_each_cell_of_a_notebook(
     assert two.run(look)[4] is False
 
 
+def test_what_is_set_in_a_module_of_the_users_holds_in_the_replicas(two, own, tmp_path, monkeypatch):
+    (tmp_path / "mirror_nb_rates.py").write_text("RATE = 0.5\ndef rate(): return RATE\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rates = importlib.import_module("mirror_nb_rates")
+
+    def read() -> float:
+        return float(rates.rate())
+
+    assert [two.run(read) for _ in range(3)] == [0.5] * 3
+    for rate in (0.25, 0.125):
+        rates.RATE = rate
+        assert two.run(read) == rate
+
+    def set_there() -> None:
+        rates.RATE = 3.0
+
+    two.run(set_there)
+    assert (two.run(read), rates.RATE) == (3.0, 0.125)
+    with pytest.raises(mnb.ReplicaDied):
+        two.run(lambda: os._exit(3) if mnb.get_replica_context().replica_id_in_sync_group else None)
+    assert two.local_results(two.run(read)) == (3.0, 0.125)
+    del sys.modules["mirror_nb_rates"]
+
+
 @pytest.mark.parametrize(
     "change",
     [
