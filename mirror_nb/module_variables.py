@@ -22,8 +22,8 @@ from mirror_nb.replaced import Replaced
 _Path = tuple[str, ...]
 Variables = dict[str, dict[_Path, Any]]
 # By module and path: ("LR",), or ("args", "epochs") of an object or a class that the module has.
-WATCHED = 2_000
-# So many variables are looked at between two calls of one cell; where there are more, with each cell alone.
+WATCHED = 5_000
+# So many variables, 0.1 µs each, are looked at between two calls of one cell; where there are more, in each cell once.
 
 _imported: dict[str, tuple[ModuleType, dict[_Path, Any], set[_Path]]] = {}
 # What a module held after its import, or when it was looked at first, and which objects and classes.
@@ -157,16 +157,13 @@ class Signs:
 
     def __init__(self) -> None:
         self._held: list[tuple[Mapping[str, Any], int, list[str], list[Any]]] = []
-        left = WATCHED
         for module in sources.users().values():
-            left -= len(vars(module))
-            if left < 0:
-                self._held.clear()
-                return
             for _, held in _owners(module):
                 copies = {n: plain.copied(value) for n, value in list(held.items()) if n[:1] != "_"}
                 known = {n: copy for n, copy in copies.items() if copy is not plain.NOT_PLAIN}
                 self._held.append((held, len(held), list(known), list(known.values())))
+        if sum(len(names) for _, _, names, _ in self._held) > WATCHED:
+            self._held.clear()
 
     def hold(self) -> bool:
         """Whether none was."""

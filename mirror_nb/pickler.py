@@ -68,8 +68,27 @@ class Pickler(cloudpickle.Pickler):
         ):
             # By value. To a class that is there already cloudpickle only adds.
             make, args, state, *_, put = reduced
-            return make, args, (put, state), None, None, _set_class
+            return make, _with_slots(obj, args), (put, _without_members(obj, state)), None, None, _set_class
         return reduced
+
+
+def _with_slots(kind: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let a class be made with its slots: cloudpickle's newer ones give it that name alone, and a `__dict__`.
+
+    What an object of one holds cannot be put into one of the other.
+    """
+    if "__slots__" not in vars(kind):
+        return args
+    make, name, bases, own, *rest = args
+    return make, name, bases, {**own, "__slots__": vars(kind)["__slots__"]}, *rest
+
+
+def _without_members(kind: type, state: Any) -> Any:
+    """Leave out what Python makes of slots: of `__private` ones cloudpickle does not know the name."""
+    if "__slots__" not in vars(kind):
+        return state
+    held, *rest = state
+    return ({name: value for name, value in held.items() if type(value) is not types.MemberDescriptorType}, *rest)
 
 
 def _set_class(kind: type, state: tuple[Callable[[type, Any], object], Any]) -> None:

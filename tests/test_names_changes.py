@@ -145,6 +145,30 @@ def test_an_object_whose_class_has_a_say_in_what_it_holds_is_another_one_after_a
     assert notebook.user_ns["rates"] == [2, 3, 1, 2]
 
 
+SLOTS = """
+import dataclasses
+class Point:
+    __slots__ = ("x", "__hidden")
+    def __init__(self, x): self.x, self.__hidden = x, 3
+    def hidden(self): return self.__hidden
+class Named(Point): __slots__ = {"name": "what it is called"}
+class Open(Point): __slots__ = ("__dict__",)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen: x: int
+"""
+LOOK = "[(one.x, hasattr(one, '__dict__')) for one in points], [p.hidden() for p in points[:3]], points[1].name"
+
+
+@pytest.mark.parametrize("first", ["here", "cell"])
+def test_objects_with_slots_and_no_dictionary_go_to_and_fro(notebook, first):
+    getattr(notebook, first)(f"{SLOTS}points = [Point(1), Named(1), Open(1), Frozen(1)]\npoints[1].name = 'a'")
+    notebook.cell("for p in points[:3]: p.x += 1\npoints[3] = dataclasses.replace(points[3], x=2)\npoints = points")
+    notebook.here("for p in points[:3]: p.x += 1\npoints[3] = dataclasses.replace(points[3], x=3)\npoints = points[:]")
+    notebook.cell(f"seen = {LOOK}")
+    expected = [(3, False), (3, False), (3, True), (3, False)], [3, 3, 3], "a"
+    assert notebook.user_ns["seen"] == eval(LOOK, notebook.user_ns) == expected
+
+
 def test_an_object_whose_name_one_replica_has_deleted_is_there_again_after_a_change(notebook):
     notebook.here("import types\nclass Config: pass\nconfig, simple = Config(), types.SimpleNamespace()")
     notebook.here("config.rate = simple.rate = 1")
