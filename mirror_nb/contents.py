@@ -1,7 +1,8 @@
 """What a value holds, kept to notice later that somebody changed it in place. Knows no names.
 
 Watched are containers, NumPy arrays, tensors, objects of the user's own classes, dataclasses, mappings and pandas'
-tables; what is inside them too, as far as it is small. Other objects of libraries are told apart by identity alone.
+tables, and what the notebook's functions keep besides their code; what is inside them too, as far as it is small.
+Other objects of libraries are told apart by identity alone.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset
 
 from mirror_nb.layouts import address, is_block
 from mirror_nb.pickler import Limited
+from mirror_nb.reads import closed_over
 from mirror_nb.sources import is_users
 
 WATCHED_BYTES = 1 << 16
@@ -85,7 +87,7 @@ def content(value: object, token: Token, *, large: bool = False) -> Content | No
         return Content(state=_written(value))
     if isinstance(value, _AROUND_DATA_SETS):
         return Content(beside=((weakref.ref(value), _of_data_sets(value, token)),), own=True)
-    own = _is_own(value)
+    own = _is_own(value) or keeps(value)
     if not own and not isinstance(value, (*_CONTAINERS, np.ndarray, torch.Tensor)):
         return None
     file = Limited(WATCHED_BYTES)
@@ -165,6 +167,25 @@ def _is_own(value: object) -> bool:
     return plain or isinstance(value, collections.abc.MutableMapping) or is_users(kind.__module__)
 
 
+def keeps(value: object) -> bool:
+    """Whether it is a function that may keep something from call to call: of the notebook, a partial or a method."""
+    match value:
+        case types.FunctionType():
+            # By where it was written: `functools.wraps` lets a library's pass for the notebook's.
+            return value.__globals__.get("__name__") == "__main__"
+        case functools.partial():
+            return True
+        case types.MethodType():
+            return _is_own(value.__self__)
+    return False
+
+
+def _kept(function: types.FunctionType) -> Any:
+    """Return what a function has besides its code: defaults, attributes, and the names of the functions around it."""
+    kept = function.__defaults__, function.__kwdefaults__, vars(function), closed_over(function)
+    return kept if any(kept) else None
+
+
 def is_refillable(value: object) -> bool:
     """Whether another object with the same `filling` is the same."""
     if stays_itself(value):
@@ -241,6 +262,8 @@ class _Reader(pickle.Pickler):
             return self._beside(obj, digest(obj) if obj.nbytes <= ARRAY_BYTES else None)
         if isinstance(obj, _AROUND_DATA_SETS):
             return self._beside(obj, _of_data_sets(obj, self._token))
+        if isinstance(obj, types.FunctionType) and keeps(obj):
+            return None
         if isinstance(obj, _BY_IDENTITY) or type(obj).__module__.partition(".")[0] == __package__:
             return self._beside(obj)
         return None
@@ -248,6 +271,9 @@ class _Reader(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
             return _nothing, (_values(obj).tobytes(), str(obj.dtype), tuple(obj.shape), obj.requires_grad)
+        if isinstance(obj, types.FunctionType):
+            # As a state: it may have itself among what it keeps.
+            return _nothing, (self._beside(obj),), _kept(obj)
         try:
             reduce = copyreg.dispatch_table.get(type(obj))
             reduced = reduce(obj) if reduce is not None else obj.__reduce_ex__(5)

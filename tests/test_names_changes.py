@@ -255,6 +255,67 @@ def test_what_functions_fill_comes_back_though_the_cell_does_not_name_it(noteboo
     assert 3.0 in [*notebook.user_ns["history"], *notebook.user_ns["kept"], *notebook.user_ns["stats"].values()]
 
 
+KEEPS = """
+import functools
+def make():
+    n = 0
+    def count():
+        nonlocal n
+        n += 1
+        return n
+    return count
+def default(seen=[]):
+    seen.append(1)
+    return len(seen)
+def counted(function):
+    @functools.wraps(function)
+    def calls():
+        calls.count = 1 + getattr(calls, "count", 0)
+        return function()
+    return calls
+class Log:
+    n = 0
+    def add(self, by=1):
+        self.n += by
+        return self.n
+"""
+KEEPING = {
+    "a name of the function around it": "make()",
+    "a default": "default",
+    "an attribute": "counted(lambda: x.count)",
+    "the function that it is around": "counted(make())",
+    "an object of a partial": "functools.partial(Log().add, 1)",
+    "an object of a method": "Log().add",
+}
+
+
+@pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING)
+def test_what_a_function_keeps_from_call_to_call_is_sent_anew_and_told_of(notebook, make):
+    notebook.here(f"{KEEPS}x = {make}")
+    notebook.cell("x")
+    notebook.here("y = x()")
+    assert notebook.cell("y = x()").altered == ["x"]
+    assert notebook.user_ns["y"] == 2
+    notebook.user_ns["x"] = notebook.fetch("x", 0)
+    assert notebook.user_ns["x"]() == 3
+
+
+def test_a_function_in_a_container_is_another_once_it_keeps_something_else(notebook):
+    notebook.here(f"{KEEPS}x = {{'count': make()}}")
+    notebook.cell("x")
+    notebook.here("x['count']()")
+    assert notebook.cell("y = x['count']()").bound == ["x", "y"]
+    assert notebook.user_ns["y"] == 2
+    assert notebook.user_ns["x"]["count"]() == 3
+
+
+def test_a_function_that_keeps_itself_is_sent_once(notebook):
+    notebook.here("def make():\n    def down(n): return n and down(n - 1)\n    return down\nx = make()")
+    notebook.cell("x(3)")
+    assert notebook.cell("y = x(3)").altered == []
+    assert notebook.sent == []
+
+
 @pytest.mark.parametrize("over", ["data", "Subset(data, [1, 0])", "ConcatDataset([Subset(data, [1, 0]), data])"])
 def test_a_data_set_that_is_changed_behind_its_loader_is_so_in_the_replicas(notebook, over):
     notebook.here(
