@@ -370,3 +370,20 @@ def test_a_network_on_the_meta_device_travels_as_it_is(notebook):
     notebook.here("with torch.device('meta'): other = nn.Linear(2, 1)")
     notebook.cell("meta = other.weight.is_meta")
     assert notebook.user_ns["meta"]
+
+
+@pytest.mark.parametrize("seen", ["1", "net, optimizer, around"])
+def test_a_network_that_a_cell_makes_a_part_of_a_new_one_stays_who_it_is_in_the_notebook(notebook, seen):
+    notebook.here(
+        "net = first = nn.Linear(2, 1)\naround = nn.ModuleDict({'net': net})\nweight = net.weight\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=1.0)"
+    )
+    notebook.cell(seen)
+    notebook.cell("new = nn.Sequential(net, nn.Linear(1, 1))\nwith torch.no_grad(): net.weight.fill_(3)")
+    notebook.here("ours = [net is one for one in (first, around['net'], new[0])]\nkept = net.weight is weight")
+    assert notebook.user_ns["ours"] == [True] * 3
+    assert notebook.user_ns["kept"]
+    assert notebook.user_ns["weight"].tolist() == [[3, 3]]
+    notebook.here("net(torch.ones(1, 2)).sum().backward()\noptimizer.step()")
+    notebook.cell("seen = new[0].weight.tolist(), net is new[0]")
+    assert notebook.user_ns["seen"] == ([[2, 2]], True)

@@ -647,9 +647,13 @@ class Names:
         return first
 
     def _graft(self, exports: Exports, arrivals: Arrivals) -> None:
-        """Networks that are here and have other parts since stay who they are: others here may have them."""
+        """Networks that are here and have other parts since, or are parts of a new one, stay who they are.
+
+        Others here may have them: optimizers, objects, other networks.
+        """
+        here = {id(part) for handle, part in arrivals.handles.items() if self.mirrors.find(handle) is not None}
         for handle, module in exports.modules.items():
-            if self.mirrors.find(handle) is not None:
+            if any(id(part) in here for part in module.modules()):
                 exports.modules[handle] = self.mirrors.graft(module, arrivals)
 
     def _absorb_modules(self, opened: dict[int, Exports], owner: int) -> None:
