@@ -525,6 +525,13 @@ def graft(new: nn.Module, here: Callable[[nn.Module], nn.Module | None]) -> dict
         return result
 
     with torch.no_grad():
+        # First those of what is here: a part that is new may share one (`head.weight = embedding.weight`).
+        for value in new.modules():
+            own = here(value)
+            if type(own) is type(value):
+                for kind in ("_parameters", "_buffers"):
+                    for name, held in vars(value)[kind].items():
+                        tensor(vars(own)[kind].get(name), held)
         part(None, new)
     return became
 

@@ -387,3 +387,10 @@ def test_a_network_that_a_cell_makes_a_part_of_a_new_one_stays_who_it_is_in_the_
     notebook.here("net(torch.ones(1, 2)).sum().backward()\noptimizer.step()")
     notebook.cell("seen = new[0].weight.tolist(), net is new[0]")
     assert notebook.user_ns["seen"] == ([[2, 2]], True)
+
+
+def test_a_weight_that_a_new_network_shares_with_one_of_the_notebooks_stays_what_it_is(notebook):
+    notebook.here("net = nn.Linear(2, 2)\nweight = net.weight")
+    notebook.cell("new = nn.Sequential(nn.Linear(2, 2), net)\nnew[0].weight = net.weight")
+    notebook.here("same = weight is net.weight is new[0].weight")
+    assert notebook.user_ns["same"]
