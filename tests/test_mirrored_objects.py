@@ -445,6 +445,58 @@ def test_a_scheduler_may_be_stepped_on_either_side_and_stands_alike_on_both(two,
         assert optimizer.param_groups[0]["lr"] == own.param_groups[0]["lr"]
 
 
+class Held:
+    """An object that has others."""
+
+
+def alone(scheduler: Any) -> Any:
+    return scheduler
+
+
+def in_a_list(scheduler: Any) -> Any:
+    return [scheduler]
+
+
+@pytest.mark.parametrize("captured", [alone, in_a_list])
+@pytest.mark.parametrize("make", [SCHEDULERS["steps"], SCHEDULERS["in turns"], SCHEDULERS["a plateau"]])
+def test_a_scheduler_that_the_replicas_get_first_is_that_of_the_optimizer_they_get_later(two, make, captured):
+    with two.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        scheduler = make(optimizer)
+    given = captured(scheduler)
+    two.run(lambda: bool(given))
+
+    def halve() -> None:
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    two.run(halve)
+    assert two.run(lambda: scheduler.optimizer is optimizer and scheduler.optimizer.param_groups[0]["lr"] == 0.5)
+    assert scheduler.optimizer is optimizer
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_what_is_mirrored_inside_a_mirrored_object_is_the_same_there_as_by_itself(two):
+    with two.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        seen = mnb.Variable(0.0, trainable=False)
+    trainer = Held()
+    trainer.model, trainer.optimizer, trainer.seen = model, optimizer, seen
+    two.mirror(trainer)
+
+    def write() -> None:
+        trainer.model.weight.data.fill_(3.0)
+        trainer.optimizer.param_groups[0]["lr"] = 0.5
+        trainer.seen.assign(1.0)
+
+    two.run(write)
+    assert model.weight.tolist() == [[3.0, 3.0]]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert seen == 1.0
+    assert two.run(lambda: trainer.model is model and trainer.optimizer is optimizer and trainer.seen is seen)
+
+
 def test_a_scheduler_whose_state_is_no_plain_value_is_left_to_the_replicas(two):
     class Odd(lr_scheduler.StepLR):
         def state_dict(self) -> Any:

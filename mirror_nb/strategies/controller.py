@@ -354,8 +354,7 @@ class ControllerPlace(Place):
         """Send objects that the replicas lack."""
         if not wanted:
             return
-        objects, networks = self._references.whole(wanted)
-        packed = self._references.packed(objects)
+        packed, objects, networks = self._references.packed(wanted)
         self._request(Mirror(packed.payload), packed)
         for obj in objects.values():
             if isinstance(obj, Variable):

@@ -137,9 +137,19 @@ class References:
         objects.update((self.objects.add(v), v) for v in held if not self.objects.is_sent(v))
         return objects, modules
 
-    def packed(self, objects: dict[str, Any]) -> Packed:
-        """Return them in one pickle, since an optimizer keeps the parameters of its network."""
-        return pack(objects, reference=self._sent_reference(objects), handle=self.mirrors.handle)
+    def packed(self, wanted: list[Any]) -> tuple[Packed, dict[str, Any], list[nn.Module]]:
+        """Return what is wanted in one pickle, since an optimizer keeps the parameters of its network; and `whole`.
+
+        So do the optimizer of a scheduler, and what else is mirrored and inside: else the replicas had two of it.
+        """
+        while True:
+            objects, networks = self.whole(wanted)
+            inside: dict[int, Any] = {}
+            packed = pack(objects, reference=self._sent_reference(objects, inside), handle=self.mirrors.handle)
+            if not inside:
+                return packed, objects, networks
+            packed.close()
+            wanted = [*wanted, *inside.values()]
 
     def sent(self, objects: dict[str, Any], networks: list[nn.Module]) -> None:
         """The replicas have these now."""
@@ -192,7 +202,8 @@ class References:
         parents = [m for m in modules if m is not module and any(part is module for part in m.children())]
         return self._root(parents[0]) if parents else module
 
-    def _sent_reference(self, new: dict[str, Any]) -> Callable[[object], Any]:
+    def _sent_reference(self, new: dict[str, Any], inside: dict[int, Any]) -> Callable[[object], Any]:
+        """For `pack`: a token for what the replicas have; what they lack that is not among `new` goes to `inside`."""
         coming = set(map(id, new.values()))
 
         def reference(obj: object) -> Any:
@@ -201,6 +212,8 @@ class References:
             token = self.mirrors.reference(obj)
             if token is None and self.objects.is_sent(obj) and not isinstance(obj, nn.Module):
                 return ("object", self.objects.handle(obj))
+            if token is None and self.objects.has(obj):
+                inside[id(obj)] = obj
             return token
 
         return reference
