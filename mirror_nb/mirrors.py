@@ -280,6 +280,16 @@ class Mirrors:
         moved = [tensor.is_meta for tensor in mark.tensors] != [tensor.is_meta for tensor in now.values()]
         return not same or mark.names != tuple(now) or moved
 
+    def outgrown(self, module: nn.Module) -> bool:
+        """Whether the other side has the network, but with other parts or tensors."""
+        return (self.find_handle(module) or "") in self._marks and self.known(module) is None
+
+    def outdate(self, handles: Iterable[str]) -> None:
+        """The other side has these networks with other parts or tensors, which are not here."""
+        for handle in handles:
+            if handle in self._marks:
+                self._marks[handle] = _Mark((), -1, (), (), [], [], [], [], {}, Attributes(()))
+
     def forget_replica(self, replica_id: int) -> None:
         """The replica is no more: what it told last of networks does not count."""
         for shares in self.statistics.values():

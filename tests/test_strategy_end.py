@@ -339,6 +339,49 @@ def test_what_a_survivor_has_counted_is_counted_once(two):
     assert [float(value) for value in total.values] == [100.0, 0.0]
 
 
+def append(model: nn.Sequential) -> None:
+    model.append(nn.Linear(2, 2))
+
+
+def append_inside(model: nn.Sequential) -> None:
+    inner: Any = model[1]
+    inner.append(nn.Linear(2, 2))
+
+
+def register(model: nn.Sequential) -> None:
+    model.register_buffer("scale", torch.tensor(2.0))
+
+
+def tie(model: nn.Sequential) -> None:
+    inner: Any = model[1]
+    inner[0].weight = model[0].weight
+
+
+def set_attribute(model: nn.Sequential) -> None:
+    model[0].temperature = 0.5
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("change", [append, append_inside, register, tie, set_attribute])
+def test_what_a_network_became_in_the_replicas_is_read_here_when_one_has_died_since(two, change, dies):
+    torch.manual_seed(0)
+    with two.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    two.run(lambda: change(model))
+    os.kill(two._place._ready().status()[dies].pid, signal.SIGKILL)
+    with contextlib.suppress(mnb.ReplicaDied):
+        two.run(int)
+
+    def told() -> Any:
+        held = {name: value.tolist() for name, value in model.state_dict().items()}
+        return held, [name for name, _ in model.named_parameters()], getattr(model[0], "temperature", None)
+
+    assert told() == two.run(told)
+    with torch.no_grad():
+        model[0].weight.fill_(3.0)
+    assert told() == two.run(told)
+
+
 def test_a_closed_strategy_looks_closed():
     with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         assert repr(strategy) == "<MirroredStrategy: cpu:0, cpu:1>"

@@ -481,7 +481,8 @@ class Namespace:
         while True:
             named = [(Begins(name), name, value) for name, value in mine.items()]
             try:
-                whole = (SearchPath(), named, Begins(""), handles, objects, tuple(self.objects.kept()), beside)
+                untold = [handle for handle, module in handles.items() if self.mirrors.outgrown(module)]
+                whole = (SearchPath(), named, Begins(""), handles, untold, objects, tuple(self.objects.kept()), beside)
                 return pack(whole, namespace=self.names), tuple(left)
             except TransferError:
                 tried = len(mine) + len(handles) + len(objects)
@@ -506,7 +507,7 @@ class Namespace:
 
         Raises NotRebuilt, with the name, where one of its names cannot be had here: nothing is taken over then.
         """
-        _, names, _, handles, objects, kept, beside = self.open(payload, slab, of_replica=True)
+        _, names, _, handles, untold, objects, kept, beside = self.open(payload, slab, of_replica=True)
         self.objects = Objects()
         for handle, obj in objects.items():
             (self.objects.keep if handle in kept else self.objects.give)(handle, obj)
@@ -515,6 +516,9 @@ class Namespace:
         for handle, module in handles.items():
             self.mirrors.learn(handle, module)
         self.mirrors.gave(handles.values())
+        # The controller may not have heard of all that these are by now: a call has no values read back.
+        self.mirrors.outdate(untold)
+        self.forget_told()
         return beside
 
     def _export(self, value: object, handle: str, fresh: Fresh, whole: bool) -> Export:
