@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -128,15 +128,15 @@ class Mirrors:
         if self._marks.pop(handle, None) is not None:
             self._gone.append(handle)
 
-    def graft(self, module: nn.Module, arrivals: Arrivals) -> nn.Module:
-        """Have a network that is here, and arrived anew since it has other parts, stay who it is; return that.
+    def graft(self, modules: Mapping[str, nn.Module], arrivals: Arrivals) -> dict[str, nn.Module]:
+        """Have networks that are here, and arrived anew since they have other parts, stay who they are; return those.
 
-        So do its parts that are here, and the tensors of these: others may have them.
+        So do their parts that are here, and the tensors of these: others may have them.
         """
         known = {id(part): self.find(handle) for handle, part in arrivals.handles.items()}
-        became = graft(module, lambda part: known.get(id(part)))
+        became = graft(modules.values(), lambda part: known.get(id(part)))
         arrivals.replace(became)
-        return became[id(module)]
+        return {handle: became[id(module)] for handle, module in modules.items()}
 
     def take(self, arrivals: Arrivals) -> None:
         """Remember every network of a payload that came with a handle."""
@@ -497,11 +497,13 @@ def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data = value.to(tensor.device, copy=True)
 
 
-def graft(new: nn.Module, here: Callable[[nn.Module], nn.Module | None]) -> dict[int, nn.Module]:
-    """Make the network that is here what `new` is, with its own parts and tensors; return what became of `new`'s.
+def graft(new: Iterable[nn.Module], here: Callable[[nn.Module], nn.Module | None]) -> dict[int, nn.Module]:
+    """Make the networks that are here what the `new` ones are, with their own parts and tensors.
 
-    `here` gives what stands for a part of `new` already, None: nothing does. The result is by the id of each part.
+    `here` gives what stands for a part of a new one already, None: nothing does. Returns what became of the new ones'
+    parts, by the id of each. All at once: they may share parts, or have exchanged some.
     """
+    new = list(new)
     became: dict[int, nn.Module] = {}
     tensors_of: dict[int, torch.Tensor] = {}
 
@@ -536,13 +538,14 @@ def graft(new: nn.Module, here: Callable[[nn.Module], nn.Module | None]) -> dict
 
     with torch.no_grad():
         # First those of what is here: a part that is new may share one (`head.weight = embedding.weight`).
-        for value in new.modules():
+        for value in (value for module in new for value in module.modules()):
             own = here(value)
             if type(own) is type(value):
                 for kind in ("_parameters", "_buffers"):
                     for name, held in vars(value)[kind].items():
                         tensor(vars(own)[kind].get(name), held)
-        part(None, new)
+        for module in new:
+            part(None, module)
     return became
 
 

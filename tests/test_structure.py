@@ -199,6 +199,40 @@ def test_what_a_call_makes_of_a_network_is_here(two, change):
     assert torch.equal(network(X), two.local_results(two.run(lambda: network(X).detach()))[0])
 
 
+def exchange(a: nn.ModuleDict, b: nn.ModuleDict) -> None:
+    a["head"], b["head"] = b["head"], a["head"]
+
+
+def share(a: nn.ModuleDict, b: nn.ModuleDict) -> None:
+    a["head"] = b["head"]
+
+
+def give_a_new_one(a: nn.ModuleDict, b: nn.ModuleDict) -> None:
+    a["head"] = b["head"] = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("change", [exchange, share, give_a_new_one])
+def test_networks_that_a_call_gives_each_others_parts_have_the_same_here(two, change):
+    def made() -> nn.ModuleDict:
+        return nn.ModuleDict({"head": nn.Linear(2, 2), "body": nn.Linear(2, 2)})
+
+    with two.scope():
+        a, b = made(), made()
+    heads = [a["head"], b["head"]]
+
+    def changed() -> tuple[torch.Tensor, ...]:
+        change(a, b)
+        return tuple(parameter.detach() for net in (a, b) for parameter in net.parameters())
+
+    there = [two.local_results(value)[0] for value in two.run(changed)]
+    assert all(map(torch.equal, there, [parameter for net in (a, b) for parameter in net.parameters()]))
+    assert (a["head"] is b["head"]) == (change is not exchange)
+    if change is not give_a_new_one:
+        assert b["head"] is (heads[0] if change is exchange else heads[1])
+    if change is exchange:
+        assert a["head"] is heads[1]
+
+
 def test_a_network_that_was_cut_up_costs_the_others_nothing(two):
     network, other = used(two, sequential), used(two, sequential)
     two.run(lambda: network.register_buffer("steps", torch.zeros(1)))
@@ -220,7 +254,7 @@ def test_graft_keeps_parts_tensors_and_what_is_tied():
     del new.two.bias
     one, weight = old.one, old.one.weight
     known = {id(new): old, id(new.one): old.one, id(new.two): old.two}
-    became = graft(new, lambda part: known.get(id(part)))
+    became = graft([new], lambda part: known.get(id(part)))
     assert became[id(new)] is old
     assert old.one is one
     assert old.one.weight is weight

@@ -652,9 +652,12 @@ class Names:
         Others here may have them: optimizers, objects, other networks.
         """
         here = {id(part) for handle, part in arrivals.handles.items() if self.mirrors.find(handle) is not None}
-        for handle, module in exports.modules.items():
-            if any(id(part) in here for part in module.modules()):
-                exports.modules[handle] = self.mirrors.graft(module, arrivals)
+        modules = {
+            handle: module
+            for handle, module in exports.modules.items()
+            if any(id(part) in here for part in module.modules())
+        }
+        exports.modules.update(self.mirrors.graft(modules, arrivals))
 
     def _absorb_modules(self, opened: dict[int, Exports], owner: int) -> None:
         if owner in opened:

@@ -410,8 +410,7 @@ class ControllerPlace(Place):
             states = {}
             for replica_id, (exports, arrivals) in report.unpacked(self._references.resolve).items():
                 states[replica_id] = exports.states
-                for handle, module in exports.modules.items():
-                    self._references.graft(handle, module, arrivals)
+                self._references.graft(exports.modules, arrivals)
             absorb_states(self._references.mirrors, states, 0)
             # Only now: after a read that was interrupted the next one has to ask again.
             self.stale = self._half_read = False

@@ -172,12 +172,13 @@ class References:
                     changed[handle] = values
         return changed
 
-    def graft(self, handle: str, module: nn.Module, arrivals: Arrivals) -> None:
-        """A call has given a network other parts, or other tensors: the one here gets them too."""
-        if self.mirrors.find(handle) is not None:
-            here = self.mirrors.graft(module, arrivals)
+    def graft(self, modules: dict[str, nn.Module], arrivals: Arrivals) -> None:
+        """A call has given networks other parts, or other tensors: those here get them too."""
+        known = {handle: module for handle, module in modules.items() if self.mirrors.find(handle) is not None}
+        if known:
+            here = self.mirrors.graft(known, arrivals)
             self.mirrors.take(arrivals)
-            for part in here.modules():
+            for part in (part for module in here.values() for part in module.modules()):
                 self.objects.add(part)
                 self.objects.mark_sent(part)
 
