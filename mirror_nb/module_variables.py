@@ -111,11 +111,16 @@ def _put(owner: Any, path: _Path, value: Any) -> None:
 
 
 def _variables(module: ModuleType) -> Iterator[tuple[_Path, Any]]:
-    """Yield the plain values that a module has, in objects and classes of its own too; none that are private."""
+    """Yield the plain values that a module has, in objects and classes of its own too, by path."""
     for path, held in _owners(module):
-        for name, value in list(held.items()):
-            if name[:1] != "_" and (copy := plain.copied(value)) is not plain.NOT_PLAIN:
-                yield (*path, name), copy
+        for name, value in _plain_in(held).items():
+            yield (*path, name), value
+
+
+def _plain_in(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of plain values; of none that are private."""
+    copies = {name: plain.copied(value) for name, value in list(held.items()) if name[:1] != "_"}
+    return {name: copy for name, copy in copies.items() if copy is not plain.NOT_PLAIN}
 
 
 def _owners(module: ModuleType) -> Iterator[tuple[_Path, Mapping[str, Any]]]:
@@ -159,8 +164,7 @@ class Signs:
         self._held: list[tuple[Mapping[str, Any], int, list[str], list[Any]]] = []
         for module in sources.users().values():
             for _, held in _owners(module):
-                copies = {n: plain.copied(value) for n, value in list(held.items()) if n[:1] != "_"}
-                known = {n: copy for n, copy in copies.items() if copy is not plain.NOT_PLAIN}
+                known = _plain_in(held)
                 self._held.append((held, len(held), list(known), list(known.values())))
         if sum(len(names) for _, _, names, _ in self._held) > WATCHED:
             self._held.clear()
