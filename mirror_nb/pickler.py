@@ -132,6 +132,14 @@ def dumps(obj: object) -> bytes:
     return file.getvalue()
 
 
+def travels_by_name(obj: type | types.FunctionType) -> bool:
+    """Whether a class or a function travels by its name: it is that of a module which is no notebook and no script."""
+    found: Any = sys.modules.get(obj.__module__) if obj.__module__ != "__main__" else None
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
 def module_by_name(module: types.ModuleType) -> tuple[Any, ...] | None:
     """Return how to import a module that is of a class of its own, `torch.ops` for instance; None: it has no name.
 

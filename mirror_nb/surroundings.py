@@ -196,7 +196,7 @@ def _set(name: str, value: Any) -> None:
 
 @final
 class Signs:
-    """Tells, in 4 µs, of what a program sets between two calls: all but loggers, ways to print and backends' flags.
+    """Tells, in some µs, of what a program sets between two calls: all but loggers, ways to print and backends' flags.
 
     `current` asks for everything, which takes 0.1 ms.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib.util
@@ -115,8 +116,14 @@ def started(mark: str) -> list[str]:
 
 def unused(files: list[Path]) -> list[Path]:
     """Return those that no process has mapped: what is in use is somebody else's, since ours have all ended."""
-    used = nanny.in_use() if files else set()
-    return [path for path in files if path.exists() and (path.stat().st_dev, path.stat().st_ino) not in used]
+    there = {}
+    for path in files:
+        # Others may remove theirs meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            there[path] = status.st_dev, status.st_ino
+    used = nanny.in_use() if there else set()
+    return [path for path, file in there.items() if file not in used and path.exists()]
 
 
 @pytest.fixture(autouse=True)

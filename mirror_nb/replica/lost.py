@@ -24,6 +24,7 @@ import torch
 
 from mirror_nb.compiled import compiled_from
 from mirror_nb.contents import digest
+from mirror_nb.pickler import travels_by_name
 
 _SKIPPED = (
     *(str, bytes, int, float, complex, bool, type(None), tuple, types.ModuleType, types.BuiltinFunctionType),
@@ -83,7 +84,7 @@ class Copies:
                 self._look(name, inner, depth + 1)
             return
         if isinstance(obj, type):
-            if _travels_by_name(obj):
+            if travels_by_name(obj):
                 return
         elif not given:
             # Its methods may count in its class.
@@ -135,14 +136,6 @@ def _of_itself(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     count = function.__code__.co_argcount
     yield from zip(function.__code__.co_varnames[count - len(defaults) : count], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
-
-
-def _travels_by_name(kind: type) -> bool:
-    """Whether a class is that of a module, which has it once; of others each call brings what the controller has."""
-    found: Any = sys.modules.get(kind.__module__)
-    for name in kind.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is kind
 
 
 def _arguments(function: Any, given: _Given) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dis
 import operator
-import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -20,7 +19,7 @@ from torch import nn
 from mirror_nb.compiled import compiled_from
 from mirror_nb.handles import referring
 from mirror_nb.payload import Payload
-from mirror_nb.pickler import global_names
+from mirror_nb.pickler import global_names, travels_by_name
 
 _UNCHANGING = (
     *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis)),
@@ -72,13 +71,13 @@ def _found(known: object) -> object:
 
 
 def _unchanging(obj: object) -> bool:
-    return isinstance(obj, (*_UNCHANGING, types.FunctionType)) or (isinstance(obj, type) and _imported(obj))
+    return isinstance(obj, (*_UNCHANGING, types.FunctionType)) or (isinstance(obj, type) and travels_by_name(obj))
 
 
 def _counts(obj: object) -> bool:
     """Whether it is a function that may bind what it captures to something else, or that has attributes."""
     obj = compiled_from(obj) or obj
-    if not isinstance(obj, types.FunctionType) or _imported(obj):
+    if not isinstance(obj, types.FunctionType) or travels_by_name(obj):
         return False
     if any(not name.startswith("_") for name in obj.__dict__):
         return True
@@ -98,14 +97,6 @@ def _binds(code: types.CodeType, names: frozenset[str]) -> bool:
 
 
 _rebinds: weakref.WeakKeyDictionary[types.CodeType, bool] = weakref.WeakKeyDictionary()
-
-
-def _imported(obj: type | types.FunctionType) -> bool:
-    """Whether a class or a function travels by its name: it is that of a module which is no notebook and no script."""
-    found: Any = sys.modules.get(obj.__module__) if obj.__module__ != "__main__" else None
-    for name in obj.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is obj
 
 
 def _is_plain(obj: object) -> bool:
