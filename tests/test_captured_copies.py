@@ -266,6 +266,36 @@ def test_a_module_made_outside_the_scope_may_be_used_but_not_trained(two):
         two.run(lambda: teacher(torch.ones(1, 2)).sum().backward())
 
 
+def test_a_module_made_outside_the_scope_around_a_mirrored_one_trains_it(two):
+    class Distance(nn.Module):
+        def __init__(self, network: nn.Module, *more: nn.Module) -> None:
+            super().__init__()
+            self.network, self.more = network, nn.Sequential(*more)
+
+        def forward(self, x):
+            return self.more(self.network(x)).abs().sum()
+
+    model = trained(two)
+    loss = Distance(model)
+    initial = model.weight.tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert two.run(lambda: loss(torch.ones(1, 2)).backward()) is None
+        two.run(lambda: loss.network.weight.detach().add_(1.0))
+        assert two.run(lambda: model.weight.grad.tolist()) in ([[1.0, 1.0]], [[-1.0, -1.0]])
+    assert model.weight.tolist() == [[value + 1.0 for value in initial[0]]]
+    more = Distance(model, nn.Linear(1, 1))
+    with pytest.raises(mnb.UsageError, match="got gradients"):
+        two.run(lambda: more(torch.ones(1, 2)).backward())
+
+
+def test_a_warning_names_the_part_of_a_network_made_outside_the_scope_that_a_call_changed(two):
+    teacher = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+    for _ in range(3):
+        with pytest.warns(UserWarning, match=r"changed `teacher\.1\.num_batches_tracked` in the replicas"):
+            two.run(lambda: teacher(torch.ones(2, 2)).shape)
+
+
 def test_what_is_created_while_a_strategy_is_set_is_mirrored_as_in_its_scope(two):
     before = nn.Module.__init__, torch.Generator
     mnb.experimental_set_strategy(two)

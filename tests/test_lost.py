@@ -158,6 +158,35 @@ def test_modes_of_modules_and_objects_that_do_not_tell_are_left_alone():
     assert copies.changed() == ("later",)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda net: net(torch.ones(2, 3)), "net.1.num_batches_tracked"),
+        (lambda net: net[0].weight.detach().zero_(), "net.0.weight"),
+        (lambda net: setattr(net[1], "running_mean", torch.ones(3)), "net.1.running_mean"),
+        (lambda net: setattr(net[1], "momentum", 0.5), "net.1.momentum"),
+        (lambda net: net.append(torch.nn.Linear(3, 3)), "net.2.weight"),
+    ],
+)
+def test_networks_are_told_by_the_names_of_their_parts(change, told):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    many = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(200)))
+
+    def step() -> None:
+        len(many)
+        with torch.no_grad():
+            change(net)
+
+    assert told in changes(step)
+
+
+def test_nothing_is_told_of_a_network_that_is_only_used():
+    """Nor of what it does not save: tables that it made for itself."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).eval()
+    net[0].register_buffer("table", torch.zeros(1), persistent=False)
+    assert changes(lambda: (net(torch.ones(2, 3)), net[0].table.add_(1))) == set()
+
+
 def test_a_function_of_a_module_is_not_asked_for_all_that_its_module_has():
     GLOBAL.clear()
     assert changes(appends) == set()

@@ -1,7 +1,7 @@
 """What a function captured or was given as copies, and which of them it changed: after the call that is gone.
 
-Looks at lists, dicts, sets and the attributes of objects, classes and functions, a few levels deep, and compares what
-they hold by identity; of tensors it compares how often they were written to. Knows no controller.
+Looks at lists, dicts, sets and the attributes of objects, classes and functions, a few levels deep, and at all parts
+of a module; compares what they hold by identity, and of tensors how often they were written to. Knows no controller.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _DEPTH, _NUMBER, _LENGTH = 3, 200, 1000
 # How deep is looked, at how many objects, and up to which length what a container holds is compared.
 _Given = tuple[Sequence[Any], Mapping[str, Any]]
 # Arguments, and those by name.
+_Stays = Callable[[object], bool]
 
 
 @final
@@ -46,15 +47,14 @@ class Copies:
     None of what is captured is looked at with `unchanging`: it has been seen that it holds nothing which could change.
     """
 
-    def __init__(
-        self, function: Any, stays: Callable[[object], bool], given: _Given = ((), {}), unchanging: bool = False
-    ) -> None:
+    def __init__(self, function: Any, stays: _Stays, given: _Given = ((), {}), unchanging: bool = False) -> None:
         self._captured = dict if unchanging else functools.partial(_captured, function)
         self._names = dict(self._captured())
         self._stays = stays
         self._seen: set[int] = set()
         self._held: list[tuple[str, Any, Any]] = []
         # Path, object, and what it held.
+        self._number = 0
         for name, obj in self._names.items():
             self._look(name, obj, 0)
         for name, obj in _arguments(function, given):
@@ -63,7 +63,7 @@ class Copies:
     def changed(self) -> tuple[str, ...]:
         """Return the paths of what holds something else now, as the function's code would name it."""
         bound = tuple(_others(self._names, dict(self._captured())))
-        return bound + tuple(path for before in self._held for path in _differences(*before))
+        return bound + tuple(path for before in self._held for path in _differences(*before, self._stays))
 
     def _look(self, path: str, obj: Any, depth: int, given: bool = False) -> None:
         if isinstance(obj, tuple) and not given and depth <= _DEPTH:
@@ -71,9 +71,11 @@ class Copies:
             for name, inner in _parts(path, obj):
                 if depth == 0 or not isinstance(inner, _ARRAYS):
                     self._look(name, inner, depth + 1)
-        if isinstance(obj, _SKIPPED) or id(obj) in self._seen or depth > _DEPTH or len(self._seen) > _NUMBER:
+        if isinstance(obj, _SKIPPED) or id(obj) in self._seen or depth > _DEPTH or self._number > _NUMBER:
             return
         self._seen.add(id(obj))
+        # Tensors are not counted: a network has many.
+        self._number += not isinstance(obj, torch.Tensor)
         if self._stays(obj):
             return
         if isinstance(obj, (types.FunctionType, types.MethodType, functools.partial)):
@@ -89,7 +91,7 @@ class Copies:
         elif not given:
             # Its methods may count in its class.
             self._look(type(obj).__name__, type(obj), depth + 1)
-        held = _content(obj)
+        held = _content(obj, self._stays)
         if held is None or (given and _is_batch(held)):
             return
         self._held.append((path, obj, held))
@@ -156,7 +158,7 @@ def _is_batch(held: Any) -> bool:
     return any(isinstance(value, _ARRAYS) for value in values)
 
 
-def _content(obj: Any) -> Any:
+def _content(obj: Any, stays: _Stays) -> Any:
     """Return a shallow copy of what an object holds, the length of what is long, None for what is not looked at.
 
     Of a tensor how often it was written to, of an array and of the state of random numbers a digest.
@@ -185,9 +187,21 @@ def _content(obj: Any) -> Any:
         return None
     if not isinstance(attributes, (dict, types.MappingProxyType)):
         return None
-    mode = ("training",) if isinstance(obj, torch.nn.Module) else ()
-    public = {name: value for name, value in attributes.items() if not name.startswith("_") and name not in mode}
-    return _Attributes(public)
+    if isinstance(obj, torch.nn.Module):
+        return _Attributes(_of_network(obj, stays))
+    return _Attributes({name: value for name, value in attributes.items() if not name.startswith("_")})
+
+
+def _of_network(network: torch.nn.Module, stays: _Stays) -> Iterator[tuple[str, Any]]:
+    """Yield what a network and those of its parts hold that are copies, but for their modes and what is not saved."""
+    for path, part in network.named_modules():
+        if stays(part):
+            continue
+        unsaved = part._non_persistent_buffers_set
+        tensors = ((name, tensor) for name, tensor in part._buffers.items() if name not in unsaved)
+        for name, value in itertools.chain(vars(part).items(), part._parameters.items(), tensors):
+            if not name.startswith("_") and name != "training":
+                yield f"{path}.{name}".lstrip("."), value
 
 
 class _Attributes(dict[str, Any]):
@@ -209,11 +223,11 @@ def _parts(path: str, held: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
     return zip(paths, held, strict=False)
 
 
-def _differences(path: str, obj: Any, before: Any) -> Iterator[str]:
+def _differences(path: str, obj: Any, before: Any, stays: _Stays) -> Iterator[str]:
     if isinstance(obj, types.FunctionType):
         yield from _others(before, dict(_captured(obj)))
         return
-    now = _content(obj)
+    now = _content(obj, stays)
     if isinstance(before, _Attributes) and isinstance(now, _Attributes):
         yield from (f"{path}.{name}" for name in _others(before, now))
     elif type(now) is not type(before) or not _same(now, before):

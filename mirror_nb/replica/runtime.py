@@ -421,7 +421,7 @@ class Replica:
                     # It works on a batch, as a cell that was handed one.
                     self.scope.start_running()
                 value = function(*args, **kwargs) if call.plain else self.invoke(function, args, kwargs)
-            _check_visitors([*visitors.modules, *more.modules])
+            _check_visitors([*visitors.modules, *more.modules], self.namespace.has)
             _check_unchanged(versions)
         except KeyboardInterrupt as error:
             # Where a loop of ours was interrupted tells the user nothing.
@@ -576,11 +576,11 @@ def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return function(*args, **kwargs)
 
 
-def _check_visitors(modules: list[nn.Module]) -> None:
-    """Refuse that a copy, which is gone after the call, was trained."""
+def _check_visitors(modules: list[nn.Module], stays: Callable[[object], bool]) -> None:
+    """Refuse that a copy, which is gone after the call, was trained; parts of it may be mirrored."""
     # Parts are complete before what they are parts of.
     for module in reversed(modules):
-        if any(parameter.grad is not None for parameter in module.parameters()):
+        if any(parameter.grad is not None and not stays(parameter) for parameter in module.parameters()):
             raise UsageError(
                 f"a {type(module).__name__} the function captured got gradients, but it is not mirrored: this was "
                 "a copy, and what it learns would be lost. Create it inside `with strategy.scope():`, or mirror it "
