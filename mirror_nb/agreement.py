@@ -77,20 +77,31 @@ class Agreement:
         for tracked in self._tracked.values():
             tracked.number = None
 
-    def agree(self, unknown: list[Tracked]) -> tuple[frozenset[int], frozenset[int]]:
-        """Number the parameters that someone used for the first time; returns the new numbers, the dead."""
+    def agree(self, unknown: list[Tracked], left: Iterable[Tracked]) -> tuple[frozenset[int], frozenset[int]]:
+        """Number the parameters that someone used for the first time; returns the new numbers, the dead.
+
+        Of those that are `left` of `no_sync` some may stay without a number: no other replica has them.
+        """
         self._drop_dead()
         dead = [number for number, agreed in enumerate(self.agreed) if agreed.parameter() is None]
         offer = Offer(
             tuple((*tracked.key, tuple(tracked.alive().shape), str(tracked.alive().dtype)) for tracked in unknown),
             dict(self._registered),
             frozenset(dead),
+            frozenset(tracked.key for tracked in left),
         )
         offers = _gather(offer, self.num_replicas)
         contested = {entry[0] for other in offers for entry in other.unknown if not made_alike(offers, entry[0])}
         there = _gather(self._values_of(contested), self.num_replicas) if contested else []
         mine = [keys[self.replica_id] for keys in match(offers, there)]
-        new = self._compare([self._tracked.get(key) for key in mine], [f"{name}" for name, _ in mine])
+        portraits = self._portraits(mine)
+        doubted = {key[0] for key, column in zip(mine, portraits, strict=True) if _differ(column)} - contested
+        if doubted:
+            # One may have got in a parcel what others made, and has it as a later one of that name.
+            there = _gather(self._values_of(contested | doubted), self.num_replicas)
+            mine = [keys[self.replica_id] for keys in match(offers, there, doubted)]
+            portraits = self._portraits(mine)
+        new = self._compare([self._tracked.get(key) for key in mine], [name for name, _ in mine], portraits)
         numbers = range(len(self.agreed), len(self.agreed) + len(new))
         for number, agreed in zip(numbers, new, strict=True):
             self.agreed.append(agreed)
@@ -98,19 +109,27 @@ class Agreement:
                 agreed.tracked.number = number
         return frozenset(numbers), frozenset.intersection(*(other.dead for other in offers))
 
-    def _compare(self, candidates: list[Tracked | None], names: list[str]) -> list[Agreed]:
-        """Raise where shapes differ; where values differ, take those of the first replica that has them."""
-        parameters = [None if tracked is None else tracked.parameter() for tracked in candidates]
+    def _portraits(self, keys: Iterable[tuple[str, int]]) -> list[tuple[Portrait | None, ...]]:
+        """Return what every replica has under its key of each parameter."""
+        held = (self._tracked.get(key) for key in keys)
+        parameters = [None if tracked is None else tracked.parameter() for tracked in held]
         portraits = [None if parameter is None else Portrait.of(parameter) for parameter in parameters]
+        return list(zip(*_gather(portraits, self.num_replicas), strict=True))
+
+    def _compare(
+        self,
+        candidates: list[Tracked | None],
+        names: list[str],
+        portraits: list[tuple[Portrait | None, ...]],
+    ) -> list[Agreed]:
+        """Raise where shapes differ; where values differ, take those of the first replica that has them."""
         differing: list[str] = []
         sources: set[int] = set()
         # Of them, who gave the values.
         assigned: list[str] = []
         # Variables that each replica assigns to by itself.
         agreed: list[Agreed] = []
-        for tracked, name, column in zip(
-            candidates, names, zip(*_gather(portraits, self.num_replicas), strict=True), strict=True
-        ):
+        for tracked, name, column in zip(candidates, names, portraits, strict=True):
             there = [(i, portrait) for i, portrait in enumerate(column) if portrait is not None]
             source, first = there[0]
             if any(portrait.form != first.form for _, portrait in there):
@@ -176,6 +195,10 @@ class Agreement:
             if agreed.tracked is not None and agreed.tracked.number is not None:
                 agreed.tracked.number = renamed[agreed.tracked.number]
         return renamed
+
+
+def _differ(column: Iterable[Portrait | None]) -> bool:
+    return len({(portrait.form, portrait.checksum) for portrait in column if portrait is not None}) > 1
 
 
 def _gather(value: Any, num_replicas: int) -> list[Any]:

@@ -248,7 +248,8 @@ class GradientSynchronizer:
     def accumulated(self, tracked: Tracked, parameter: nn.Parameter) -> None:
         """The gradient of `parameter` is in its ``.grad``, weighted."""
         if self.accumulating:
-            self._unreduced[tracked] = None
+            if tracked.number is not None or not tracked.alone:
+                self._unreduced[tracked] = None
             return
         round_ = self._round
         if round_ is None or round_.owner() is None:
@@ -374,8 +375,7 @@ class GradientSynchronizer:
             self._round = None
 
     def _finish(self, round_: Round) -> None:
-        if not round_.given_up:
-            self._mark_unreduced(round_)
+        left = [] if round_.given_up else self._mark_unreduced(round_)
         received = self._launch_rest(round_)
         round_.wait()
         tail = Tail.read(received.tolist(), len(self._agreement.agreed))
@@ -392,7 +392,9 @@ class GradientSynchronizer:
         new: frozenset[int] = frozenset()
         dead: frozenset[int] = frozenset()
         if tail.unknown:
-            new, dead = self._agreement.agree(round_.unknown)
+            new, dead = self._agreement.agree(round_.unknown, left)
+            for tracked in left:
+                tracked.alone = tracked.number is None
         used = tail.used | new
         sparse = [number for number in sorted(used) if self._agreement.agreed[number].sparse]
         late = used - round_.plan.numbers - set(sparse)
@@ -417,11 +419,14 @@ class GradientSynchronizer:
             if isinstance(hook, Deferred):
                 hook.hook(parameter)
 
-    def _mark_unreduced(self, round_: Round) -> None:
+    def _mark_unreduced(self, round_: Round) -> list[Tracked]:
+        """Have what was accumulated in `no_sync` take part; return what of that is not agreed on."""
+        unknown = len(round_.unknown)
         for tracked in list(self._unreduced):
             parameter = tracked.parameter()
             if parameter is not None and parameter.grad is not None and tracked.round is not round_:
                 self._mark(round_, tracked, parameter)
+        return round_.unknown[unknown:]
 
     def _tail_length(self) -> int:
         return Tail.length(len(self._agreement.agreed), self.num_replicas)

@@ -5,7 +5,7 @@ Knows what replicas tell each other of parameters. Knows nothing of gradients, n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -23,10 +23,19 @@ class Offer:
     unknown: tuple[tuple[str, int, tuple[int, ...], str], ...]  # name, ordinal, shape, dtype; in the order of use
     registered: dict[str, int]  # how many parameters of each name it ever tracked
     dead: frozenset[int]  # agreed numbers whose parameters are gone here
+    left: frozenset[tuple[str, int]] = frozenset()  # of the unknown, what `no_sync` alone accumulated: name, ordinal
+
+    def used(self, group: Group, left: bool = True) -> list[int]:
+        """Return the ordinals of what is unknown of a group, in the order of use; without what is `left` for False."""
+        found = (entry for entry in self.unknown if (entry[0], *entry[2:]) == group)
+        return [entry[1] for entry in found if left or entry[:2] not in self.left]
 
 
-# By name, shape and dtype, then by checksum: the ordinals of the parameters that one replica has.
-Values = dict[tuple[str, tuple[int, ...], str], dict[int, list[int]]]
+Group = tuple[str, tuple[int, ...], str]
+# Name, shape, dtype.
+
+# By group, then by checksum: the ordinals of the parameters that one replica has.
+Values = dict[Group, dict[int, list[int]]]
 
 
 def made_alike(offers: Sequence[Offer], name: str) -> bool:
@@ -34,34 +43,49 @@ def made_alike(offers: Sequence[Offer], name: str) -> bool:
     return len({offer.registered.get(name, 0) for offer in offers}) == 1
 
 
-def match(offers: Sequence[Offer], values: Sequence[Values] = ()) -> list[tuple[tuple[str, int], ...]]:
+def match(
+    offers: Sequence[Offer], values: Sequence[Values] = (), doubted: Collection[str] = ()
+) -> list[tuple[tuple[str, int], ...]]:
     """For each parameter that is offered, its key (name, ordinal) on every replica; replica 0's order first.
 
-    The same ordinal is the same parameter where all replicas made equally many of that name. Where one made
-    more (a module for itself) or fewer (a new process), those of equal `values` are matched if all that are
-    used have their like on every replica. Else they are matched in order if all used equally many; else
-    UsageError.
+    The same ordinal is the same parameter where all replicas made equally many of that name; of `doubted` names only
+    where `values` do not tell better: a replica may have got some later than the others. Where one made more (a module
+    for itself) or fewer (a new process), those of equal `values` are matched if all that are used have their like on
+    every replica. Else they are matched in order if all used equally many. Else those that are left of `no_sync` are
+    nobody else's: they have no key, the others are matched, and UsageError says of which that is impossible.
     """
     matched: dict[tuple[Any, ...], tuple[tuple[str, int], ...]] = {}
-    contested: dict[tuple[str, tuple[int, ...], str], None] = {}
+    contested: dict[Group, None] = {}
     for offer in offers:
         for name, ordinal, shape, dtype in offer.unknown:
-            if made_alike(offers, name):
+            if made_alike(offers, name) and name not in doubted:
                 matched.setdefault((name, ordinal), ((name, ordinal),) * len(offers))
             else:
                 contested[name, shape, dtype] = None
-    for name, shape, dtype in contested:
-        used = [
-            [entry[1] for entry in offer.unknown if (entry[0], *entry[2:]) == (name, shape, dtype)] for offer in offers
-        ]
-        columns = _by_value(used, [there.get((name, shape, dtype), {}) for there in values])
-        if columns is None:
-            if len({len(ordinals) for ordinals in used}) > 1:
+    for group in contested:
+        name, shape, _ = group
+        there = [of_replica.get(group, {}) for of_replica in values]
+        if made_alike(offers, name):
+            columns = _by_value([offer.used(group) for offer in offers], there)
+            if columns is None:
+                columns = [(ordinal,) * len(offers) for offer in offers for ordinal in offer.used(group)]
+        else:
+            columns = _columns([offer.used(group) for offer in offers], there)
+            if columns is None:
+                columns = _columns([offer.used(group, left=False) for offer in offers], there)
+            if columns is None:
                 raise UsageError(_mismatch(name, shape, [offer.registered.get(name, 0) for offer in offers]))
-            columns = list(zip(*map(sorted, used), strict=True))
         for column in columns:
             matched[name, *column] = tuple((name, ordinal) for ordinal in column)
     return list(matched.values())
+
+
+def _columns(used: list[list[int]], values: list[dict[int, list[int]]]) -> list[tuple[int, ...]] | None:
+    """Return the ordinals by replica of every parameter that is used; None where it is not clear which is which."""
+    columns = _by_value(used, values)
+    if columns is None and len({len(ordinals) for ordinals in used}) == 1:
+        columns = list(zip(*map(sorted, used), strict=True))
+    return columns
 
 
 def _by_value(used: list[list[int]], values: list[dict[int, list[int]]]) -> list[tuple[int, ...]] | None:

@@ -35,7 +35,7 @@ class Synchronizer(Protocol):
 class Tracked:
     """One parameter's two hooks, and what is known of it on this replica."""
 
-    __slots__ = ("aside", "name", "number", "ordinal", "owner", "parameter", "round", "synchronizer")
+    __slots__ = ("alone", "aside", "name", "number", "ordinal", "owner", "parameter", "round", "synchronizer")
 
     def __init__(self, synchronizer: Synchronizer, parameter: nn.Parameter, name: str, ordinal: int) -> None:
         self.synchronizer = synchronizer
@@ -44,6 +44,8 @@ class Tracked:
         self.ordinal = ordinal
         self.number: int | None = None
         # Its place among what is agreed, the same on all replicas.
+        self.alone = False
+        # No other replica had it when its gradients of `no_sync` were to be reduced. Until it has a number.
         self.owner: Callable[[], object | None] | None = None
         self.aside: Tensor | None = None
         self.round: object = None

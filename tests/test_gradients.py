@@ -100,6 +100,27 @@ def accumulation_of_what_the_last_pass_leaves_out(r: Replica) -> list[Tensor]:
     return values(model, extra)
 
 
+def one_replicas_own_network_in_no_sync(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = nn.Linear(6, 3) if r.id == r.n - 1 else None
+    for i, (x, y) in enumerate(batches()):
+        x, y = r.share(x, y)
+        if probe is not None:
+            with r.gradients.no_sync():
+                F.mse_loss(probe(x), y).backward()
+            own = probe.weight.grad.clone()
+        F.mse_loss(model(x), y).backward()
+        if probe is not None:
+            assert torch.equal(probe.weight.grad, own)
+            if i % 2:
+                probe.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
 def clipping(r: Replica) -> list[Tensor]:
     torch.manual_seed(0)
     model = network()
@@ -376,6 +397,7 @@ RECIPES = [
     gradients_that_are_never_cleared,
     accumulation,
     accumulation_of_what_the_last_pass_leaves_out,
+    one_replicas_own_network_in_no_sync,
     clipping,
     steps_within_the_backward_pass,
     shared_weights,
@@ -747,13 +769,32 @@ def test_different_initial_values_give_way_to_replica_0s_and_are_named(two: Crew
     assert unsaid == []
 
 
+@pytest.mark.parametrize("widths", [(2, 2), (2, 3)], ids=["of one shape", "of two shapes"])
+def test_modules_that_replicas_got_in_another_order_are_known_by_their_values(
+    two: Crew, widths: tuple[int, int]
+) -> None:
+    def look(r: Replica) -> None:
+        with r.scope, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            modules = {}
+            for width, seed in zip(widths[:: 1 - 2 * r.id], (0, 1)[:: 1 - 2 * r.id], strict=True):
+                torch.manual_seed(seed)
+                modules[seed] = nn.Bilinear(2, 2, width, bias=False)
+            before = modules[0].weight.detach().clone()
+            modules[0](torch.ones(1, 2), torch.full((1, 2), r.id + 1.0)).sum().backward()
+            assert torch.equal(modules[0].weight, before)
+            torch.testing.assert_close(modules[0].weight.grad, torch.full((2, 2, 2), 1.5))
+            assert modules[1].weight.grad is None
+
+    two.run(look)
+
+
 def test_who_gave_the_values_is_told_where_replica_0_has_no_such_parameter(monkeypatch) -> None:
     ones, twos = (Portrait.of(nn.Parameter(torch.full((2,), value))) for value in (1.0, 2.0))
-    monkeypatch.setattr(agreement, "_gather", lambda mine, n: [mine, [ones] * 7, [twos] * 7])
     monkeypatch.setattr(Agreed, "take_values", lambda agreed, source, replica_id: None)
     told = "in a, b, c, d, e and 2 more parameters; replica 1's were taken. "
     with pytest.warns(UserWarning, match=told):
-        agreement.Agreement(0, 3)._compare([None] * 7, list("abcdefg"))
+        agreement.Agreement(0, 3)._compare([None] * 7, list("abcdefg"), [(None, ones, twos)] * 7)
 
 
 def test_a_module_that_only_one_replica_trains_is_named_on_all(two: Crew) -> None:

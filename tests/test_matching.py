@@ -8,8 +8,9 @@ from mirror_nb.errors import UsageError
 from mirror_nb.matching import Offer, match
 
 
-def offer(*used: tuple[str, int], **registered: int) -> Offer:
-    return Offer(tuple((name, ordinal, (2,), "f") for name, ordinal in used), registered, frozenset())
+def offer(*used: tuple[str, int], left: tuple[tuple[str, int], ...] = (), **registered: int) -> Offer:
+    unknown = tuple((name, ordinal, (2,), "f") for name, ordinal in (*used, *left))
+    return Offer(unknown, registered, frozenset(), frozenset(left))
 
 
 def test_parameters_match_by_their_order_of_creation() -> None:
@@ -50,3 +51,21 @@ def test_a_module_that_only_one_replica_made_is_not_taken_for_the_one_with_its_v
 def test_different_numbers_of_used_parameters_are_an_error() -> None:
     with pytest.raises(UsageError, match="2 on replica 0, 1 on replica 1"):
         match([offer(("a", 0), ("a", 1), a=2), offer(("a", 0), a=1)])
+
+
+def test_what_is_left_of_no_sync_is_nobody_elses_where_another_replica_lacks_it() -> None:
+    own, shared = {("a", (2,), "f"): {7: [0], 8: [1]}}, {("a", (2,), "f"): {7: [0]}}
+    assert match([offer(("a", 0), left=(("a", 1),), a=2), offer(("a", 0), a=1)]) == [(("a", 0), ("a", 0))]
+    assert match([offer(left=(("a", 1),), a=2), offer(a=1)], [own, shared]) == []
+    # Where all have it it is theirs.
+    assert match([offer(left=(("a", 2),), a=3), offer(left=(("a", 0),), a=1)]) == [(("a", 2), ("a", 0))]
+    with pytest.raises(UsageError, match="2 on replica 0, 1 on replica 1"):
+        match([offer(("a", 0), ("a", 1), left=(("a", 2),), a=2), offer(("a", 0), a=1)])
+
+
+def test_doubted_names_go_by_values_where_these_tell() -> None:
+    offers = [offer(("a", 1), a=3), offer(("a", 2), a=3)]
+    values = [{("a", (2,), "f"): {7: [1], 8: [2]}}, {("a", (2,), "f"): {7: [2], 8: [1]}}]
+    assert match(offers, values, {"a"}) == [(("a", 1), ("a", 2))]
+    unlike = [{("a", (2,), "f"): {7: [1], 8: [2]}}, {("a", (2,), "f"): {9: [1], 5: [2]}}]
+    assert match(offers, unlike, {"a"}) == [(("a", 1), ("a", 1)), (("a", 2), ("a", 2))]

@@ -46,6 +46,30 @@ def test_a_network_made_here_is_trained_there_and_keeps_its_identity(notebook):
     assert len(notebook.scopes[0].adopted) > 0
 
 
+@pytest.mark.parametrize("replica_id", [0, 1])
+def test_what_one_replica_alone_has_made_the_others_get_once_a_cell_names_it(notebook, replica_id):
+    notebook.cell(
+        f"import torch\nfrom torch import nn\nif replica_id == {replica_id}:\n"
+        "    net, held = nn.Linear(2, 1), [nn.Linear(1, 1)]\n    optimizer = torch.optim.SGD(net.parameters(), 0.1)"
+    )
+    if replica_id:
+        # As of all that the first has not.
+        assert all(isinstance(notebook.user_ns[name], Remote) for name in ("net", "held", "optimizer"))
+        for name in ("net", "held", "optimizer"):
+            notebook.user_ns[name] = notebook.user_ns[name].fetch()
+    net = notebook.user_ns["net"]
+    notebook.cell("net, held, optimizer")
+    assert weights(notebook) == weights(notebook, 0) == weights(notebook, 1)
+    notebook.cell("with torch.no_grad(): [p.add_(1) for p in net.parameters()], held[0].weight.zero_()")
+    assert notebook.user_ns["net"] is net
+    assert weights(notebook) == weights(notebook, 0) == weights(notebook, 1)
+    for replica in (0, 1):
+        assert (
+            notebook.there("optimizer", replica).param_groups[0]["params"][0] is notebook.there("net", replica).weight
+        )
+        assert notebook.there("held", replica)[0].weight.item() == 0
+
+
 def test_values_that_a_cell_only_permutes_come_back(notebook):
     notebook.here("net = nn.Linear(4, 1, bias=False)")
     notebook.cell("net")

@@ -216,7 +216,8 @@ class Lent:
             except ReplicaDied:
                 if attempt + 1 == READS:
                     raise
-        # All that had it died: there is none but the one here.
+        # All that had it died: there is none but the one here, which is not to be asked for in turn.
+        self._states.have(optimizer)
         return optimizer.state_dict()["state"]
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:

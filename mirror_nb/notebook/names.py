@@ -663,7 +663,8 @@ class Names:
         if owner in opened:
             for handle, module in opened[owner].modules.items():
                 self.mirrors.learn(handle, module)
-                self._hold(handle, opened)
+                # All that have it tell something of it.
+                self._hold(handle, [r for r, exports in opened.items() if handle in exports.states])
                 torchmetrics_objects.watch(module, self._ask)
         absorb_states(self.mirrors, {r: exports.states for r, exports in opened.items()}, owner)
 
