@@ -334,6 +334,7 @@ def test_an_iterator_gives_the_next_batch_or_none_and_knows_the_spec(in_a_replic
     while (batch := iterator.get_next_as_optional()).has_value():
         given.append(parts(batch.get_value()))
     assert given == ([[[0, 1]], [[3]]] if in_a_replica else [[[0, 1], [2]], [[3], [4]]])
+    assert batch.element_spec == dataset.element_spec
     with pytest.raises(UsageError, match="no next batch"):
         batch.get_value()
     with pytest.raises(StopIteration):
@@ -437,8 +438,9 @@ def test_input_of_the_controller_that_a_replica_function_captured_is_a_value_err
     arrived = pickle.loads(pickle.dumps(dataset if captured == "dataset" else iter(dataset)))
     with pytest.raises(ValueError, match=GOLDEN_NEXT):
         next(arrived)
-    with pytest.raises(ValueError, match=GOLDEN_NEXT):
-        iter(arrived)
+    for call in (iter, lambda it: it.get_next(), lambda it: it.get_next_as_optional()):
+        with pytest.raises(ValueError, match=GOLDEN_NEXT):
+            call(arrived)
     assert "of another process" in repr(arrived)
     with pytest.raises(UsageError, match=r"In a mirrored cell distribute what it was made of"):
         Replicas(2).run(lambda own: ReplicaDataset.of(arrived, own))

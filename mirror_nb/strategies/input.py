@@ -16,7 +16,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Never, Self, cast, final
 
 import numpy as np
@@ -212,7 +212,7 @@ class DistributedIterator(Underway):
 
     def get_next_as_optional(self) -> OptionalBatch:
         """Return the next batch in an OptionalBatch, which is empty after the last one."""
-        return OptionalBatch(tuple(itertools.islice(self, 1)))
+        return OptionalBatch(tuple(itertools.islice(self, 1)), self._spec)
 
     def __reduce__(self) -> Any:
         return (_InController, ())
@@ -224,6 +224,12 @@ class OptionalBatch:
     """A batch, or nothing where there are no more. Source: tf.experimental.Optional."""
 
     _batch: tuple[Any, ...]
+    _spec: Callable[[], Any] = field(repr=False)
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of a batch, as the dataset's `element_spec`."""
+        return self._spec()
 
     def has_value(self) -> bool:
         """Whether there was a batch."""
@@ -256,8 +262,7 @@ class _InController:
     def __iter__(self) -> Never:
         raise _of_the_controller()
 
-    def __next__(self) -> Never:
-        raise _of_the_controller()
+    __next__ = get_next = get_next_as_optional = __iter__
 
     def __repr__(self) -> str:
         return "<a distributed dataset of another process, or an iterator of one>"
