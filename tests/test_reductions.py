@@ -243,6 +243,12 @@ def test_the_leaves_of_a_class_registered_without_names_for_its_members_are_numb
     assert (back["a"], back["b"].loss, back["b"].logits) == (0, 10, {"z": 20, "a": [30]})
 
 
+def test_the_structure_of_a_class_that_shows_nothing_but_its_address_is_the_same_on_all_replicas():
+    # Replicas compare these words: all_reduce of such an object was an error.
+    assert structure(Output(1, {"z": 2, "a": [3]})) == "Output(*, {'a': [*], 'z': *})"
+    assert structure({"b": Pt(Output(1, 2), (None,))}) == "{'b': Pt(x=Output(*, *), y=(*,))}"
+
+
 @pytest.mark.parametrize(
     "nest",
     [[1, (2, {"b": 3, "a": 4})], Pt(1, [2]), OrderedDict(b=1, a=()), {}, 5, PerReplica([1]), defaultdict(int, x=1)],

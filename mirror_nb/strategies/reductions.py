@@ -325,13 +325,22 @@ def local_parts(nest: Any, num_replicas: int) -> tuple[Any, ...]:
 
 def structure(nest: Any) -> str:
     """Return a nest in words, its leaves left out: {'loss': *, 'logits': [*, *]}. Keys are sorted."""
-    return repr(_sorted(pytree.tree_map(lambda leaf: _STAR, nest)))
+    return repr(_in_words(nest))
 
 
-def _sorted(nest: Any) -> Any:
+def _in_words(nest: Any) -> Any:
     if type(nest) is dict:
-        return {key: _sorted(nest[key]) for key in sorted(nest, key=repr)}
-    return type(nest)(map(_sorted, nest)) if type(nest) in (list, tuple) else nest
+        return {key: _in_words(nest[key]) for key in sorted(nest, key=repr)}
+    if type(nest) in (list, tuple):
+        return type(nest)(map(_in_words, nest))
+    children, spec = _children(nest)
+    if spec is None:
+        return _Word("*")
+    members = list(map(_in_words, children))
+    if type(nest).__repr__ is object.__repr__:
+        # Its address would differ between replicas.
+        return _Word(f"{type(nest).__qualname__}({', '.join(map(repr, members))})")
+    return pytree.tree_unflatten(members, spec)
 
 
 def in_order(
@@ -453,12 +462,14 @@ def _alike_for(texts: Sequence[str]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
-class _Star:
+class _Word:
+    """What stands in a structure for what has been left out."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
     def __repr__(self) -> str:
-        return "*"
-
-
-_STAR = _Star()
+        return self._text
 
 
 def _short(value: Any) -> str:
