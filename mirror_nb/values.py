@@ -36,6 +36,15 @@ class ReduceOp(enum.Enum):
             raise UsageError(f"`{argument}` is {op!r}; it must be ReduceOp.SUM or ReduceOp.MEAN")
         return ReduceOp[name]
 
+    @staticmethod
+    def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
+        """Return the op that a Variable's aggregation is. Raises UsageError for those that reduce nothing."""
+        if aggregation is VariableAggregation.SUM or aggregation is VariableAggregation.MEAN:
+            return ReduceOp[aggregation.value]
+        raise UsageError(
+            f"could not convert {aggregation!r} to a ReduceOp: of a Variable's aggregations SUM and MEAN alone are one"
+        )
+
 
 _BY_NAME: dict[object, ReduceOp] = {
     name: op for op in ReduceOp for name in (op, op.value, op.value.lower(), op.value.capitalize())

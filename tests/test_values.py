@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from mirror_nb import DistributedValues, PerReplica, Remote, ReplicaError, UsageError
+from mirror_nb import DistributedValues, PerReplica, ReduceOp, Remote, ReplicaError, UsageError, VariableAggregation
 from mirror_nb.values import merged, same
 
 
@@ -217,3 +217,12 @@ def test_a_per_replica_is_a_key_and_is_found_where_it_is():
 def test_a_replica_that_is_not_there_has_no_value():
     with pytest.raises(IndexError, match=r"a value \(here int\) from each of 2 replicas: none at 9"):
         PerReplica([1, 2])[9]
+
+
+def test_a_variables_aggregation_is_a_reduction_where_it_sums_or_averages():
+    convert = ReduceOp.from_variable_aggregation
+    assert convert(VariableAggregation.SUM) is ReduceOp.SUM
+    assert convert(VariableAggregation.MEAN) is ReduceOp.MEAN
+    for other in (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA):
+        with pytest.raises(ValueError, match=f"could not convert .*{other.name}.* to a ReduceOp"):
+            convert(other)
