@@ -336,8 +336,8 @@ def _in_words(nest: Any) -> Any:
     children, spec = _children(nest)
     if spec is None:
         return _Word("*")
-    members = list(map(_in_words, children))
-    if type(nest).__repr__ is object.__repr__:
+    members, shown_by = list(map(_in_words, children)), getattr(type(nest), "__repr__", None)
+    if shown_by is object.__repr__:
         # Its address would differ between replicas.
         return _Word(f"{type(nest).__qualname__}({', '.join(map(repr, members))})")
     return pytree.tree_unflatten(members, spec)
