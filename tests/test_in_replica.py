@@ -69,13 +69,29 @@ def test_what_belongs_to_all_replicas_is_refused_inside_run(replicas):
     lambda: strategy.run(len, ("",)),
     lambda: strategy.reduce("sum", mine, axis=None),
     lambda: strategy.gather(mine, axis=0),
+    lambda: strategy.scope().__enter__(),
 )]
 """
-    for nested, reduced, gathered in cell(replicas(2), source):
-        assert {nested[0], reduced[0], gathered[0]} == {"ContextError"}
+    for nested, reduced, gathered, scope in cell(replicas(2), source):
+        assert {nested[0], reduced[0], gathered[0], scope[0]} == {"ContextError"}
+        assert "enter it around strategy.run" in scope[1]
         assert "merge_call()" in nested[1]
         assert "all_reduce()" in reduced[1]
         assert "Strategy.gather method requires being in cross-replica context" in gathered[1]
+
+
+def test_a_scope_that_a_merge_call_enters_and_does_not_leave_ends_with_it(replicas):
+    source = """
+def where():
+    return in_cross_replica_context(), get_replica_context() is None
+
+def fn():
+    get_replica_context().merge_call(lambda merging: merging.scope().__enter__() and None)
+    return where()
+
+[strategy.run(fn), where(), strategy.run(where), strategy.reduce("sum", mine, axis=None).item()]
+"""
+    assert cell(replicas(2), source) == [[(False, False), (False, False), (False, False), 3]] * 2
 
 
 def test_a_call_after_a_cell_of_some_replicas_is_one_of_all(replicas):
@@ -211,6 +227,14 @@ MISTAKES = [
     ("context.all_gather(mine if replica_id else mine[None], axis=0)", "“cannot all_gather a tensor of shape ()"),
     ("strategy.reduce('sum', 'a' if replica_id else mine, axis=None)", "“cannot reduce a str ('a')"),
     ("strategy.reduce('sum', 'a', axis=None)", "cannot reduce a str ('a')"),
+    (
+        "strategy.reduce('sum', [mine] * (1 + replica_id), axis=None)",
+        "float32[] in [0] on replica 0, float32[] in [0] of [0], [1] on",
+    ),
+    (
+        "strategy.gather({'a': mine[None], **{'b': mine[None] for _ in range(replica_id)}}, axis=0)",
+        "float32[*] in ['a'] on replica 0, float32[*] in ['a'] of ['a'], ['b'] on",
+    ),
     (
         "strategy.reduce('sum', mine, axis=None) if replica_id else strategy.gather(mine[None], axis=0)",
         "different calls: gather axis=0 on replica 0, reduce SUM axis=None on replica 1",

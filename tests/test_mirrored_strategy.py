@@ -497,6 +497,21 @@ def test_an_update_that_is_not_grouped_has_an_entry_of_each_replica(two):
     assert two.extended.update(variable, lambda own: 3) == 3
 
 
+def test_a_tensor_that_is_one_for_all_replicas_is_gathered_as_it_is(two):
+    # Source: tf.distribute's `_gather_to_implementation`; as in a merge_call.
+    one = torch.tensor([1.0, 2.0])
+    merged = two.run(lambda: mnb.get_replica_context().merge_call(lambda merging: merging.gather(one, axis=0)))
+    assert [two.gather(one, axis=0).tolist(), *(each.tolist() for each in merged)] == [[1, 2]] * 3
+    with pytest.raises(ValueError, match="over axis 1"):
+        two.gather(one, axis=1)
+
+
+def test_what_libraries_ask_of_a_strategy_that_has_nothing_of_it(two):
+    one = torch.ones(2)
+    assert two.extended.value_container(one) is one
+    assert not two.extended.experimental_require_static_shapes
+
+
 def test_devices_for_libraries_are_those_of_all_replicas(two):
     with two.scope():
         variable = mnb.Variable(1.0)

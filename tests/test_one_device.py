@@ -48,6 +48,8 @@ def test_a_per_replica_of_another_number_of_values_is_refused(strategy):
     for given in ({"args": (PerReplica([1, 2]),)}, {"kwargs": {"x": [PerReplica([1, 2])]}}):
         with pytest.raises(ValueError, match="this PerReplica has 2 values, but the strategy has 1 replicas"):
             strategy.run(lambda x: x, **given)
+        with pytest.raises(ValueError, match="this PerReplica has 2 values, but the strategy has 1 replicas"):
+            strategy.extended.update(Variable(1.0), lambda own, x: x, **given)
 
 
 def test_an_async_function_is_refused(strategy):

@@ -541,12 +541,17 @@ values([v.read_value(), v.grad, twin.grad, type(twin).__name__])
 def test_update_works_on_the_component_and_only_on_a_variable_of_the_scope(replicas):
     # Golden: update/basic, ctl/variable_outside_scope.
     source = """
+from mirror_nb.values import PerReplica
+
 v = Variable(1.0)
 result = strategy.extended.update(v, lambda own, x: own.assign_add(x), (5.0,), group=False)
 outside = raised(lambda: strategy.extended.update(torch.ones(1), lambda own: own))
-values([result, v.read_value(), strategy.extended.variable_created_in_scope(v), outside])
+others = raised(lambda: strategy.extended.update(v, lambda own, x: x, (PerReplica([1, 2, 3]),)))
+values([result, v.read_value(), strategy.extended.variable_created_in_scope(v), outside, others])
 """
-    for result, value, made_here, (kind, message) in cell(replicas(2), source):
+    for result, value, made_here, (kind, message), others in cell(replicas(2), source):
+        assert others[0] == "UsageError"
+        assert "has 3 values, but the strategy has 2 replicas" in others[1]
         assert (result, value, made_here, kind) == ([6], 6, True, "UsageError")
         assert "must only be passed a Variable created in this strategy's scope" in message
 

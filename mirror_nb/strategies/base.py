@@ -81,7 +81,8 @@ class Strategy(ABC):
     def scope(self) -> StrategyScope:
         """Make this strategy current in a `with` block; modules, optimizers and Variables created inside are mirrored.
 
-        May be entered again, inside itself too. Raises RuntimeError inside the scope of another strategy.
+        May be entered again, inside itself too. Raises RuntimeError inside the scope of another strategy, and inside a
+        replica.
         """
         return StrategyScope(self)
 
@@ -146,7 +147,8 @@ class Strategy(ABC):
     def gather(self, value: Any, axis: int) -> Any:
         """Return the replicas' tensors of `value`, a nest, joined along `axis`; sizes may differ along it alone.
 
-        Raises UsageError where other sizes differ, RuntimeError inside a replica.
+        A tensor that is one for all replicas is returned as it is. Raises UsageError where other sizes differ,
+        RuntimeError inside a replica.
         """
         require_cross_replica(
             "Strategy.gather method",
@@ -271,4 +273,7 @@ class Strategy(ABC):
 def _map(change: Callable[[Any, str], Any], value: Any) -> Any:
     """Apply `change` to every leaf, and to where it is; a PerReplica, a Variable and the like are leaves."""
     leaves, places, made = in_order(value, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
+    if len(places) > 1:
+        # Replicas whose nests differ hear of it with the first leaf: one alone would wait with what it has besides.
+        places[0] = f"{places[0]} of {', '.join(places)}"
     return made([change(leaf, where) for leaf, where in zip(leaves, places, strict=True)])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from mirror_nb.errors import ContextError, UsageError
 from mirror_nb.values import ReduceOp
-from mirror_nb.variables import provide_replica, provide_scope
+from mirror_nb.variables import provide_replica, provide_scope, update_component
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
@@ -86,6 +86,8 @@ class _Frame:
     # None: cross-replica context.
     cross: bool
     # A %%mirrored cell is both: every replica runs it, and it may call what belongs to all.
+    updates: bool = False
+    # In `extended.update`: cross-replica context, but Variables are the components of the replica that it is for.
 
     @property
     def is_scope(self) -> bool:
@@ -121,25 +123,33 @@ class entered:  # noqa: N801
     Not a generator, as most such blocks are: those take five times as long, and each small call enters one.
     """
 
-    __slots__ = ("_frame",)
+    __slots__ = ("_depth", "_frame")
 
-    def __init__(self, strategy: Strategy, replica: ReplicaContext | None, *, cross: bool) -> None:
-        self._frame = _Frame(strategy, replica, cross)
+    def __init__(
+        self, strategy: Strategy, replica: ReplicaContext | None, *, cross: bool, updates: bool = False
+    ) -> None:
+        self._frame = _Frame(strategy, replica, cross, updates)
 
     def __enter__(self) -> Strategy:
         top, strategy = _top(), self._frame.strategy
         if top is not None and top.is_scope and top.strategy._place is not strategy._place:
             raise ContextError(f"Mixing different mirror_nb Strategy objects: {top.strategy!r} is not {strategy!r}")
+        self._depth = len(_stack.frames)
         _stack.frames.append(self._frame)
         return strategy
 
     def __exit__(self, *exception: object) -> None:
-        _stack.frames.pop()
+        # With what was entered inside and never left, `strategy.scope().__enter__()` alone: the next cell or call of
+        # this process would find it instead of its own.
+        del _stack.frames[self._depth :]
 
 
 @final
 class StrategyScope(ContextDecorator):
-    """What `strategy.scope()` returns. Whoever calls its `__enter__` alone, as notebooks do, stays in it."""
+    """What `strategy.scope()` returns. Whoever calls its `__enter__` alone, as notebooks do, stays in it.
+
+    Raises RuntimeError inside the scope of another strategy, and in a function given to `strategy.run`.
+    """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -153,6 +163,7 @@ class StrategyScope(ContextDecorator):
                     f"Must not nest Strategy scopes: {get_strategy()!r} is current; leave its scope first"
                 )
             return self._strategy
+        require_cross_replica("Strategy.scope", "enter it around strategy.run, not in the function given to it")
         current = entered(self._strategy, None, cross=True)
         current.__enter__()
         try:
@@ -251,6 +262,20 @@ def check_call(argument: str, fn: Any, args: Any, kwargs: Any) -> None:
         raise UsageError(f"positional args must be a list or tuple, got {type(args)}; write args=(x,)")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise UsageError(f"keyword args must be a dict, got {type(kwargs)}")
+
+
+def updates_component() -> bool:
+    """Whether code is a function's that `extended.update` calls for one replica's component."""
+    top = _top()
+    return top is not None and top.updates
+
+
+def update_in(
+    strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `fn` with the component of a Variable in this process, in cross-replica context; return the result."""
+    with entered(strategy, None, cross=True, updates=True):
+        return update_component(variable, fn, args, kwargs)
 
 
 def on_one_replica() -> bool:

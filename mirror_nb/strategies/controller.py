@@ -33,6 +33,7 @@ from mirror_nb.pool.recovery import compare, recover
 from mirror_nb.pool.report import Report
 from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
+from mirror_nb.strategies.context import update_in
 from mirror_nb.strategies.controller_variables import ControllerHome
 from mirror_nb.strategies.functions import Functions
 from mirror_nb.strategies.misuse import (
@@ -46,7 +47,7 @@ from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import (
     check_size,
     components,
-    gather_values,
+    gather_local,
     local_parts,
     parts_of,
     reduce_local,
@@ -59,7 +60,7 @@ from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.told import is_told
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
-from mirror_nb.variables import Variable, update_component
+from mirror_nb.variables import Variable
 
 _NO_ARGUMENTS = pack(((), {}))
 READS = 3
@@ -451,10 +452,9 @@ class ControllerPlace(Place):
 
     def gather(self, value: Any, axis: int, where: str) -> Any:
         value = components(value)
-        if not isinstance(value, DistributedValues):
-            return gather_values([value] * self.num_replicas, axis)
-        check_size(value, self.num_replicas)
-        return gather_values(value.values, axis)
+        if isinstance(value, DistributedValues):
+            check_size(value, self.num_replicas)
+        return gather_local(value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         return local_parts(value, self.num_replicas)
@@ -487,10 +487,15 @@ class ControllerPlace(Place):
         return self.mirror(self._home.make(value, **options))
 
     def update(
-        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        strategy: Strategy,
+        variable: Any,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> list[Any]:
         self._require_mirrored(variable)
-        return self._call(update_component, (variable, fn, args, kwargs), {}, plain=True)
+        return self._call(update_in, (strategy, variable, fn, args, kwargs), {}, plain=True)
 
     def _require_mirrored(self, variable: Any) -> None:
         if not self._objects.has(variable):

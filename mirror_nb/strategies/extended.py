@@ -36,6 +36,11 @@ class StrategyExtended:
         """The devices that hold Variables: those that compute."""
         return self._strategy._place.devices
 
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether replicas need tensors of sizes that are known before: no, as everywhere in torch."""
+        return False
+
     def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
         """Return the devices of what belongs to a training but to no Variable, an optimizer's count of steps for one.
 
@@ -59,6 +64,10 @@ class StrategyExtended:
         """Whether this strategy mirrors a Variable, module or optimizer."""
         return self._strategy._place.mirrors(v)
 
+    def value_container(self, value: Any) -> Any:
+        """Return what a replica's value is a part of: itself, since a component that is read here is a copy."""
+        return value
+
     def update(
         self,
         var: Any,
@@ -69,14 +78,15 @@ class StrategyExtended:
     ) -> Any:
         """Call `fn(component, *args, **kwargs)` for every replica's component of `var`, in cross-replica context.
 
-        A PerReplica in the arguments gives each its part. Returns the results as one grouped value, or with
-        `group=False` as a list, one entry a replica; on a replica its own alone. Raises UsageError where `fn` is
-        async or no function, and where `args` is no tuple or list.
+        In `fn` get_replica_context() is None, and other Variables are that replica's components too. A PerReplica in
+        the arguments gives each its part. Returns the results as one grouped value, or with `group=False` as a list,
+        one entry a replica; on a replica its own alone. Raises UsageError where `fn` is async or no function, where
+        `args` is no tuple or list, and for a PerReplica of another number of replicas.
         """
         require_cross_replica("StrategyExtended.update", "use get_replica_context().merge_call() around it")
         check_call("fn", fn, args, kwargs)
         self._strategy._place.check_open()
-        results = self._strategy._place.update(var, fn, tuple(args), kwargs or {})
+        results = self._strategy._place.update(self._strategy, var, fn, tuple(args), kwargs or {})
         return regroup(results) if group else results
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mirror_nb.aggregation import check_parts, check_readable, from_outside
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.mirrors import bits
-from mirror_nb.strategies.context import has_strategy, on_one_replica
+from mirror_nb.strategies.context import has_strategy, on_one_replica, updates_component
 from mirror_nb.strategies.peers import Form, Leaf, Peers, form_of_nest
 from mirror_nb.strategies.reductions import check_size, is_number, not_distributed, select
 from mirror_nb.values import DistributedValues, ReduceOp, VariableAggregation, widened
@@ -102,7 +102,8 @@ class ReplicaHome:
         return variable
 
     def _unattended(self) -> bool:
-        return self._commanded and not has_strategy()
+        """Whether a Variable is its component here, and no peer is asked."""
+        return updates_component() or (self._commanded and not has_strategy())
 
     # ------------------------------------------------------------------ in strategy.run
 

@@ -172,6 +172,14 @@ def _(strategy: Any) -> Any:
     return strategy.run(lambda: [context().merge_call(merged)])
 
 
+@case("context/in_update")
+def _(strategy: Any) -> Any:
+    def where(own: Any) -> Any:
+        return mnb.has_strategy(), mnb.in_cross_replica_context(), mnb.get_replica_context()
+
+    return strategy.extended.update(_mirrored(strategy, "NONE"), where)
+
+
 @case("context/set_strategy_in_scope")
 def _(strategy: Any) -> Any:
     with strategy.scope():
@@ -474,6 +482,15 @@ def _(strategy: Any) -> Any:
     strategy.extended.update(v, lambda each, by: each.assign_add(by), args=(2.0,))
     second = strategy.extended.update(v, lambda each, by: each.assign_add(by), args=(3.0,), group=False)
     return {"v": v, "r2": [float(value) for value in second]}
+
+
+@case("update/with_components_of_others")
+def _(strategy: Any) -> Any:
+    v, total = _mirrored(strategy, "NONE", 0.0), _on_read(strategy, 0.0, "SUM")
+    strategy.run(lambda: total.assign(torch.tensor(own_id() + 1.0)))
+    strategy.extended.update(v, lambda own: own.assign(total.read_value()))
+    strategy.extended.update(v, lambda own: total.assign_add(10.0) and None)
+    return {"v": v, "total": total}
 
 
 # ---- run ----------------------------------------------------------------------------------------------

@@ -130,6 +130,12 @@ VALUES: dict[str, Callable[[int], Any]] = {
         "saved": numbers(n, lambda i: i + 1.0),
         "restored": each([(n + 1) / 2] * n),
     },
+    # Two that TensorFlow's record has not: its `UpdateContext`, and `in_replica_update_context` of its Variables.
+    "context/in_update": lambda n: [True, True, None],
+    "update/with_components_of_others": lambda n: {
+        "v": numbers(n, lambda i: i + 1.0),
+        "total": numbers(n, lambda i: i + 11.0),
+    },
     "from_function/context_and_steps": lambda n: {
         "contexts": [{"n": n, "pipes": 1, "id": 0, "per": 4}],
         "steps": [each(step) for step in dealt(n)],
