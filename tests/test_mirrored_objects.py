@@ -284,6 +284,28 @@ def test_a_parameter_group_that_was_added_here_is_trained_in_the_replicas(two, a
     torch.testing.assert_close(unfrozen(True), unfrozen(False))
 
 
+@pytest.mark.parametrize("on", [0, 1, None], ids=["replica 0", "replica 1", "all"])
+def test_what_a_call_did_to_learning_rates_before_it_failed_is_here(two, on):
+    with two.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def steps() -> None:
+        for _ in range(2):
+            step_of(model, optimizer)()
+            scheduler.step()
+        if on in (None, mnb.get_replica_context().replica_id_in_sync_group):
+            raise KeyError("later")
+
+    with pytest.raises(KeyError, match="later"):
+        two.run(steps)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert scheduler.last_epoch == 2
+    # Nor is what was here before taken for news.
+    assert two.run(lambda: (optimizer.param_groups[0]["lr"], scheduler.last_epoch)) == (0.25, 2)
+
+
 def test_a_parameter_group_that_either_side_has_alone_is_refused(two):
     with two.scope():
         first, second, third = nn.Linear(2, 1), nn.Linear(1, 1), nn.Linear(1, 1)

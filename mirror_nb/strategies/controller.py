@@ -326,6 +326,8 @@ class ControllerPlace(Place):
         finally:
             for sent in packed:
                 sent.close()
+        # Of a call that failed, too: networks here show what it did before that, and so do learning rates.
+        self._take_settings(report)
         settle(report, self._names)
         results = self._results(report)
         lost = [path for answer in report.answers.values() if answer.done is not None for path in answer.done.lost]
@@ -342,11 +344,14 @@ class ControllerPlace(Place):
         if followed is not None:
             settle(followed, self._names)
 
+    def _take_settings(self, report: Report) -> None:
+        """Take over what replica 0 tells of optimizers and schedulers, or who takes its place if it has died."""
+        ended = {r: answer.done for r, answer in report.answers.items() if answer.done is not None}
+        for handle, settings in ended[min(ended)].settings if ended else ():
+            self._objects.take_settings(handle, settings)
+
     def _results(self, report: Report) -> list[Any]:
         with closing(report):
-            for answer in report.answers.values():
-                for handle, settings in answer.done.settings if answer.done is not None else ():
-                    self._objects.take_settings(handle, settings)
             return [result for result, _ in report.unpacked(self._references.resolve).values()]
 
     # ------------------------------------------------------------------ objects by reference
