@@ -337,7 +337,10 @@ def test_a_parameter_group_that_was_added_in_the_replicas_is_trained_there(two):
     two.run(step)
     before = model[1].weight.item()
     two.run(lambda: optimizer.add_param_group({"params": list(model[1].parameters())}))
-    two.run(step)
+    with warnings.catch_warnings():
+        # The replicas keep its state: it is no copy that is gone after the call.
+        warnings.simplefilter("error")
+        two.run(step)
     assert model[1].weight.item() != before
     with pytest.raises(mnb.UsageError, match="the SGD got parameter groups in the replicas that it has not here"):
         optimizer.state_dict()

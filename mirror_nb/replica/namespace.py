@@ -236,7 +236,11 @@ class Namespace:
 
     def has(self, obj: object) -> bool:
         """Whether the object lives here, and is no copy that came with a call."""
-        return self.reference(obj) is not None or any(obj is given for given in self._given.values())
+        # By their handles: what got other parts, or parameter groups, here has no token, and lives here all the same.
+        known = self.objects.handle(obj) if self.reference(obj) is None else ""
+        if known is None and isinstance(obj, nn.Module):
+            known = self.mirrors.find_handle(obj)
+        return known is not None or any(obj is given for given in self._given.values())
 
     def _resolve(self, token: Any) -> object:
         if token == ("strategy",):
