@@ -584,6 +584,9 @@ class Exports:
     # What the cell has given to torch.set_grad_enabled, if it left that other than it was.
     trained: tuple[str, ...] = ()
     # Names of tensors that optimizers may be over, and that no network has: they are bound before those.
+    moved: tuple[tuple[Any, str, str], ...] = ()
+    # Parameters of the networks above that have another place or name since the controller got theirs: whose they were
+    # then, by handle, and under which name.
 
 
 @dataclass(slots=True)

@@ -28,6 +28,9 @@ from mirror_nb.payload import Arrivals
 from mirror_nb.replaced import Replaced
 from mirror_nb.variables import SyncOnReadVariable, bare, take_from_outside
 
+Moved = tuple[nn.Parameter, str, str]
+# A parameter, and the handle and the name under which the other side has it.
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -128,15 +131,38 @@ class Mirrors:
         if self._marks.pop(handle, None) is not None:
             self._gone.append(handle)
 
-    def graft(self, modules: Mapping[str, nn.Module], arrivals: Arrivals) -> dict[str, nn.Module]:
+    def graft(
+        self, modules: Mapping[str, nn.Module], arrivals: Arrivals, moved: Iterable[Moved] = ()
+    ) -> dict[str, nn.Module]:
         """Have networks that are here, and arrived anew since they have other parts, stay who they are; return those.
 
-        So do their parts that are here, and the tensors of these: others may have them.
+        So do their parts that are here, and the tensors of these: others may have them. `moved` is what `moved` told
+        there.
         """
         known = {id(part): self.find(handle) for handle, part in arrivals.handles.items()}
-        became = graft(modules.values(), lambda part: known.get(id(part)))
+        own = {
+            id(parameter): (parameter, self._marks[handle].own[name])
+            for parameter, handle, name in moved
+            if handle in self._marks and name in self._marks[handle].own
+        }
+        became = graft(modules.values(), lambda part: known.get(id(part)), own.values())
         arrivals.replace(became)
         return {handle: became[id(module)] for handle, module in modules.items()}
+
+    def moved(self, modules: Iterable[nn.Module]) -> Iterator[Moved]:
+        """Yield parameters of these that the other side has elsewhere, with the handle and the name that tell where.
+
+        As `prune.l1_unstructured(layer, "weight")` makes `weight_orig` of the weight, which optimizers have.
+        """
+        places: dict[int, list[tuple[str, str]]] = {}
+        for handle, mark in self._marks.items():
+            for name, parameter in mark.own.items():
+                places.setdefault(id(parameter), []).append((handle, name))
+        for part in dict.fromkeys(part for module in modules for part in module.modules()):
+            for name, parameter in part._parameters.items():
+                known = [] if parameter is None else places.get(id(parameter), [])
+                if parameter is not None and known and (self.find_handle(part), name) not in known:
+                    yield parameter, *known[0]
 
     def take(self, arrivals: Arrivals) -> None:
         """Remember every network of a payload that came with a handle."""
@@ -375,6 +401,9 @@ class Mirrors:
         found: Any = self.find(token[1]) if isinstance(token, tuple) and len(token) > 1 else None
         if found is not None and token[0] == "parameter":
             found = found._parameters.get(token[2])
+            if found is None and token[1] in self._marks:
+                # It has another place or name here since, as `moved` tells the other side.
+                found = self._marks[token[1]].own.get(token[2])
         if found is None:
             raise TransferError(f"the payload refers to {token!r}, which no longer exists here; bind it anew")
         return found
@@ -494,18 +523,29 @@ def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
     else:
         # It was converted on the other side, by `module.double()` for instance, or has grown there.
+        gradient, tensor.grad = tensor.grad, None
         tensor.data = value.to(tensor.device, copy=True)
+        if gradient is not None and gradient.shape == tensor.shape:
+            # Converted along, as by the module's own methods: the next backward pass adds to it.
+            tensor.grad = gradient.to(tensor.dtype)
 
 
-def graft(new: Iterable[nn.Module], here: Callable[[nn.Module], nn.Module | None]) -> dict[int, nn.Module]:
+def graft(
+    new: Iterable[nn.Module],
+    here: Callable[[nn.Module], nn.Module | None],
+    moved: Iterable[tuple[nn.Parameter, nn.Parameter | None]] = (),
+) -> dict[int, nn.Module]:
     """Make the networks that are here what the `new` ones are, with their own parts and tensors.
 
-    `here` gives what stands for a part of a new one already, None: nothing does. Returns what became of the new ones'
-    parts, by the id of each. All at once: they may share parts, or have exchanged some.
+    `here` gives what stands for a part of a new one already, None: nothing does. `moved` are parameters of new ones,
+    each with the one that stands for it, of another place. Returns what became of the new ones' parts, by the id of
+    each. All at once: they may share parts, or have exchanged some.
     """
     new = list(new)
     became: dict[int, nn.Module] = {}
     tensors_of: dict[int, torch.Tensor] = {}
+    stands: dict[int, nn.Module | None] = {}
+    # By the id of a new part: what stands for it already.
 
     def tensor(own: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
         if value is None:
@@ -523,9 +563,7 @@ def graft(new: Iterable[nn.Module], here: Callable[[nn.Module], nn.Module | None
     def part(_: object, value: nn.Module | None) -> nn.Module | None:
         if value is None or id(value) in became:
             return None if value is None else became[id(value)]
-        own = here(value)
-        if type(own) is not type(value):
-            own = None
+        own = stands[id(value)]
         result = became[id(value)] = value if own is None else own
         had, has = vars(result).copy(), vars(value).copy()
         for kind in ("_parameters", "_buffers", "_modules"):
@@ -537,16 +575,31 @@ def graft(new: Iterable[nn.Module], here: Callable[[nn.Module], nn.Module | None
         return result
 
     with torch.no_grad():
+        for parameter, same in moved:
+            tensor(same, parameter)
         # First those of what is here: a part that is new may share one (`head.weight = embedding.weight`).
-        for value in (value for module in new for value in module.modules()):
-            own = here(value)
-            if type(own) is type(value):
+        for value in {id(value): value for module in new for value in module.modules()}.values():
+            own = stands[id(value)] = _made_one_of(type(value), here(value))
+            if own is not None:
                 for kind in ("_parameters", "_buffers"):
                     for name, held in vars(value)[kind].items():
                         tensor(vars(own)[kind].get(name), held)
         for module in new:
             part(None, module)
     return became
+
+
+def _made_one_of(kind: type[nn.Module], module: nn.Module | None) -> nn.Module | None:
+    """Return the module, from now on of this class; None where Python does not let it be one.
+
+    Another class is what `parametrizations.weight_norm(layer)` gives the layer, which is the same layer all the same.
+    """
+    if module is not None and type(module) is not kind:
+        try:
+            module.__class__ = kind
+        except TypeError:
+            return None
+    return module
 
 
 def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.Tensor]]], owner: int) -> None:

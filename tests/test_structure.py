@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import mirror_nb as mnb
 from mirror_nb.mirrors import graft
@@ -127,6 +128,21 @@ def test_a_step_that_ran_before_the_change_and_runs_on_has_the_parts_of_now(two,
         assert two.run(step) == step()
 
 
+def test_gradients_that_are_accumulated_in_the_replicas_are_converted_with_their_network(two):
+    network = used(two, sequential)
+
+    def accumulates() -> list[tuple[torch.dtype, list[Any]]]:
+        dtype = network[0].weight.dtype
+        network(X.to(dtype)).sum().backward()
+        return [(parameter.grad.dtype, parameter.grad.double().tolist()) for parameter in network.parameters()]
+
+    before = two.local_results(two.run(accumulates)[0])[0]
+    network.double()
+    after = two.local_results(two.run(accumulates)[0])[0]
+    assert after[0] == torch.float64
+    torch.testing.assert_close(torch.tensor(after[1]), 2 * torch.tensor(before[1]), rtol=1e-5, atol=1e-5)
+
+
 def test_a_frozen_body_with_a_new_head_is_trained_as_in_one_process(two):
     torch.manual_seed(0)
     network = used(two, sequential)
@@ -197,6 +213,82 @@ def test_what_a_call_makes_of_a_network_is_here(two, change):
     assert found["parts"] == [type(part).__name__ for part in network.modules()]
     assert network[0] is first
     assert torch.equal(network(X), two.local_results(two.run(lambda: network(X).detach()))[0])
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["the layer alone is sent", "its network is there"])
+def test_a_layer_that_a_call_gives_a_parametrization_has_it_here(two, known):
+    # That gives the layer another class, and leaves it the same layer.
+    with two.scope():
+        network = sequential()
+    layer = network[0]
+    if known:
+        two.run(lambda: network(X).shape)
+    two.run(lambda: parametrizations.weight_norm(layer) and None)
+    assert "0.parametrizations.weight.original1" in network.state_dict()
+    assert network[0] is layer
+    assert torch.equal(network(X), two.local_results(two.run(lambda: network(X).detach()))[0])
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def masked(network: Any) -> None:
+    prune.l1_unstructured(network[0], "weight", 0.5)
+
+
+def doubled(network: Any) -> None:
+    parametrize.register_parametrization(network[0], "weight", Doubled())
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["its optimizer comes later", "its optimizer is there"])
+@pytest.mark.parametrize("change", [masked, doubled])
+def test_a_parameter_that_a_call_gives_another_place_stays_the_one_that_its_optimizer_has(two, change, trained):
+    def changed(on_replicas: bool) -> tuple[list[Any], list[int]]:
+        torch.manual_seed(0)
+        with two.scope() if on_replicas else contextlib.nullcontext():
+            network = nn.Sequential(*sequential(), nn.Linear(2, 5))
+            optimizer = torch.optim.Adam(network.parameters(), 0.1)
+        run = two.run if on_replicas else lambda function: function()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            network(X).square().mean().backward()
+            optimizer.step()
+
+        run(step if trained else lambda: network(X).shape)
+        run(lambda: change(network))
+        run(step)
+        places = [id(parameter) for parameter in network.parameters()]
+        state = optimizer.state_dict()["state"]
+        return [network.state_dict(), state], [
+            places.index(id(parameter)) for parameter in optimizer.param_groups[0]["params"]
+        ]
+
+    torch.testing.assert_close(changed(True), changed(False))
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["it alone is sent", "then its network, too"])
+def test_a_part_that_changed_in_the_replicas_before_they_had_its_network_is_read_with_it(two, known):
+    with two.scope():
+        network = sequential()
+    part = network[0]
+
+    def writes() -> None:
+        masked([part])
+        with torch.no_grad():
+            part.bias.fill_(3.0)
+
+    two.run(writes)
+    if known:
+        two.run(lambda: network(X).shape)
+    found = {name: parameter.tolist() for name, parameter in network.named_parameters()}
+    assert found["0.bias"] == [3.0] * 5
+    assert "0.weight_orig" in found
 
 
 def exchange(a: nn.ModuleDict, b: nn.ModuleDict) -> None:

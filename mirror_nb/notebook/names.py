@@ -657,7 +657,7 @@ class Names:
             for handle, module in exports.modules.items()
             if any(id(part) in here for part in module.modules())
         }
-        exports.modules.update(self.mirrors.graft(modules, arrivals))
+        exports.modules.update(self.mirrors.graft(modules, arrivals, exports.moved))
 
     def _absorb_modules(self, opened: dict[int, Exports], owner: int) -> None:
         if owner in opened:

@@ -385,6 +385,7 @@ class Namespace:
         self._altered = self._deleted = self._refilled = ()
         if owner:
             exports.modules.update(fresh.networks)
+            exports = dataclasses.replace(exports, moved=tuple(self.mirrors.moved(fresh.networks.values())))
         told = components_in if owner else told_by_all
         exports.states.update({handle: told(module) for handle, module in fresh.networks.items()})
         for handle, (_, payload) in fresh.objects.items():
@@ -407,7 +408,7 @@ class Namespace:
             if module is not None:
                 # It may have been collected meanwhile.
                 self.mirrors.mark(module)
-        without = dataclasses.replace(exports, names={}, modules={}, states={}, result=None, objects={})
+        without = dataclasses.replace(exports, names={}, modules={}, states={}, result=None, objects={}, moved=())
         self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole)
         return packed
 

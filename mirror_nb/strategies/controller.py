@@ -292,6 +292,9 @@ class ControllerPlace(Place):
             for own in [select((args, kwargs), i) for i in replicas] if parts else [(args, kwargs)]:
                 packed.append(pack(own, reference=reference) if args or kwargs else _NO_ARGUMENTS)
             if wanted:
+                if self.stale and any(map(self.holds, self._references.parts(wanted))):
+                    # Both sides take for equal from then on what a network has that is sent, parts there included.
+                    self.refresh()
                 # First what was written to the parts that a network of other parts has kept: they stay there.
                 self._push_changes()
                 self._send_objects([w for w in wanted if isinstance(w, nn.Module) or not self._objects.is_sent(w)])
@@ -416,7 +419,7 @@ class ControllerPlace(Place):
             states = {}
             for replica_id, (exports, arrivals) in report.unpacked(self._references.resolve).items():
                 states[replica_id] = exports.states
-                self._references.graft(exports.modules, arrivals)
+                self._references.graft(exports.modules, arrivals, exports.moved)
             absorb_states(self._references.mirrors, states, 0)
             # Only now: after a read that was interrupted the next one has to ask again.
             self.stale = self._half_read = False

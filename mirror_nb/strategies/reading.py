@@ -22,8 +22,6 @@ _READS = (
     "__getattr__",
     "__call__",
     "state_dict",
-    "named_parameters",
-    "named_buffers",
     "_apply",
     "__reduce_ex__",
     "train",
@@ -32,6 +30,8 @@ _READS = (
 # All that leads to a network's tensors: attributes, what state_dict and parameters() are made of, moves, copies. And
 # what sets its mode, which is a change or none by the mode that it has in the replicas, or takes parts away: there may
 # be others there. A forward pass may begin with plain attributes, which come along.
+_READS_OF_PARTS = ("named_parameters", "named_buffers")
+# These read parts without a call of theirs: one may be in the replicas where the whole is not.
 
 
 class Holder(Protocol):
@@ -66,6 +66,7 @@ class Reading:
             self._kept.add(holder)
         if not self._changes:
             self._changes = [Replaced(nn.Module, name, before=self._read) for name in _READS]
+            self._changes += [Replaced(nn.Module, name, before=self._read_parts) for name in _READS_OF_PARTS]
             for owner in (nn.Module, torch.optim.Optimizer):
                 self._changes.append(Replaced(owner, "zero_grad", after=self._cleared))
 
@@ -85,6 +86,11 @@ class Reading:
         # A list: refreshing may add and remove holders.
         for holder in list(self._holders):
             if holder.stale and holder.holds(module):
+                holder.refresh()
+
+    def _read_parts(self, module: nn.Module, *_: object, **__: object) -> None:
+        for holder in list(self._holders):
+            if holder.stale and any(map(holder.holds, module.modules())):
                 holder.refresh()
 
     def _cleared(self, owner: Any, set_to_none: bool = True) -> None:

@@ -5,7 +5,7 @@ Knows handles, marks and payloads. Sends nothing; knows no replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from mirror_nb.errors import UsageError
 from mirror_nb.held_variables import scope_variables
-from mirror_nb.mirrors import Mirrors
+from mirror_nb.mirrors import Mirrors, Moved
 from mirror_nb.payload import Arrivals, Packed, pack
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.misuse import not_mirrored, not_owned, of_another_strategy
@@ -137,6 +137,11 @@ class References:
         objects.update((self.objects.add(v), v) for v in held if not self.objects.is_sent(v))
         return objects, modules
 
+    def parts(self, wanted: list[Any]) -> Iterator[nn.Module]:
+        """Yield the parts of the networks that replicas have to get, each network itself first."""
+        for network in self.whole(wanted)[1]:
+            yield from network.modules()
+
     def packed(self, wanted: list[Any]) -> tuple[Packed, dict[str, Any], list[nn.Module]]:
         """Return what is wanted in one pickle, since an optimizer keeps the parameters of its network; and `whole`.
 
@@ -172,11 +177,11 @@ class References:
                     changed[handle] = values
         return changed
 
-    def graft(self, modules: dict[str, nn.Module], arrivals: Arrivals) -> None:
+    def graft(self, modules: dict[str, nn.Module], arrivals: Arrivals, moved: Iterable[Moved]) -> None:
         """A call has given networks other parts, or other tensors: those here get them too."""
         known = {handle: module for handle, module in modules.items() if self.mirrors.find(handle) is not None}
         if known:
-            here = self.mirrors.graft(known, arrivals)
+            here = self.mirrors.graft(known, arrivals, moved)
             self.mirrors.take(arrivals)
             for part in (part for module in here.values() for part in module.modules()):
                 self.objects.add(part)
