@@ -140,12 +140,14 @@ class Mirrors:
         there.
         """
         known = {id(part): self.find(handle) for handle, part in arrivals.handles.items()}
-        own = {
-            id(parameter): (parameter, self._marks[handle].own[name])
+        same = [
+            (parameter, tensor)
             for parameter, handle, name in moved
-            if handle in self._marks and name in self._marks[handle].own
-        }
-        became = graft(modules.values(), lambda part: known.get(id(part)), own.values())
+            if handle in self._marks
+            for known_as, tensor in zip(self._marks[handle].names, self._marks[handle].tensors, strict=True)
+            if known_as == name
+        ]
+        became = graft(modules.values(), lambda part: known.get(id(part)), same)
         arrivals.replace(became)
         return {handle: became[id(module)] for handle, module in modules.items()}
 
@@ -155,9 +157,10 @@ class Mirrors:
         As `prune.l1_unstructured(layer, "weight")` makes `weight_orig` of the weight, which optimizers have.
         """
         places: dict[int, list[tuple[str, str]]] = {}
+        # By the names that whole networks have for them, too: their own part may be gone since.
         for handle, mark in self._marks.items():
-            for name, parameter in mark.own.items():
-                places.setdefault(id(parameter), []).append((handle, name))
+            for name, tensor in zip(mark.names, mark.tensors, strict=True):
+                places.setdefault(id(tensor), []).append((handle, name))
         for part in dict.fromkeys(part for module in modules for part in module.modules()):
             for name, parameter in part._parameters.items():
                 known = [] if parameter is None else places.get(id(parameter), [])
@@ -533,7 +536,7 @@ def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def graft(
     new: Iterable[nn.Module],
     here: Callable[[nn.Module], nn.Module | None],
-    moved: Iterable[tuple[nn.Parameter, nn.Parameter | None]] = (),
+    moved: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> dict[int, nn.Module]:
     """Make the networks that are here what the `new` ones are, with their own parts and tensors.
 

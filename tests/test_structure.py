@@ -245,13 +245,18 @@ def doubled(network: Any) -> None:
     parametrize.register_parametrization(network[0], "weight", Doubled())
 
 
+def bare(network: Any) -> None:
+    parametrize.remove_parametrizations(network[3], "weight")
+
+
 @pytest.mark.parametrize("trained", [False, True], ids=["its optimizer comes later", "its optimizer is there"])
-@pytest.mark.parametrize("change", [masked, doubled])
+@pytest.mark.parametrize("change", [masked, doubled, bare])
 def test_a_parameter_that_a_call_gives_another_place_stays_the_one_that_its_optimizer_has(two, change, trained):
     def changed(on_replicas: bool) -> tuple[list[Any], list[int]]:
         torch.manual_seed(0)
         with two.scope() if on_replicas else contextlib.nullcontext():
             network = nn.Sequential(*sequential(), nn.Linear(2, 5))
+            parametrize.register_parametrization(network[3], "weight", Doubled())
             optimizer = torch.optim.Adam(network.parameters(), 0.1)
         run = two.run if on_replicas else lambda function: function()
 
