@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import cloudpickle
 import torch
@@ -34,7 +34,7 @@ from mirror_nb.pickler import Limited, Pickler, TooLarge, global_names, label_cl
 from mirror_nb.sharded import refuse
 from mirror_nb.surroundings import look_in
 from mirror_nb.told import complete, is_told, whole_state, without_moments
-from mirror_nb.values import PerReplica
+from mirror_nb.values import PerReplica, Shares
 from mirror_nb.variables import arriving
 
 IN_BAND_BYTES = 128 * 1024
@@ -91,6 +91,8 @@ class Arrivals:
     # Optimizers, schedulers and scalers that came with a handle.
     leaves: list[torch.Tensor] = field(default_factory=list)
     # Tensors that require gradients, those of the modules among them.
+    weighed: list[tuple[Any, Shares]] = field(default_factory=list)
+    # This replica's parts of batches.
     lacking: str = ""
     # What could not be imported here, if the payload was opened for all the rest of it.
 
@@ -134,11 +136,30 @@ def _open_parameter(make: Callable[..., torch.Tensor], *args: object) -> torch.T
     return _leaf(make(*args))
 
 
-def _open_per_replica(values: tuple[Any, ...]) -> Any:
+@final
+class Weighed:
+    """A replica's part of a batch, with its shares; it arrives as the part itself, of which `Arrivals` tells them."""
+
+    def __init__(self, part: Any, shares: Shares) -> None:
+        self._opens = part, shares
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_weighed, self._opens
+
+
+def _open_weighed(part: Any, shares: Shares) -> Any:
+    if _opening is not None:
+        _opening.arrivals.weighed.append((part, shares))
+    return part
+
+
+def _open_per_replica(values: tuple[Any, ...], examples: tuple[int, ...] | None) -> Any:
     """Make a PerReplica; in a replica that is to have its own value that: as arguments are there."""
     own, count = (None if _opening is None else _opening.own) or (0, None)
-    # Values of other replicas, more or fewer, belong to none of these.
-    return values[own] if len(values) == count else PerReplica(values)
+    if len(values) != count:
+        # Values of other replicas, more or fewer, belong to none of these.
+        return PerReplica(values)
+    return _open_weighed(values[own], (examples[own], sum(examples))) if examples and any(examples) else values[own]
 
 
 def _open_generator(device: torch.device) -> torch.Generator:
@@ -309,7 +330,7 @@ class _Packer(Pickler):
         if compiled is not None:
             return compiled
         if type(obj) is PerReplica:
-            return _open_per_replica, (obj.values,)
+            return _open_per_replica, (obj.values, obj.shares)
         if type(obj) in weakref.ProxyTypes:
             return weakref.proxy, (obj.__reduce_ex__.__self__,)
         if type(obj) is weakref.ref and obj.__callback__ is None:

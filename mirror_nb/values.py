@@ -15,6 +15,9 @@ from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import ReplicaError, UsageError
 
+Shares = tuple[int, int]
+# A replica's examples of a batch, and all replicas'.
+
 
 class ReduceOp(enum.Enum):
     """How values of several replicas become one."""
@@ -146,7 +149,7 @@ class PerReplica(DistributedValues):
     """One value from each replica, which may differ.
 
     `values`, `len()`, iteration and indexing by replica id give the single values. `shares`: of a batch, the number
-    of examples in each replica's part, by which `run` weighs the gradients; it does not travel with the value.
+    of examples in each replica's part, by which `run` weighs the gradients; the notebook alone has it.
     One that a function has captured is in each replica that replica's value.
     """
 

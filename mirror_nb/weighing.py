@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
-Shares = tuple[int, int]
-# This replica's examples and all replicas'.
+from mirror_nb.values import Shares
+
 _Held = tuple[weakref.ref[Tensor], Shares, int]
 # A tensor of a batch, its batch's shares, and the address of its storage.
 

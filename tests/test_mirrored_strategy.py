@@ -487,6 +487,39 @@ def test_a_loss_with_class_weights_divided_by_those_of_all_replicas_has_one_devi
         torch.testing.assert_close(one, single.weight.grad)
 
 
+@pytest.mark.parametrize("way", ["given", "captured", "one of each", "looked ahead"])
+def test_of_batches_that_one_call_has_each_weighs_as_its_shares(two, way):
+    x, y = X[:7].clone(), torch.arange(7.0)[:, None]
+    with two.scope():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    single = copy.deepcopy(model)
+
+    def train(*batches: Any) -> None:
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+    first, last = two.distribute_dataset((x, y), batch_size=5)
+    match way:
+        case "given":
+            two.run(train, (first, last))
+        case "captured":
+            two.run(lambda: train(first, last))
+        case "one of each":
+            two.run(lambda batch: train(first, batch), (last,))
+        case "looked ahead":
+            two.run(lambda batch, following: train(batch), (first, last))
+            two.run(train, (last,))
+    expected = torch.optim.SGD(single.parameters(), 0.5)
+    for part in (slice(5), slice(5, 7)):
+        expected.zero_grad()
+        F.mse_loss(single(x[part]), y[part]).backward()
+        expected.step()
+    torch.testing.assert_close(model.weight, single.weight)
+
+
 def test_an_update_that_is_not_grouped_has_an_entry_of_each_replica(two):
     with two.scope():
         variable = mnb.Variable(1.0)

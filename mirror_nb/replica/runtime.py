@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 from torch.utils.data import _utils as torch_loaders
 
 from mirror_nb import modes, raised, reporting, sources, surroundings
@@ -69,6 +70,7 @@ from mirror_nb.replica.shell import ReplicaShell, learn, make_shell
 from mirror_nb.replica.undivided import Undivided
 from mirror_nb.sharded import is_sharded
 from mirror_nb.steering import Steering
+from mirror_nb.values import Shares
 
 _NOTHING = Arrivals()
 _usual = contextlib.nullcontext()
@@ -127,6 +129,7 @@ class Replica:
         self.emit = emit
         # The strategy puts these in place: what a user's function, and a cell, run in.
         self.invoke: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] = _plainly
+        self.weighing: Callable[[Sequence[tuple[Any, Shares]]], contextlib.AbstractContextManager[None]] = _as_they_are
         self.cell_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.own_process = isinstance(home, ReplicaShell)
         if self.own_process:
@@ -406,8 +409,9 @@ class Replica:
         self.namespace.objects.apply_settings(call.settings)
         function, visitors = self._function(call)
         (args, kwargs), more = self.namespace.open_call(call.arguments, slab)
+        weighed = [*visitors.weighed, *more.weighed]
         if self.identity.device.type != "cpu":
-            args, kwargs = to_device((args, kwargs), self.identity.device)
+            args, kwargs, weighed = _on_device(self.identity.device, args, kwargs, weighed)
         versions = [(leaf, leaf._version) for leaf in visitors.leaves]
         copies = None if call.plain else Copies(function, self.namespace.has, (args, kwargs), unchanging=call.kept)
         try:
@@ -416,7 +420,8 @@ class Replica:
             if call.shares is not None:
                 self.gradients.set_shares(*call.shares)
             around = _usual if call.modes is None else modes.entered(call.modes)
-            with self.scope, self._interruptible(number), around:
+            weighing = self.weighing(weighed) if weighed else _usual
+            with self.scope, self._interruptible(number), around, weighing:
                 if call.shares is not None:
                     # It works on a batch, as a cell that was handed one.
                     self.scope.start_running()
@@ -574,6 +579,21 @@ def _impatient_loaders() -> Iterator[None]:
 
 def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return function(*args, **kwargs)
+
+
+def _as_they_are(weighed: Sequence[tuple[Any, Shares]]) -> contextlib.AbstractContextManager[None]:
+    return _usual
+
+
+def _on_device(
+    device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any], weighed: Sequence[tuple[Any, Shares]]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Any, Shares]]]:
+    """Bring arguments to the device; parts of batches among them are other tensors then."""
+    moved = to_device((args, kwargs), device)
+    before, after = map(pytree.tree_leaves, ((args, kwargs), moved))
+    became = dict(zip(map(id, before), after, strict=True))
+    leaves = ((leaf, shares) for part, shares in weighed for leaf in pytree.tree_leaves(part))
+    return *moved, [(became.get(id(leaf), leaf), shares) for leaf, shares in leaves]
 
 
 def _check_visitors(modules: list[nn.Module], stays: Callable[[object], bool]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from mirror_nb import modes, surroundings, torchmetrics_objects
 from mirror_nb.collectives.options import Communication
@@ -26,7 +27,7 @@ from mirror_nb.errors import ContextError, ReplicaDied, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
 from mirror_nb.mirrors import absorb_states, called
-from mirror_nb.payload import Packed, pack
+from mirror_nb.payload import Packed, Weighed, pack
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
 from mirror_nb.pool.recovery import compare, recover
@@ -161,7 +162,9 @@ class ControllerPlace(Place):
             self._dashboard.between_calls()
         try:
             parts = parts_of((args, kwargs))
-            return _of_batch(regroup(self._call(fn, args, kwargs, parts)), _shares_in(parts))
+            batches = _batches_in(parts)
+            results = regroup(self._call(fn, args, kwargs, parts))
+            return _of_batch(results, batches[0].shares) if batches else results
         except UsageError as error:
             # The caller's lines tell where; those of the pickling below them help nobody.
             raise error.with_traceback(None) from None
@@ -288,8 +291,10 @@ class ControllerPlace(Place):
                 self._follow(pool)
                 self._followed, self._signs = moment, signs
             function = kept or pack(fn, reference=reference, in_band=True).payload
+            batches = _batches_in([*parts, *captured])
+            given = (args, kwargs) if _weigh_alike(batches) else _weighed((args, kwargs))
             # One for all where nothing in them differs.
-            for own in [select((args, kwargs), i) for i in replicas] if parts else [(args, kwargs)]:
+            for own in [select(given, i) for i in replicas] if parts else [given]:
                 packed.append(pack(own, reference=reference) if args or kwargs else _NO_ARGUMENTS)
             if wanted:
                 if self.stale and any(map(self.holds, self._references.parts(wanted))):
@@ -308,7 +313,7 @@ class ControllerPlace(Place):
             released = tuple(self._objects.take_released())
             around, now = (None, None) if plain else (modes.current(), surroundings.moment)
             about = released, changed, kept is not None, around, now
-            shares = _shares_in([*parts, *captured])
+            shares = batches[0].shares if batches else None
             made = [
                 Call(function, own.payload, plain, None if shares is None else (shares[i], sum(shares)), *about)
                 for i, own in enumerate(packed)
@@ -608,18 +613,31 @@ def _clear_gradients(owner: Any, set_to_none: bool) -> None:
     owner.zero_grad(set_to_none)
 
 
-def _shares_in(parts: Sequence[DistributedValues]) -> tuple[int, ...] | None:
-    """Return each replica's examples of the global batch among these."""
-    for part in parts:
-        if isinstance(part, PerReplica) and part.shares is not None and sum(part.shares) > 0:
-            return part.shares
-    return None
+def _batches_in(parts: Sequence[DistributedValues]) -> list[PerReplica]:
+    """Return those that are a global batch, or of one, with examples in it."""
+    return [part for part in parts if isinstance(part, PerReplica) and any(part.shares or ())]
+
+
+def _weigh_alike(batches: list[PerReplica]) -> bool:
+    """Whether each replica has the same part of all batches."""
+    shares = [batch.shares or () for batch in batches]
+    return len(set(shares)) < 2 or len({tuple(n / sum(each) for n in each) for each in shares}) == 1
+
+
+def _weighed(nest: Any) -> Any:
+    """Have each part of a batch tell its replica how it weighs, where several do not weigh alike."""
+
+    def told(leaf: Any) -> Any:
+        if not (isinstance(leaf, PerReplica) and any(leaf.shares or ())):
+            return leaf
+        examples = leaf.shares or ()
+        return PerReplica([Weighed(own, (n, sum(examples))) for own, n in zip(leaf.values, examples, strict=True)])
+
+    return pytree.tree_map(told, nest, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
 
 
 def _of_batch(results: Any, shares: tuple[int, ...] | None) -> Any:
     """Let results with a value for each example of a batch be a batch, which later calls weigh gradients by."""
-    if shares is None:
-        return results
     for part in parts_of(results):
         if isinstance(part, PerReplica) and tuple(map(_examples, part.values)) == shares:
             part.shares = shares

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import types
 import zlib
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 import numpy as np
@@ -52,7 +52,7 @@ from mirror_nb.strategies.replica_variables import ReplicaHome
 from mirror_nb.strategies.seat import PeerSeat
 from mirror_nb.strategies.standalone import Standalone
 from mirror_nb.telemetry.comparison import Comparison, compared
-from mirror_nb.values import DistributedValues, PerReplica, ReduceOp, widened
+from mirror_nb.values import DistributedValues, PerReplica, ReduceOp, Shares, widened
 from mirror_nb.variables import Variable, component, distributed, provide_arrivals
 from mirror_nb.weighing import Weighing
 
@@ -184,6 +184,16 @@ class ReplicaPlace(Place):
         with entered(strategy, context, cross=False), self._replica.scope as scope:
             scope.start_running()
             return fn(*args, **kwargs)
+
+    @contextmanager
+    def weighing(self, weighed: Sequence[tuple[Any, Shares]]) -> Iterator[None]:
+        """Weigh gradients in the block by that of these parts of batches that is in use, where they weigh apart."""
+        for part, shares in weighed:
+            self._weighing.handed_out(part, shares)
+        try:
+            yield
+        finally:
+            self._weighing.exhausted()
 
     def command(
         self,

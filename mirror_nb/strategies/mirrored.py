@@ -196,6 +196,7 @@ def setup(replica: Replica) -> dict[str, Any]:
         input.here[:] = [_place_here(replica).input]
     context = ReplicaContext(strategy, replica.identity.replica_id)
     replica.invoke = lambda fn, args, kwargs: strategy._place.run(strategy, fn, args, kwargs)
+    replica.weighing = _place_here(replica).weighing
     replica.cell_context = lambda: entered(strategy, context, cross=True)
     return {"strategy": strategy}
 
