@@ -277,7 +277,10 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Tell how often each optimizer stepped in the last cell or call: {key: count}, below 0 if left halfway."""
+    """Tell how often each optimizer stepped in the last cell or call, and checksums of Variables that all have equal.
+
+    {key: count}, a count below 0 if it was left halfway, and {key: checksum}.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +301,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Send what these optimizers have made of their parameters, and their state."""
+    """Send what these optimizers have made of their parameters, their state, and the values of these Variables."""
 
     keys: tuple[str, ...]
 

@@ -90,6 +90,29 @@ def test_replicas_that_differ_on_purpose_are_left_alone(three):
     assert [ran.values[r]["bias"] for r in range(3)] == [0, 1, 2]
 
 
+def test_variables_that_a_failure_left_apart_are_equal_again_but_those_that_each_replica_has_for_itself(three):
+    run_cell(
+        three,
+        "import mirror_nb as mnb\nfrom mirror_nb.variables import bare\n"
+        "total, each, own = (mnb.Variable(0.0, **given) for given in ("
+        "{'aggregation': mnb.VariableAggregation.SUM}, {'aggregation': mnb.VariableAggregation.NONE},"
+        "{'aggregation': mnb.VariableAggregation.SUM, 'synchronization': mnb.VariableSynchronization.ON_READ}))\n"
+        "class Counts(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.steps = mnb.Variable(0.0, aggregation=mnb.VariableAggregation.MEAN)\n"
+        "counts = Counts()\nheld = total",
+    )
+    run_cell(
+        three,
+        "for variable in (total, each, own, counts.steps):\n    bare(variable).fill_(3 - replica_id)\n"
+        "raise OSError('in the middle of assigning')",
+    )
+    three.mend()
+    assert recover(three).source == 0
+    seen = run_cell(three, "found = [float(bare(v)) for v in (total, each, own, counts.steps)]\nsame = held is total")
+    assert [seen.values[r]["found"] for r in range(3)] == [[3, 3 - r, 3 - r, 3] for r in range(3)]
+    assert all(values["same"] for values in seen.values.values())
+
+
 def test_a_replica_that_dies_during_the_recovery_is_filled_by_the_next(three, monkeypatch):
     """A replica that has been started and not been filled is none to fill others from."""
     first, second = three.status()[0].pid, three.status()[2].pid

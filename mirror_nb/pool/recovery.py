@@ -52,15 +52,21 @@ def recover(pool: Pool) -> Recovery:
 
 def _level(pool: Pool, living: Sequence[int]) -> int:
     """Give the furthest replica's values to those that stand elsewhere; return its id."""
-    steps = _ask(pool, Steps(), living)
+    answers = _ask(pool, Steps(), living)
+    steps, sums = ({r: answers[r][i] for r in living} for i in range(2))
     # One that was left halfway is none to go on from, however far it came.
     source = max(living, key=lambda r: (not any(n < 0 for n in steps[r].values()), sum(steps[r].values()), -r))
-    apart = {r: [key for key, n in steps[source].items() if steps[r].get(key, n) != n] for r in living}
+    apart = {r: [*_others(steps[source], steps[r]), *_others(sums[source], sums[r])] for r in living}
     keys = sorted({key for mine in apart.values() for key in mine})
     behind = [r for r in living if apart[r]]
     if behind:
         _send(pool, Standing(tuple(keys)), source, StandAt, behind)
     return source
+
+
+def _others(source: dict[str, int], other: dict[str, int]) -> list[str]:
+    """Return the keys of both under which they have different numbers."""
+    return [key for key, number in source.items() if other.get(key, number) != number]
 
 
 def compare(pool: Pool) -> Comparison:

@@ -2,7 +2,8 @@
 
 Replicas that are stopped in a training loop may stand one step apart: one had its gradients when another died,
 was interrupted or raised. Nothing later would bring them together, since equal gradients keep a difference for
-good. Knows optimizers; knows neither who is furthest nor how values travel.
+good. So it is with Variables that are equal on all replicas. Knows optimizers and Variables; knows neither who is
+furthest nor how values travel.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mirror_nb.fused import step_times
+from mirror_nb.held_variables import attribute_variables
+from mirror_nb.mirrors import checksums
 from mirror_nb.told import parameters_of
+from mirror_nb.values import VariableAggregation
+from mirror_nb.variables import MirroredVariable, Variable, bare
 
 
 @final
@@ -69,23 +74,35 @@ class Progress:
         times = step_times(tried)
         return None if times is None else (type(tried).__name__, *times)
 
-    def standing(self, keys: Iterable[str]) -> dict[str, Standing]:
-        """Return the standing of these optimizers, as far as they are here and can tell."""
-        optimizers, found = self._optimizers(), {}
+    def sums(self) -> dict[str, int]:
+        """Return a checksum of each Variable that all replicas have equal, by key."""
+        variables = self._variables()
+        return dict(zip(variables, checksums(map(bare, variables.values())), strict=True))
+
+    def standing(self, keys: Iterable[str]) -> dict[str, Standing | torch.Tensor]:
+        """Return the standing of these optimizers, as far as they are here and can tell, and Variables' values."""
+        optimizers, variables = self._optimizers(), self._variables()
+        found: dict[str, Standing | torch.Tensor] = {}
         for key in keys:
             # A sharded optimizer cannot tell its whole state; its replicas are left as they are.
             with contextlib.suppress(RuntimeError):
-                if key in optimizers:
+                if key in variables:
+                    found[key] = bare(variables[key])
+                elif key in optimizers:
                     optimizer = optimizers[key]
                     parameters = tuple(p.detach() for p in parameters_of(optimizer))
                     driven = {name: dict(s.state_dict()) for name, s in self._schedulers(optimizer).items()}
                     found[key] = Standing(parameters, optimizer.state_dict(), driven)
         return found
 
-    def stand_at(self, standings: Mapping[str, Standing]) -> None:
-        """Go on from these standings, in place: modules and optimizers stay the objects that they are."""
-        optimizers = self._optimizers()
+    def stand_at(self, standings: Mapping[str, Standing | torch.Tensor]) -> None:
+        """Go on from these standings, in place: modules, optimizers and Variables stay the objects that they are."""
+        optimizers, variables = self._optimizers(), self._variables()
         for key, standing in standings.items():
+            if isinstance(standing, torch.Tensor):
+                if key in variables and _alike([variables[key]], [standing]):
+                    bare(variables[key]).copy_(standing)
+                continue
             optimizer = optimizers.get(key)
             if optimizer is None or not _alike(parameters_of(optimizer), standing.parameters):
                 continue
@@ -105,6 +122,20 @@ class Progress:
             # Parameters of another type are parts of a whole (DTensor): each replica's are its own.
             if isinstance(obj, torch.optim.Optimizer)
             and all(type(p) in (torch.Tensor, torch.nn.Parameter) for p in parameters_of(obj))
+        }
+
+    def _variables(self) -> dict[str, Variable]:
+        """Return the Variables that have one value on all replicas, those among networks' attributes too."""
+        found: dict[str, Variable] = {}
+        for key, obj in self._objects().items():
+            if isinstance(obj, torch.nn.Module):
+                found.update((f"{key}.{name}", variable) for name, variable in attribute_variables(obj))
+            elif isinstance(obj, Variable):
+                found[key] = obj
+        return {
+            key: variable
+            for key, variable in found.items()
+            if isinstance(variable, MirroredVariable) and variable.aggregation is not VariableAggregation.NONE
         }
 
     def _schedulers(self, optimizer: torch.optim.Optimizer) -> dict[str, LRScheduler]:

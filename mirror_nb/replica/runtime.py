@@ -242,7 +242,7 @@ class Replica:
                 case Restore(names):
                     left = self._restore(names, slab)
                 case Steps():
-                    packed = pack(self._progress.steps(), in_band=True)
+                    packed = pack((self._progress.steps(), self._progress.sums()), in_band=True)
                 case TryFused():
                     # Its steps are none of the training's.
                     with self.recorder.silent():
