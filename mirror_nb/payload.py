@@ -31,6 +31,7 @@ from mirror_nb.keras_objects import reduce_keras, repairing
 from mirror_nb.nest import Nest, NotSimpleError, dressed
 from mirror_nb.parametrized import reduce_parametrized
 from mirror_nb.pickler import Limited, Pickler, TooLarge, global_names, label_class, module_by_name
+from mirror_nb.pytree_nodes import reduce_registered
 from mirror_nb.sharded import refuse
 from mirror_nb.surroundings import look_in
 from mirror_nb.told import complete, is_told, whole_state, without_moments
@@ -340,8 +341,10 @@ class _Packer(Pickler):
             found = module_by_name(obj)
             if found is not None:
                 return found
-        if self._label and self._namespace is not None and isinstance(obj, type):
-            label_class(obj, self._label, self._namespace)
+        if isinstance(obj, type):
+            if self._label and self._namespace is not None:
+                label_class(obj, self._label, self._namespace)
+            return reduce_registered(obj, super().reducer_override(obj))
         if type(obj) is torch.Tensor and _plain(obj):
             return self._reduce_tensor(obj)
         if type(obj) is torch.Tensor and obj.is_mkldnn and not obj.requires_grad:

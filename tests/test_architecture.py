@@ -30,6 +30,7 @@ FLOORS = (
         "keras_objects",
         "torchmetrics_objects",
         "parametrized",
+        "pytree_nodes",
         "compiled",
         "ddp",
         "sharded",

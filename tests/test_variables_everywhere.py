@@ -330,6 +330,23 @@ def tensors_that_are_not_reduced(strategy):
 
     made = [lambda: torch.ones(2, device="meta"), lambda: torch.nested.nested_tensor([torch.ones(1)])]
     return [refused(strategy.run, lambda: mnb.get_replica_context().all_reduce("sum", make())) for make in made]
+
+class Plain:
+    def __init__(self, value):
+        self.value = value
+
+def nests_of_classes_of_ones_own(strategy):
+    def merged(merging, output, plain):
+        classes = {isinstance(one, Plain) for one in merging.experimental_local_results(plain)}
+        return float(merging.reduce("sum", output.loss, axis=None)), isinstance(output, Output), list(classes)
+
+    def call():
+        context = mnb.get_replica_context()
+        plain = Plain(context.replica_id_in_sync_group)
+        reduced = context.all_reduce("sum", Output(mine()))
+        return context.merge_call(merged, (Output(mine()), plain)), float(reduced.loss)
+
+    return [json.dumps(each) for each in strategy.experimental_local_results(strategy.run(call))][:1]
 '''
 
 KINDS = ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"]
@@ -381,6 +398,7 @@ EXPECTED: dict[str, Any] = {
         *[["uint16", [3.0, 3.0]], ["int64", 6.0], ["float32", [1.5, 1.5]], ["float32", 1.5], ["uint16", [3.0, 3.0]]],
         *[["uint16", [value] * 2] for value in (3.0, 6.0, 3.0, 6.0)],
     ],
+    "nests_of_classes_of_ones_own": ["[[3.0, true, [true]], 3.0]"],
     "tensors_that_are_not_reduced": [
         "cannot all_reduce a meta tensor: it has no values; make it on a device",
         "cannot all_reduce a nested tensor: make it dense with .to_padded_tensor(...)",

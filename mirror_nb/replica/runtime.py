@@ -185,6 +185,10 @@ class Replica:
             elif id(module) not in parts:
                 yield from module.named_parameters()
 
+    def label(self, kind: type) -> None:
+        """Name the classes of cells that `kind` is or derives from as all replicas do, before it travels to them."""
+        self.namespace.label(kind)
+
     def unsynchronized(self) -> dict[str, int]:
         """Return checksums of the other parameters of these networks, by name; of parts of a tensor there are none."""
         seen = {id(parameter) for parameter in self.gradients.synchronized().values()}
@@ -491,7 +495,7 @@ class Replica:
         self.gpu_lost = self.gpu_lost or (self.own_process and broken.is_lost(self.identity.device))
         self._keep_until_told(error)
         clean = error.with_traceback(None)
-        self.namespace.label(type(error))
+        self.label(type(error))
         try:
             # Frames keep the failed cell's tensors alive, here and in the copy.
             clean.__cause__ = clean.__context__ = None

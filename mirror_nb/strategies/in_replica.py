@@ -104,6 +104,7 @@ class OnReplica(Protocol):
     def communicate(self, by: Communication) -> None: ...
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
     def unsynchronized(self) -> dict[str, int]: ...
+    def label(self, kind: type) -> None: ...
     @property
     def emit(self) -> Callable[..., None]: ...
 
@@ -360,7 +361,8 @@ class ReplicaPlace(Place):
         def offered() -> tuple[Form, bytes]:
             sent = [_Own() if _stays(leaf) else _sendable(leaf) for leaf in leaves]
             try:
-                return Form(function), pack(pytree.tree_unflatten(sent, spec), in_band=True).payload.pickled
+                nest = pytree.tree_unflatten(sent, spec)
+                return Form(function), pack(nest, reference=self._labelled, in_band=True).payload.pickled
             except TransferError as error:
                 raise UsageError(f"the arguments of merge_call cannot travel: {error}") from error
 
@@ -374,6 +376,10 @@ class ReplicaPlace(Place):
             for replica_id, pickled in enumerate(self._peers.exchanged(data, lengths))
         ]
         return regroup([args for args, _ in received]), regroup([kwargs for _, kwargs in received])
+
+    def _labelled(self, obj: object) -> None:
+        """For `pack`: what is of a class that every replica has made, by the same lines, arrives as one of it."""
+        self._replica.label(type(obj))
 
     def _opened(self, pickled: bytes, own: list[Any]) -> Any:
         """Rebuild another replica's nest, with this replica's own objects where the other one has its own."""

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.pickler import label_class
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
 from mirror_nb.steering import Steering
@@ -56,6 +58,11 @@ class Standalone:
     own_process: bool = True
     partial: bool = False
     # All processes run the script.
+
+    def label(self, kind: type) -> None:
+        """Name the classes of the script that `kind` is or derives from as all processes do, before it travels."""
+        for base in kind.__mro__:
+            label_class(base, "", vars(sys.modules["__main__"]))
 
     def communicate(self, by: Communication) -> None:
         """Reduce gradients by these cross-device ops from now on; every replica makes the same call."""
