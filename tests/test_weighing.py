@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from mirror_nb.weighing import Shares, Weighing
+from mirror_nb.replica.runtime import _on_device
+from mirror_nb.values import Shares
+from mirror_nb.weighing import Weighing
 
 FULL, LAST = (2, 4), (1, 3)
 # Of two replicas: a batch that is cut evenly, and one that is not.
@@ -72,3 +74,12 @@ def test_nobody_looks_where_all_that_is_held_weighs_alike(weighing):
     del batch
     weighing.exhausted()
     assert not hooks._global_forward_pre_hooks
+
+
+def test_a_batch_that_is_brought_to_a_device_is_known_there():
+    x, y, other = torch.ones(2, 1), torch.ones(2), torch.ones(3)
+    (there, _), kwargs, weighed = _on_device(torch.device("meta"), ([x, y], 1), {"z": other}, [([x, y], FULL)])
+    assert [(leaf is moved, shares) for (leaf, shares), moved in zip(weighed, there, strict=True)] == [
+        (True, FULL)
+    ] * 2
+    assert kwargs["z"].is_meta
