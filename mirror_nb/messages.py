@@ -552,7 +552,14 @@ class KnownModule:
     handle: str
 
 
-Export = Plain | Imported | NewModule | KnownModule | Stayed
+@dataclass(frozen=True, slots=True)
+class Same:
+    """The very value of another name among these, one that sorts before it."""
+
+    name: str
+
+
+Export = Plain | Imported | NewModule | KnownModule | Stayed | Same
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,3 +197,32 @@ def test_a_replica_that_takes_a_dead_ones_place_distributes_by_its_own(run):
     run(USED)
     assert run("here") == (True, True, pytest.approx(0.2))
     assert run("mine").values == SHARES
+
+
+@pytest.mark.parametrize(
+    "value", ["[1]", "{'a': 1}", "torch.ones(2)", "torch.ones(2, requires_grad=True)", "types.SimpleNamespace(x=1)"]
+)
+def test_names_that_a_cell_gives_to_one_value_have_one_value_here(notebook, value):
+    notebook.here("import types, numpy as np")
+    notebook.cell(f"import types, torch\nzero = one = {value}\nown = [zero]")
+    assert notebook.user_ns["zero"] is notebook.user_ns["one"]
+    notebook.cell("two = one")
+    assert notebook.user_ns["two"] is notebook.user_ns["one"]
+
+
+def test_a_change_under_one_of_its_names_is_one_under_all(notebook):
+    notebook.cell("numbers = same = [1]")
+    notebook.cell("numbers.append(2)")
+    assert notebook.user_ns["same"] is notebook.user_ns["numbers"]
+    assert notebook.user_ns["same"] == [1, 2]
+    notebook.here("same.append(3)")
+    notebook.cell("numbers.append(4); same.append(5)")
+    assert notebook.user_ns["same"] is notebook.user_ns["numbers"]
+    assert notebook.user_ns["numbers"] == [1, 2, 3, 4, 5]
+    assert notebook.there("numbers", 1) is notebook.there("same", 1)
+
+
+def test_names_that_are_one_value_on_one_replica_alone_are_each_replicas_own(notebook):
+    notebook.cell("first = [0]\nsecond = first if replica_id else [1]")
+    assert notebook.user_ns["first"] == [0]
+    assert list(notebook.user_ns["second"]) == [[1], [0]]

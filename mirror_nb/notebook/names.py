@@ -26,6 +26,7 @@ from mirror_nb.messages import (
     Exports,
     Holdings,
     KnownModule,
+    Same,
     travels,
 )
 from mirror_nb.mirrors import Mirrors, absorb_states
@@ -694,17 +695,18 @@ class Names:
     ) -> None:
         """Bind these names; one of a class that differs is `altered`: each replica counts in it by itself, say."""
         for name in sorted(names):
-            exports = {r: e.names[name] for r, e in opened.items() if name in e.names}
+            exports, same = _resolved({r: e.names[name] for r, e in opened.items() if name in e.names}, opened)
             if isinstance(self.user_ns.get(name), type) and not all_alike(exports):
                 # Here it is one class.
                 altered.add(name)
             else:
-                self._absorb_name(name, exports, owner, opened, returned, pulled)
+                self._absorb_name(name, exports, same, owner, opened, returned, pulled)
 
     def _absorb_name(
         self,
         name: str,
         exports: dict[int, Export],
+        same: str | None,
         owner: int,
         opened: dict[int, Exports],
         returned: Returned,
@@ -715,9 +717,15 @@ class Names:
         kept = self._kept(name, exports, opened)
         if kept == name:
             return
+        kept = same if kept is None else kept
         value = self._incoming.value(name, exports, owner) if kept is None else self.user_ns[kept]
         refills = (pulled and is_refillable(before)) or all(name in opened[r].refilled for r in exports)
-        if refills and all(self._shares(r, name, before) for r in exports) and type(value) is type(before):
+        if (
+            refills
+            and value is not before
+            and type(value) is type(before)
+            and all(self._shares(r, name, before) for r in exports)
+        ):
             # As the cell did: who else has it here sees the change.
             refill(before, filling(value))
             value = before
@@ -749,6 +757,15 @@ class Names:
             return None
         now = self._content(self.user_ns[kept])
         return kept if all(self._has(r, kept, now) for r in exports) else None
+
+
+def _resolved(exports: dict[int, Export], opened: Mapping[int, Exports]) -> tuple[dict[int, Export], str | None]:
+    """Return what the replicas' names hold, and the name that has the very same in all of them."""
+    others = {export.name if isinstance(export, Same) else None for export in exports.values()}
+    if len(others) == 1:
+        return exports, others.pop()
+    # In some of them alone.
+    return {r: opened[r].names[e.name] if isinstance(e, Same) else e for r, e in exports.items()}, None
 
 
 def _trains_apart(value: object) -> bool:

@@ -41,6 +41,7 @@ from mirror_nb.messages import (
     KnownModule,
     NewModule,
     Plain,
+    Same,
     Stayed,
     travels,
 )
@@ -310,11 +311,11 @@ class Namespace:
     def _as_before(self, name: str, before: Before) -> str | None:
         """Return the name that had this name's very value before the cell, and still has; None if it was changed.
 
-        It is the name itself, or for what was distributed one of its source.
+        It is the name itself, or another one that the cell mentions; for what was distributed any of its source.
         """
         value = _meant(self.names[name])
-        others = before.objects if isinstance(self.names[name], Distributed) else ()
-        for known in (name, *others):
+        others: Iterable[str] = before.objects if isinstance(self.names[name], Distributed) else before.contents
+        for known in (name, *(others if _has_an_identity(value) else ())):
             if _meant(before.objects.get(known, _MISSING)) is value is _meant(self.names.get(known, _MISSING)):
                 held = before.contents.get(known)
                 now = None if held is None else self._content(value, large=True)
@@ -359,9 +360,17 @@ class Namespace:
             ((is_told(value), not isinstance(value, nn.Module), not is_trained(value), name) for name, value in held)
         )
         exported: dict[str, Export] = {}
+        first: dict[int, str] = {}
+        # By the id of a value that travels by itself: the name of it that comes first.
         for *_, name in ordered:
-            exported[name] = self._export(_meant(self.names[name]), f"r{tag}.{name}", fresh, whole)
-            if is_trained(self.names[name]) and isinstance(exported[name], Plain):
+            value = _meant(self.names[name])
+            if id(value) in first:
+                exported[name] = Same(first[id(value)])
+            else:
+                exported[name] = self._export(value, f"r{tag}.{name}", fresh, whole)
+                if isinstance(exported[name], Plain) and _has_an_identity(value):
+                    first[id(value)] = name
+            if is_trained(self.names[name]) and isinstance(exported[name], Plain | Same):
                 self._trained.add(name)
         shown = None if result is None else self._result(_meant(result), tag, fresh)
         for obj in self.objects.outgrown():
@@ -612,6 +621,11 @@ class Namespace:
                 states.setdefault(handle, {})[ATTRIBUTES] = attributes
         self._anew = False
         return states
+
+
+def _has_an_identity(value: object) -> bool:
+    """Whether it matters that two names have this very object."""
+    return not is_unchanging(value) and not isinstance(value, type | types.FunctionType)
 
 
 def _meant(value: object) -> object:
