@@ -199,6 +199,8 @@ class CrossDeviceOps(abc.ABC):
         real = torch.view_as_real(flat).view(-1) if flat.dtype.is_complex else flat
         if real.requires_grad:
             real = real.detach()
+        if real.is_inference():
+            real = _ordinary(real)
         handle: Handle
         wider = None if member.device.type == "cpu" and real.dtype is torch.int16 else _WIDER.get(real.dtype)
         if member.num_replicas == 1:
@@ -215,7 +217,8 @@ class CrossDeviceOps(abc.ABC):
     @final
     def begin(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Call `start`, and return a handle whatever that returned. Raises UsageError for what is none."""
-        begun = self.start(op, flat)
+        # A copy in another dtype that was made in inference mode.
+        begun = self.start(op, _ordinary(flat) if flat.is_inference() else flat)
         if isinstance(begun, Handle):
             return begun
         if begun is None:
@@ -440,6 +443,16 @@ def _naming(within: AbstractContextManager[None], limit: float) -> Iterator[None
 def _as_it_is(tensor: Tensor) -> Tensor:
     """Return a tensor in whose memory stands what it shows: of a conjugate view another one."""
     return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _ordinary(flat: Tensor) -> Tensor:
+    """Return a look at an inference tensor's memory that any thread may write to, in inference mode or not.
+
+    A reduction goes on wherever somebody waits, and torch's refusal there would end it for all replicas.
+    """
+    with torch.inference_mode(False):
+        look = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        return look.set_(flat.untyped_storage(), flat.storage_offset(), flat.shape, flat.stride())
 
 
 def averages_first(op: ReduceOp, dtype: torch.dtype) -> bool:

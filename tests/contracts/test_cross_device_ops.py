@@ -281,6 +281,23 @@ for view in (conjugate, negative):
     )
 
 
+def test_what_inference_mode_made_is_reduced_inside_and_outside_of_it(pool, name):
+    run(
+        pool,
+        OPS[name](),
+        """
+for numel in (3, 100_003):
+    for dtype in (torch.float32, torch.int16, torch.uint16, torch.complex64):
+        with torch.inference_mode():
+            made, later = torch.ones(numel, dtype=dtype), torch.ones(numel, dtype=dtype)
+            assert reduced(made)[-1] == num_replicas
+            under_way = ops.all_reduce("sum", later)
+        under_way.wait()
+        assert later[-1] == num_replicas and reduced(made)[-1] == num_replicas ** 2
+""",
+    )
+
+
 def test_many_may_be_under_way_at_once(pool, name):
     run(
         pool,
