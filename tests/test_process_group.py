@@ -900,6 +900,34 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("form", ["a slice", "one that is expanded"])
+def test_what_is_not_one_piece_of_memory_is_refused_and_nothing_else_is_written_to(crew: Crew, form: str) -> None:
+    def ask(replica_id: int, form: str) -> tuple[list[tuple[str, str]], list[float], float]:
+        memory = torch.zeros(64)
+        shown = memory.view(8, 8)[:, ::2] if form == "a slice" else memory[:4].expand(8, 4)
+        same = torch.ones(shown.shape)
+        tried = [
+            outcome(lambda: dist.all_reduce(shown)),
+            outcome(lambda: dist.reduce(shown, 0)),
+            outcome(lambda: dist.broadcast(shown, 1)),
+            outcome(lambda: dist.scatter(shown, [same] * N if replica_id == 0 else None, 0)),
+            outcome(lambda: dist.reduce_scatter(shown, [same] * N)),
+            outcome(lambda: dist.all_to_all_single(shown[:N], same[:N])),
+        ]
+        # What only has another order is carried as it lies.
+        turned = torch.ones(2, 3).t()
+        dist.all_reduce(turned)
+        assert turned.tolist() == [[float(N)] * 2] * 3
+        return tried, memory.tolist(), total(replica_id)
+
+    for tried, memory, after in crew.call(ask, form):
+        assert (memory, after) == ([0.0] * 64, 6.0)
+        for kind, message in tried:
+            assert kind == "UsageError"
+            assert "is not one piece of memory, which gloo takes it for; pass tensor.contiguous()" in message
+        assert tried[0][1].startswith("all_reduce of float32[8, 4]: a tensor of shape (8, 4) with strides ")
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("what", IMPOSSIBLE)
 def test_what_gloo_cannot_do_is_a_mistake_and_nobody_is_said_to_have_left(crew: Crew, what: str) -> None:

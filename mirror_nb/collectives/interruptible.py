@@ -165,6 +165,8 @@ class InterruptibleGroup(dist.ProcessGroup):
             self._begun[label] += 1
             return begin()
         operation = Operation(label, (*args, *kwargs.values()), self._seconds_of(args, kwargs), self)
+        if gap := through_memory.gap(label, args, kwargs):
+            raise UsageError(f"{operation.name()}: {gap}")
         state.begin(operation)
         try:
             if label not in _BETWEEN_TWO and self.shared is not None:

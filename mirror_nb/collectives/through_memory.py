@@ -46,6 +46,9 @@ _SAME_SIZE = {
 
 _TO_ROOT = frozenset({"gather", "gather_into_tensor", "reduce"})
 
+_IN_ONE_PIECE = frozenset({"all_reduce", "all_to_all_single", "broadcast", "reduce", "reduce_scatter", "scatter"})
+# Collectives of whose first argument gloo takes the memory from its first element on, whatever its strides.
+
 _Begun = tuple[Exchange, list[Tensor]]
 # With what torch's handle gives as its result.
 
@@ -64,6 +67,22 @@ def alike(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         compared = given[place : place + 1]
         said += [f"{t.dtype} {t.numel()}" for t in pytree.tree_leaves(compared) if isinstance(t, Tensor)]
     return " ".join(said)
+
+
+def gap(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why gloo would read and write other memory than that of a collective's tensors; empty: it would not.
+
+    What lies between the elements of a slice it changes, and behind an expanded one the memory of others.
+    """
+    given = next(iter((*args, *kwargs.values())), None) if label in _IN_ONE_PIECE else None
+    for tensor in pytree.tree_leaves(given):
+        # One that is transposed, or in channels_last, has all its memory.
+        if _strided_on_cpu(tensor) and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            return (
+                f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not one piece of memory, "
+                "which gloo takes it for; pass tensor.contiguous(), and copy the result back"
+            )
+    return ""
 
 
 def parts(label: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_replicas: int) -> list[int]:
@@ -190,12 +209,14 @@ def _only(given: Any) -> Tensor | None:
     return given if _serves(given) else None
 
 
+def _strided_on_cpu(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_cpu and tensor.layout is torch.strided
+
+
 def _serves(tensor: Any) -> bool:
     return (
-        isinstance(tensor, Tensor)
-        and tensor.is_cpu
+        _strided_on_cpu(tensor)
         and tensor.dtype in _DTYPES
-        and tensor.layout is torch.strided
         and tensor.is_contiguous()
         # torch writes into these only in its own mode; the carrier writes past torch.
         and not tensor.is_inference()
