@@ -106,6 +106,10 @@ class Agreement:
         for number, agreed in zip(numbers, new, strict=True):
             self.agreed.append(agreed)
             if agreed.tracked is not None:
+                old = agreed.tracked.number
+                if old is not None:
+                    # Converted here, too, and in this pass used elsewhere only: it is known by one number at a time.
+                    self.agreed[old] = self.agreed[old].without_parameter()
                 agreed.tracked.number = number
         return frozenset(numbers), frozenset.intersection(*(other.dead for other in offers))
 

@@ -708,6 +708,32 @@ def test_half_way_to_another_precision_goes_on(two: Crew) -> None:
     assert two.run(look) == [[torch.float64] * 2] * 2
 
 
+def test_what_was_converted_and_is_used_by_one_replica_first_has_one_number_on_all(two: Crew) -> None:
+    def look(r: Replica) -> tuple[list[float], int]:
+        def train(model: nn.Sequential, both: bool) -> None:
+            hidden = model[0](torch.ones(1, 2, dtype=model[0].weight.dtype))
+            ((model[1](hidden) if both else hidden) * (1 + r.id)).sum().backward()
+
+        with r.scope:
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            train(model, True)
+            model.zero_grad()
+            model.double()
+            train(model, r.id == 1)
+            # On top of what is there.
+            train(model, True)
+            agreed = r.gradients._agreement.agreed
+            numbers = [entry.tracked.number for entry in agreed if entry.parameter() is not None]
+            assert numbers == [i for i, entry in enumerate(agreed) if entry.parameter() is not None]
+            bias = model[1].bias.grad.tolist()
+            del model, agreed
+            other = nn.Linear(1, 1)
+            other(torch.ones(1, 1)).sum().backward()
+            return bias, len(r.gradients._agreement.agreed)
+
+    assert two.run(look) == [([2.5, 2.5], 2)] * 2
+
+
 def test_ddp_synchronises_what_it_wraps_and_nobody_else_does(two: Crew) -> None:
     def look(r: Replica) -> tuple[float, int]:
         with r.scope:
