@@ -77,7 +77,9 @@ def gap(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     given = next(iter((*args, *kwargs.values())), None) if label in _IN_ONE_PIECE else None
     for tensor in pytree.tree_leaves(given):
         # One that is transposed, or in channels_last, has all its memory.
-        if _strided_on_cpu(tensor) and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        if not _strided_on_cpu(tensor) or tensor.is_contiguous():
+            continue
+        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             return (
                 f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not one piece of memory, "
                 "which gloo takes it for; pass tensor.contiguous(), and copy the result back"
