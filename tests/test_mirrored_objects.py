@@ -313,7 +313,13 @@ def test_a_parameter_group_that_either_side_has_alone_is_refused(two):
         optimizer = torch.optim.SGD(groups, 0.1, momentum=0.9)
         other = torch.optim.SGD(first.parameters(), 0.1)
     two.run(lambda: optimizer.zero_grad())
-    two.run(lambda: other.add_param_group({"params": list(second.parameters())}))
+
+    def add_and_fail() -> None:
+        other.add_param_group({"params": list(second.parameters())})
+        raise KeyError("later")
+
+    with pytest.raises(KeyError, match="later"):
+        two.run(add_and_fail)
     other.add_param_group({"params": list(third.parameters())})
     for _ in range(2):
         with pytest.raises(mnb.UsageError, match="the SGD got other parameter groups in the replicas than here"):
@@ -329,21 +335,43 @@ def test_a_parameter_group_that_either_side_has_alone_is_refused(two):
     two.run(step_of(nn.Sequential(first, second), optimizer))
 
 
-def test_a_parameter_group_that_was_added_in_the_replicas_is_trained_there(two):
-    with two.scope():
-        model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
-        optimizer = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
-    step = step_of(model, optimizer)
-    two.run(step)
-    before = model[1].weight.item()
-    two.run(lambda: optimizer.add_param_group({"params": list(model[1].parameters())}))
-    with warnings.catch_warnings():
-        # The replicas keep its state: it is no copy that is gone after the call.
-        warnings.simplefilter("error")
-        two.run(step)
-    assert model[1].weight.item() != before
-    with pytest.raises(mnb.UsageError, match="the SGD got parameter groups in the replicas that it has not here"):
-        optimizer.state_dict()
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+@pytest.mark.parametrize("made", ["before", "in the call"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_parameter_group_that_a_call_adds_is_here_too(two, made, momentum, fails):
+    def unfrozen(on_replicas: bool) -> list[Any]:
+        torch.manual_seed(0)
+        with two.scope() if on_replicas else contextlib.nullcontext():
+            model = nn.Sequential(nn.Linear(2, 1), nn.Identity() if made == "in the call" else nn.Linear(1, 1))
+            optimizer = torch.optim.SGD(model[0].parameters(), 0.1, momentum=momentum)
+        step = step_of(model, optimizer)
+        run = two.run if on_replicas else lambda step: step()
+
+        def add() -> None:
+            if made == "in the call":
+                model[1] = nn.Linear(1, 1)
+                nn.init.ones_(model[1].weight)
+                nn.init.zeros_(model[1].bias)
+            optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.5})
+            if fails:
+                raise KeyError("later")
+
+        run(step)
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            run(add)
+        if fails:
+            # The call that failed brought nothing here but settings.
+            run(lambda: None)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.1
+        with warnings.catch_warnings():
+            # The replicas keep its state: it is no copy that is gone after the call.
+            warnings.simplefilter("error")
+            run(step)
+        assert optimizer.param_groups[1]["params"][0] is model[1].weight
+        return [model.state_dict(), optimizer.state_dict()]
+
+    torch.testing.assert_close(unfrozen(True), unfrozen(False))
 
 
 @pytest.mark.parametrize(

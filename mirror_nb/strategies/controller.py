@@ -56,7 +56,7 @@ from mirror_nb.strategies.reductions import (
     select,
 )
 from mirror_nb.strategies.references import References
-from mirror_nb.strategies.states import States, add_groups, kept, load_state, state_of
+from mirror_nb.strategies.states import States, add_groups, groups_from, kept, load_state, state_of
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.told import is_told
@@ -338,6 +338,8 @@ class ControllerPlace(Place):
         self._take_settings(report)
         settle(report, self._names)
         results = self._results(report)
+        for optimizer in self._objects.take_grown_there():
+            self._take_groups(optimizer)
         lost = [path for answer in report.answers.values() if answer.done is not None for path in answer.done.lost]
         # Last: who makes errors of warnings has what was trained all the same.
         if lost:
@@ -399,6 +401,20 @@ class ControllerPlace(Place):
                 raise
             # For the replicas to learn that both sides have these groups.
             self._objects.unsettle(optimizer)
+
+    def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add the parameter groups that an optimizer has got in the replicas: its parameters may be of new parts."""
+        first = len(optimizer.param_groups)
+        wanted = PerReplica([replica_id == 0 for replica_id in range(self.num_replicas)])
+        try:
+            self.refresh()
+            add_groups(optimizer, first, self.command(groups_from, (optimizer, first, wanted), changes=False)[0])
+        except BaseException:
+            self._objects.grew_there(optimizer)
+            raise
+        self._objects.know_groups(optimizer, len(optimizer.param_groups))
+        # For the replicas to learn that both sides have these groups.
+        self._objects.unsettle(optimizer)
 
     def _push_changes(self) -> None:
         """Give the replicas the values of networks that were written to here."""

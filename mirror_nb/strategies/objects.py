@@ -37,6 +37,8 @@ class Objects:
         self._released: list[str] = []
         self._groups: dict[str, int] = {}
         # Of each optimizer that was sent, how many it had.
+        self._grown_there: set[str] = set()
+        # Handles of those that have more in the replicas.
         self._told = Told()
         # The settings that the replicas know.
 
@@ -55,6 +57,7 @@ class Objects:
     def _forget(self, handle: str) -> None:
         self._told.forget(handle)
         self._groups.pop(handle, None)
+        self._grown_there.discard(handle)
         if handle in self._sent:
             self._sent.discard(handle)
             self._released.append(handle)
@@ -127,6 +130,7 @@ class Objects:
         """The replicas have none any more."""
         self._sent.clear()
         self._groups.clear()
+        self._grown_there.clear()
         self._none_sent()
 
     def take_released(self) -> list[str]:
@@ -148,3 +152,15 @@ class Objects:
         if obj is not None:
             take_told(obj, settings)
             self._told.know(handle, obj)
+            if isinstance(obj, torch.optim.Optimizer) and len(settings[0]) > len(obj.param_groups):
+                self.grew_there(obj)
+
+    def grew_there(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has more parameter groups in the replicas than here."""
+        self._grown_there.add(self.handle(optimizer) or "")
+
+    def take_grown_there(self) -> list[torch.optim.Optimizer]:
+        """Return, once, the optimizers that have more parameter groups in the replicas, and got none here."""
+        handles, self._grown_there = self._grown_there, set()
+        found = (self.find(handle) for handle in handles)
+        return [obj for obj in found if obj is not None and self.same_groups(obj)]

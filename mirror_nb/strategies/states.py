@@ -202,8 +202,13 @@ def state_of(optimizer: torch.optim.Optimizer, wanted: bool = True) -> dict[Any,
     return optimizer.state_dict()["state"] if wanted else None
 
 
+def groups_from(optimizer: torch.optim.Optimizer, first: int, wanted: bool = True) -> list[dict[str, Any]]:
+    """In a replica: return the parameter groups from number `first` on, if they are wanted."""
+    return optimizer.param_groups[first:] if wanted else []
+
+
 def add_groups(optimizer: torch.optim.Optimizer, first: int, groups: list[dict[str, Any]]) -> None:
-    """In a replica: add those of these parameter groups, which begin with number `first`, that are not there yet.
+    """On either side: add those of these parameter groups, which begin with number `first`, that are not there yet.
 
     Raises UsageError where others were added here.
     """
