@@ -117,6 +117,52 @@ def test_a_copy_made_in_the_scope_is_mirrored(two, again):
     assert model.weight.sum() == 2.0
 
 
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda all_: pickle.loads(pickle.dumps(all_))], ids=["copied", "loaded"]
+)
+@pytest.mark.parametrize("plateau", [False, True])
+def test_an_optimizer_and_a_scheduler_that_are_copied_in_the_scope_go_on_from_there(two, again, plateau):
+    def copied(on_replicas: bool) -> list[Any]:
+        torch.manual_seed(0)
+        run = two.run if on_replicas else lambda step: step()
+        with two.scope() if on_replicas else contextlib.nullcontext():
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.Adam(model.parameters(), 0.1)
+            scheduler = (
+                lr_scheduler.ReduceLROnPlateau(optimizer) if plateau else lr_scheduler.StepLR(optimizer, 1, 0.5)
+            )
+            run(step_of(model, optimizer))
+            other, its_optimizer, its_scheduler = again((model, optimizer, scheduler))
+        for _ in range(2):
+            run(step_of(other, its_optimizer))
+            run(lambda: its_scheduler.step(*[1.0][:plateau]))
+        pairs = [(model, optimizer, scheduler), (other, its_optimizer, its_scheduler)]
+        return [
+            [model.state_dict(), optimizer.state_dict(), scheduler.last_epoch] for model, optimizer, scheduler in pairs
+        ]
+
+    torch.testing.assert_close(copied(True), copied(False))
+
+
+def test_an_optimizer_that_loads_a_state_in_the_scope_stays_outside_of_it(two):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with two.scope():
+        optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(mnb.UsageError, match="an SGD that was made outside this strategy's scope"):
+        two.run(lambda: optimizer.step())
+
+
+def test_a_scope_in_another_leaves_schedulers_as_they_were(two):
+    with two.scope():
+        with two.scope():
+            pass
+        optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+        scheduler = copy.deepcopy(lr_scheduler.StepLR(optimizer, 1))
+    assert two._place.mirrors(scheduler)
+    assert not hasattr(lr_scheduler.LRScheduler, "__setstate__")
+
+
 @pytest.mark.parametrize("optimizer_first", [False, True])
 def test_a_module_that_was_mirrored_by_hand_is_mirrored_with_all_its_parts(two, optimizer_first):
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 1)))

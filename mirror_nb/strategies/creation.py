@@ -5,6 +5,7 @@ Notes each object when it is made; knows no replicas.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
@@ -40,9 +41,12 @@ class noted:  # noqa: N801
             if self._note is not None:
                 self._note(made)
 
-        self._changes = [Replaced(owner, "__init__", after=after) for owner in _CLASSES if "__init__" in vars(owner)]
-        # Copies (copy.deepcopy) and what is unpickled (torch.load). Not an optimizer's, which loads states by it, too.
+        self._changes: list[Replaced | _Restored] = [
+            Replaced(owner, "__init__", after=after) for owner in _CLASSES if "__init__" in vars(owner)
+        ]
+        # Copies (copy.deepcopy) and what is unpickled (torch.load).
         self._changes += [Replaced(owner, "__setstate__", after=after) for owner in (nn.Module, torch.amp.GradScaler)]
+        self._changes += [_noting_copies(after), _Restored(torch.optim.lr_scheduler.LRScheduler, after)]
         self._generator = torch.Generator
         torch.Generator = _noting(self._generator, after)  # type: ignore[misc]
 
@@ -53,6 +57,50 @@ class noted:  # noqa: N801
         # Whoever took what stood in a function's or a class's place for the real one, as what imports torch's compiler
         # does, has it for good: not the strategy, too.
         self._note = None
+
+
+def _noting_copies(note: Callable[[Any], None]) -> Replaced:
+    """Note optimizers that are copied or unpickled; not those that load a state, which is by the same function."""
+    coming: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def before(made: torch.optim.Optimizer, *_: object) -> None:
+        if "param_groups" not in vars(made):
+            coming.add(made)
+
+    def after(made: torch.optim.Optimizer, *_: object) -> None:
+        if made in coming:
+            coming.discard(made)
+            note(made)
+
+    return Replaced(torch.optim.Optimizer, "__setstate__", before=before, after=after)
+
+
+@final
+class _Restored:
+    """Notes what is copied or unpickled of a class that has no `__setstate__`, as schedulers have none."""
+
+    def __init__(self, owner: Any, note: Callable[[Any], None]) -> None:
+        # One that another scope has put there.
+        known = vars(owner).get("__setstate__")
+
+        def restored(made: Any, state: Any) -> None:
+            if known is None:
+                # What copy and pickle do by themselves.
+                vars(made).update(state)
+            else:
+                known(made, state)
+            note(made)
+
+        self._owner, self._known, self._restored = owner, known, restored
+        owner.__setstate__ = restored
+
+    def remove(self) -> None:
+        if vars(self._owner).get("__setstate__") is not self._restored:
+            return
+        if self._known is None:
+            del self._owner.__setstate__
+        else:
+            self._owner.__setstate__ = self._known
 
 
 def _noting(real: Any, note: Callable[[Any], None]) -> Any:
