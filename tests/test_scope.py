@@ -631,6 +631,16 @@ def test_the_tensors_of_an_optimizer_that_arrives_are_synchronised():
     assert gradients._agreement.find(loose) is not None
 
 
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copied", "loaded"]
+)
+def test_the_tensors_of_an_optimizer_that_is_copied_are_synchronised(again):
+    gradients = GradientSynchronizer(0, 2)
+    with Scope(0, 2, CPU, gradients, 0):
+        optimizer = again(torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1))
+    assert gradients._agreement.find(optimizer.param_groups[0]["params"][0]) is not None
+
+
 @pytest.mark.parametrize("at", ["made", "removed"])
 def test_an_interrupted_scope_leaves_nothing_behind(monkeypatch, at):
     scope = Scope(0, 2, CPU, GradientSynchronizer(0, 2), 0)

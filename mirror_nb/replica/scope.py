@@ -206,6 +206,8 @@ class Scope:
         yield Replaced(nn.Module, "_apply", after=self._converted)
         # Tensors that no module registered are trained all the same when an optimizer holds them.
         yield Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized)
+        # Copies and unpickled optimizers add no groups.
+        yield Replaced(torch.optim.Optimizer, "__setstate__", after=self._optimizer_restored)
         # Optimizers that step within the backward pass would step by this replica's gradients alone.
         yield Replaced(Tensor, "register_post_accumulate_grad_hook", after=self._hooked)
         yield register_optimizer_step_pre_hook(GlobalLosses(self._gradients))
@@ -288,6 +290,11 @@ class Scope:
 
     def _optimized(self, optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
         self._track_all(optimizer.param_groups[-1], optimizer)
+
+    def _optimizer_restored(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        # One that is around another has none of its own.
+        if "param_groups" in vars(optimizer):
+            self.adopt_optimizer(optimizer)
 
     def _track_all(self, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
         for tensor in group["params"]:
