@@ -330,6 +330,25 @@ def test_a_parameter_group_that_was_added_here_is_trained_in_the_replicas(two, a
     torch.testing.assert_close(unfrozen(True), unfrozen(False))
 
 
+def test_moments_keep_their_dtype_where_the_network_gets_another_one(two):
+    def trained(on_replicas: bool) -> list[Any]:
+        torch.manual_seed(0)
+        with two.scope() if on_replicas else contextlib.nullcontext():
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        step = step_of(model, optimizer)
+        run = two.run if on_replicas else lambda step: step()
+        run(step)
+        model.double()
+        optimizer.state[model.weight]["exp_avg"].mul_(2)
+        run(lambda: None)
+        model.float()
+        run(step)
+        return [model.state_dict(), optimizer.state_dict()]
+
+    torch.testing.assert_close(trained(True), trained(False))
+
+
 @pytest.mark.parametrize("on", [0, 1, None], ids=["replica 0", "replica 1", "all"])
 def test_what_a_call_did_to_learning_rates_before_it_failed_is_here(two, on):
     with two.scope():

@@ -225,3 +225,10 @@ def add_groups(optimizer: torch.optim.Optimizer, first: int, groups: list[dict[s
 def load_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
     """In a replica: take over a state."""
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    # That made it of the parameters' dtype, which may have changed since the moments were made (`model.half()`).
+    for key, parameter in enumerate(parameters_of(optimizer)):
+        entries = optimizer.state.get(parameter)
+        for name, value in state.get(key, {}).items() if isinstance(entries, dict) else ():
+            loaded = entries.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
+                entries[name] = value.to(loaded.device)
