@@ -589,6 +589,8 @@ def graft(
                         tensor(vars(own)[kind].get(name), held)
         for module in new:
             part(None, module)
+    # No hook tells: another strategy may have the network too, as it was.
+    _registrations.count += 1
     return became
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mirror_nb.errors import TransferError
-from mirror_nb.mirrors import Mirrors, averaged_statistics, bits, load, structure, tensors
+from mirror_nb.mirrors import Mirrors, averaged_statistics, bits, graft, load, structure, tensors
 from mirror_nb.payload import pack, unpack
 from mirror_nb.strategies.reading import Reading
 from mirror_nb.told import Told, told_of
@@ -314,3 +314,16 @@ def test_sources_may_go_while_a_network_is_read():
         reading.add(source)
     net().state_dict()
     assert not any(source.stale for source in sources)
+
+
+def test_what_one_holder_grafts_another_one_does_not_take_for_known():
+    network = nn.Sequential(nn.Linear(2, 2))
+    other = Mirrors("k")
+    other.handle(network)
+    other.mark(network)
+    grown = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    # Registered by now: what is grafted registers nothing.
+    assert other.known(network) is not None
+    graft([grown], lambda part: network if part is grown else None)
+    assert len(network) == 2
+    assert other.known(network) is None
