@@ -227,8 +227,10 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     # That made it of the parameters' dtype, which may have changed since the moments were made (`model.half()`).
     for key, parameter in enumerate(parameters_of(optimizer)):
-        entries = optimizer.state.get(parameter)
-        for name, value in state.get(key, {}).items() if isinstance(entries, dict) else ():
+        entries: Any = optimizer.state.get(parameter)
+        if not isinstance(entries, dict):
+            continue
+        for name, value in state.get(key, {}).items():
             loaded = entries.get(name)
             if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
                 entries[name] = value.to(loaded.device)
