@@ -614,3 +614,15 @@ def test_what_is_gone_here_cannot_be_referred_to():
     gc.collect()
     with pytest.raises(TransferError, match=r"refers to \('object', 'o0'\), which no longer exists here"):
         lent.resolve(token)
+
+
+def test_a_cell_goes_on_from_what_a_strategy_of_the_notebook_has_trained(run):
+    run("import torch, mirror_nb as mnb\nalone = mnb.MirroredStrategy('cpu:0')")
+    run("with alone.scope():\n    net = torch.nn.Linear(2, 1)\n    torch.nn.init.zeros_(net.bias)")
+    # Nobody reads the network here: the cell that comes next has the function already.
+    run("def add():\n    with torch.no_grad():\n        net.bias.add_(1)")
+    for _ in range(3):
+        run("alone.run(add)")
+        run("%%mirrored\nadd()")
+    assert run("net.bias.item()") == 6.0
+    run("alone.close()")

@@ -397,6 +397,9 @@ class Names:
         self.stale = False
         values = {}
         for handle, module in self.mirrors.roots():
+            # A strategy of a plain cell may have trained it since: a cell may use it by a function that the replicas
+            # have, which reads nothing here.
+            reading.bring(module)
             if self.mirrors.known(module) is None:
                 values[handle] = self.mirrors.left(module)
             elif self.mirrors.changed(module):

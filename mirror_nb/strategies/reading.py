@@ -82,6 +82,10 @@ class Reading:
         """Keep this holder no more: all that it had is gone here. Any thread may say so at any time."""
         self._kept.discard(holder)
 
+    def bring(self, module: nn.Module) -> None:
+        """Bring a network here up to date, as reading it does."""
+        self._read_parts(module)
+
     def _read(self, module: nn.Module, *_: object, **__: object) -> None:
         # A list: refreshing may add and remove holders.
         for holder in list(self._holders):
