@@ -18,6 +18,8 @@ from driving import DEADLINE, eventually, gone, run_cell
 from mirror_nb.pool import nanny
 from mirror_nb.pool.local import LocalPool, _wait_for
 
+SCRIPT_SECONDS = 100.0
+# Deadline of a script that loads torch several times.
 LOADED = "import sys; loaded = 'torch._dynamo' in sys.modules, 'mirror_nb.training.model' in sys.modules"
 
 
@@ -195,7 +197,7 @@ def test_a_forkserver_that_loads_outlives_a_press_of_stop():
         stop_forkserver()
     """
     command = [sys.executable, "-c", textwrap.dedent(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=True)
     assert done.stdout == "0 True\n0 True\n"
 
 
@@ -217,5 +219,5 @@ def test_processes_of_the_users_own_hear_ctrl_c_from_a_later_forkserver_too():
     stop_forkserver()
     """
     command = [sys.executable, "-c", textwrap.dedent(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=True)
     assert done.stdout == "['0000000000000000']\n"
