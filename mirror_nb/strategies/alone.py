@@ -17,7 +17,7 @@ from mirror_nb.errors import ContextError
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.whole import heed, held_back
-from mirror_nb.strategies.context import ReplicaContext, entered, update_in
+from mirror_nb.strategies.context import ReplicaContext, entered
 from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
 from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reductions import (
@@ -32,7 +32,7 @@ from mirror_nb.strategies.reductions import (
 from mirror_nb.strategies.seat import AloneSeat
 from mirror_nb.telemetry.comparison import Comparison, compared
 from mirror_nb.values import ReduceOp, mean
-from mirror_nb.variables import plain
+from mirror_nb.variables import plain, update_component
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
@@ -178,14 +178,9 @@ class AlonePlace(Place):
         return True
 
     def update(
-        self,
-        strategy: Strategy,
-        variable: Any,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
-        return [update_in(strategy, variable, fn, own_of(args, 0, 1), own_of(kwargs, 0, 1))]
+        return [update_component(variable, fn, own_of(args, 0, 1), own_of(kwargs, 0, 1))]
 
     def close(self) -> None:
         self.closed = True

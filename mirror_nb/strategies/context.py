@@ -5,6 +5,7 @@ tf.distribute's functions of the same names. Knows strategies by their interface
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import threading
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from mirror_nb.errors import ContextError, UsageError
 from mirror_nb.values import ReduceOp
-from mirror_nb.variables import provide_replica, provide_scope, update_component
+from mirror_nb.variables import provide_replica, provide_scope
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
@@ -270,12 +271,14 @@ def updates_component() -> bool:
     return top is not None and top.updates
 
 
-def update_in(
-    strategy: Strategy, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call `fn` with the component of a Variable in this process, in cross-replica context; return the result."""
+def update_in(strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` in cross-replica context, where Variables are the components of the process that calls it."""
+    return functools.partial(_updating, strategy, fn)
+
+
+def _updating(strategy: Strategy, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with entered(strategy, None, cross=True, updates=True):
-        return update_component(variable, fn, args, kwargs)
+        return fn(*args, **kwargs)
 
 
 def on_one_replica() -> bool:

@@ -34,7 +34,6 @@ from mirror_nb.pool.recovery import compare, recover
 from mirror_nb.pool.report import Report
 from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
-from mirror_nb.strategies.context import update_in
 from mirror_nb.strategies.controller_variables import ControllerHome
 from mirror_nb.strategies.functions import Functions
 from mirror_nb.strategies.misuse import (
@@ -61,7 +60,7 @@ from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.told import is_told
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
-from mirror_nb.variables import Variable
+from mirror_nb.variables import Variable, update_component
 
 _NO_ARGUMENTS = pack(((), {}))
 READS = 3
@@ -516,15 +515,10 @@ class ControllerPlace(Place):
         return self.mirror(self._home.make(value, **options))
 
     def update(
-        self,
-        strategy: Strategy,
-        variable: Any,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
         self._require_mirrored(variable)
-        return self._call(update_in, (strategy, variable, fn, args, kwargs), {}, plain=True)
+        return self._call(update_component, (variable, fn, args, kwargs), {}, plain=True)
 
     def _require_mirrored(self, variable: Any) -> None:
         if not self._objects.has(variable):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mirror_nb.devices import parse
 from mirror_nb.errors import DeviceError, UsageError
-from mirror_nb.strategies.context import check_call, require_cross_replica
+from mirror_nb.strategies.context import check_call, require_cross_replica, update_in
 from mirror_nb.strategies.reductions import regroup
 from mirror_nb.values import DistributedValues, ReduceOp
 
@@ -86,7 +86,7 @@ class StrategyExtended:
         require_cross_replica("StrategyExtended.update", "use get_replica_context().merge_call() around it")
         check_call("fn", fn, args, kwargs)
         self._strategy._place.check_open()
-        results = self._strategy._place.update(self._strategy, var, fn, tuple(args), kwargs or {})
+        results = self._strategy._place.update(var, update_in(self._strategy, fn), tuple(args), kwargs or {})
         return regroup(results) if group else results
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:

@@ -28,7 +28,7 @@ from mirror_nb.payload import Payload, pack, unpack
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
 from mirror_nb.steering import Steering
-from mirror_nb.strategies.context import ReplicaContext, entered, stand_nowhere, update_in
+from mirror_nb.strategies.context import ReplicaContext, entered, stand_nowhere
 from mirror_nb.strategies.differentiable import all_gathered, all_reduced
 from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
 from mirror_nb.strategies.peers import Form, Peers, form_of_nest, of_dtype
@@ -53,7 +53,7 @@ from mirror_nb.strategies.seat import PeerSeat
 from mirror_nb.strategies.standalone import Standalone
 from mirror_nb.telemetry.comparison import Comparison, compared
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp, Shares, widened
-from mirror_nb.variables import Variable, component, distributed, provide_arrivals
+from mirror_nb.variables import Variable, component, distributed, provide_arrivals, update_component
 from mirror_nb.weighing import Weighing
 
 if TYPE_CHECKING:
@@ -449,12 +449,7 @@ class ReplicaPlace(Place):
         return variable
 
     def update(
-        self,
-        strategy: Strategy,
-        variable: Any,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
         if not self.mirrors(variable) or not isinstance(variable, Variable):
             raise UsageError(
@@ -462,7 +457,7 @@ class ReplicaPlace(Place):
                 "it with Variable(...) inside `with strategy.scope():`, or in a cell"
             )
         args, kwargs = own_of((args, kwargs), self.replica_id, self.num_replicas)
-        return [update_in(strategy, variable, fn, args, kwargs)]
+        return [update_component(variable, fn, args, kwargs)]
 
     def close(self) -> None:
         # In a mirrored cell it is the notebook's.

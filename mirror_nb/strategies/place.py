@@ -190,12 +190,7 @@ class Place(ABC):
 
     @abstractmethod
     def update(
-        self,
-        strategy: Strategy,
-        variable: Any,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
         """Call `fn(component, *args, **kwargs)` for every replica's component of a Variable that this place has."""
 
