@@ -342,7 +342,8 @@ def test_a_strategy_that_ends_between_two_looks_is_passed_over(made, monkeypatch
     assert "no strategy of yours" in watching.out.getvalue()
 
 
-def test_wrong_calls_say_what_would_be_right(made, post):
+def test_wrong_calls_say_what_would_be_right(made, post, monkeypatch):
+    monkeypatch.setattr(command, "find", lambda: tuple(mine()))
     post(notice_of(made))
     watching = Watching()
     assert watching(pid=1) == 2
