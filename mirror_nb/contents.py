@@ -78,8 +78,13 @@ class Content:
         )
 
 
-def content(value: object, token: Token, *, large: bool = False) -> Content | None:
-    """Return what `value` holds now; None when it is nothing that is watched. `large`: all of a large array is."""
+def content(
+    value: object, token: Token, *, large: bool = False, seen: Callable[[object], object] = lambda obj: None
+) -> Content | None:
+    """Return what `value` holds now; None when it is nothing that is watched. `large`: all of a large array is.
+
+    `seen(obj)` is called with each object that is looked at.
+    """
     if isinstance(value, np.ndarray) and value.nbytes > WATCHED_BYTES:
         state = digest(value, whole=large)
         return None if state is None else Content(state=state)
@@ -91,12 +96,15 @@ def content(value: object, token: Token, *, large: bool = False) -> Content | No
     if not own and not isinstance(value, (*_CONTAINERS, np.ndarray, torch.Tensor)):
         return None
     file = Limited(WATCHED_BYTES)
-    reader = _Reader(file, token, value)
+    reader = _Reader(file, token, value, seen)
     try:
         reader.dump(value)
     except Exception:
         # Too large, or its class has a say of its own in how it is read.
-        return _parts(value)
+        parts = _parts(value)
+        for part in parts.parts if parts is not None else ():
+            seen(part)
+        return parts
     return Content(file.getvalue(), beside=tuple(reader.beside), own=own)
 
 
@@ -242,13 +250,15 @@ def refill(value: Any, held: Any) -> None:
 class _Reader(pickle.Pickler):
     """Writes what a value holds; nobody reads it but to compare."""
 
-    def __init__(self, file: io.BytesIO, token: Token, root: object) -> None:
+    def __init__(self, file: io.BytesIO, token: Token, root: object, seen: Callable[[object], object]) -> None:
         super().__init__(file, protocol=5)
         self.beside: list[tuple[weakref.ref[Any] | None, object]] = []
         self._token = token
         self._root = root
+        self._seen = seen
 
     def persistent_id(self, obj: Any) -> Any:
+        self._seen(obj)
         if type(obj) in _PLAIN or obj is self._root:
             return None
         token = self._token(obj)
@@ -327,6 +337,11 @@ def is_unchanging(value: object) -> bool:
     return type(value) in _UNCHANGING or (
         type(value) in (tuple, frozenset) and all(map(is_unchanging, value))  # type: ignore[call-overload]
     )
+
+
+def has_an_identity(value: object) -> bool:
+    """Whether it matters that two names, or a name and a container, have this very object."""
+    return not is_unchanging(value) and not isinstance(value, type | types.FunctionType)
 
 
 _AROUND_DATA_SETS = (DataLoader, Subset, ConcatDataset, ChainDataset)

@@ -526,9 +526,11 @@ class Stayed:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A value that travels by itself."""
+    """A value that travels by itself, but for the values of other names that it holds."""
 
     payload: Payload
+    holds: tuple[str, ...] = ()
+    # These names.
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,7 +556,7 @@ class KnownModule:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """The very value of another name among these, one that sorts before it."""
+    """The very value of another name among these, which has that itself."""
 
     name: str
 

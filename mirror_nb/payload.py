@@ -285,7 +285,7 @@ class _Packer(Pickler):
         self._states = states
         self._namespace = namespace
         self._reference = reference
-        self._never_referred = _NEVER_REFERRED - {list, dict, set} if containers else _NEVER_REFERRED
+        self._never_referred = _NEVER_REFERRED - {list, dict, set, tuple} if containers else _NEVER_REFERRED
         self._handle = handle
         self._lend = lend
         self._shadow: dict[str, Any] = {}
@@ -521,11 +521,11 @@ def pack(
 
     Functions whose globals are `namespace` travel without them and look names up where they arrive.
     `reference(obj)` may give a small token to send in the place of an object that the other side has; it is asked for
-    lists, dicts and sets only with `containers`. `handle(module)` numbers a module so that it can be referred to
-    later, `lend(obj)` an optimizer, a scheduler or a scaler. CUDA tensors travel through host memory. `limit`, bytes,
-    bounds the size; `in_band` puts all of it into the pickle, so that there is no slab. `label` is given to classes of
-    the namespace that have not travelled before: see `label_class`. Without `states`, optimizers travel without their
-    moments.
+    lists, dicts, sets and tuples only with `containers`. `handle(module)` numbers a module so that it can be referred
+    to later, `lend(obj)` an optimizer, a scheduler or a scaler. CUDA tensors travel through host memory. `limit`,
+    bytes, bounds the size; `in_band` puts all of it into the pickle, so that there is no slab. `label` is given to
+    classes of the namespace that have not travelled before: see `label_class`. Without `states`, optimizers travel
+    without their moments.
 
     Raises TooLarge beyond `limit`, TransferError when something in `obj` cannot be pickled.
     """

@@ -21,7 +21,7 @@ from mirror_nb.messages import Export, Imported, KnownModule, NewModule, Plain, 
 from mirror_nb.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Payload, unpack
-from mirror_nb.values import Remote, merged
+from mirror_nb.values import PerReplica, Remote, merged
 
 MOST_DRAWN = 1000
 # Members of a container that are looked at.
@@ -29,15 +29,25 @@ MOST_DRAWN = 1000
 
 @final
 class Incoming:
-    """Rebuilds what comes; `fetch(name, replica_id)` brings what stands for itself later."""
+    """Rebuilds what comes; `fetch(name, replica_id)` brings what stands for itself later.
+
+    `held(name, replica_id)` gives what is here of a name whose value another one of that replica holds; it raises
+    Undelivered.
+    """
 
     def __init__(
-        self, user_ns: MutableMapping[str, Any], mirrors: Mirrors, lent: Lent, fetch: Callable[[str, int], Any]
+        self,
+        user_ns: MutableMapping[str, Any],
+        mirrors: Mirrors,
+        lent: Lent,
+        fetch: Callable[[str, int], Any],
+        held: Callable[[str, int], Any],
     ) -> None:
         self._user_ns = user_ns
         self._mirrors = mirrors
         self._lent = lent
         self._fetch = fetch
+        self._held = held
         self.stand_ins: weakref.WeakSet[Remote] = weakref.WeakSet()
         self.lacking: dict[str, str] = {}
         # By handle of a network that could not be rebuilt here: why.
@@ -61,7 +71,7 @@ class Incoming:
                 return network if network is not None else self._remote(name, stayed, chosen)
             case Stayed() as stayed:
                 return self._remote(name, stayed, chosen)
-            case Plain(payload) if all_alike(exports):
+            case Plain(payload, holds) if all_alike(exports) and not any(map(self._differs, holds)):
                 value = self._open(payload, name, chosen)
                 whole = read_together([value] * len(exports))
                 return value if whole is None else whole
@@ -75,6 +85,9 @@ class Incoming:
         whole = read_together(values)
         return merged(values) if whole is None else whole
 
+    def _differs(self, name: str) -> bool:
+        return isinstance(self._user_ns.get(name), PerReplica)
+
     def _told(self, name: str, export: Export, replica_id: int) -> Any:
         if isinstance(export, Plain):
             return self._open(export.payload, name, replica_id)
@@ -82,33 +95,37 @@ class Incoming:
 
     def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
         try:
-            return self.unpacked(payload)
-        except _Undelivered:
-            stayed = Stayed("object", "value", "it has a network or an optimizer that did not travel")
+            return self.unpacked(payload, replica_id)
+        except Undelivered:
+            stayed = Stayed("object", "value", "it has a network, an optimizer or another value that did not travel")
         except Exception as reason:
             stayed = Stayed("object", "value", f"it cannot be rebuilt here: {reason}", for_good=True)
         return self._remote(name, stayed, replica_id)
 
-    def unpacked(self, payload: Payload) -> Any:
-        """Rebuild a value, and remember the networks in it. Raises what rebuilding raised."""
-        value, arrivals = unpack(payload, None, namespace=self._user_ns, resolve=self.resolve)
+    def unpacked(self, payload: Payload, replica_id: int) -> Any:
+        """Rebuild a value of a replica, and remember the networks in it. Raises what rebuilding raised."""
+
+        def resolve(token: Any) -> object:
+            return self._held(token[1], replica_id) if token[0] == "held" else self.resolve(token)
+
+        value, arrivals = unpack(payload, None, namespace=self._user_ns, resolve=resolve)
         self._mirrors.take(arrivals)
         return value
 
     def resolve(self, token: Any) -> object:
-        """For `unpack`: the object here that a replica's token means. Raises _Undelivered where there is none."""
+        """For `unpack`: the object here that a replica's token means. Raises Undelivered where there is none."""
         if token[0] == "object":
             with contextlib.suppress(TransferError):
                 return self._lent.resolve(token)
             self.undelivered.add(token[1])
-            raise _Undelivered
+            raise Undelivered
         if token[0] == "name":
             if not is_trained(self._user_ns.get(token[1])):
-                raise _Undelivered
+                raise Undelivered
             return self._user_ns[token[1]]
         if self._mirrors.find(token[1]) is None and token[1].partition("/")[0] not in self.lacking:
             self.undelivered.add(token[1])
-            raise _Undelivered
+            raise Undelivered
         return self._mirrors.resolve(token)
 
     def _remote(self, name: str, stayed: Stayed, replica_id: int) -> Remote:
@@ -131,8 +148,8 @@ def _is_drawn(value: Any, deep: int = 3) -> bool:
     return deep > 0 and len(members) <= MOST_DRAWN and any(_is_drawn(member, deep - 1) for member in members)
 
 
-class _Undelivered(Exception):
-    """A network or an optimizer that was to be known here is not."""
+class Undelivered(Exception):
+    """A network, an optimizer or a name's value that was to be known here is not."""
 
 
 def _stand_in(export: Export) -> Stayed:

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mirror_nb import torchmetrics_objects
-from mirror_nb.contents import Content, class_content, content, data_sets, filling, is_refillable, refill
+from mirror_nb.contents import (
+    Content,
+    class_content,
+    content,
+    data_sets,
+    filling,
+    has_an_identity,
+    is_refillable,
+    refill,
+    stays_itself,
+)
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
     Changed,
@@ -26,12 +36,13 @@ from mirror_nb.messages import (
     Exports,
     Holdings,
     KnownModule,
+    Plain,
     Same,
     travels,
 )
 from mirror_nb.mirrors import Mirrors, absorb_states
 from mirror_nb.notebook.holdings import inside
-from mirror_nb.notebook.incoming import Incoming, all_alike
+from mirror_nb.notebook.incoming import Incoming, Undelivered, all_alike
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Arrivals, Packed, Payload, pack, unpack
 from mirror_nb.reads import names_read
@@ -66,6 +77,8 @@ class _Shared:
     # Names of the notebook that it looks up when it is used, as far as packing it has shown.
     altered: bool = False
     # The replica has changed it in place, which did not travel.
+    tellers: tuple[int, ...] = ()
+    # Whose values a PerReplica has, in its order; empty: all replicas'.
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +124,9 @@ class Names:
         self.user_ns = user_ns
         self.lent = lent
         self.mirrors = Mirrors("k")
-        self._incoming = Incoming(user_ns, self.mirrors, lent, fetch)
+        self._incoming = Incoming(user_ns, self.mirrors, lent, fetch, self._held)
+        self._awaited: dict[int, set[str]] = {}
+        # By replica: names that have come from it and are not bound yet.
         self._sent: dict[int, dict[str, _Shared]] = {}
         # By replica: what it was sent, or what came from it.
         self._there: dict[int, set[str]] = {}
@@ -197,9 +212,13 @@ class Names:
                 self._there[replica_id].add(name)
 
     def _share(
-        self, replicas: Iterable[int], values: Mapping[str, object], needs: frozenset[str] = frozenset()
+        self,
+        replicas: Iterable[int],
+        values: Mapping[str, object],
+        needs: frozenset[str] = frozenset(),
+        tellers: tuple[int, ...] = (),
     ) -> None:
-        shared = {name: _Shared(value, self._content(value), needs) for name, value in values.items()}
+        shared = {name: _Shared(value, self._content(value), needs, tellers=tellers) for name, value in values.items()}
         for replica_id in replicas:
             self._sent.setdefault(replica_id, {}).update(shared)
             self._there.setdefault(replica_id, set()).update(shared)
@@ -242,16 +261,17 @@ class Names:
             modules: list[nn.Module] = []
             lent: list[Any] = []
             parameters: list[nn.Parameter] = []
+            inside: set[str] = set()
             again = self._again(values, replicas)
             fillings = {name: filling(value) for name, value in again.items()}
             sent = Changed(values, fillings) if again else values
             try:
-                packed = self._pack(sent, replicas, modules, lent, parameters, again)
+                packed = self._pack(sent, replicas, modules, lent, parameters, again, values, inside)
             except TransferError:
                 raise self._culprit(values, replicas) from None
             # Methods of classes deep inside a value may read names that no one has seen yet.
             needed = packed.global_names | self._owners(parameters, modules)
-            more = {name for name in needed - lacking if self._lacked(name, replicas)}
+            more = {name for name in needed - lacking if self._lacked(name, replicas)} | (inside - lacking)
             if not more:
                 return Parcel(replicas, values, packed, modules, lent)
             packed.close()
@@ -265,15 +285,28 @@ class Names:
         lent: list[Any],
         parameters: list[nn.Parameter],
         again: Mapping[str, object] = types.MappingProxyType({}),
+        sending: Collection[str] = (),
+        inside: set[str] | None = None,
     ) -> Packed:
         """Pack, and add to the lists what is found, `parameters` that the replicas have not among them.
 
-        Of `again`, objects by name, the replicas have what they had earlier.
+        Of `again`, objects by name, the replicas have what they had earlier; `sending` are all names that are packed.
+        Others whose values are `inside` theirs, and that the replicas lack, are added to that.
         """
+        inside = set() if inside is None else inside
         there = {id(obj): ("changed", name, type(obj)) for name, obj in again.items()}
+
+        known = {id(value): name for name, value in list(self.user_ns.items())}
+        for name in sending:
+            known.pop(id(self.user_ns[name]), None)
 
         def reference(obj: object) -> Any:
             token = there.get(id(obj)) or self._reference(obj, replicas)
+            name = None if token is not None else known.get(id(obj))
+            if name is not None and has_an_identity(obj) and not isinstance(obj, nn.Module) and self._travels(name):
+                if not self._lacked(name, replicas):
+                    return ("name", name, name)
+                inside.add(name)
             if token is None and isinstance(obj, nn.Parameter):
                 parameters.append(obj)
             return token
@@ -292,7 +325,7 @@ class Names:
             reference=reference,
             handle=handle,
             lend=lend,
-            containers=bool(again),
+            containers=True,
         )
 
     def _again(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> dict[str, object]:
@@ -582,6 +615,7 @@ class Names:
         # A name that is bound anew may have been the last of what another one is to hold.
         held = [self.user_ns.get(name) for exports in opened.values() for name in exports.names]
         names = {name for exports in opened.values() for name in exports.names}
+        self._awaited = {r: set(exports.names) for r, exports in opened.items()}
         trained = {name for exports in opened.values() for name in exports.trained}
         altered = {name for exports in opened.values() for name in exports.altered}
         self._absorb_names(trained, opened, owner, returned, pulled, altered)
@@ -677,7 +711,7 @@ class Names:
         payloads = opened[owner].objects if owner in opened else {}
         for handle, payload in sorted(payloads.items(), key=lambda given: given[1] is not None):
             try:
-                obj = inside[handle] if payload is None else self._incoming.unpacked(payload)
+                obj = inside[handle] if payload is None else self._incoming.unpacked(payload, owner)
             except Exception:
                 # What it needs has not come: names that mean it have a stand-in.
                 continue
@@ -697,13 +731,30 @@ class Names:
         altered: set[str],
     ) -> None:
         """Bind these names; one of a class that differs is `altered`: each replica counts in it by itself, say."""
-        for name in sorted(names):
+        for name in _in_order(names, opened):
             exports, same = _resolved({r: e.names[name] for r, e in opened.items() if name in e.names}, opened)
             if isinstance(self.user_ns.get(name), type) and not all_alike(exports):
                 # Here it is one class.
                 altered.add(name)
             else:
                 self._absorb_name(name, exports, same, owner, opened, returned, pulled)
+            for awaited in self._awaited.values():
+                awaited.discard(name)
+
+    def _held(self, name: str, replica_id: int) -> Any:
+        """Return what is here of a name whose value another one of that replica holds. Raises Undelivered."""
+        value = self.user_ns.get(name, _MISSING)
+        awaited = value is _MISSING or name in self._awaited.get(replica_id, ())
+        if awaited or not self._has(replica_id, name, self._content(value)):
+            raise Undelivered
+        if isinstance(value, PerReplica):
+            tellers = self._sent[replica_id][name].tellers or range(len(value))
+            if replica_id not in tellers:
+                raise Undelivered
+            value = value[tellers.index(replica_id)]
+        if isinstance(value, Remote):
+            raise Undelivered
+        return value
 
     def _absorb_name(
         self,
@@ -730,12 +781,11 @@ class Names:
             and all(self._shares(r, name, before) for r in exports)
         ):
             # As the cell did: who else has it here sees the change.
-            refill(before, filling(value))
-            value = before
+            value = _refilled(before, value)
         if isinstance(value, Remote):
             self._keep_earlier(name, value, before, exports)
         self.user_ns[name] = value
-        self._share(exports, {name: value})
+        self._share(exports, {name: value}, tellers=tuple(sorted(exports)))
         if name not in self._loose and _trains_apart(value):
             self._loose.add(name)
             returned.loose.append(name)
@@ -769,6 +819,39 @@ def _resolved(exports: dict[int, Export], opened: Mapping[int, Exports]) -> tupl
         return exports, others.pop()
     # In some of them alone.
     return {r: opened[r].names[e.name] if isinstance(e, Same) else e for r, e in exports.items()}, None
+
+
+def _refilled(before: Any, value: Any) -> Any:
+    """Let what is here hold what came, a PerReplica's values each by itself where they can; return it."""
+    pairs = list(zip(before, value, strict=False)) if isinstance(value, PerReplica) else []
+    if pairs and len(before) == len(value) and all(type(one) is type(new) and stays_itself(one) for one, new in pairs):
+        for one, new in pairs:
+            refill(one, filling(new))
+    else:
+        refill(before, filling(value))
+    return before
+
+
+def _in_order(names: Iterable[str], opened: Mapping[int, Exports]) -> list[str]:
+    """Return the names, each after those of them whose values it has, or holds."""
+    left = dict.fromkeys(sorted(names))
+    ordered: list[str] = []
+
+    def add(name: str) -> None:
+        if name in left:
+            del left[name]
+            for exports in opened.values():
+                match exports.names.get(name):
+                    case Plain(_, holds):
+                        for held in holds:
+                            add(held)
+                    case Same(first):
+                        add(first)
+            ordered.append(name)
+
+    for name in list(left):
+        add(name)
+    return ordered
 
 
 def _trains_apart(value: object) -> bool:

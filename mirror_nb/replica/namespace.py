@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from mirror_nb.contents import (
     Content,
     class_content,
     content,
+    has_an_identity,
     is_trained,
     is_unchanging,
     refill,
@@ -60,6 +61,7 @@ from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, pac
 from mirror_nb.pickler import TooLarge, label_class
 from mirror_nb.readable import size
 from mirror_nb.reads import reached
+from mirror_nb.replica.held import Held
 from mirror_nb.replica.objects import Objects
 from mirror_nb.replica.outgoing import (
     MODULE_BYTES,
@@ -106,6 +108,8 @@ class Latest:
     # The rest, without values.
     whole: bool
     # The size limits were lifted.
+    standing: tuple[str, ...]
+    # Names besides these whose values were as the controller has them.
 
 
 class Namespace:
@@ -139,6 +143,8 @@ class Namespace:
         # Names whose containers or trained tensors it has changed in place.
         self._unchanged: dict[str, str] = {}
         # Names that hold what the notebook has, as it was when the latest cell began, and its name there.
+        self._standing: tuple[str, ...] = ()
+        # Names that the latest cell mentions, and whose values it has left as they were.
         self._label = ""
         # Of the latest cell, for the classes that it made.
         self._latest: Latest | None = None
@@ -275,16 +281,30 @@ class Namespace:
         self._label = str(tag)
         before = Before(dict(self.names))
         bound = set(bound)
-        for name in reached(mentioned, self.names):
-            held = self._content(self.names[name], large=name in bound)
+        named = {id(value): name for name, value in before.objects.items() if travels(name)}
+        queue = list(reached(mentioned, self.names))
+        known = set(queue)
+
+        def inside(obj: object) -> None:
+            # By what holds it, a cell may change what another name has.
+            name = named.get(id(obj))
+            if name is not None and name not in known and has_an_identity(obj):
+                known.add(name)
+                queue.append(name)
+
+        while queue:
+            name = queue.pop()
+            held = self._content(self.names[name], large=name in bound, seen=inside)
             if held is not None:
                 before.contents[name] = held
         return before
 
-    def _content(self, value: object, *, large: bool = False) -> Content | None:
+    def _content(
+        self, value: object, *, large: bool = False, seen: Callable[[object], object] = lambda obj: None
+    ) -> Content | None:
         if isinstance(value, type):
             return class_content(value, self.reference)
-        return content(_meant(value), self.reference, large=large)
+        return content(_meant(value), self.reference, large=large, seen=seen)
 
     def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
         """Return the names that were bound since, or whose content was changed in place; uses `before` up.
@@ -292,20 +312,36 @@ class Namespace:
         What was deleted since is told by the next `export`.
         """
         altered: set[str] = set()
+        standing: list[str] = []
+        holding: set[str] = set()
+        # Containers that are as they were, with what has another name now: here as there it is to be one value.
         names = {n for n, value in self.names.items() if before.objects.get(n, _MISSING) is not value}
+        named = {id(value): value for n in names if has_an_identity(value := self.names[n])}
         names |= {n for n in bound if n in self.names}
         for name, held in before.contents.items():
-            if name in self.names and name not in names and not held.same(self._content(self.names[name])):
+            if name not in self.names or name in names:
+                continue
+            inside: list[object] = []
+            value = self.names[name]
+            now = self._content(value, seen=lambda obj, inside=inside: id(obj) in named and inside.append(obj))  # type: ignore[misc]
+            if not held.same(now):
                 (altered if held.own else names).add(name)
+            elif stays_itself(value) and any(obj is not value for obj in inside):
+                holding.add(name)
+            elif held.complete and travels(name) and has_an_identity(self.names[name]):
+                standing.append(name)
+        names |= holding
         names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
         self._deleted = tuple(sorted(n for n in before.objects if n not in self.names and travels(n)))
         still = (n for n in names if before.objects.get(n, _MISSING) is self.names[n])
         self._refilled = tuple(n for n in still if stays_itself(self.names[n]))
-        self._unchanged = {n: there for n in names if (there := self._as_before(n, before)) is not None}
+        unchanged = {n: self._as_before(n, before) for n in names - holding}
+        self._unchanged = {n: there for n, there in unchanged.items() if there is not None}
         # What the cell let go of must be gone by the time the controller is told what is here.
         before.objects.clear()
         before.contents.clear()
         self._altered = tuple(sorted(altered))
+        self._standing = tuple(sorted(standing))
         return sorted(n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING))
 
     def _as_before(self, name: str, before: Before) -> str | None:
@@ -315,7 +351,7 @@ class Namespace:
         """
         value = _meant(self.names[name])
         others: Iterable[str] = before.objects if isinstance(self.names[name], Distributed) else before.contents
-        for known in (name, *(others if _has_an_identity(value) else ())):
+        for known in (name, *(others if has_an_identity(value) else ())):
             if _meant(before.objects.get(known, _MISSING)) is value is _meant(self.names.get(known, _MISSING)):
                 held = before.contents.get(known)
                 now = None if held is None else self._content(value, large=True)
@@ -357,24 +393,42 @@ class Namespace:
         # other values may have theirs.
         held = ((name, _meant(self.names[name])) for name in names)
         ordered = sorted(
-            ((is_told(value), not isinstance(value, nn.Module), not is_trained(value), name) for name, value in held)
+            # Of several names of one value the one first whose value the controller has already, and refills.
+            (
+                (
+                    is_told(value),
+                    not isinstance(value, nn.Module),
+                    not is_trained(value),
+                    name not in self._refilled,
+                    name,
+                )
+                for name, value in held
+            )
         )
         exported: dict[str, Export] = {}
         first: dict[int, str] = {}
         # By the id of a value that travels by itself: the name of it that comes first.
+        of_their_own = [name for told, no_network, *_, name in ordered if no_network and not told]
+        inner = [(name, _meant(self.names[name])) for name in (*of_their_own, *self._standing)]
+        holding = Held((name, value) for name, value in inner if has_an_identity(value))
         for *_, name in ordered:
             value = _meant(self.names[name])
             if id(value) in first:
                 exported[name] = Same(first[id(value)])
             else:
-                exported[name] = self._export(value, f"r{tag}.{name}", fresh, whole)
-                if isinstance(exported[name], Plain) and _has_an_identity(value):
+                exported[name] = self._export(name, value, f"r{tag}.{name}", fresh, whole, holding)
+                if isinstance(exported[name], Plain) and has_an_identity(value):
                     first[id(value)] = name
             if is_trained(self.names[name]) and isinstance(exported[name], Plain | Same):
                 self._trained.add(name)
+        while again := holding.unsettled([*self._standing, *(n for n in exported if _travels_by_itself(exported[n]))]):
+            for name in again:
+                value = _meant(self.names[name])
+                exported[name] = self._export(name, value, f"r{tag}.{name}", fresh, whole, holding)
         shown = None if result is None else self._result(_meant(result), tag, fresh)
         for obj in self.objects.outgrown():
             self._plain(obj, "", fresh, whole)
+        standing, self._standing = self._standing, ()
         gone = (*gone, *self.mirrors.gone(), *self.objects.take_gone())
         exports = Exports(
             exported,
@@ -418,7 +472,7 @@ class Namespace:
                 # It may have been collected meanwhile.
                 self.mirrors.mark(module)
         without = dataclasses.replace(exports, names={}, modules={}, states={}, result=None, objects={}, moved=())
-        self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole)
+        self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole, standing)
         return packed
 
     def export_again(self, *, tag: int, owner: bool) -> Packed:
@@ -432,7 +486,7 @@ class Namespace:
         self.forget_told()
         told = latest.told
         self._altered, self._deleted, self._refilled = told.altered, told.deleted, told.refilled
-        self._unchanged = told.unchanged
+        self._unchanged, self._standing = told.unchanged, latest.standing
         self._search = self._search if told.search is None else []
         return self.export(
             [name for name in latest.names if name in self.names],
@@ -535,11 +589,12 @@ class Namespace:
         self.forget_told()
         return beside
 
-    def _export(self, value: object, handle: str, fresh: Fresh, whole: bool) -> Export:
+    def _export(self, name: str, value: object, handle: str, fresh: Fresh, whole: bool, holding: Held) -> Export:
         if isinstance(value, types.ModuleType):
             return Imported(value.__name__)
         if not isinstance(value, nn.Module) or type(value) in weakref.ProxyTypes:
-            return self._plain(value, handle, fresh, whole)
+            export = self._plain(value, handle, fresh, whole, holding.inside(name, value))
+            return dataclasses.replace(export, holds=holding.uses(name)) if isinstance(export, Plain) else export
         if has_sharded(value):
             # What the controller has of it, from before, is not what it is now.
             self.mirrors.unmark(value)
@@ -558,7 +613,7 @@ class Namespace:
     def _result(self, value: object, tag: int, fresh: Fresh) -> Export:
         """Export the value of a cell's last expression."""
         if isinstance(value, nn.Module) and any(value is other for other in self.names.values()):
-            return self._export(value, f"r{tag}", fresh, False)
+            return self._export("", value, f"r{tag}", fresh, False, Held(()))
         export = self._plain(value, f"r{tag}", fresh)
         if not isinstance(export, Stayed):
             return export
@@ -569,13 +624,20 @@ class Namespace:
             self.names.pop(self._results.popleft(), None)
         return dataclasses.replace(export, name=f"_r{tag}")
 
-    def _plain(self, value: object, handle: str, fresh: Fresh, whole: bool = False) -> Export:
+    def _plain(
+        self,
+        value: object,
+        handle: str,
+        fresh: Fresh,
+        whole: bool = False,
+        held: Callable[[object], Any] = lambda obj: None,
+    ) -> Export:
         if isinstance(value, torch.Generator) and value.device.type != "cpu" and not whole and not self.has(value):
             # The notebook would need a GPU for it.
             return _stayed(value, "it belongs to the replica")
         if isinstance(value, Underway):
             return _stayed(value, "its batches are loaded there", for_good=True)
-        outgoing = Outgoing(self, self._label, fresh, handle, whole)
+        outgoing = Outgoing(self, self._label, fresh, handle, whole, held)
         try:
             payload = outgoing.pack(value)
             refused = outgoing.refused(value)
@@ -623,9 +685,8 @@ class Namespace:
         return states
 
 
-def _has_an_identity(value: object) -> bool:
-    """Whether it matters that two names have this very object."""
-    return not is_unchanging(value) and not isinstance(value, type | types.FunctionType)
+def _travels_by_itself(export: Export) -> bool:
+    return isinstance(export, Plain | Same)
 
 
 def _meant(value: object) -> object:

@@ -99,12 +99,24 @@ class Known(Protocol):
 
 @final
 class Outgoing:
-    """One value that travels under `handle`, and what it brings into `found`; `whole` lifts the size limits."""
+    """One value that travels under `handle`, and what it brings into `found`; `whole` lifts the size limits.
 
-    def __init__(self, known: Known, label: str, fresh: Fresh, handle: str, whole: bool) -> None:
+    `held(obj)` gives a token for what the value holds of other names, None for all else.
+    """
+
+    def __init__(
+        self,
+        known: Known,
+        label: str,
+        fresh: Fresh,
+        handle: str,
+        whole: bool,
+        held: Callable[[object], Any] = lambda obj: None,
+    ) -> None:
         self.found = Fresh()
         self.found.add(fresh)
         self._known, self._label, self._handle, self._whole = known, label, handle, whole
+        self._held = held
         self._count = 0
         self._refused: list[tuple[object, str]] = []
         # Optimizers and the like that cannot be the same on both sides, and why; in values they travel as copies.
@@ -113,19 +125,21 @@ class Outgoing:
     def pack(self, value: object) -> Payload:
         """Return the value's payload. Raises TooLarge, TransferError, RecursionError."""
         networks = len(self.found.networks)
-        payload = self._packed(value, self._reference)
+        payload = self._packed(value, self._outer, containers=True)
         while self._refused and len(self.found.networks) > networks:
             # Networks came to light after what trains them.
             networks = len(self.found.networks)
             self._refused.clear()
-            payload = self._packed(value, self._reference)
+            payload = self._packed(value, self._outer, containers=True)
         return payload
 
     def refused(self, value: object) -> str | None:
         """Return why an optimizer or the like cannot be the same on both sides, None of what can."""
         return next((why for obj, why in self._refused if value is obj), None)
 
-    def _packed(self, value: object, reference: Callable[[object], Any], states: bool = True) -> Payload:
+    def _packed(
+        self, value: object, reference: Callable[[object], Any], states: bool = True, containers: bool = False
+    ) -> Payload:
         return pack(
             value,
             namespace=self._known.names,
@@ -134,7 +148,12 @@ class Outgoing:
             in_band=True,
             label=self._label,
             states=states,
+            containers=containers,
         ).payload
+
+    def _outer(self, obj: object) -> Any:
+        # Optimizers come before other values, and take none of these by its name.
+        return self._held(obj) or (None if type(obj) in (list, dict, set, tuple) else self._reference(obj))
 
     def _reference(self, obj: object) -> Any:
         token = self._known.reference(obj) or self.found.token(obj, self._known.mirrors.find_handle)

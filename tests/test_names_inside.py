@@ -1,0 +1,184 @@
+"""A value that has a name and is in the value of another name: one value on each side, whoever changes it where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from two_sides import Notebook, with_torch
+
+from mirror_nb.values import PerReplica, Remote
+
+VALUES = {
+    "list": "[1]",
+    "dict": "{'a': [1]}",
+    "set": "{1}",
+    "tuple": "([1], 2)",
+    "tensor": "torch.ones(2)",
+    "trained": "torch.ones(2, requires_grad=True)",
+    "array": "np.ones(2)",
+    "object": "Config()",
+}
+HOLDERS = {
+    "list": "[0, inner]",
+    "dict": "{'inner': inner}",
+    "deep": "[({'inner': [inner]},)]",
+    "object": "holder_of(inner)",
+}
+IMPORTS = """
+import torch, numpy as np
+class Config: rate = 1
+def holder_of(value):
+    holder = Config()
+    holder.value = value
+    return holder
+def found(value, inner):
+    if value is inner:
+        return True
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif isinstance(value, Config):
+        value = list(vars(value).values())
+    return isinstance(value, (list, tuple)) and any(found(one, inner) for one in value)
+"""
+
+
+@pytest.fixture
+def notebook() -> Notebook:
+    made = with_torch()
+    made.here(IMPORTS)
+    return made
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_made_in_one_cell(notebook, value, holder):
+    notebook.cell(f"inner = {value}\nouter = {holder}")
+    notebook.here("here = found(outer, inner)")
+    assert notebook.user_ns["here"]
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_held_by_what_a_later_cell_makes_on_either_side(notebook, value, holder):
+    notebook.cell(f"inner = {value}")
+    notebook.cell(f"outer = {holder}")
+    notebook.here("here = found(outer, inner)")
+    notebook.here(f"ours = {holder}")
+    notebook.cell("there = found(ours, inner), found(outer, inner)")
+    assert notebook.user_ns["here"]
+    assert notebook.user_ns["there"] == (True, True)
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_made_in_the_notebook_and_read_by_cells_in_any_order(notebook, value, holder):
+    notebook.here(f"inner = {value}\nouter = {holder}")
+    notebook.cell("outer")
+    notebook.cell("there = found(outer, inner)")
+    assert notebook.user_ns["there"] is True
+
+
+def test_a_change_by_what_holds_it_is_one_under_its_name(notebook):
+    notebook.cell("history = []; log = {'history': history}")
+    notebook.cell("log['history'].append(1)")
+    assert notebook.user_ns["history"] == [1]
+    assert notebook.user_ns["log"]["history"] is notebook.user_ns["history"]
+    notebook.here("log['history'].append(2)")
+    notebook.cell("log")
+    notebook.cell("history.append(3)")
+    assert notebook.user_ns["log"] == {"history": [1, 2, 3]}
+    assert notebook.user_ns["log"]["history"] is notebook.user_ns["history"]
+    assert notebook.there("log", 1)["history"] is notebook.there("history", 1)
+
+
+def test_what_gets_a_name_later_stays_in_what_holds_it(notebook):
+    notebook.cell("config = {'optimizer': {'lr': 1}}")
+    notebook.cell("settings = config['optimizer']")
+    notebook.here("settings['lr'] = 2")
+    assert notebook.user_ns["config"] == {"optimizer": {"lr": 2}}
+    notebook.cell("lr = config['optimizer']['lr']")
+    assert notebook.user_ns["lr"] == 2
+
+
+def test_each_replicas_own_value_is_in_each_replicas_own_container(notebook):
+    notebook.cell("mine = [replica_id]; box = [mine]")
+    mine, box = notebook.user_ns["mine"], notebook.user_ns["box"]
+    assert (list(mine), list(box)) == ([[0], [1]], [[[0]], [[1]]])
+    assert all(box[r][0] is mine[r] for r in range(2))
+    notebook.cell("mine.append(5)")
+    assert list(notebook.user_ns["box"]) == [[[0, 5]], [[1, 5]]]
+    notebook.cell("later = {'mine': mine}")
+    assert [held["mine"] for held in notebook.user_ns["later"]] == [[0, 5], [1, 5]]
+
+
+def test_a_value_of_one_replica_alone_is_in_its_container_alone(notebook):
+    notebook.cell("shared = [1]")
+    notebook.cell("if replica_id: only = [7]; box = [only, shared]")
+    assert notebook.user_ns["box"] == [[7], [1]]
+    assert notebook.user_ns["box"][0] is notebook.user_ns["only"]
+    assert notebook.user_ns["box"][1] is notebook.user_ns["shared"]
+
+
+def test_values_that_hold_each_other_arrive_each_with_copies(notebook):
+    notebook.cell("one = [1]; two = [one]; one.append(two); beside = [2]; holder = [one, beside]")
+    names = notebook.user_ns
+    assert names["one"][1][0] is names["one"]
+    assert names["two"][0][1] is names["two"]
+    assert names["holder"][0] is names["one"]
+    assert names["holder"][1] is names["beside"]
+
+
+def test_what_replicas_hold_the_other_way_round_stays_with_them(notebook):
+    notebook.cell("one, two = [1], [2]\n(one if replica_id else two).append(two if replica_id else one)")
+    # Neither can be made first of values that are here.
+    assert list(notebook.user_ns["one"]) == [[1], [1, [2]]]
+    assert isinstance(notebook.user_ns["two"][0], Remote)
+    assert notebook.user_ns["two"][1] is notebook.user_ns["one"][1][1]
+    assert notebook.fetch("two", 0) == [2, [1]]
+
+
+def test_what_stays_in_the_replicas_keeps_there_what_holds_it(notebook):
+    notebook.cell("large = torch.zeros(1 << 19); box = [large]; generator = (i for i in ()); other = [generator]")
+    assert [type(notebook.user_ns[name]) for name in ("large", "box", "generator", "other")] == [Remote] * 4
+    notebook.cell("again = box[0] is large, other[0] is generator")
+    assert notebook.user_ns["again"] == (True, True)
+
+
+def test_names_of_less_than_the_limit_do_not_count_in_what_holds_them(notebook):
+    notebook.cell("one, two = torch.zeros(1 << 17), torch.ones(1 << 17); both = [one, two, one + two]")
+    assert notebook.user_ns["both"][1] is notebook.user_ns["two"]
+
+
+def test_a_name_that_the_notebook_has_bound_anew_does_not_get_into_a_container(notebook):
+    notebook.here("first = [1]\ndef read(): return globals()['fir' + 'st']")
+    notebook.cell("first")
+    notebook.here("first = 'another'")
+    # No name of the cell tells that it reads this one.
+    notebook.cell("box = [read()]")
+    assert notebook.user_ns["box"] == [[1]]
+
+
+def test_a_cell_that_deletes_the_name_leaves_what_held_it(notebook):
+    notebook.cell("inner = [1]; outer = [inner]; del inner")
+    assert notebook.user_ns["outer"] == [[1]]
+    assert "inner" not in notebook.user_ns
+
+
+def test_tensors_and_a_per_replica_of_the_notebook_are_those_that_the_replicas_have(notebook):
+    notebook.user_ns["own"] = PerReplica(([1], [2]))
+    notebook.cell("own.append(3)")
+    notebook.cell("box = [own]")
+    assert list(notebook.user_ns["box"]) == [[[1, 3]], [[2, 3]]]
+    assert notebook.there("box", 1)[0] is notebook.there("own", 1)
+
+
+def test_an_optimizer_over_a_tensor_in_a_container_trains_what_has_the_name(notebook):
+    notebook.here("weight = torch.ones(2, requires_grad=True); weights = [weight]")
+    notebook.cell("weights")
+    notebook.cell(
+        "sgd = torch.optim.SGD(weights, 1.0); weight.sum().backward(); sgd.step(); same = weights[0] is weight"
+    )
+    assert notebook.user_ns["same"] is True
+    assert torch.equal(notebook.user_ns["weights"][0], torch.zeros(2))
+    assert notebook.user_ns["weights"][0] is notebook.user_ns["weight"]
+    assert notebook.user_ns["sgd"].param_groups[0]["params"][0] is notebook.user_ns["weight"]
