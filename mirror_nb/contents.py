@@ -208,8 +208,14 @@ def is_refillable(value: object) -> bool:
 
 
 def stays_itself(value: object) -> bool:
-    """Whether what a cell changes in place in it is changed in the notebook's own: containers, what is trained."""
-    return type(value) in REFILLED or is_trained(value)
+    """Whether what a cell changes in place in it is changed in the notebook's own: containers and tensors."""
+    return type(value) in REFILLED or is_trained(value) or _is_free(value)
+
+
+def _is_free(value: object) -> bool:
+    """Whether it is a tensor that anybody may write to, and that no gradients pass."""
+    # Of this class alone: others may have ways of their own.
+    return type(value) is torch.Tensor and not value.requires_grad and not value.is_inference() and is_block(value)
 
 
 def is_trained(value: object) -> bool:
@@ -234,8 +240,10 @@ def refill(value: Any, held: Any) -> None:
         value.clear()
         value.extend(held)
     elif isinstance(value, torch.Tensor):
+        # To an expanded one nobody can write.
+        expanded = any(n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True))
         with torch.no_grad():
-            if value.shape == held.shape and value.dtype == held.dtype:
+            if value.shape == held.shape and value.dtype == held.dtype and not expanded:
                 value.copy_(held)
             else:
                 value.data = held.to(value.device, copy=True)

@@ -182,3 +182,21 @@ def test_an_optimizer_over_a_tensor_in_a_container_trains_what_has_the_name(note
     assert torch.equal(notebook.user_ns["weights"][0], torch.zeros(2))
     assert notebook.user_ns["weights"][0] is notebook.user_ns["weight"]
     assert notebook.user_ns["sgd"].param_groups[0]["params"][0] is notebook.user_ns["weight"]
+
+
+@pytest.mark.parametrize("made", ["torch.zeros(2)", "torch.zeros(2, 3)[:, 1]", "torch.zeros(2, dtype=torch.int64)"])
+def test_a_tensor_that_either_side_changes_in_place_is_changed_in_what_holds_it(notebook, made):
+    notebook.here(f"stats = {made}; record = {{'stats': stats}}")
+    notebook.cell("stats += 1")
+    assert notebook.user_ns["record"]["stats"] is notebook.user_ns["stats"]
+    assert notebook.user_ns["record"]["stats"].tolist() == [1, 1]
+    notebook.cell("record")
+    notebook.here("stats += 1")
+    notebook.cell("seen = record['stats'].tolist(), stats.tolist()")
+    assert notebook.user_ns["seen"] == ([2, 2], [2, 2])
+
+
+def test_an_expanded_tensor_that_a_cell_writes_to_is_here_as_it_is_there(notebook):
+    notebook.here("row = torch.zeros(1).expand(3)")
+    notebook.cell("row.data.set_(torch.full((1,), 5.0).expand(3)); row[:1].add_(1)")
+    assert notebook.user_ns["row"].tolist() == [6, 6, 6]
