@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from mirror_nb.notebook.lent import Lent
-from mirror_nb.notebook.names import Names, Parcel, Returned
+from mirror_nb.notebook.names import Names, Returned
+from mirror_nb.notebook.parcels import Parcel
 from mirror_nb.notebook.source import CellNames, cell_names
 from mirror_nb.payload import pack
 from mirror_nb.replica.namespace import Namespace

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +23,12 @@ from mirror_nb.contents import (
     content,
     data_sets,
     filling,
-    has_an_identity,
     is_refillable,
     refill,
     stays_itself,
 )
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
-    Changed,
     Export,
     Exports,
     Holdings,
@@ -44,7 +41,8 @@ from mirror_nb.mirrors import Mirrors, absorb_states
 from mirror_nb.notebook.holdings import inside
 from mirror_nb.notebook.incoming import Incoming, Undelivered, all_alike
 from mirror_nb.notebook.lent import Lent
-from mirror_nb.payload import Arrivals, Packed, Payload, pack, unpack
+from mirror_nb.notebook.parcels import Parcel, Parcels
+from mirror_nb.payload import Arrivals, Payload, unpack
 from mirror_nb.reads import names_read
 from mirror_nb.strategies.reading import reading
 from mirror_nb.told import is_told
@@ -52,19 +50,6 @@ from mirror_nb.values import PerReplica, Remote
 
 RESERVED = frozenset({"strategy", "replica_id", "num_replicas", "device"})
 # Bound in every replica by mirror_nb; the notebook's own names of that kind stay in the notebook.
-
-
-@dataclass(slots=True)
-class Parcel:
-    """What one group of replicas is sent before a cell."""
-
-    replicas: tuple[int, ...]
-    names: dict[str, object]
-    packed: Packed
-    modules: list[nn.Module]
-    # The networks in it and their parts, however deep inside a value.
-    lent: list[Any]
-    # The optimizers, schedulers and scalers in it, likewise.
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +110,7 @@ class Names:
         self.lent = lent
         self.mirrors = Mirrors("k")
         self._incoming = Incoming(user_ns, self.mirrors, lent, fetch, self._held)
+        self._parcels = Parcels(user_ns, self.mirrors, lent, self)
         self._awaited: dict[int, set[str]] = {}
         # By replica: names that have come from it and are not bound yet.
         self._sent: dict[int, dict[str, _Shared]] = {}
@@ -235,7 +221,7 @@ class Names:
             self._there.setdefault(replica_id, set())
         self._prune()
         self._look_into()
-        wanted = {name for name in read if self._travels(name)}
+        wanted = {name for name in read if self.travels(name)}
         wanted |= self._needed_by(wanted)
         self.withheld = []
         groups: dict[frozenset[str], list[int]] = {}
@@ -248,125 +234,12 @@ class Names:
         parcels: list[Parcel] = []
         try:
             for lacking, ids in groups.items():
-                parcels.append(self._parcel(lacking, tuple(ids)))
+                parcels.append(self._parcels.made(lacking, tuple(ids)))
         except BaseException:
             for parcel in parcels:
                 parcel.packed.close()
             raise
         return parcels
-
-    def _parcel(self, lacking: frozenset[str], replicas: tuple[int, ...]) -> Parcel:
-        while True:
-            values = {name: self.user_ns[name] for name in sorted(lacking)}
-            modules: list[nn.Module] = []
-            lent: list[Any] = []
-            parameters: list[nn.Parameter] = []
-            inside: set[str] = set()
-            again = self._again(values, replicas)
-            fillings = {name: filling(value) for name, value in again.items()}
-            sent = Changed(values, fillings) if again else values
-            try:
-                packed = self._pack(sent, replicas, modules, lent, parameters, again, values, inside)
-            except TransferError:
-                raise self._culprit(values, replicas) from None
-            # Methods of classes deep inside a value may read names that no one has seen yet.
-            needed = packed.global_names | self._owners(parameters, modules)
-            more = {name for name in needed - lacking if self._lacked(name, replicas)} | (inside - lacking)
-            if not more:
-                return Parcel(replicas, values, packed, modules, lent)
-            packed.close()
-            lacking |= more
-
-    def _pack(
-        self,
-        values: object,
-        replicas: tuple[int, ...],
-        modules: list[nn.Module],
-        lent: list[Any],
-        parameters: list[nn.Parameter],
-        again: Mapping[str, object] = types.MappingProxyType({}),
-        sending: Collection[str] = (),
-        inside: set[str] | None = None,
-    ) -> Packed:
-        """Pack, and add to the lists what is found, `parameters` that the replicas have not among them.
-
-        Of `again`, objects by name, the replicas have what they had earlier; `sending` are all names that are packed.
-        Others whose values are `inside` theirs, and that the replicas lack, are added to that.
-        """
-        inside = set() if inside is None else inside
-        there = {id(obj): ("changed", name, type(obj)) for name, obj in again.items()}
-
-        known = {id(value): name for name, value in list(self.user_ns.items())}
-        for name in sending:
-            known.pop(id(self.user_ns[name]), None)
-
-        def reference(obj: object) -> Any:
-            token = there.get(id(obj)) or self._reference(obj, replicas)
-            name = None if token is not None else known.get(id(obj))
-            if name is not None and has_an_identity(obj) and not isinstance(obj, nn.Module) and self._travels(name):
-                if not self._lacked(name, replicas):
-                    return ("name", name, name)
-                inside.add(name)
-            if token is None and isinstance(obj, nn.Parameter):
-                parameters.append(obj)
-            return token
-
-        def handle(module: nn.Module) -> str:
-            modules.append(module)
-            return self.mirrors.handle(module)
-
-        def lend(obj: Any) -> str:
-            lent.append(obj)
-            return self.lent.add(obj)
-
-        return pack(
-            values,
-            namespace=self.user_ns,
-            reference=reference,
-            handle=handle,
-            lend=lend,
-            containers=True,
-        )
-
-    def _again(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> dict[str, object]:
-        """Return those that these replicas have as they were earlier: what holds them there is to see the change."""
-        had = [self._sent.get(replica_id, {}) for replica_id in replicas]
-        return {
-            name: value
-            for name, value in values.items()
-            if all(name in names and names[name].value is value and not names[name].altered for names in had)
-            and is_refillable(value)
-        }
-
-    def _owners(self, parameters: Iterable[nn.Parameter], sent: Iterable[nn.Module]) -> set[str]:
-        """Return names with networks that have one of these parameters, other than the networks that are sent.
-
-        An optimizer that went alone would be over copies of its network's parameters.
-        """
-        loose = {id(parameter) for parameter in parameters}
-        loose -= {id(parameter) for module in sent for parameter in module._parameters.values()}
-        owners = set()
-        # Networks first: what holds one need not be sent for it if it has a name.
-        for held in (_itself, _directly_held) if loose else ():
-            found = set()
-            for name, value in list(self.user_ns.items()):
-                theirs = {id(parameter) for network in held(value) for parameter in network.parameters()} & loose
-                if theirs and travels(name):
-                    owners.add(name)
-                    found |= theirs
-            loose -= found
-        return owners
-
-    def _culprit(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> TransferError:
-        for name, value in values.items():
-            try:
-                self._pack(value, replicas, [], [], []).close()
-            except TransferError as reason:
-                return TransferError(
-                    f"`{name}` ({type(value).__name__}) cannot be sent to the replicas: {reason.__cause__ or reason}. "
-                    f"Make it inside the %%mirrored cell, or give the cell something that can be pickled."
-                )
-        return TransferError(f"these names cannot be sent together: {', '.join(values)}")
 
     def _content(self, value: object) -> Content | None:
         # Of classes here alone: replicas may count in theirs, each by itself.
@@ -377,7 +250,8 @@ class Names:
             return ("name", obj.name, obj.shown)
         return self.lent.token(obj) or self.mirrors.reference(obj)
 
-    def _reference(self, obj: object, replicas: tuple[int, ...]) -> Any:
+    def reference(self, obj: object, replicas: tuple[int, ...]) -> Any:
+        """For `Parcels`: what stands for a network, an optimizer or a stand-in that all of these have, else None."""
         if isinstance(obj, Remote) and obj.lost:
             # Other replicas may have something else by this name.
             raise TransferError(obj.where())
@@ -451,15 +325,17 @@ class Names:
                 values[handle] = self.mirrors.given(module)
         return values
 
-    def _travels(self, name: str) -> bool:
+    def travels(self, name: str) -> bool:
+        """For `Parcels`: whether a name's value can be sent at all."""
         if name not in self.user_ns or name in RESERVED or not travels(name):
             return False
         # A stand-in under its own name means what the replicas have there, or have not.
         value = self.user_ns[name]
         return not (isinstance(value, Remote) and (value.name == name or value.lost))
 
-    def _lacked(self, name: str, replicas: tuple[int, ...]) -> bool:
-        if not self._travels(name):
+    def lacked(self, name: str, replicas: tuple[int, ...]) -> bool:
+        """For `Parcels`: whether one of these replicas lacks what the name has now, and can be sent it."""
+        if not self.travels(name):
             return False
         now = self._content(self.user_ns[name])
         return not all(self._has(r, name, now) for r in replicas)
@@ -476,6 +352,11 @@ class Names:
             return self.lent.held(value, replica_id)
         # A network with other parts than it was sent with is another network.
         return not isinstance(value, nn.Module) or self.mirrors.known(value) is not None
+
+    def was_sent(self, name: str, replicas: tuple[int, ...]) -> bool:
+        """For `Parcels`: whether all of these replicas have the name's object, as it was sent to them."""
+        had = [self._sent.get(replica_id, {}).get(name) for replica_id in replicas]
+        return all(it is not None and it.value is self.user_ns[name] and not it.altered for it in had)
 
     def _shares(self, replica_id: int, name: str, value: object) -> bool:
         shared = self._sent.get(replica_id, {}).get(name)
@@ -496,7 +377,7 @@ class Names:
             found |= {n for has in self._sent.values() if name in has for n in has[name].needs}
             found |= self._names_of(data_sets(self.user_ns[name]))
             for more in found:
-                if more not in needed and more not in names and self._travels(more):
+                if more not in needed and more not in names and self.travels(more):
                     needed.add(more)
                     queue.append(more)
         return needed
@@ -858,17 +739,6 @@ def _trains_apart(value: object) -> bool:
     """Whether there is a tensor in it that each replica trains by itself."""
     held = pytree.tree_leaves(value[0]) if isinstance(value, PerReplica) else []
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf for leaf in held)
-
-
-def _itself(value: object) -> list[nn.Module]:
-    return [value] if isinstance(value, nn.Module) else []
-
-
-def _directly_held(value: object) -> list[nn.Module]:
-    if isinstance(value, type | types.ModuleType):
-        return []
-    held = value if isinstance(value, list | tuple | dict) else getattr(value, "__dict__", {})
-    return [one for one in (held.values() if isinstance(held, dict) else held) if isinstance(one, nn.Module)]
 
 
 _MISSING = object()

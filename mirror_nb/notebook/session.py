@@ -37,9 +37,10 @@ from mirror_nb.notebook.advising import LEAST_SECONDS, CellAdvice
 from mirror_nb.notebook.closing_line import ClosingLine, lost_values, mended, shortened
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.live import LiveDashboard
-from mirror_nb.notebook.names import Names, Parcel, Returned
+from mirror_nb.notebook.names import Names, Returned
 from mirror_nb.notebook.options import AS_USUAL, CellOptions, GradientFlags
 from mirror_nb.notebook.output import CellView, CommProxy
+from mirror_nb.notebook.parcels import Parcel
 from mirror_nb.notebook.source import cell_names
 from mirror_nb.payload import Payload, closing_slab, pack
 from mirror_nb.pool.base import Pool

@@ -1,0 +1,172 @@
+"""What a cell needs sent, packed so that what the replicas have already stays the objects that they have.
+
+Knows payloads and networks; `Sides` says what the replicas have.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
+
+from torch import nn
+
+from mirror_nb.contents import filling, has_an_identity, is_refillable
+from mirror_nb.errors import TransferError
+from mirror_nb.messages import Changed, travels
+from mirror_nb.mirrors import Mirrors
+from mirror_nb.notebook.lent import Lent
+from mirror_nb.payload import Packed, pack
+
+
+@dataclass(slots=True)
+class Parcel:
+    """What one group of replicas is sent before a cell."""
+
+    replicas: tuple[int, ...]
+    names: dict[str, object]
+    packed: Packed
+    modules: list[nn.Module]
+    # The networks in it and their parts, however deep inside a value.
+    lent: list[Any]
+    # The optimizers, schedulers and scalers in it, likewise.
+
+
+class Sides(Protocol):
+    """What replicas have of the notebook's values."""
+
+    def reference(self, obj: object, replicas: tuple[int, ...]) -> Any:
+        """Return what stands for a network, an optimizer or a stand-in that all of these have, else None."""
+
+    def travels(self, name: str) -> bool:
+        """Whether a name's value can be sent at all."""
+
+    def lacked(self, name: str, replicas: tuple[int, ...]) -> bool:
+        """Whether one of these lacks what the name has now, and can be sent it."""
+
+    def was_sent(self, name: str, replicas: tuple[int, ...]) -> bool:
+        """Whether all of these have the name's object, as it was sent to them."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """What one packing comes upon."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    lent: list[Any] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    # Those that the replicas have not.
+    names: set[str] = field(default_factory=set)
+    # Names of values inside what is sent, that the replicas lack and are to know by these names.
+
+
+@final
+class Parcels:
+    """Packs names of the notebook for replicas."""
+
+    def __init__(self, user_ns: MutableMapping[str, Any], mirrors: Mirrors, lent: Lent, sides: Sides) -> None:
+        self._user_ns = user_ns
+        self._mirrors = mirrors
+        self._lent = lent
+        self._sides = sides
+
+    def made(self, lacking: frozenset[str], replicas: tuple[int, ...]) -> Parcel:
+        """Pack these names for these replicas, and those that their values turn out to need. Raises TransferError."""
+        while True:
+            values = {name: self._user_ns[name] for name in sorted(lacking)}
+            found = _Found()
+            # What holds these there is to see the change.
+            again = {n: v for n, v in values.items() if self._sides.was_sent(n, replicas) and is_refillable(v)}
+            sent = Changed(values, {name: filling(value) for name, value in again.items()}) if again else values
+            try:
+                packed = self._pack(sent, replicas, found, values, again)
+            except TransferError:
+                raise self._culprit(values, replicas) from None
+            # Methods of classes deep inside a value may read names that no one has seen yet.
+            needed = packed.global_names | self._owners(found) | found.names
+            more = {name for name in needed - lacking if self._sides.lacked(name, replicas)}
+            if not more:
+                return Parcel(replicas, values, packed, found.modules, found.lent)
+            packed.close()
+            lacking |= more
+
+    def _pack(
+        self,
+        sent: object,
+        replicas: tuple[int, ...],
+        found: _Found,
+        values: Mapping[str, object] = types.MappingProxyType({}),
+        again: Mapping[str, object] = types.MappingProxyType({}),
+    ) -> Packed:
+        """Pack what is sent: names with these `values`; of those of `again` replicas have what they had earlier."""
+        own = {id(value) for value in values.values()}
+        named = {id(value): name for name, value in list(self._user_ns.items()) if id(value) not in own}
+        there = {id(value): ("changed", name, type(value)) for name, value in again.items()}
+
+        def reference(obj: object) -> Any:
+            token = there.get(id(obj)) or self._sides.reference(obj, replicas)
+            if token is not None:
+                return token
+            name = named.get(id(obj))
+            if name is not None and self._is_named(name, obj):
+                if not self._sides.lacked(name, replicas):
+                    return ("name", name, name)
+                found.names.add(name)
+            if isinstance(obj, nn.Parameter):
+                found.parameters.append(obj)
+            return None
+
+        def handle(module: nn.Module) -> str:
+            found.modules.append(module)
+            return self._mirrors.handle(module)
+
+        def lend(obj: Any) -> str:
+            found.lent.append(obj)
+            return self._lent.add(obj)
+
+        return pack(sent, namespace=self._user_ns, reference=reference, handle=handle, lend=lend, containers=True)
+
+    def _is_named(self, name: str, obj: object) -> bool:
+        return has_an_identity(obj) and not isinstance(obj, nn.Module) and self._sides.travels(name)
+
+    def _owners(self, found: _Found) -> set[str]:
+        """Return names with networks that have one of the parameters found, other than the networks that are sent.
+
+        An optimizer that went alone would be over copies of its network's parameters.
+        """
+        loose = {id(parameter) for parameter in found.parameters}
+        loose -= {id(parameter) for module in found.modules for parameter in module._parameters.values()}
+        owners = set()
+        # Networks first: what holds one need not be sent for it if it has a name.
+        for held in (_itself, _directly_held) if loose else ():
+            theirs = set()
+            for name, value in list(self._user_ns.items()):
+                some = {id(parameter) for network in held(value) for parameter in network.parameters()} & loose
+                if some and travels(name):
+                    owners.add(name)
+                    theirs |= some
+            loose -= theirs
+        return owners
+
+    def _culprit(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> TransferError:
+        for name, value in values.items():
+            try:
+                self._pack(value, replicas, _Found()).close()
+            except TransferError as reason:
+                return TransferError(
+                    f"`{name}` ({type(value).__name__}) cannot be sent to the replicas: {reason.__cause__ or reason}. "
+                    f"Make it inside the %%mirrored cell, or give the cell something that can be pickled."
+                )
+        return TransferError(f"these names cannot be sent together: {', '.join(values)}")
+
+
+def _itself(value: object) -> Iterable[nn.Module]:
+    return [value] if isinstance(value, nn.Module) else []
+
+
+def _directly_held(value: object) -> Iterable[nn.Module]:
+    if isinstance(value, type | types.ModuleType):
+        return []
+    held = value if isinstance(value, list | tuple | dict) else getattr(value, "__dict__", {})
+    return [one for one in (held.values() if isinstance(held, dict) else held) if isinstance(one, nn.Module)]
