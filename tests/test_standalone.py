@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,3 +152,40 @@ def test_a_script_seeds_its_replicas_before_and_after_it_makes_the_strategy(tmp_
         torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
         expected.append([pytest.approx(each) for each in (torch.rand(()).item(), random.random(), np.random.rand())])
     assert found == [[True, expected, expected]] * 2
+
+
+SEEDED_AGAIN = """
+import json, os, random, sys
+import numpy as np
+import torch
+import mirror_nb as mnb
+
+def made(strategy):
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)
+    with strategy.scope():
+        found = [torch.nn.Linear(1, 1).weight.item(), random.random(), np.random.rand()]
+    batches = strategy.distribute_dataset((torch.arange(6),), batch_size=3, shuffle=True)
+    found.append([strategy.gather(batch[0], 0).tolist() for batch in batches])
+    strategy.run(lambda: [torch.rand(()), random.random(), np.random.rand()])
+    # Where the order of what is shuffled alone depends on it.
+    torch.manual_seed(7)
+    return [*found, [strategy.gather(batch[0], 0).tolist() for batch in batches]]
+
+if __name__ == "__main__":
+    strategy = mnb.MirroredStrategy()
+    with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+        json.dump([made(strategy), made(strategy)], file)
+    strategy.close()
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+def test_a_script_that_seeds_again_with_the_seed_of_before_makes_the_same_again(tmp_path):
+    (tmp_path / "script.py").write_text(SEEDED_AGAIN)
+    launch([sys.executable, str(tmp_path / "script.py"), str(tmp_path)], 2, {"TMPDIR": str(tmp_path)})
+    found = [json.loads((tmp_path / str(i)).read_text()) for i in range(2)]
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(SEEDED_AGAIN, names)
+    alone = names["made"](mnb.OneDeviceStrategy("cpu:0"))
+    assert found == [[alone, alone]] * 2

@@ -103,6 +103,8 @@ class Streams:
     def build(self) -> None:
         """Go on with the shared stream."""
         if self.running:
+            # Before the swap: a script's seed, were it that of before, would be left to the own stream alone.
+            self.notice()
             self._swap()
 
     def run(self) -> None:
