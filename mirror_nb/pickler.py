@@ -13,7 +13,7 @@ import io
 import sys
 import types
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -77,9 +77,10 @@ def _with_slots(kind: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     What an object of one holds cannot be put into one of the other.
     """
-    if "__slots__" not in vars(kind):
-        return args
     make, name, bases, own, *rest = args
+    # A NamedTuple has slots of Python's, which refuses to be given any.
+    if "__slots__" not in vars(kind) or NamedTuple in bases:
+        return args
     return make, name, bases, {**own, "__slots__": vars(kind)["__slots__"]}, *rest
 
 

@@ -171,6 +171,29 @@ def test_objects_with_slots_and_no_dictionary_go_to_and_fro(notebook, first):
     assert notebook.user_ns["seen"] == eval(LOOK, notebook.user_ns) == expected
 
 
+PAIR = """
+from typing import NamedTuple
+class Pair(NamedTuple):
+    x: int
+    y: int = 2
+    def total(self): return self.x + self.y
+class Triple(Pair):
+    __slots__ = ()
+    def total(self): return super().total() + 1
+"""
+
+
+@pytest.mark.parametrize("first", ["here", "cell"])
+def test_named_tuples_of_the_notebooks_own_go_to_and_fro(notebook, first):
+    getattr(notebook, first)(f"{PAIR}pairs = [Pair(1), Triple(1)]")
+    notebook.cell("pairs = [pair._replace(x=pair.x + 1) for pair in pairs]")
+    notebook.here("pairs = [pair._replace(x=pair.x + 1) for pair in pairs]")
+    look = "pairs, [p.total() for p in pairs], [type(p).__name__ for p in pairs], hasattr(Pair(5), '__dict__')"
+    notebook.cell(f"seen = {look}")
+    expected = [(3, 2), (3, 2)], [5, 6], ["Pair", "Triple"], False
+    assert notebook.user_ns["seen"] == eval(look, notebook.user_ns) == expected
+
+
 def test_an_object_whose_name_one_replica_has_deleted_is_there_again_after_a_change(notebook):
     notebook.here("import types\nclass Config: pass\nconfig, simple = Config(), types.SimpleNamespace()")
     notebook.here("config.rate = simple.rate = 1")
