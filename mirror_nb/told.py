@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, TypeGuard, final
 
@@ -56,15 +56,29 @@ def is_told(obj: object) -> TypeGuard[_Told]:
 def whole_state(obj: object, state: Any) -> Any:
     """Return an object's state for pickle with what a class of optimizers adds to torch's own, which leaves it out.
 
-    Without its hooks, and without its `step` where a scheduler has replaced that: they are this process's. Without
-    torch's own where that is another optimizer's, which it is around. Of a scaler also whether it has begun.
+    With the hooks of its steps that are the user's. Without its others, and without its `step` where a scheduler has
+    replaced that: they are this process's. Without torch's own where that is another optimizer's, which it is around.
+    Of a scaler also whether it has begun.
     """
     if isinstance(obj, torch.amp.GradScaler):
         return {**state, "_scale": None, _BEGUN: _has_begun(obj)}
     if isinstance(obj, torch.optim.Optimizer) and type(obj).__getstate__ is torch.optim.Optimizer.__getstate__:
         own = {name: value for name, value in vars(obj).items() if name != "step" and "_hooks" not in name}
+        own |= {name: _users(vars(obj)[name]) for name in _STEP_HOOKS if name in vars(obj)}
         return {**own, **state} if is_told(obj) else own
     return state
+
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def _users(hooks: dict[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:
+    """Return hooks without those of ours: what refuses to step in the notebook would do so in the replicas."""
+    return OrderedDict(
+        (number, hook)
+        for number, hook in hooks.items()
+        if not str(getattr(hook, "__module__", "")).startswith("mirror_nb.")
+    )
 
 
 def complete(obj: object) -> None:

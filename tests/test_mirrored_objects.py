@@ -720,6 +720,30 @@ def test_generators_and_scalers_of_the_scope_are_kept_by_the_replicas(two):
     assert two.run(lambda: scaler.scale(torch.ones(())).item()) == 2.0
 
 
+def test_hooks_of_an_optimizers_steps_act_in_the_replicas(two):
+    with two.scope():
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        after = mnb.Variable(0.0)
+
+    def halve(stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter in stepping.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+
+    optimizer.register_step_pre_hook(halve)
+    optimizer.register_step_post_hook(lambda *_: after.assign(model.weight.detach().sum()) and None)
+
+    def step() -> None:
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    two.run(step)
+    assert [model.weight.item(), float(after)] == [0.5, 0.5]
+    with pytest.raises(mnb.ContextError):
+        optimizer.step()
+
+
 def test_an_optimizer_is_not_stepped_in_the_controller(two):
     with two.scope():
         optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)

@@ -134,6 +134,20 @@ def test_an_optimizer_made_here_trains_the_network_that_was_sent_with_it(noteboo
     assert weights(notebook) == weights(notebook, 1)
 
 
+@pytest.mark.parametrize("first", ["here", "cell"])
+def test_hooks_of_an_optimizers_steps_go_to_and_fro(notebook, first):
+    getattr(notebook, first)(
+        "net = nn.Linear(1, 1)\noptimizer = torch.optim.SGD(net.parameters(), lr=1.0)\n"
+        "def note(stepping, *_): stepping.noted += 1\n"
+        "optimizer.register_step_pre_hook(note)"
+    )
+    step = "optimizer.noted = 0\nnet(torch.ones(1, 1)).sum().backward()\noptimizer.step()\nnoted = optimizer.noted"
+    notebook.cell(step)
+    assert notebook.user_ns.pop("noted") == 1
+    notebook.here(step)
+    assert notebook.user_ns["noted"] == 1
+
+
 def test_an_optimizer_made_here_later_trains_the_network_there(notebook):
     notebook.here(NET)
     notebook.cell("net")
