@@ -89,7 +89,11 @@ def _without_members(kind: type, state: Any) -> Any:
     if "__slots__" not in vars(kind):
         return state
     held, *rest = state
-    return ({name: value for name, value in held.items() if type(value) is not types.MemberDescriptorType}, *rest)
+    ours = {name: value for name, value in held.items() if type(value) is not types.MemberDescriptorType}
+    if NamedTuple in vars(kind).get("__orig_bases__", ()):
+        # Of one that is Generic, typing makes it too; it cannot be pickled.
+        ours.pop("__class_getitem__", None)
+    return (ours, *rest)
 
 
 def _set_class(kind: type, state: tuple[Callable[[type, Any], object], Any]) -> None:

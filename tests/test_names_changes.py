@@ -172,7 +172,8 @@ def test_objects_with_slots_and_no_dictionary_go_to_and_fro(notebook, first):
 
 
 PAIR = """
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+T = TypeVar("T")
 class Pair(NamedTuple):
     x: int
     y: int = 2
@@ -180,17 +181,20 @@ class Pair(NamedTuple):
 class Triple(Pair):
     __slots__ = ()
     def total(self): return super().total() + 1
+class Of(NamedTuple, Generic[T]):
+    x: T
+    def total(self): return self.x
 """
 
 
 @pytest.mark.parametrize("first", ["here", "cell"])
 def test_named_tuples_of_the_notebooks_own_go_to_and_fro(notebook, first):
-    getattr(notebook, first)(f"{PAIR}pairs = [Pair(1), Triple(1)]")
+    getattr(notebook, first)(f"{PAIR}pairs = [Pair(1), Triple(1), Of[int](1)]")
     notebook.cell("pairs = [pair._replace(x=pair.x + 1) for pair in pairs]")
     notebook.here("pairs = [pair._replace(x=pair.x + 1) for pair in pairs]")
     look = "pairs, [p.total() for p in pairs], [type(p).__name__ for p in pairs], hasattr(Pair(5), '__dict__')"
     notebook.cell(f"seen = {look}")
-    expected = [(3, 2), (3, 2)], [5, 6], ["Pair", "Triple"], False
+    expected = [(3, 2), (3, 2), (3,)], [5, 6, 3], ["Pair", "Triple", "Of"], False
     assert notebook.user_ns["seen"] == eval(look, notebook.user_ns) == expected
 
 
