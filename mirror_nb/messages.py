@@ -277,9 +277,9 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Tell how often each optimizer stepped in the last cell or call, and checksums of Variables that all have equal.
+    """Tell how often each optimizer and its schedulers stepped in the last cell or call, and Variables' checksums.
 
-    {key: count}, a count below 0 if it was left halfway, and {key: checksum}.
+    {key: count}, a count below 0 if it was left halfway, and {key: checksum} of Variables that all have equal.
     """
 
 

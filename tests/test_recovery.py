@@ -68,6 +68,31 @@ def test_replicas_go_on_from_the_one_that_came_furthest_and_the_objects_are_the_
     assert all(each["same"] for each in seen)
 
 
+@pytest.mark.parametrize("kind", ["scheduler", "torch.optim.lr_scheduler.ChainedScheduler([scheduler])"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_replicas_of_which_one_alone_has_stepped_its_scheduler_go_on_from_that_one(three, ahead, kind):
+    """The optimizer's steps are as many on all of them: the learning rates would differ for good."""
+    run_cell(three, f"driving = {kind}\nstep(); driving.step()")
+    run_cell(
+        three,
+        f"step()\nif replica_id != {ahead}:\n    raise OSError('between the two steps')\n"
+        "driving.step()\nstrategy.reduce('sum', 1.0)",
+    )
+    three.mend()
+    assert recover(three).source == ahead
+    seen = run_cell(three, "found = int(optimizer.state[model.weight]['step']), scheduler.last_epoch").values.values()
+    assert {values["found"] for values in seen} == {(5, 2)}
+    assert {values["rate"] for values in look(three)} == {0.025}
+
+
+def test_schedulers_that_differ_on_purpose_are_left_alone(three):
+    run_cell(three, "for _ in range(replica_id): optimizer.step(); scheduler.step()")
+    run_cell(three, "step(); scheduler.step()\nraise OSError('on all')")
+    three.mend()
+    recover(three)
+    assert [values["rate"] for values in look(three)] == [0.05, 0.025, 0.0125]
+
+
 def test_a_replica_that_was_left_in_the_middle_of_a_step_takes_anothers(three):
     run_cell(
         three,

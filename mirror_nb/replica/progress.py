@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mirror_nb.fused import step_times
@@ -47,6 +47,8 @@ class Progress:
         self._objects = objects
         self._begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._ended: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._stood: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
+        # The epoch of each scheduler as the cell began.
 
     def watch(self) -> None:
         """Count the steps of every optimizer of this process."""
@@ -54,17 +56,31 @@ class Progress:
         register_optimizer_step_post_hook(lambda optimizer, *_: _count(self._ended, optimizer))
 
     def begin(self) -> None:
-        """A cell or call begins."""
+        """A call begins, or a cell."""
         if self._begun:
             # To clear one takes five times as long.
             self._begun, self._ended = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+        if self._stood:
+            # Those of a call are mirrored, and equal as it begins; to look for them takes a tenth of a small one.
+            self._stood = weakref.WeakKeyDictionary()
+
+    def begin_cell(self) -> None:
+        """A cell begins, whose schedulers may differ by replica on purpose."""
+        self.begin()
+        for obj in self._objects().values():
+            if isinstance(obj, LRScheduler):
+                self._stood[obj] = _epoch(obj)
 
     def steps(self) -> dict[str, int]:
-        """Return the steps since `begin` by key; -1 - steps for an optimizer that was left in the middle of one."""
+        """Return the steps since `begin` of each optimizer, and of the schedulers that drive it, by its key.
+
+        -1 - steps for an optimizer that was left in the middle of one.
+        """
         steps = {}
         for key, optimizer in self._optimizers().items():
             begun, ended = self._begun.get(optimizer, 0), self._ended.get(optimizer, 0)
-            steps[key] = ended if begun == ended else -1 - ended
+            made = ended + sum(abs(_epoch(s) - self._stood.get(s, 0)) for s in self._schedulers(optimizer).values())
+            steps[key] = made if begun == ended else -1 - made
         return steps
 
     def try_fused(self) -> tuple[str, float, float] | None:
@@ -141,6 +157,13 @@ class Progress:
     def _schedulers(self, optimizer: torch.optim.Optimizer) -> dict[str, LRScheduler]:
         objects = self._objects().items()
         return {key: obj for key, obj in objects if isinstance(obj, LRScheduler) and obj.optimizer is optimizer}
+
+
+def _epoch(scheduler: LRScheduler) -> int:
+    while isinstance(scheduler, ChainedScheduler):
+        # It has no count of its own, only those that it chains.
+        scheduler = scheduler._schedulers[0]
+    return getattr(scheduler, "last_epoch", 0)
 
 
 def _count(counts: weakref.WeakKeyDictionary[Any, int], optimizer: Any) -> None:

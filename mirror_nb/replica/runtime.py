@@ -360,7 +360,7 @@ class Replica:
     def _run_cell(
         self, cell: RunCell, slab: int | None, number: int
     ) -> tuple[Failure | None, Packed | None, dict[str, Any] | None]:
-        self._progress.begin()
+        self._progress.begin_cell()
         with contextlib.suppress(OSError):
             os.chdir(cell.working_directory)
         self.namespace.hold(cell.holdings)
