@@ -1,4 +1,4 @@
-"""What the notebook has of its names when replicas end that held them."""
+"""What the notebook has of its names when a cell failed, and when replicas end that held them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,57 @@ def same_as_in_replica_1(run, net: str = "net", opt: str = "opt") -> bool:
     return all(torch.equal(values[name], run("values")[name]) for name in values) and all(
         torch.equal(state[i]["momentum_buffer"], run("state")[i]["momentum_buffer"]) for i in state
     )
+
+
+AHEAD = """
+import mirror_nb as mnb
+sched = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+steps = mnb.Variable(0, aggregation="only_first_replica")
+def step(fails=()):
+    opt.zero_grad()
+    net(X).square().mean().backward()
+    if replica_id in fails: raise OSError("before the step")
+    opt.step(); sched.step(); steps.assign_add(1)
+step()
+"""
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_what_is_saved_after_a_failure_is_of_the_one_step_that_all_replicas_go_on_from(run, fails):
+    run(MADE)
+    run(f"%%mirrored --quiet\n{AHEAD}")
+    with pytest.raises(OSError, match="before the step"):
+        run(f"%%mirrored --quiet\nstep(fails=({fails},))\nstrategy.reduce('sum', 1)")
+    run("saved = {k: v.clone() for k, v in net.state_dict().items()}\nmoments = opt.state_dict()['state'][0]")
+    run("rate, epoch, count = opt.param_groups[0]['lr'], sched.last_epoch, int(steps)")
+    assert run("rate, epoch") == (0.025, 2)
+    run(
+        "%%mirrored --quiet\nsame = torch.equal(saved['0.weight'], net[0].weight), "
+        "torch.equal(moments['momentum_buffer'], opt.state[net[0].weight]['momentum_buffer']), sched.last_epoch, "
+        "opt.param_groups[0]['lr'], int(steps) == count"
+    )
+    assert run("same") == (True, True, 2, 0.025, True)
+
+
+def test_a_variable_that_a_failure_left_apart_is_one_value_here_at_once(run):
+    run(MADE)
+    run(f"%%mirrored --quiet\n{AHEAD}\nfrom mirror_nb.variables import bare")
+    with pytest.raises(OSError, match="in the middle"):
+        run("%%mirrored --quiet\nbare(steps).fill_(8 - replica_id)\nraise OSError('in the middle')")
+    assert run("int(steps)") == 8
+    run("%%mirrored --quiet\nfound = int(steps)")
+    assert run("found") == 8
+
+
+def test_what_the_notebook_sets_after_a_failure_holds(run):
+    run(MADE)
+    run(f"%%mirrored --quiet\n{AHEAD}")
+    with pytest.raises(OSError, match="before the step"):
+        run("%%mirrored --quiet\nstep(fails=(0,))\nstrategy.reduce('sum', 1)")
+    run("with torch.no_grad(): net[0].weight.fill_(7)\nopt.param_groups[0]['lr'] = 0.3")
+    run("opt.state_dict()")
+    run("%%mirrored --quiet\nsame = net[0].weight.unique().tolist(), opt.param_groups[0]['lr']")
+    assert run("same, net[0].weight.unique().tolist(), opt.param_groups[0]['lr']") == (([7.0], 0.3), [7.0], 0.3)
 
 
 def test_a_network_whose_replica_0_died_is_a_survivors_with_its_statistics(run):

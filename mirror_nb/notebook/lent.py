@@ -163,6 +163,10 @@ class Lent:
         for handle, settings in ended[self._lead].settings if ended else ():
             self._objects.take_settings(handle, settings)
 
+    def read_settings(self, pool: Pool, lead: int) -> None:
+        """Take over what `lead` has to tell, as after a cell."""
+        self.take_changes(self._asked(pool, [lead], _nothing, ()), lead)
+
     def keep(self, pool: Pool, also: Callable[[], None]) -> None:
         """Bring all states here, since the replicas are about to end, and forget who had what; `also` asks too."""
 

@@ -47,11 +47,12 @@ from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool, stop_forkserver
-from mirror_nb.pool.recovery import compare, recover
+from mirror_nb.pool.recovery import compare, level, recover
 from mirror_nb.pool.report import Report
 from mirror_nb.readable import aligned, duration, size
 from mirror_nb.replica.shell import cell_numbers, learn, source_of
 from mirror_nb.strategies.mirrored import SETUP
+from mirror_nb.told import is_told
 from mirror_nb.values import Remote
 
 QUICK_SIZES = (64 * 2**10, 2**20, BYTES_PER_PACK)
@@ -306,6 +307,7 @@ class Session:
             self._enter(closing, parcels, report)
             self._lent.take_changes(report, replicas[0])
             closing.returned = self._absorb(report, replicas[0])
+            self._level()
             closing.mixed = self._note_mixed(report)
             closing.undivided = [name for name in report.undivided_loaders() if name not in self._told_loaders]
             self._told_loaders.update(closing.undivided)
@@ -615,6 +617,22 @@ class Session:
         return table
 
     # ------------------------------------------------------------------ replicas that are gone
+
+    def _level(self) -> None:
+        """After a failure bring the replicas to one step, and that step here: what is saved next would be of two."""
+        pool = self._running()
+        # It is the cell's own error that is told; replicas that are still apart are brought to one step by `_mend`.
+        with contextlib.suppress(Exception, KeyboardInterrupt):
+            changed = level(pool)
+            if not changed:
+                return
+            gone = {death.replica_id for death in pool.dead()}
+            living = [r for r in range(pool.size) if r not in gone]
+            here = self._shell.user_ns
+            # Optimizers and schedulers are the same ones here: of these the settings are told.
+            variables = tuple(name for name in changed if name in here and not is_told(here[name]))
+            self._absorb(self._fetch(variables, living), living[0])
+            self._lent.read_settings(pool, living[0])
 
     def _mend(self) -> list[str]:
         """Replace dead replicas, refill them from a survivor, and return what there is to say of it."""

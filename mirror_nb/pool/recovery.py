@@ -42,7 +42,7 @@ def recover(pool: Pool) -> Recovery:
         return Recovery(None, (), ())
     source = living[0]
     if pool.apart:
-        source = _level(pool, living)
+        source, _ = _level(pool, living)
         pool.apart = False
     filled = tuple(sorted(pool.blank))
     left = _fill(pool, source, filled) if filled else ()
@@ -50,18 +50,33 @@ def recover(pool: Pool) -> Recovery:
     return Recovery(source, filled, left)
 
 
-def _level(pool: Pool, living: Sequence[int]) -> int:
-    """Give the furthest replica's values to those that stand elsewhere; return its id."""
+def level(pool: Pool) -> tuple[str, ...]:
+    """Bring the replicas that survived a failure to one step, dead ones being replaced later.
+
+    Returns the keys of the optimizers and Variables that it has changed in one of them. Raises what happened to the
+    replicas; `recover` does it then.
+    """
+    lacking = {*pool.blank, *(death.replica_id for death in pool.dead())}
+    living = [r for r in range(pool.size) if r not in lacking]
+    if not pool.apart or len(living) < 2:
+        return ()
+    _, changed = _level(pool, living)
+    pool.apart = False
+    return changed
+
+
+def _level(pool: Pool, living: Sequence[int]) -> tuple[int, tuple[str, ...]]:
+    """Give the furthest replica's values to those that stand elsewhere; return its id, and under which keys."""
     answers = _ask(pool, Steps(), living)
     steps, sums = ({r: answers[r][i] for r in living} for i in range(2))
     # One that was left halfway is none to go on from, however far it came.
     source = max(living, key=lambda r: (not any(n < 0 for n in steps[r].values()), sum(steps[r].values()), -r))
     apart = {r: [*_others(steps[source], steps[r]), *_others(sums[source], sums[r])] for r in living}
-    keys = sorted({key for mine in apart.values() for key in mine})
+    keys = tuple(sorted({key for mine in apart.values() for key in mine}))
     behind = [r for r in living if apart[r]]
     if behind:
-        _send(pool, Standing(tuple(keys)), source, StandAt, behind)
-    return source
+        _send(pool, Standing(keys), source, StandAt, behind)
+    return source, keys
 
 
 def _others(source: dict[str, int], other: dict[str, int]) -> list[str]:
