@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from driving import running
+from driving import press_ctrl_c, running
 from IPython.utils.capture import capture_output
 
 from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError
+from mirror_nb.notebook.session import Session
 
 MADE = """
 import torch
@@ -80,6 +81,37 @@ def test_a_variable_that_a_failure_left_apart_is_one_value_here_at_once(run):
     assert run("int(steps)") == 8
     run("%%mirrored --quiet\nfound = int(steps)")
     assert run("found") == 8
+
+
+def test_an_interrupt_while_what_a_cell_left_comes_here_is_raised_once_it_is_here(run, monkeypatch):
+    run(MADE)
+    run(f"%%mirrored --quiet\n{AHEAD}")
+    absorb = Session._absorb
+
+    def pressed(*args, **kwargs):
+        press_ctrl_c()
+        press_ctrl_c()
+        return absorb(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_absorb", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            run("%%mirrored --quiet\nstep()\nmade = [1]")
+    assert run("sched.last_epoch, int(steps), made") == (2, 2, [1])
+    assert same_as_in_replica_1(run)
+
+
+def test_a_second_interrupt_ends_code_of_the_users_that_holds_up_what_comes_here(run, monkeypatch):
+    monkeypatch.setattr("mirror_nb.notebook.session.SECOND_AFTER", 0.0)
+    run("import threading, os, signal\nhere = os.getpid()")
+    run(
+        "%%mirrored --quiet\nclass Slow:\n    def __setstate__(self, state):\n        self.__dict__ = state\n"
+        "        while os.getpid() == here: os.kill(here, signal.SIGINT)"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run("%%mirrored --quiet\nslow = Slow()\nslow.a = 1")
+    run("%%mirrored --quiet\nn = int(strategy.reduce('sum', 1))")
+    assert run("n") == 2
 
 
 def test_what_the_notebook_sets_after_a_failure_holds(run):

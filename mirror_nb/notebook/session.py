@@ -45,7 +45,9 @@ from mirror_nb.notebook.source import cell_names
 from mirror_nb.payload import Payload, closing_slab, pack
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import raise_for, spans
+from mirror_nb.pool.following import SECOND_AFTER
 from mirror_nb.pool.in_process import InProcessPool
+from mirror_nb.pool.interrupts import Deferred
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 from mirror_nb.pool.recovery import compare, level, recover
 from mirror_nb.pool.report import Report
@@ -302,12 +304,15 @@ class Session:
             self._push_changed(closing)
             requests, slabs = self._requests(source, options, names, replicas, parcels)
             view = CellView(self._shell, replicas, pool.devices, options.quiet)
-            report = self._follow(requests, slabs, view, dashboards, options.timeout)
-            self._told |= {death.pid for death in report.deaths}
-            self._enter(closing, parcels, report)
-            self._lent.take_changes(report, replicas[0])
-            closing.returned = self._absorb(report, replicas[0])
-            self._level()
+            # Left halfway, the notebook would have the one half of a step, and the replicas took it for told of all.
+            with Deferred(SECOND_AFTER) as interrupt:
+                report = self._follow(requests, slabs, view, dashboards, options.timeout)
+                self._told |= {death.pid for death in report.deaths}
+                self._enter(closing, parcels, report)
+                self._lent.take_changes(report, replicas[0])
+                closing.returned = self._absorb(report, replicas[0])
+                self._level()
+            report.interrupted = report.interrupted or interrupt.came
             closing.mixed = self._note_mixed(report)
             closing.undivided = [name for name in report.undivided_loaders() if name not in self._told_loaders]
             self._told_loaders.update(closing.undivided)

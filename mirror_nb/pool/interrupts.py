@@ -1,4 +1,4 @@
-"""Ctrl-C while replicas are at work: counted for whoever follows them, not raised in the middle of something."""
+"""Ctrl-C while replicas are at work, and while what they bring is taken over: not raised in the middle of that."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 _signal: Callable[..., Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
 _handler_of: Callable[..., Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
@@ -34,8 +35,7 @@ class Interrupts:
         # One that came after the last look must not wake this request.
         self.taken()
         self.count = 0
-        # One that is not Python's (None) could not be put back.
-        if threading.current_thread() is threading.main_thread() and _handler_of(signal.SIGINT) is not None:
+        if _is_ours():
             self._before = _signal(signal.SIGINT, self._note)
         return self
 
@@ -60,3 +60,39 @@ class Interrupts:
         """Close the descriptors."""
         os.close(self.readable)
         os.close(self._writable)
+
+
+@final
+class Deferred:
+    """Holds Ctrl-C back in a block that must not be left halfway; `came` tells of it, and who has the block raises.
+
+    One more, `patience` seconds after the first, is raised at once: what is taken over runs code of the user's too.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.came = False
+        self._patience = patience
+        self._first = 0.0
+        # When it came first.
+        self._before: Any = None
+
+    def __enter__(self) -> Deferred:
+        if _is_ours():
+            self._before = _signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.came and now >= self._first + self._patience:
+            raise KeyboardInterrupt
+        if not self.came:
+            self.came, self._first = True, now
+
+    def __exit__(self, *exception: object) -> None:
+        if self._before is not None:
+            _signal(signal.SIGINT, self._before)
+
+
+def _is_ours() -> bool:
+    """Whether this thread may answer Ctrl-C; a handler that is not Python's (None) could not be put back."""
+    return threading.current_thread() is threading.main_thread() and _handler_of(signal.SIGINT) is not None
