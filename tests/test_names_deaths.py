@@ -9,6 +9,7 @@ from IPython.utils.capture import capture_output
 
 from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError
 from mirror_nb.notebook.session import Session
+from mirror_nb.strategies.objects import Objects
 
 MADE = """
 import torch
@@ -99,6 +100,26 @@ def test_an_interrupt_while_what_a_cell_left_comes_here_is_raised_once_it_is_her
             run("%%mirrored --quiet\nstep()\nmade = [1]")
     assert run("sched.last_epoch, int(steps), made") == (2, 2, [1])
     assert same_as_in_replica_1(run)
+
+
+def test_what_the_notebook_has_changed_goes_out_though_an_interrupt_comes_on_the_way(run, monkeypatch):
+    run(MADE)
+    run(f"%%mirrored --quiet\n{AHEAD}")
+    run("opt.param_groups[0]['lr'] = 0.3\nwith torch.no_grad(): net[0].weight.fill_(7)")
+    changed = Objects.changed_settings
+
+    def pressed(objects):
+        settings = changed(objects)
+        press_ctrl_c()
+        return settings
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Objects, "changed_settings", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            run("%%mirrored --quiet\nran = True")
+    assert run("'ran' in globals()") is False
+    run("%%mirrored --quiet\nthere = opt.param_groups[0]['lr'], net[0].weight.unique().tolist()")
+    assert run("there, opt.param_groups[0]['lr']") == ((0.3, [7.0]), 0.3)
 
 
 def test_a_second_interrupt_ends_code_of_the_users_that_holds_up_what_comes_here(run, monkeypatch):

@@ -301,7 +301,11 @@ class Session:
         closing.withheld = sorted(set(self._names.withheld))
         self._trained = ""
         with _closing(parcels), self._watched(options) as dashboards:
-            self._push_changed(closing)
+            # What is told counts as told before it is sent.
+            with Deferred(SECOND_AFTER) as interrupt:
+                self._push_changed(closing)
+            if interrupt.came:
+                raise KeyboardInterrupt
             requests, slabs = self._requests(source, options, names, replicas, parcels)
             view = CellView(self._shell, replicas, pool.devices, options.quiet)
             # Left halfway, the notebook would have the one half of a step, and the replicas took it for told of all.
