@@ -321,12 +321,11 @@ class Namespace:
         for name, held in before.contents.items():
             if name not in self.names or name in names:
                 continue
-            inside: list[object] = []
             value = self.names[name]
-            now = self._content(value, seen=lambda obj, inside=inside: id(obj) in named and inside.append(obj))  # type: ignore[misc]
-            if not held.same(now):
+            inside: list[object] = []
+            if not held.same(self._content(value, seen=inside.append)):
                 (altered if held.own else names).add(name)
-            elif stays_itself(value) and any(obj is not value for obj in inside):
+            elif stays_itself(value) and any(id(obj) in named and obj is not value for obj in inside):
                 holding.add(name)
             elif held.complete and travels(name) and has_an_identity(self.names[name]):
                 standing.append(name)
