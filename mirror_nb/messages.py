@@ -115,6 +115,8 @@ class Holdings(_Compact):
     # Handles of networks, optimizers and the like that are to live on, whatever becomes of their names.
     deleted: tuple[str, ...] = ()
     # Names that the notebook has deleted since it shared them.
+    outdated: tuple[str, ...] = ()
+    # Names that it has bound anew since, and whose values the replica has not got.
 
 
 @dataclass(frozen=True, slots=True)

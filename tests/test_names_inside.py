@@ -158,6 +158,22 @@ def test_a_name_that_the_notebook_has_bound_anew_does_not_get_into_a_container(n
     assert notebook.user_ns["box"] == [[1]]
 
 
+@pytest.mark.parametrize("anew", ["first = 'another'", "del first"])
+def test_what_a_cell_changes_keeps_values_whose_names_the_notebook_has_bound_anew(notebook, anew):
+    notebook.cell("first = [1]; box = [first]")
+    notebook.here(anew)
+    notebook.cell("box.append(2)")
+    assert notebook.user_ns["box"] == [[1], 2]
+
+
+def test_a_value_that_the_notebook_has_changed_stays_in_the_large_container_that_a_cell_changes(notebook):
+    notebook.cell("first = [1]; box = [first, *range(40_000)]")
+    notebook.here("first.append(2)")
+    notebook.cell("box.append(2)")
+    assert notebook.user_ns["box"][0] is notebook.user_ns["first"]
+    assert notebook.user_ns["first"] == [1, 2]
+
+
 def test_a_cell_that_deletes_the_name_leaves_what_held_it(notebook):
     notebook.cell("inner = [1]; outer = [inner]; del inner")
     assert notebook.user_ns["outer"] == [[1]]

@@ -442,7 +442,8 @@ class Names:
         there = self._there.get(replica_id, set())
         deleted = [name for name in there if name not in RESERVED and not self._lives(name)]
         there.difference_update(deleted)
-        return Holdings(renamed, tuple(sorted(retained)), tuple(sorted(deleted)))
+        outdated = there.difference(self._sent.get(replica_id, ()))
+        return Holdings(renamed, tuple(sorted(retained)), tuple(sorted(deleted)), tuple(sorted(outdated)))
 
     def _covers(self, replica_id: int, name: str) -> bool:
         """Whether the replica has a name with all that it holds here."""
@@ -626,7 +627,7 @@ class Names:
         """Return what is here of a name whose value another one of that replica holds. Raises Undelivered."""
         value = self.user_ns.get(name, _MISSING)
         awaited = value is _MISSING or name in self._awaited.get(replica_id, ())
-        if awaited or not self._has(replica_id, name, self._content(value)):
+        if awaited or not self._shares(replica_id, name, value):
             raise Undelivered
         if isinstance(value, PerReplica):
             tellers = self._sent[replica_id][name].tellers or range(len(value))

@@ -132,6 +132,8 @@ class Namespace:
         # Names by which the notebook has tensors, trained and of no network maybe.
         self._retained: list[Any] = []
         # What the notebook has besides the names that are here.
+        self._outdated: set[str] = set()
+        # Names that have another value in the notebook by now.
         self._results: deque[str] = deque()
         self._search = list(sys.path)
         # As the controller knows it.
@@ -186,6 +188,7 @@ class Namespace:
         self._retained = [self.mirrors.find(handle) or self.objects.find(handle) for handle in holdings.retained]
         for name in holdings.deleted:
             self.names.pop(name, None)
+        self._outdated = set(holdings.outdated)
 
     def bind(self, payload: Any, slab: int | None) -> None:
         """Bind the names of a payload, which is a dict, or `Changed`."""
@@ -195,6 +198,7 @@ class Namespace:
                 refill(opened.names[name], filling)
             opened = opened.names
         self.names.update(opened)
+        self._outdated.difference_update(opened)
         self._trained.update(name for name, value in opened.items() if is_trained(value))
 
     def load(self, payload: Any, slab: int | None) -> None:
@@ -327,7 +331,7 @@ class Namespace:
                 (altered if held.own else names).add(name)
             elif stays_itself(value) and any(id(obj) in named and obj is not value for obj in inside):
                 holding.add(name)
-            elif held.complete and travels(name) and has_an_identity(self.names[name]):
+            elif held.complete and travels(name) and name not in self._outdated and has_an_identity(value):
                 standing.append(name)
         names |= holding
         names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
