@@ -91,6 +91,15 @@ def test_a_change_by_what_holds_it_is_one_under_its_name(notebook):
     assert notebook.there("log", 1)["history"] is notebook.there("history", 1)
 
 
+def test_a_value_with_two_names_is_what_the_other_one_has_in_the_container_that_a_cell_makes_of_it(notebook):
+    notebook.cell("layers = [1]; base = layers")
+    notebook.cell("layers = [layers, 2]")
+    assert notebook.user_ns["layers"][0] is notebook.user_ns["base"]
+    notebook.cell("aaa = [3]; zzz = aaa")
+    notebook.cell("zzz = [zzz, 2]")
+    assert notebook.user_ns["zzz"][0] is notebook.user_ns["aaa"]
+
+
 def test_what_gets_a_name_later_stays_in_what_holds_it(notebook):
     notebook.cell("config = {'optimizer': {'lr': 1}}")
     notebook.cell("settings = config['optimizer']")

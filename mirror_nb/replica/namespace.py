@@ -285,16 +285,19 @@ class Namespace:
         self._label = str(tag)
         before = Before(dict(self.names))
         bound = set(bound)
-        named = {id(value): name for name, value in before.objects.items() if travels(name)}
+        named: dict[int, list[str]] = {}
+        for name, value in before.objects.items():
+            if travels(name):
+                named.setdefault(id(value), []).append(name)
         queue = list(reached(mentioned, self.names))
         known = set(queue)
 
         def inside(obj: object) -> None:
             # By what holds it, a cell may change what another name has.
-            name = named.get(id(obj))
-            if name is not None and name not in known and has_an_identity(obj):
-                known.add(name)
-                queue.append(name)
+            for name in named.get(id(obj), ()):
+                if name not in known and has_an_identity(obj):
+                    known.add(name)
+                    queue.append(name)
 
         while queue:
             name = queue.pop()
