@@ -175,6 +175,14 @@ def test_what_a_cell_changes_keeps_values_whose_names_the_notebook_has_bound_ane
     assert notebook.user_ns["box"] == [[1], 2]
 
 
+def test_a_name_that_the_notebook_has_bound_anew_is_left_to_it_by_a_cell_that_changes_its_earlier_value(notebook):
+    notebook.cell("first = [1]; box = [first]")
+    notebook.here("first = 'another'")
+    notebook.cell("box[0].append(2)")
+    assert notebook.user_ns["box"] == [[1, 2]]
+    assert notebook.user_ns["first"] == "another"
+
+
 def test_a_value_that_the_notebook_has_changed_stays_in_the_large_container_that_a_cell_changes(notebook):
     notebook.cell("first = [1]; box = [first, *range(40_000)]")
     notebook.here("first.append(2)")

@@ -287,7 +287,8 @@ class Namespace:
         bound = set(bound)
         named: dict[int, list[str]] = {}
         for name, value in before.objects.items():
-            if travels(name):
+            # What a cell changes in values that the notebook has let go of is not for the names that it had there.
+            if travels(name) and name not in self._outdated:
                 named.setdefault(id(value), []).append(name)
         queue = list(reached(mentioned, self.names))
         known = set(queue)
