@@ -15,12 +15,13 @@ import dataclasses
 import functools
 import inspect
 import io
+import itertools
 import operator
 import pickle
 import types
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, final
 
 import numpy as np
@@ -62,7 +63,8 @@ class Content:
     @property
     def complete(self) -> bool:
         """Whether `same` sees every change: there is nothing inside that is told apart by identity alone."""
-        return all(map(is_unchanging, self.parts)) and all(
+        # By their types first: a large container's parts one by one would take long.
+        return (_UNCHANGING.issuperset(map(type, self.parts)) or all(map(is_unchanging, self.parts))) and all(
             reference is not None and (state is not None or isinstance(reference(), _NAMED))
             for reference, state in self.beside
         )
@@ -79,11 +81,16 @@ class Content:
 
 
 def content(
-    value: object, token: Token, *, large: bool = False, seen: Callable[[object], object] = lambda obj: None
+    value: object,
+    token: Token,
+    *,
+    large: bool = False,
+    sought: Collection[int] = frozenset(),
+    seen: Callable[[object], object] = lambda obj: None,
 ) -> Content | None:
     """Return what `value` holds now; None when it is nothing that is watched. `large`: all of a large array is.
 
-    `seen(obj)` is called with each object that is looked at.
+    `seen(obj)` is called with each object that is looked at and whose id is `sought`.
     """
     if isinstance(value, np.ndarray) and value.nbytes > WATCHED_BYTES:
         state = digest(value, whole=large)
@@ -96,13 +103,15 @@ def content(
     if not own and not isinstance(value, (*_CONTAINERS, np.ndarray, torch.Tensor)):
         return None
     file = Limited(WATCHED_BYTES)
-    reader = _Reader(file, token, value, seen)
+    reader = _Reader(file, token, value, sought, seen)
     try:
         reader.dump(value)
     except Exception:
         # Too large, or its class has a say of its own in how it is read.
         parts = _parts(value)
-        for part in parts.parts if parts is not None else ():
+        found = parts.parts if parts is not None else ()
+        # No loop of Python's over all of them: there may be millions.
+        for part in itertools.compress(found, map(sought.__contains__, map(id, found))):
             seen(part)
         return parts
     return Content(file.getvalue(), beside=tuple(reader.beside), own=own)
@@ -258,15 +267,19 @@ def refill(value: Any, held: Any) -> None:
 class _Reader(pickle.Pickler):
     """Writes what a value holds; nobody reads it but to compare."""
 
-    def __init__(self, file: io.BytesIO, token: Token, root: object, seen: Callable[[object], object]) -> None:
+    def __init__(
+        self, file: io.BytesIO, token: Token, root: object, sought: Collection[int], seen: Callable[[object], object]
+    ) -> None:
         super().__init__(file, protocol=5)
         self.beside: list[tuple[weakref.ref[Any] | None, object]] = []
         self._token = token
         self._root = root
+        self._sought = sought
         self._seen = seen
 
     def persistent_id(self, obj: Any) -> Any:
-        self._seen(obj)
+        if id(obj) in self._sought:
+            self._seen(obj)
         if type(obj) in _PLAIN or obj is self._root:
             return None
         token = self._token(obj)

@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -295,24 +295,29 @@ class Namespace:
 
         def inside(obj: object) -> None:
             # By what holds it, a cell may change what another name has.
-            for name in named.get(id(obj), ()):
+            for name in named[id(obj)]:
                 if name not in known and has_an_identity(obj):
                     known.add(name)
                     queue.append(name)
 
         while queue:
             name = queue.pop()
-            held = self._content(self.names[name], large=name in bound, seen=inside)
+            held = self._content(self.names[name], large=name in bound, sought=named, seen=inside)
             if held is not None:
                 before.contents[name] = held
         return before
 
     def _content(
-        self, value: object, *, large: bool = False, seen: Callable[[object], object] = lambda obj: None
+        self,
+        value: object,
+        *,
+        large: bool = False,
+        sought: Collection[int] = frozenset(),
+        seen: Callable[[object], object] = lambda obj: None,
     ) -> Content | None:
         if isinstance(value, type):
             return class_content(value, self.reference)
-        return content(_meant(value), self.reference, large=large, seen=seen)
+        return content(_meant(value), self.reference, large=large, sought=sought, seen=seen)
 
     def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
         """Return the names that were bound since, or whose content was changed in place; uses `before` up.
@@ -331,9 +336,9 @@ class Namespace:
                 continue
             value = self.names[name]
             inside: list[object] = []
-            if not held.same(self._content(value, seen=inside.append)):
+            if not held.same(self._content(value, sought=named, seen=inside.append)):
                 (altered if held.own else names).add(name)
-            elif stays_itself(value) and any(id(obj) in named and obj is not value for obj in inside):
+            elif stays_itself(value) and any(obj is not value for obj in inside):
                 holding.add(name)
             elif held.complete and travels(name) and name not in self._outdated and has_an_identity(value):
                 standing.append(name)
