@@ -279,9 +279,10 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Tell how often each optimizer and its schedulers stepped in the last cell or call, and Variables' checksums.
+    """Tell how far optimizers, schedulers and averages came in the last cell or call, and others' checksums.
 
-    {key: count}, a count below 0 if it was left halfway, and {key: checksum} of Variables that all have equal.
+    {key: count}, a count below 0 if it was left halfway, and {key: (checksum before, checksum)} of Variables that all
+    have equal, and of networks that no optimizer trains.
     """
 
 
@@ -303,7 +304,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Send what these optimizers have made of their parameters, their state, and the values of these Variables."""
+    """Send what these optimizers have made of their parameters, their state, and the values of the others of these."""
 
     keys: tuple[str, ...]
 

@@ -798,3 +798,27 @@ def test_a_part_that_was_replaced_in_the_controller_reaches_the_replicas(two):
     with two.scope():
         model[1] = nn.Linear(1, 5)
     assert two.run(widths) == [1, 5]
+
+
+def test_the_average_of_a_network_is_of_as_many_on_all_replicas_after_one_has_failed(two):
+    with two.scope():
+        model = nn.Linear(2, 1)
+        average, by_hand = torch.optim.swa_utils.AveragedModel(model), copy.deepcopy(model)
+
+    def advance(behind):
+        if mnb.get_replica_context().replica_id_in_sync_group != behind:
+            average.update_parameters(model)
+            by_hand.weight.data.add_(1)
+        mnb.get_replica_context().all_reduce("sum", torch.ones(()))
+        if behind is not None:
+            raise KeyError("before the average, on one")
+
+    def found():
+        return int(average.n_averaged), by_hand.weight.sum().item()
+
+    two.run(advance, args=(None,))
+    for behind in (0, 1):
+        with pytest.raises(KeyError):
+            two.run(advance, args=(behind,))
+        assert len(set(two.experimental_local_results(two.run(found)))) == 1
+    assert int(average.n_averaged) == 3

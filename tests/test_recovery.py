@@ -115,6 +115,15 @@ def test_replicas_that_differ_on_purpose_are_left_alone(three):
     assert [ran.values[r]["bias"] for r in range(3)] == [0, 1, 2]
 
 
+def test_a_name_whose_object_is_gone_keeps_no_cell_from_running_and_nothing_from_recovery(three):
+    run_cell(three, "import weakref\ntrained = nn.Linear(1, 1)\ngone = weakref.proxy(trained)\ndel trained")
+    assert run_cell(three, "ran = True").report.clean
+    run_cell(three, "raise OSError('on all')")
+    three.mend()
+    assert recover(three).source == 0
+    run_cell(three, "del gone")
+
+
 def test_variables_that_a_failure_left_apart_are_equal_again_but_those_that_each_replica_has_for_itself(three):
     run_cell(
         three,
@@ -136,6 +145,49 @@ def test_variables_that_a_failure_left_apart_are_equal_again_but_those_that_each
     seen = run_cell(three, "found = [float(bare(v)) for v in (total, each, own, counts.steps)]\nsame = held is total")
     assert [seen.values[r]["found"] for r in range(3)] == [[3, 3 - r, 3 - r, 3] for r in range(3)]
     assert all(values["same"] for values in seen.values.values())
+
+
+AVERAGED = """
+import copy
+ema, by_hand = torch.optim.swa_utils.AveragedModel(model), copy.deepcopy(model)
+def average():
+    ema.update_parameters(model)
+    for mine, trained in zip(by_hand.parameters(), model.parameters()):
+        mine.data.mul_(0.5).add_(trained.data, alpha=0.5)
+def averages():
+    return int(ema.n_averaged), float(ema.module.bias), float(by_hand.bias)
+"""
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_averages_of_a_network_go_on_from_the_replica_that_has_made_most_of_them(three, behind, at_once):
+    """No optimizer trains them, so none's steps tell of them."""
+    before = f"{AVERAGED}\nstep(); average()\n"
+    if not at_once:
+        run_cell(three, before)
+    run_cell(
+        three,
+        f"{before if at_once else ''}step()\nif replica_id != {behind}: average()\n"
+        "strategy.reduce('sum', 1.0)\nraise OSError('before the average, on one')",
+    )
+    three.mend()
+    recover(three)
+    seen = run_cell(three, f"found = averages()[:{2 if at_once else 3}]").values.values()
+    assert {values["found"][0] for values in seen} == {2}
+    assert len({values["found"] for values in seen}) == 1
+
+
+def test_networks_that_no_optimizer_trains_and_that_differ_on_purpose_are_left_alone(three):
+    run_cell(three, "own = nn.Linear(3, 1)\nwith torch.no_grad(): own.bias.fill_(replica_id)")
+    run_cell(
+        three,
+        "for _ in range(replica_id):\n    with torch.no_grad(): own.bias.add_(1)\nraise OSError('on all')",
+    )
+    three.mend()
+    recover(three)
+    ran = run_cell(three, "bias = float(own.bias)")
+    assert [ran.values[r]["bias"] for r in range(3)] == [0, 2, 4]
 
 
 def test_a_replica_that_dies_during_the_recovery_is_filled_by_the_next(three, monkeypatch):

@@ -53,8 +53,8 @@ def recover(pool: Pool) -> Recovery:
 def level(pool: Pool) -> tuple[str, ...]:
     """Bring the replicas that survived a failure to one step, dead ones being replaced later.
 
-    Returns the keys of the optimizers and Variables that it has changed in one of them. Raises what happened to the
-    replicas; `recover` does it then.
+    Returns the keys of the optimizers, networks and Variables that it has changed in one of them. Raises what happened
+    to the replicas; `recover` does it then.
     """
     lacking = {*pool.blank, *(death.replica_id for death in pool.dead())}
     living = [r for r in range(pool.size) if r not in lacking]
@@ -71,7 +71,7 @@ def _level(pool: Pool, living: Sequence[int]) -> tuple[int, tuple[str, ...]]:
     steps, sums = ({r: answers[r][i] for r in living} for i in range(2))
     # One that was left halfway is none to go on from, however far it came.
     source = max(living, key=lambda r: (not any(n < 0 for n in steps[r].values()), sum(steps[r].values()), -r))
-    apart = {r: [*_others(steps[source], steps[r]), *_others(sums[source], sums[r])] for r in living}
+    apart = {r: [*_others(steps[source], steps[r]), *_gone_apart(sums[source], sums[r])] for r in living}
     keys = tuple(sorted({key for mine in apart.values() for key in mine}))
     behind = [r for r in living if apart[r]]
     if behind:
@@ -82,6 +82,12 @@ def _level(pool: Pool, living: Sequence[int]) -> tuple[int, tuple[str, ...]]:
 def _others(source: dict[str, int], other: dict[str, int]) -> list[str]:
     """Return the keys of both under which they have different numbers."""
     return [key for key, number in source.items() if other.get(key, number) != number]
+
+
+def _gone_apart(source: dict[str, tuple[int, int]], other: dict[str, tuple[int, int]]) -> list[str]:
+    """Return the keys of both under which they were equal and are no more."""
+    both = source.keys() & other.keys()
+    return [key for key in both if source[key][0] == other[key][0] and source[key][1] != other[key][1]]
 
 
 def compare(pool: Pool) -> Comparison:

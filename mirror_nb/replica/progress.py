@@ -2,28 +2,34 @@
 
 Replicas that are stopped in a training loop may stand one step apart: one had its gradients when another died,
 was interrupted or raised. Nothing later would bring them together, since equal gradients keep a difference for
-good. So it is with Variables that are equal on all replicas. Knows optimizers and Variables; knows neither who is
-furthest nor how values travel.
+good. So it is with Variables that are equal on all replicas, and with networks that no optimizer trains, averages of
+others for instance. Knows optimizers, networks and Variables; knows neither who is furthest nor how values travel.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
 from mirror_nb.fused import step_times
 from mirror_nb.held_variables import attribute_variables
-from mirror_nb.mirrors import checksums
+from mirror_nb.layouts import nbytes
+from mirror_nb.mirrors import checksums, mixed
+from mirror_nb.replica.outgoing import MODULE_BYTES
 from mirror_nb.told import parameters_of
 from mirror_nb.values import VariableAggregation
 from mirror_nb.variables import MirroredVariable, Variable, bare
+
+_T = TypeVar("_T")
 
 
 @final
@@ -47,8 +53,10 @@ class Progress:
         self._objects = objects
         self._begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._ended: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._stood: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
-        # The epoch of each scheduler as the cell began.
+        self._stood: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # The epoch of each scheduler as the cell began, and of how many networks each average was.
+        self._sums_before: dict[str, int] | None = None
+        # Checksums of networks as the cell began; None in a call.
 
     def watch(self) -> None:
         """Count the steps of every optimizer of this process."""
@@ -63,20 +71,22 @@ class Progress:
         if self._stood:
             # Those of a call are mirrored, and equal as it begins; to look for them takes a tenth of a small one.
             self._stood = weakref.WeakKeyDictionary()
+        self._sums_before = None
 
     def begin_cell(self) -> None:
-        """A cell begins, whose schedulers may differ by replica on purpose."""
-        self.begin()
-        for obj in self._objects().values():
-            if isinstance(obj, LRScheduler):
-                self._stood[obj] = _epoch(obj)
+        """After `begin`: it is a cell, whose schedulers and networks may differ by replica on purpose."""
+        counted: list[LRScheduler | AveragedModel] = [*self._held(LRScheduler).values()]
+        for one in (*counted, *self._held(AveragedModel).values()):
+            self._stood[one] = _epoch(one)
+        self._sums_before = self._sums_of_networks()
 
     def steps(self) -> dict[str, int]:
         """Return the steps since `begin` of each optimizer, and of the schedulers that drive it, by its key.
 
-        -1 - steps for an optimizer that was left in the middle of one.
+        -1 - steps for an optimizer that was left in the middle of one. Of a network that averages others, how many it
+        has taken in since.
         """
-        steps = {}
+        steps = {key: abs(_epoch(obj) - self._stood.get(obj, 0)) for key, obj in self._held(AveragedModel).items()}
         for key, optimizer in self._optimizers().items():
             begun, ended = self._begun.get(optimizer, 0), self._ended.get(optimizer, 0)
             made = ended + sum(abs(_epoch(s) - self._stood.get(s, 0)) for s in self._schedulers(optimizer).values())
@@ -90,20 +100,35 @@ class Progress:
         times = step_times(tried)
         return None if times is None else (type(tried).__name__, *times)
 
-    def sums(self) -> dict[str, int]:
-        """Return a checksum of each Variable that all replicas have equal, by key."""
-        variables = self._variables()
-        return dict(zip(variables, checksums(map(bare, variables.values())), strict=True))
+    def sums(self) -> dict[str, tuple[int, int]]:
+        """Return checksums of what may be equal on all replicas, by key: as the cell began, and now.
 
-    def standing(self, keys: Iterable[str]) -> dict[str, Standing | torch.Tensor]:
-        """Return the standing of these optimizers, as far as they are here and can tell, and Variables' values."""
-        optimizers, variables = self._optimizers(), self._variables()
-        found: dict[str, Standing | torch.Tensor] = {}
+        Of each Variable that is equal (0, now), and so of a network in a call, where those that are mirrored count.
+        """
+        variables = self._variables()
+        sums = checksums(map(bare, variables.values()))
+        found = {key: (0, now) for key, now in zip(variables, sums, strict=True)}
+        before = self._sums_before
+        for key, now in self._sums_of_networks().items():
+            if key.startswith(":") if before is None else key in before:
+                found[key] = 0 if before is None else before[key], now
+        return found
+
+    def _sums_of_networks(self) -> dict[str, int]:
+        # To read a larger one takes longer than most cells.
+        networks = {key: held for key, held in self._untrained().items() if sum(map(nbytes, held)) <= MODULE_BYTES}
+        sums = iter(checksums(itertools.chain(*networks.values())))
+        return {key: mixed(itertools.islice(sums, len(held))) for key, held in networks.items()}
+
+    def standing(self, keys: Iterable[str]) -> dict[str, Standing | list[torch.Tensor]]:
+        """Return the standing of these optimizers, as far as they are here and can tell, and others' values."""
+        optimizers, others = self._optimizers(), self._others()
+        found: dict[str, Standing | list[torch.Tensor]] = {}
         for key in keys:
             # A sharded optimizer cannot tell its whole state; its replicas are left as they are.
             with contextlib.suppress(RuntimeError):
-                if key in variables:
-                    found[key] = bare(variables[key])
+                if key in others:
+                    found[key] = others[key]
                 elif key in optimizers:
                     optimizer = optimizers[key]
                     parameters = tuple(p.detach() for p in parameters_of(optimizer))
@@ -111,43 +136,51 @@ class Progress:
                     found[key] = Standing(parameters, optimizer.state_dict(), driven)
         return found
 
-    def stand_at(self, standings: Mapping[str, Standing | torch.Tensor]) -> None:
+    def stand_at(self, standings: Mapping[str, Standing | list[torch.Tensor]]) -> None:
         """Go on from these standings, in place: modules, optimizers and Variables stay the objects that they are."""
-        optimizers, variables = self._optimizers(), self._variables()
+        optimizers, others = self._optimizers(), self._others()
         for key, standing in standings.items():
-            if isinstance(standing, torch.Tensor):
-                if key in variables and _alike([variables[key]], [standing]):
-                    bare(variables[key]).copy_(standing)
+            if not isinstance(standing, Standing):
+                _take(others.get(key, []), standing)
                 continue
             optimizer = optimizers.get(key)
-            if optimizer is None or not _alike(parameters_of(optimizer), standing.parameters):
+            if optimizer is None or not _take(parameters_of(optimizer), standing.parameters):
                 continue
-            with torch.no_grad():
-                for mine, theirs in zip(parameters_of(optimizer), standing.parameters, strict=True):
-                    mine.copy_(theirs)
             optimizer.load_state_dict(standing.state)
             for name, scheduler in self._schedulers(optimizer).items():
                 if name in standing.schedulers:
                     scheduler.load_state_dict(standing.schedulers[name])
         self.begin()
 
+    def _others(self) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors of what is brought to one state besides optimizers, by key."""
+        variables = {key: [bare(variable)] for key, variable in self._variables().items()}
+        return variables | self._untrained()
+
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        return {
-            key: obj
-            for key, obj in self._objects().items()
-            # Parameters of another type are parts of a whole (DTensor): each replica's are its own.
-            if isinstance(obj, torch.optim.Optimizer)
-            and all(type(p) in (torch.Tensor, torch.nn.Parameter) for p in parameters_of(obj))
-        }
+        held = self._held(torch.optim.Optimizer).items()
+        return {key: optimizer for key, optimizer in held if all(map(_is_whole, parameters_of(optimizer)))}
+
+    def _untrained(self) -> dict[str, list[torch.Tensor]]:
+        """Return what no optimizer trains of each network: parameters, and of how many networks it is an average.
+
+        Other buffers may be each replica's own, as statistics of its share of the batches are.
+        """
+        # Those that stepped may have no name.
+        optimizers = (*self._begun, *self._held(torch.optim.Optimizer).values())
+        trained = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+        found: dict[str, list[torch.Tensor]] = {}
+        for key, network in self._held(torch.nn.Module).items():
+            own = (p.detach() for p in network.parameters() if id(p) not in trained and _is_whole(p) and not p.is_meta)
+            found[key] = [*own, network.n_averaged] if isinstance(network, AveragedModel) else [*own]
+        return {key: held for key, held in found.items() if held}
 
     def _variables(self) -> dict[str, Variable]:
         """Return the Variables that have one value on all replicas, those among networks' attributes too."""
         found: dict[str, Variable] = {}
-        for key, obj in self._objects().items():
-            if isinstance(obj, torch.nn.Module):
-                found.update((f"{key}.{name}", variable) for name, variable in attribute_variables(obj))
-            elif isinstance(obj, Variable):
-                found[key] = obj
+        for key, network in self._held(torch.nn.Module).items():
+            found.update((f"{key}.{name}", variable) for name, variable in attribute_variables(network))
+        found.update(self._held(Variable))
         return {
             key: variable
             for key, variable in found.items()
@@ -155,20 +188,37 @@ class Progress:
         }
 
     def _schedulers(self, optimizer: torch.optim.Optimizer) -> dict[str, LRScheduler]:
-        objects = self._objects().items()
-        return {key: obj for key, obj in objects if isinstance(obj, LRScheduler) and obj.optimizer is optimizer}
+        return {key: one for key, one in self._held(LRScheduler).items() if one.optimizer is optimizer}
+
+    def _held(self, kind: type[_T]) -> dict[str, _T]:
+        """Return what is held of a kind, by key."""
+        # By their types: a proxy of what is gone raises at whatever it is asked.
+        return {key: cast(_T, obj) for key, obj in self._objects().items() if issubclass(type(obj), kind)}
 
 
-def _epoch(scheduler: LRScheduler) -> int:
-    while isinstance(scheduler, ChainedScheduler):
+def _epoch(obj: LRScheduler | AveragedModel) -> int:
+    if isinstance(obj, AveragedModel):
+        return int(obj.n_averaged)
+    while isinstance(obj, ChainedScheduler):
         # It has no count of its own, only those that it chains.
-        scheduler = scheduler._schedulers[0]
-    return getattr(scheduler, "last_epoch", 0)
+        obj = obj._schedulers[0]
+    return getattr(obj, "last_epoch", 0)
 
 
 def _count(counts: weakref.WeakKeyDictionary[Any, int], optimizer: Any) -> None:
     counts[optimizer] = counts.get(optimizer, 0) + 1
 
 
-def _alike(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    return [p.shape for p in mine] == [p.shape for p in theirs]
+def _is_whole(parameter: torch.Tensor) -> bool:
+    # Those of another type are parts of a whole (DTensor): each replica's are its own.
+    return type(parameter) in (torch.Tensor, torch.nn.Parameter)
+
+
+@torch.no_grad()
+def _take(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    """Copy values, in place; False where they are of others."""
+    if [tensor.shape for tensor in mine] != [tensor.shape for tensor in theirs]:
+        return False
+    for tensor, value in zip(mine, theirs, strict=True):
+        tensor.copy_(value)
+    return True

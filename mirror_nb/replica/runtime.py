@@ -360,12 +360,14 @@ class Replica:
     def _run_cell(
         self, cell: RunCell, slab: int | None, number: int
     ) -> tuple[Failure | None, Packed | None, dict[str, Any] | None]:
-        self._progress.begin_cell()
+        self._progress.begin()
         with contextlib.suppress(OSError):
             os.chdir(cell.working_directory)
         self.namespace.hold(cell.holdings)
         if cell.names is not None:
             self.namespace.bind(cell.names, slab)
+        if self.identity.num_replicas > 1 and cell.synchronize and not cell.partial:
+            self._progress.begin_cell()
         before = self.namespace.before(cell.mentioned, number, cell.bound)
         shell = self.shell
         learn(shell, cell.sources)
