@@ -279,10 +279,10 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Tell how far optimizers, schedulers and averages came in the last cell or call, and others' checksums.
+    """Tell how far optimizers, schedulers, averages and scalers came in the last cell or call, and others' checksums.
 
     {key: count}, a count below 0 if it was left halfway, and {key: (checksum before, checksum)} of Variables that all
-    have equal, and of networks that no optimizer trains.
+    have equal, of networks that no optimizer trains, and of scalers.
     """
 
 

@@ -178,6 +178,28 @@ def test_averages_of_a_network_go_on_from_the_replica_that_has_made_most_of_them
     assert len({values["found"] for values in seen}) == 1
 
 
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_scaler_that_was_left_before_its_update_goes_on_from_anothers(three, behind):
+    """It refuses a second step before its update, and that on one replica alone."""
+    run_cell(
+        three,
+        "scaler = torch.amp.GradScaler('cpu', init_scale=4.0, growth_interval=2)\n"
+        "def scaled():\n    optimizer.zero_grad()\n"
+        "    scaler.scale(model(torch.ones(2, 3)).square().mean()).backward()\n    scaler.step(optimizer)\n"
+        "scaled(); scaler.update()",
+    )
+    run_cell(
+        three,
+        f"scaled()\nif replica_id != {behind}: scaler.update()\n"
+        "strategy.reduce('sum', 1.0)\nraise OSError('before the update, on one')",
+    )
+    three.mend()
+    recover(three)
+    ran = run_cell(three, "found = scaler.state_dict()\nscaled(); scaler.update()")
+    assert ran.report.clean, ran.report.failures
+    assert [(v["found"]["scale"], v["found"]["_growth_tracker"]) for v in ran.values.values()] == [(8.0, 0)] * 3
+
+
 def test_networks_that_no_optimizer_trains_and_that_differ_on_purpose_are_left_alone(three):
     run_cell(three, "own = nn.Linear(3, 1)\nwith torch.no_grad(): own.bias.fill_(replica_id)")
     run_cell(

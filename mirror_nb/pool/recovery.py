@@ -53,8 +53,8 @@ def recover(pool: Pool) -> Recovery:
 def level(pool: Pool) -> tuple[str, ...]:
     """Bring the replicas that survived a failure to one step, dead ones being replaced later.
 
-    Returns the keys of the optimizers, networks and Variables that it has changed in one of them. Raises what happened
-    to the replicas; `recover` does it then.
+    Returns the keys of the optimizers, networks, scalers and Variables that it has changed in one of them. Raises what
+    happened to the replicas; `recover` does it then.
     """
     lacking = {*pool.blank, *(death.replica_id for death in pool.dead())}
     living = [r for r in range(pool.size) if r not in lacking]

@@ -3,7 +3,8 @@
 Replicas that are stopped in a training loop may stand one step apart: one had its gradients when another died,
 was interrupted or raised. Nothing later would bring them together, since equal gradients keep a difference for
 good. So it is with Variables that are equal on all replicas, and with networks that no optimizer trains, averages of
-others for instance. Knows optimizers, networks and Variables; knows neither who is furthest nor how values travel.
+others for instance, and with scalers. Knows optimizers, networks, scalers and Variables; knows neither who is furthest
+nor how values travel.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast, final
 
 import torch
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
@@ -45,6 +48,10 @@ class Standing:
     # State of the schedulers that drive it, by key.
 
 
+_Other = list[torch.Tensor] | dict[str, Any]
+# Tensors of a Variable or a network, or a scaler's state_dict.
+
+
 @final
 class Progress:
     """Counts steps; `objects` gives what the replica holds, under keys that are the same on all replicas."""
@@ -56,7 +63,7 @@ class Progress:
         self._stood: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # The epoch of each scheduler as the cell began, and of how many networks each average was.
         self._sums_before: dict[str, int] | None = None
-        # Checksums of networks as the cell began; None in a call.
+        # Checksums of networks and scalers as the cell began; None in a call.
 
     def watch(self) -> None:
         """Count the steps of every optimizer of this process."""
@@ -74,19 +81,20 @@ class Progress:
         self._sums_before = None
 
     def begin_cell(self) -> None:
-        """After `begin`: it is a cell, whose schedulers and networks may differ by replica on purpose."""
+        """After `begin`: it is a cell, whose schedulers, networks and scalers may differ by replica on purpose."""
         counted: list[LRScheduler | AveragedModel] = [*self._held(LRScheduler).values()]
         for one in (*counted, *self._held(AveragedModel).values()):
             self._stood[one] = _epoch(one)
-        self._sums_before = self._sums_of_networks()
+        self._sums_before = self._sums_of_others()
 
     def steps(self) -> dict[str, int]:
         """Return the steps since `begin` of each optimizer, and of the schedulers that drive it, by its key.
 
         -1 - steps for an optimizer that was left in the middle of one. Of a network that averages others, how many it
-        has taken in since.
+        has taken in since; of a scaler -1 between an optimizer's `unscale_` or `step` and its own `update`, else 0.
         """
         steps = {key: abs(_epoch(obj) - self._stood.get(obj, 0)) for key, obj in self._held(AveragedModel).items()}
+        steps |= {key: -1 if _is_underway(scaler) else 0 for key, scaler in self._held(GradScaler).items()}
         for key, optimizer in self._optimizers().items():
             begun, ended = self._begun.get(optimizer, 0), self._ended.get(optimizer, 0)
             made = ended + sum(abs(_epoch(s) - self._stood.get(s, 0)) for s in self._schedulers(optimizer).values())
@@ -103,32 +111,37 @@ class Progress:
     def sums(self) -> dict[str, tuple[int, int]]:
         """Return checksums of what may be equal on all replicas, by key: as the cell began, and now.
 
-        Of each Variable that is equal (0, now), and so of a network in a call, where those that are mirrored count.
+        Of each Variable that is equal (0, now). In a call networks and scalers that are mirrored are, too.
         """
         variables = self._variables()
         sums = checksums(map(bare, variables.values()))
         found = {key: (0, now) for key, now in zip(variables, sums, strict=True)}
         before = self._sums_before
-        for key, now in self._sums_of_networks().items():
+        for key, now in self._sums_of_others().items():
             if key.startswith(":") if before is None else key in before:
                 found[key] = 0 if before is None else before[key], now
         return found
 
-    def _sums_of_networks(self) -> dict[str, int]:
+    def _sums_of_others(self) -> dict[str, int]:
         # To read a larger one takes longer than most cells.
-        networks = {key: held for key, held in self._untrained().items() if sum(map(nbytes, held)) <= MODULE_BYTES}
-        sums = iter(checksums(itertools.chain(*networks.values())))
-        return {key: mixed(itertools.islice(sums, len(held))) for key, held in networks.items()}
+        summed = {key: held for key, held in self._untrained().items() if sum(map(nbytes, held)) <= MODULE_BYTES}
+        for key, scaler in self._held(GradScaler).items():
+            scales = [scaler.get_scale(), scaler._get_growth_tracker()]
+            summed[key] = [torch.tensor(scales, dtype=torch.float64, device="cpu")]
+        sums = iter(checksums(itertools.chain(*summed.values())))
+        return {key: mixed(itertools.islice(sums, len(held))) for key, held in summed.items()}
 
-    def standing(self, keys: Iterable[str]) -> dict[str, Standing | list[torch.Tensor]]:
+    def standing(self, keys: Iterable[str]) -> dict[str, Standing | _Other]:
         """Return the standing of these optimizers, as far as they are here and can tell, and others' values."""
-        optimizers, others = self._optimizers(), self._others()
-        found: dict[str, Standing | list[torch.Tensor]] = {}
+        optimizers, others, scalers = self._optimizers(), self._others(), self._held(GradScaler)
+        found: dict[str, Standing | _Other] = {}
         for key in keys:
             # A sharded optimizer cannot tell its whole state; its replicas are left as they are.
             with contextlib.suppress(RuntimeError):
                 if key in others:
                     found[key] = others[key]
+                elif key in scalers:
+                    found[key] = {**scalers[key].state_dict(), _UNDERWAY: _is_underway(scalers[key])}
                 elif key in optimizers:
                     optimizer = optimizers[key]
                     parameters = tuple(p.detach() for p in parameters_of(optimizer))
@@ -136,12 +149,16 @@ class Progress:
                     found[key] = Standing(parameters, optimizer.state_dict(), driven)
         return found
 
-    def stand_at(self, standings: Mapping[str, Standing | list[torch.Tensor]]) -> None:
+    def stand_at(self, standings: Mapping[str, Standing | _Other]) -> None:
         """Go on from these standings, in place: modules, optimizers and Variables stay the objects that they are."""
-        optimizers, others = self._optimizers(), self._others()
+        optimizers, others, scalers = self._optimizers(), self._others(), self._held(GradScaler)
         for key, standing in standings.items():
-            if not isinstance(standing, Standing):
+            if isinstance(standing, list):
                 _take(others.get(key, []), standing)
+                continue
+            if isinstance(standing, dict):
+                if key in scalers:
+                    _take_scales(scalers[key], standing)
                 continue
             optimizer = optimizers.get(key)
             if optimizer is None or not _take(parameters_of(optimizer), standing.parameters):
@@ -153,7 +170,7 @@ class Progress:
         self.begin()
 
     def _others(self) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors of what is brought to one state besides optimizers, by key."""
+        """Return the tensors of Variables, and of networks what no optimizer trains, by key."""
         variables = {key: [bare(variable)] for key, variable in self._variables().items()}
         return variables | self._untrained()
 
@@ -222,3 +239,21 @@ def _take(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
     for tensor, value in zip(mine, theirs, strict=True):
         tensor.copy_(value)
     return True
+
+
+_UNDERWAY = "underway"
+# Beside a scaler's state: whether an `update` of it is still to come.
+
+
+def _is_underway(scaler: GradScaler) -> bool:
+    return any(state["stage"] is not OptState.READY for state in scaler._per_optimizer_states.values())
+
+
+def _take_scales(scaler: GradScaler, standing: dict[str, Any]) -> None:
+    state = {name: value for name, value in standing.items() if name != _UNDERWAY}
+    if state:
+        # One that is not enabled has none.
+        scaler.load_state_dict(state)
+    if not standing[_UNDERWAY]:
+        # As its `update` does.
+        scaler._per_optimizer_states.clear()
