@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from driving import press_ctrl_c, running
 from IPython.utils.capture import capture_output
 
+from mirror_nb import modes
 from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError
 from mirror_nb.notebook.session import Session
 from mirror_nb.strategies.objects import Objects
@@ -120,6 +123,22 @@ def test_what_the_notebook_has_changed_goes_out_though_an_interrupt_comes_on_the
     assert run("'ran' in globals()") is False
     run("%%mirrored --quiet\nthere = opt.param_groups[0]['lr'], net[0].weight.unique().tolist()")
     assert run("there, opt.param_groups[0]['lr']") == ((0.3, [7.0]), 0.3)
+
+
+def test_what_the_notebook_has_deleted_is_deleted_though_an_interrupt_comes_before_the_cell_is_sent(run, monkeypatch):
+    run("%%mirrored --quiet\nmade = [1]")
+    run("del made")
+
+    def pressed():
+        press_ctrl_c()
+        return modes.current()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mirror_nb.notebook.session.modes", SimpleNamespace(current=pressed))
+        with pytest.raises(KeyboardInterrupt):
+            run("%%mirrored --quiet\nran = True")
+    run("%%mirrored --quiet\nfound = 'made' in globals(), 'ran' in globals()")
+    assert run("found") == (False, False)
 
 
 def test_a_second_interrupt_ends_code_of_the_users_that_holds_up_what_comes_here(run, monkeypatch):

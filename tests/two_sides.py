@@ -97,7 +97,9 @@ class Notebook:
 
     def _run(self, i: int, source: str, names: CellNames, parcel: Parcel | None, owner: bool) -> Any:
         replica = self.replicas[i]
-        replica.hold(self.names.take_holdings(i))
+        holdings = self.names.holdings(i)
+        self.names.told(i, holdings)
+        replica.hold(holdings)
         if parcel is not None:
             slab = parcel.packed.slab
             replica.bind(parcel.packed.payload, os.dup(slab) if slab is not None else None)

@@ -430,9 +430,9 @@ class Names:
         """Return the name that the replica has for a stand-in's name by now."""
         return self._renamed.get(replica_id, {}).get(name, name)
 
-    def take_holdings(self, replica_id: int) -> Holdings:
-        """Return what the replica is to know of what the notebook has and has not, and take it for known."""
-        renamed = tuple((old, new) for new, old in self._renamed.pop(replica_id, {}).items())
+    def holdings(self, replica_id: int) -> Holdings:
+        """Return what the replica is to know of what the notebook has and has not."""
+        renamed = tuple((old, new) for new, old in self._renamed.get(replica_id, {}).items())
         retained = {
             handle
             for name, handles in self._inside.items()
@@ -441,9 +441,13 @@ class Names:
         }
         there = self._there.get(replica_id, set())
         deleted = [name for name in there if name not in RESERVED and not self._lives(name)]
-        there.difference_update(deleted)
-        outdated = there.difference(self._sent.get(replica_id, ()))
+        outdated = there.difference(self._sent.get(replica_id, ()), deleted)
         return Holdings(renamed, tuple(sorted(retained)), tuple(sorted(deleted)), tuple(sorted(outdated)))
+
+    def told(self, replica_id: int, holdings: Holdings) -> None:
+        """Take these holdings for known to the replica."""
+        self._renamed.pop(replica_id, None)
+        self._there.get(replica_id, set()).difference_update(holdings.deleted)
 
     def _covers(self, replica_id: int, name: str) -> bool:
         """Whether the replica has a name with all that it holds here."""

@@ -310,6 +310,9 @@ class Session:
             view = CellView(self._shell, replicas, pool.devices, options.quiet)
             # Left halfway, the notebook would have the one half of a step, and the replicas took it for told of all.
             with Deferred(SECOND_AFTER) as interrupt:
+                for replica_id, request in requests.items():
+                    self._names.told(replica_id, request.holdings)
+                self._untaught.difference_update(replicas)
                 report = self._follow(requests, slabs, view, dashboards, options.timeout)
                 self._told |= {death.pid for death in report.deaths}
                 self._enter(closing, parcels, report)
@@ -406,11 +409,10 @@ class Session:
                 owner=replica_id == replicas[0],
                 sources=self._sources(parcel, replica_id),
                 widgets=getattr(self._shell, "kernel", None) is not None,
-                holdings=self._names.take_holdings(replica_id),
+                holdings=self._names.holdings(replica_id),
                 modes=modes.current(),
             )
             slabs[replica_id] = parcel.packed.slab if parcel is not None else None
-        self._untaught.difference_update(replicas)
         cell = source_of(self._shell, body, number)
         self._cells.append(cell)
         learn(self._shell, [cell])
