@@ -115,15 +115,6 @@ def test_replicas_that_differ_on_purpose_are_left_alone(three):
     assert [ran.values[r]["bias"] for r in range(3)] == [0, 1, 2]
 
 
-def test_a_name_whose_object_is_gone_keeps_no_cell_from_running_and_nothing_from_recovery(three):
-    run_cell(three, "import weakref\ntrained = nn.Linear(1, 1)\ngone = weakref.proxy(trained)\ndel trained")
-    assert run_cell(three, "ran = True").report.clean
-    run_cell(three, "raise OSError('on all')")
-    three.mend()
-    assert recover(three).source == 0
-    run_cell(three, "del gone")
-
-
 def test_variables_that_a_failure_left_apart_are_equal_again_but_those_that_each_replica_has_for_itself(three):
     run_cell(
         three,
