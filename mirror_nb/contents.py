@@ -111,7 +111,7 @@ def content(
         parts = _parts(value)
         found = parts.parts if parts is not None else ()
         # No loop of Python's over all of them: there may be millions.
-        for part in itertools.compress(found, map(sought.__contains__, map(id, found))):
+        for part in itertools.compress(found, map(sought.__contains__, map(id, found))) if sought else ():
             seen(part)
         return parts
     return Content(file.getvalue(), beside=tuple(reader.beside), own=own)
@@ -368,6 +368,8 @@ def has_an_identity(value: object) -> bool:
 _AROUND_DATA_SETS = (DataLoader, Subset, ConcatDataset, ChainDataset)
 _UNCHANGING = frozenset({str, bytes, int, float, complex, bool, type(None), range, torch.dtype, torch.device})
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+WITHOUT_IDENTITY = frozenset({*_UNCHANGING, *_NAMED})
+# Types of most of what `has_an_identity` denies.
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), tuple, list, dict, set, frozenset})
 _BY_IDENTITY = (
     *(*_NAMED, nn.Module, torch.Generator),

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from mirror_nb import torchmetrics_objects, variables
 from mirror_nb.contents import (
     REFILLED,
+    WITHOUT_IDENTITY,
     Content,
     class_content,
     content,
@@ -285,20 +286,17 @@ class Namespace:
         self._label = str(tag)
         before = Before(dict(self.names))
         bound = set(bound)
-        named: dict[int, list[str]] = {}
-        for name, value in before.objects.items():
-            # What a cell changes in values that the notebook has let go of is not for the names that it had there.
-            if travels(name) and name not in self._outdated:
-                named.setdefault(id(value), []).append(name)
         queue = list(reached(mentioned, self.names))
-        known = set(queue)
+        named: dict[int, list[str]] = {}
+        # What a cell changes in values that the notebook has let go of is not for the names that it had there.
+        apart = {*queue, *self._outdated}
+        for name, value in before.objects.items():
+            if type(value) not in WITHOUT_IDENTITY and travels(name) and name not in apart:
+                named.setdefault(id(value), []).append(name)
 
         def inside(obj: object) -> None:
             # By what holds it, a cell may change what another name has.
-            for name in named[id(obj)]:
-                if name not in known and has_an_identity(obj):
-                    known.add(name)
-                    queue.append(name)
+            queue.extend(named.pop(id(obj)) if has_an_identity(obj) else ())
 
         while queue:
             name = queue.pop()
@@ -329,7 +327,7 @@ class Namespace:
         holding: set[str] = set()
         # Containers that are as they were, with what has another name now: here as there it is to be one value.
         names = {n for n, value in self.names.items() if before.objects.get(n, _MISSING) is not value}
-        named = {id(value): value for n in names if has_an_identity(value := self.names[n])}
+        named = {id(value): value for n in names if type(value := self.names[n]) not in WITHOUT_IDENTITY}
         names |= {n for n in bound if n in self.names}
         for name, held in before.contents.items():
             if name not in self.names or name in names:
@@ -338,9 +336,9 @@ class Namespace:
             inside: list[object] = []
             if not held.same(self._content(value, sought=named, seen=inside.append)):
                 (altered if held.own else names).add(name)
-            elif stays_itself(value) and any(obj is not value for obj in inside):
+            elif stays_itself(value) and any(obj is not value and has_an_identity(obj) for obj in inside):
                 holding.add(name)
-            elif held.complete and travels(name) and name not in self._outdated and has_an_identity(value):
+            elif name not in self._outdated and travels(name) and has_an_identity(value):
                 standing.append(name)
         names |= holding
         names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
@@ -349,11 +347,12 @@ class Namespace:
         self._refilled = tuple(n for n in still if stays_itself(self.names[n]))
         unchanged = {n: self._as_before(n, before) for n in names - holding}
         self._unchanged = {n: there for n, there in unchanged.items() if there is not None}
+        # Of use to values that travel alone; to say so of large ones takes a while.
+        self._standing = tuple(sorted(n for n in standing if names and before.contents[n].complete))
         # What the cell let go of must be gone by the time the controller is told what is here.
         before.objects.clear()
         before.contents.clear()
         self._altered = tuple(sorted(altered))
-        self._standing = tuple(sorted(standing))
         return sorted(n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING))
 
     def _as_before(self, name: str, before: Before) -> str | None:
