@@ -233,3 +233,15 @@ def test_an_expanded_tensor_that_a_cell_writes_to_is_here_as_it_is_there(noteboo
     notebook.here("row = torch.zeros(1).expand(3)")
     notebook.cell("row.set_(torch.full((3,), 6.0))")
     assert notebook.user_ns["row"].tolist() == [6, 6, 6]
+
+
+def test_a_container_that_stays_in_the_replicas_is_not_told_of_again_where_a_part_of_it_gets_a_name(notebook):
+    assert notebook.cell("kept = [torch.zeros(1 << 19)]").stayed == ["kept"]
+    assert notebook.cell("part = kept[0]").stayed == ["part"]
+
+
+def test_what_is_sent_for_what_holds_it_alone_is_told_apart(notebook):
+    notebook.here("inner = [1]; outer = [inner]; asked = [2]")
+    (parcel,) = notebook.names.prepare(["outer", "asked"], [0, 1])
+    parcel.packed.close()
+    assert (set(parcel.names), parcel.beside) == ({"outer", "asked", "inner"}, {"inner"})

@@ -31,6 +31,8 @@ class Parcel:
     # The networks in it and their parts, however deep inside a value.
     lent: list[Any]
     # The optimizers, schedulers and scalers in it, likewise.
+    beside: frozenset[str] = frozenset()
+    # Those of the names that the cell does not need, but whose values lie in the values of others.
 
 
 class Sides(Protocol):
@@ -73,6 +75,7 @@ class Parcels:
 
     def made(self, lacking: frozenset[str], replicas: tuple[int, ...]) -> Parcel:
         """Pack these names for these replicas, and those that their values turn out to need. Raises TransferError."""
+        beside: frozenset[str] = frozenset()
         while True:
             values = {name: self._user_ns[name] for name in sorted(lacking)}
             found = _Found()
@@ -87,9 +90,10 @@ class Parcels:
             needed = packed.global_names | self._owners(found) | found.names
             more = {name for name in needed - lacking if self._sides.lacked(name, replicas)}
             if not more:
-                return Parcel(replicas, values, packed, found.modules, found.lent)
+                return Parcel(replicas, values, packed, found.modules, found.lent, beside)
             packed.close()
             lacking |= more
+            beside |= more & found.names
 
     def _pack(
         self,

@@ -383,7 +383,7 @@ class Session:
             closing.sent += [
                 name
                 for name, value in parcel.names.items()
-                if name not in closing.sent and not isinstance(value, types.ModuleType)
+                if name not in {*closing.sent, *parcel.beside} and not isinstance(value, types.ModuleType)
             ]
             closing.sent_bytes += parcel.packed.payload.nbytes
 

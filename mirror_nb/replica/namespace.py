@@ -146,6 +146,8 @@ class Namespace:
         # Names whose containers or trained tensors it has changed in place.
         self._unchanged: dict[str, str] = {}
         # Names that hold what the notebook has, as it was when the latest cell began, and its name there.
+        self._holding: frozenset[str] = frozenset()
+        # Names of containers that the latest cell has left as they were, and that hold what it has named.
         self._standing: tuple[str, ...] = ()
         # Names that the latest cell mentions, and whose values it has left as they were.
         self._label = ""
@@ -349,6 +351,7 @@ class Namespace:
         self._unchanged = {n: there for n, there in unchanged.items() if there is not None}
         # Of use to values that travel alone; to say so of large ones takes a while.
         self._standing = tuple(sorted(n for n in standing if names and before.contents[n].complete))
+        self._holding = frozenset(holding)
         # What the cell let go of must be gone by the time the controller is told what is here.
         before.objects.clear()
         before.contents.clear()
@@ -436,6 +439,12 @@ class Namespace:
             for name in again:
                 value = _meant(self.names[name])
                 exported[name] = self._export(name, value, f"r{tag}.{name}", fresh, whole, holding)
+        for name in self._holding.intersection(exported):
+            export = exported[name]
+            if not (isinstance(export, Plain) and export.holds):
+                # What has another name now stays here: the controller has the container as it is.
+                del exported[name]
+        self._holding = frozenset()
         shown = None if result is None else self._result(_meant(result), tag, fresh)
         for obj in self.objects.outgrown():
             self._plain(obj, "", fresh, whole)

@@ -126,8 +126,7 @@ class Progress:
         # To read a larger one takes longer than most cells.
         summed = {key: held for key, held in self._untrained().items() if sum(map(nbytes, held)) <= MODULE_BYTES}
         for key, scaler in self._held(GradScaler).items():
-            scales = [scaler.get_scale(), scaler._get_growth_tracker()]
-            summed[key] = [torch.tensor(scales, dtype=torch.float64, device="cpu")]
+            summed[key] = [torch.tensor([*scaler.state_dict().values()], dtype=torch.float64, device="cpu")]
         sums = iter(checksums(itertools.chain(*summed.values())))
         return {key: mixed(itertools.islice(sums, len(held))) for key, held in summed.items()}
 
