@@ -27,10 +27,12 @@ from mirror_nb.fused import step_times
 from mirror_nb.held_variables import attribute_variables
 from mirror_nb.layouts import nbytes
 from mirror_nb.mirrors import checksums, mixed
-from mirror_nb.replica.outgoing import MODULE_BYTES
 from mirror_nb.told import parameters_of
 from mirror_nb.values import VariableAggregation
 from mirror_nb.variables import MirroredVariable, Variable, bare
+
+SUMMED_BYTES = 256 << 20
+# Of a larger network what no optimizer trains is not read before each cell: that would take a tenth of a second.
 
 _T = TypeVar("_T")
 
@@ -123,8 +125,7 @@ class Progress:
         return found
 
     def _sums_of_others(self) -> dict[str, int]:
-        # To read a larger one takes longer than most cells.
-        summed = {key: held for key, held in self._untrained().items() if sum(map(nbytes, held)) <= MODULE_BYTES}
+        summed = {key: held for key, held in self._untrained().items() if sum(map(nbytes, held)) <= SUMMED_BYTES}
         for key, scaler in self._held(GradScaler).items():
             summed[key] = [torch.tensor([*scaler.state_dict().values()], dtype=torch.float64, device="cpu")]
         sums = iter(checksums(itertools.chain(*summed.values())))
