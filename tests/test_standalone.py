@@ -143,10 +143,15 @@ os._exit(0)
 """
 
 
+def written_by_two(folder: Path, source: str) -> list[Any]:
+    """Return what a script writes as JSON that two ranks run; its argument is the folder, each file is a rank's."""
+    (folder / "script.py").write_text(source)
+    launch([sys.executable, str(folder / "script.py"), str(folder)], 2, {"TMPDIR": str(folder)})
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
+
+
 def test_a_script_seeds_its_replicas_before_and_after_it_makes_the_strategy(tmp_path):
-    (tmp_path / "script.py").write_text(SEEDED)
-    launch([sys.executable, str(tmp_path / "script.py"), str(tmp_path)], 2, {"TMPDIR": str(tmp_path)})
-    found = [json.loads((tmp_path / str(i)).read_text()) for i in range(2)]
+    found = written_by_two(tmp_path, SEEDED)
     expected = []
     for seed in (7, 8):
         torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
@@ -182,9 +187,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_that_seeds_again_with_the_seed_of_before_makes_the_same_again(tmp_path):
-    (tmp_path / "script.py").write_text(SEEDED_AGAIN)
-    launch([sys.executable, str(tmp_path / "script.py"), str(tmp_path)], 2, {"TMPDIR": str(tmp_path)})
-    found = [json.loads((tmp_path / str(i)).read_text()) for i in range(2)]
+    found = written_by_two(tmp_path, SEEDED_AGAIN)
     names: dict[str, Any] = {"__name__": "script"}
     exec(SEEDED_AGAIN, names)
     alone = names["made"](mnb.OneDeviceStrategy("cpu:0"))
