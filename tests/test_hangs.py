@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from driving import Ran, doing, plain, press_ctrl_c, run_cell
 from mirror_nb.devices import Device
 from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
 from mirror_nb.messages import Collectives, Wait, Whereabouts
-from mirror_nb.pool import following, hangs, outside
+from mirror_nb.pool import following, hangs, last_words, outside
 from mirror_nb.pool.failures import raise_for
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.telemetry import samples
@@ -424,6 +425,23 @@ def test_a_replica_that_is_stopped_or_holds_the_lock_is_told_of_from_outside(thr
     assert "replica 2's last record: all_reduce of " in text
     assert "replica 1 has not come to all_reduce of float32[3]; its last was all_reduce (MEAN)" in text
     goes_on(three)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing says which signals a process has blocked")
+def test_a_stack_that_is_still_being_written_is_not_taken_for_the_whole():
+    words = last_words.LastWords()
+    try:
+        assert not words._told(os.getpid())
+        os.write(words._stack, b"Stack (most recent call first):\n")
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {last_words.TELL})
+        try:
+            # As while faulthandler's handler runs.
+            assert not words._told(os.getpid())
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert words._told(os.getpid())
+    finally:
+        words.close()
 
 
 def test_an_interrupt_of_a_cell_that_hangs_shows_where_each_replica_is(two, tmp_path):

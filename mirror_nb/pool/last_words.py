@@ -14,13 +14,14 @@ import re
 import signal
 import time
 from multiprocessing import reduction
+from pathlib import Path
 from typing import Any, final
 
 from mirror_nb.nameless import nameless_file
 
 TELL = signal.SIGUSR2
-TELL_SECONDS = 0.05
-# It takes 1 to 9 ms; a process that is stopped does not answer.
+TELL_SECONDS = 0.5
+# It takes 1 to 9 ms, and longer on cores that others need.
 MOST_BYTES = 1 << 16
 MOST_LINES = 12
 _OURS = re.compile(r'^  File ".*/(IPython/core|mirror_nb/(replica|strategies|pool)|multiprocessing)/')
@@ -74,8 +75,19 @@ class LastWords:
         with contextlib.suppress(OSError):
             os.kill(pid, TELL)
             deadline = time.monotonic() + TELL_SECONDS
-            while not os.fstat(self._stack).st_size and time.monotonic() < deadline:
+            while not self._told(pid) and time.monotonic() < deadline:
                 time.sleep(0.002)
+
+    def _told(self, pid: int) -> bool:
+        """Whether the stack is whole, or none is to come: it is written line by line, with the signal blocked."""
+        try:
+            status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        except (OSError, ValueError):
+            # No such file on this system, or no such process any more.
+            return os.fstat(self._stack).st_size > 0
+        if status["State"][0] in "TtZX":
+            return True
+        return os.fstat(self._stack).st_size > 0 and not int(status["SigBlk"], 16) >> (TELL - 1) & 1
 
     def look(self, pid: int) -> tuple[str, ...]:
         """Return the user's frames of where a living process is, the latest call first; nothing of it is kept."""
