@@ -11,8 +11,8 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,19 +20,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mirror_nb import torchmetrics_objects, variables
-from mirror_nb.contents import (
-    REFILLED,
-    WITHOUT_IDENTITY,
-    Content,
-    class_content,
-    content,
-    has_an_identity,
-    is_trained,
-    is_unchanging,
-    refill,
-    stays_itself,
-)
-from mirror_nb.data import Distributed, Underway
+from mirror_nb.contents import REFILLED, has_an_identity, is_trained, refill
+from mirror_nb.data import Underway
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
     Changed,
@@ -61,7 +50,7 @@ from mirror_nb.mirrors import (
 from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, pack, unpack
 from mirror_nb.pickler import TooLarge, label_class
 from mirror_nb.readable import size
-from mirror_nb.reads import reached
+from mirror_nb.replica.changes import Before, Changes, meant
 from mirror_nb.replica.held import Held
 from mirror_nb.replica.objects import Objects
 from mirror_nb.replica.outgoing import (
@@ -89,14 +78,6 @@ class Adopts(Protocol):
         """Track the tensors that an optimizer which arrived has."""
 
 
-@dataclass(slots=True)
-class Before:
-    """What the namespace held when a cell began."""
-
-    objects: dict[str, object]
-    contents: dict[str, Content] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class Latest:
     """What was exported last."""
@@ -109,8 +90,7 @@ class Latest:
     # The rest, without values.
     whole: bool
     # The size limits were lifted.
-    standing: tuple[str, ...]
-    # Names besides these whose values were as the controller has them.
+    changes: Changes
 
 
 class Namespace:
@@ -138,18 +118,8 @@ class Namespace:
         self._results: deque[str] = deque()
         self._search = list(sys.path)
         # As the controller knows it.
-        self._altered: tuple[str, ...] = ()
-        # Names whose objects the latest cell changed in place, and that do not travel for it.
-        self._deleted: tuple[str, ...] = ()
-        # Names that the latest cell has deleted.
-        self._refilled: tuple[str, ...] = ()
-        # Names whose containers or trained tensors it has changed in place.
-        self._unchanged: dict[str, str] = {}
-        # Names that hold what the notebook has, as it was when the latest cell began, and its name there.
-        self._holding: frozenset[str] = frozenset()
-        # Names of containers that the latest cell has left as they were, and that hold what it has named.
-        self._standing: tuple[str, ...] = ()
-        # Names that the latest cell mentions, and whose values it has left as they were.
+        self._changes = Changes()
+        # What the latest cell did that the controller has not been told.
         self._label = ""
         # Of the latest cell, for the classes that it made.
         self._latest: Latest | None = None
@@ -286,92 +256,16 @@ class Namespace:
     def before(self, mentioned: Iterable[str], tag: int, bound: Iterable[str] = ()) -> Before:
         """Remember what the names hold now. `tag` is a number of the cell, the same on all replicas."""
         self._label = str(tag)
-        before = Before(dict(self.names))
-        bound = set(bound)
-        queue = list(reached(mentioned, self.names))
-        named: dict[int, list[str]] = {}
-        # What a cell changes in values that the notebook has let go of is not for the names that it had there.
-        apart = {*queue, *self._outdated}
-        for name, value in before.objects.items():
-            if type(value) not in WITHOUT_IDENTITY and travels(name) and name not in apart:
-                named.setdefault(id(value), []).append(name)
-
-        def inside(obj: object) -> None:
-            # By what holds it, a cell may change what another name has.
-            queue.extend(named.pop(id(obj)) if has_an_identity(obj) else ())
-
-        while queue:
-            name = queue.pop()
-            held = self._content(self.names[name], large=name in bound, sought=named, seen=inside)
-            if held is not None:
-                before.contents[name] = held
-        return before
-
-    def _content(
-        self,
-        value: object,
-        *,
-        large: bool = False,
-        sought: Collection[int] = frozenset(),
-        seen: Callable[[object], object] = lambda obj: None,
-    ) -> Content | None:
-        if isinstance(value, type):
-            return class_content(value, self.reference)
-        return content(_meant(value), self.reference, large=large, sought=sought, seen=seen)
+        return Before(self.names, mentioned, bound, self._outdated, self.reference)
 
     def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
         """Return the names that were bound since, or whose content was changed in place; uses `before` up.
 
         What was deleted since is told by the next `export`.
         """
-        altered: set[str] = set()
-        standing: list[str] = []
-        holding: set[str] = set()
-        # Containers that are as they were, with what has another name now: here as there it is to be one value.
-        names = {n for n, value in self.names.items() if before.objects.get(n, _MISSING) is not value}
-        named = {id(value): value for n in names if type(value := self.names[n]) not in WITHOUT_IDENTITY}
-        names |= {n for n in bound if n in self.names}
-        for name, held in before.contents.items():
-            if name not in self.names or name in names:
-                continue
-            value = self.names[name]
-            inside: list[object] = []
-            if not held.same(self._content(value, sought=named, seen=inside.append)):
-                (altered if held.own else names).add(name)
-            elif stays_itself(value) and any(obj is not value and has_an_identity(obj) for obj in inside):
-                holding.add(name)
-            elif name not in self._outdated and travels(name) and has_an_identity(value):
-                standing.append(name)
-        names |= holding
-        names |= {n for n in mentioned if isinstance(self.names.get(n), nn.Module)}
-        self._deleted = tuple(sorted(n for n in before.objects if n not in self.names and travels(n)))
-        still = (n for n in names if before.objects.get(n, _MISSING) is self.names[n])
-        self._refilled = tuple(n for n in still if stays_itself(self.names[n]))
-        unchanged = {n: self._as_before(n, before) for n in names - holding}
-        self._unchanged = {n: there for n, there in unchanged.items() if there is not None}
-        # Of use to values that travel alone; to say so of large ones takes a while.
-        self._standing = tuple(sorted(n for n in standing if names and before.contents[n].complete))
-        self._holding = frozenset(holding)
-        # What the cell let go of must be gone by the time the controller is told what is here.
-        before.objects.clear()
-        before.contents.clear()
-        self._altered = tuple(sorted(altered))
-        return sorted(n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING))
-
-    def _as_before(self, name: str, before: Before) -> str | None:
-        """Return the name that had this name's very value before the cell, and still has; None if it was changed.
-
-        It is the name itself, or another one that the cell mentions; for what was distributed any of its source.
-        """
-        value = _meant(self.names[name])
-        others: Iterable[str] = before.objects if isinstance(self.names[name], Distributed) else before.contents
-        for known in (name, *(others if has_an_identity(value) else ())):
-            if _meant(before.objects.get(known, _MISSING)) is value is _meant(self.names.get(known, _MISSING)):
-                held = before.contents.get(known)
-                now = None if held is None else self._content(value, large=True)
-                if is_unchanging(value) if held is None else held.complete and held.same(now):
-                    return known
-        return None
+        self._changes = before.changes(bound, mentioned)
+        names = self._changes.names
+        return [n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING)]
 
     def export(
         self,
@@ -403,53 +297,12 @@ class Namespace:
             # What the controller has under these names are other tensors.
             if self.mirrors.rebuilt(network) and not has_sharded(network):
                 fresh.add_network(self.mirrors.name(network, handle), network, self)
-        # Networks first, since what else has them refers to them, then tensors that are trained, and optimizers last:
-        # other values may have theirs.
-        held = ((name, _meant(self.names[name])) for name in names)
-        ordered = sorted(
-            # Of several names of one value the one first whose value the controller has already, and refills.
-            (
-                (
-                    is_told(value),
-                    not isinstance(value, nn.Module),
-                    not is_trained(value),
-                    name not in self._refilled,
-                    name,
-                )
-                for name, value in held
-            )
-        )
-        exported: dict[str, Export] = {}
-        first: dict[int, str] = {}
-        # By the id of a value that travels by itself: the name of it that comes first.
-        of_their_own = [name for told, no_network, *_, name in ordered if no_network and not told]
-        inner = [(name, _meant(self.names[name])) for name in (*of_their_own, *self._standing)]
-        holding = Held((name, value) for name, value in inner if has_an_identity(value))
-        for *_, name in ordered:
-            value = _meant(self.names[name])
-            if id(value) in first:
-                exported[name] = Same(first[id(value)])
-            else:
-                exported[name] = self._export(name, value, f"r{tag}.{name}", fresh, whole, holding)
-                if isinstance(exported[name], Plain) and has_an_identity(value):
-                    first[id(value)] = name
-            if is_trained(self.names[name]) and isinstance(exported[name], Plain | Same):
-                self._trained.add(name)
-        while again := holding.unsettled([*self._standing, *(n for n in exported if _travels_by_itself(exported[n]))]):
-            for name in again:
-                value = _meant(self.names[name])
-                exported[name] = self._export(name, value, f"r{tag}.{name}", fresh, whole, holding)
-        for name in self._holding.intersection(exported):
-            export = exported[name]
-            if not (isinstance(export, Plain) and export.holds):
-                # What has another name now stays here: the controller has the container as it is.
-                del exported[name]
-        self._holding = frozenset()
-        shown = None if result is None else self._result(_meant(result), tag, fresh)
+        exported = self._exported(names, tag, fresh, whole)
+        shown = None if result is None else self._result(meant(result), tag, fresh)
         for obj in self.objects.outgrown():
             self._plain(obj, "", fresh, whole)
-        standing, self._standing = self._standing, ()
         gone = (*gone, *self.mirrors.gone(), *self.objects.take_gone())
+        changes, self._changes = self._changes, Changes()
         exports = Exports(
             exported,
             self._changed_search(),
@@ -457,15 +310,13 @@ class Namespace:
             {},
             shown,
             gone,
-            self._altered,
-            self._deleted,
-            self._refilled,
-            self._unchanged,
+            changes.altered,
+            changes.deleted,
+            changes.refilled,
+            changes.unchanged,
             grads=grads,
             trained=tuple(name for name in exported if name in self._trained and is_trained(self.names[name])),
         )
-        self._unchanged = {}
-        self._altered = self._deleted = self._refilled = ()
         if owner:
             exports.modules.update(fresh.networks)
             exports = dataclasses.replace(exports, moved=tuple(self.mirrors.moved(fresh.networks.values())))
@@ -492,7 +343,7 @@ class Namespace:
                 # It may have been collected meanwhile.
                 self.mirrors.mark(module)
         without = dataclasses.replace(exports, names={}, modules={}, states={}, result=None, objects={}, moved=())
-        self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole, standing)
+        self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole, changes)
         return packed
 
     def export_again(self, *, tag: int, owner: bool) -> Packed:
@@ -505,8 +356,7 @@ class Namespace:
         self.objects.undelivered(latest.objects)
         self.forget_told()
         told = latest.told
-        self._altered, self._deleted, self._refilled = told.altered, told.deleted, told.refilled
-        self._unchanged, self._standing = told.unchanged, latest.standing
+        self._changes = latest.changes
         self._search = self._search if told.search is None else []
         return self.export(
             [name for name in latest.names if name in self.names],
@@ -609,6 +459,52 @@ class Namespace:
         self.forget_told()
         return beside
 
+    def _exported(self, names: Iterable[str], tag: int, fresh: Fresh, whole: bool) -> dict[str, Export]:
+        """Return what travels under each name; the networks and objects that go with it are put into `fresh`."""
+        changes = self._changes
+        # Networks first, since what else has them refers to them, then tensors that are trained, and optimizers last:
+        # other values may have theirs.
+        held = ((name, meant(self.names[name])) for name in names)
+        ordered = sorted(
+            # Of several names of one value the one first whose value the controller has already, and refills.
+            (
+                (
+                    is_told(value),
+                    not isinstance(value, nn.Module),
+                    not is_trained(value),
+                    name not in changes.refilled,
+                    name,
+                )
+                for name, value in held
+            )
+        )
+        exported: dict[str, Export] = {}
+        first: dict[int, str] = {}
+        # By the id of a value that travels by itself: the name of it that comes first.
+        of_their_own = [name for told, no_network, *_, name in ordered if no_network and not told]
+        inner = [(name, meant(self.names[name])) for name in (*of_their_own, *changes.standing)]
+        holding = Held((name, value) for name, value in inner if has_an_identity(value))
+        for *_, name in ordered:
+            value = meant(self.names[name])
+            if id(value) in first:
+                exported[name] = Same(first[id(value)])
+            else:
+                exported[name] = self._export(name, value, f"r{tag}.{name}", fresh, whole, holding)
+                if isinstance(exported[name], Plain) and has_an_identity(value):
+                    first[id(value)] = name
+            if is_trained(self.names[name]) and isinstance(exported[name], Plain | Same):
+                self._trained.add(name)
+        while again := holding.unsettled({*changes.standing, *_alone(exported)}):
+            for name in again:
+                value = meant(self.names[name])
+                exported[name] = self._export(name, value, f"r{tag}.{name}", fresh, whole, holding)
+        for name in changes.holding.intersection(exported):
+            export = exported[name]
+            if not (isinstance(export, Plain) and export.holds):
+                # What has another name now stays here: the controller has the container as it is.
+                del exported[name]
+        return exported
+
     def _export(self, name: str, value: object, handle: str, fresh: Fresh, whole: bool, holding: Held) -> Export:
         if isinstance(value, types.ModuleType):
             return Imported(value.__name__)
@@ -705,13 +601,9 @@ class Namespace:
         return states
 
 
-def _travels_by_itself(export: Export) -> bool:
-    return isinstance(export, Plain | Same)
-
-
-def _meant(value: object) -> object:
-    """Return what the notebook has in the place of a value: of what was distributed its source."""
-    return value.source if isinstance(value, Distributed) else value
+def _alone(exported: dict[str, Export]) -> list[str]:
+    """Return the names whose values travel by themselves."""
+    return [name for name, export in exported.items() if isinstance(export, Plain | Same)]
 
 
 def _complete(network: nn.Module) -> list[torch.Tensor]:

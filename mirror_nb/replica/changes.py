@@ -1,0 +1,160 @@
+"""Which names of a replica a cell has changed, by what they held when it began.
+
+Knows names and what values are made of; knows no payloads, and of networks only whether one is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import nn
+
+from mirror_nb.contents import (
+    WITHOUT_IDENTITY,
+    Content,
+    class_content,
+    content,
+    has_an_identity,
+    is_unchanging,
+    stays_itself,
+)
+from mirror_nb.data import Distributed
+from mirror_nb.messages import travels
+from mirror_nb.reads import reached
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a cell did to the names; nothing at all, where none has run."""
+
+    names: tuple[str, ...] = ()
+    # Bound since, or changed in place, or holding what has another name by now.
+    altered: tuple[str, ...] = ()
+    # Names whose objects were changed in place, and that do not travel for it.
+    deleted: tuple[str, ...] = ()
+    refilled: tuple[str, ...] = ()
+    # Names whose containers or trained tensors were changed in place.
+    unchanged: dict[str, str] = field(default_factory=dict)
+    # Names that hold what the notebook has, as it was when the cell began, and its name there.
+    holding: frozenset[str] = frozenset()
+    # Names of containers that were left as they were, and that hold what the cell has named.
+    standing: tuple[str, ...] = ()
+    # Names that the cell mentions, and whose values it has left as they were.
+
+
+@final
+class Before:
+    """What the names held when a cell began.
+
+    `outdated` are those that have another value in the notebook by now; `reference` gives what stands for an object
+    that the controller has too.
+    """
+
+    def __init__(
+        self,
+        names: MutableMapping[str, Any],
+        mentioned: Iterable[str],
+        bound: Iterable[str],
+        outdated: Collection[str],
+        reference: Callable[[object], Any],
+    ) -> None:
+        self._names = names
+        self._outdated = outdated
+        self._reference = reference
+        self._objects = dict(names)
+        self._contents: dict[str, Content] = {}
+        self._remember(list(reached(mentioned, names)), set(bound))
+
+    def _remember(self, queue: list[str], bound: Collection[str]) -> None:
+        named: dict[int, list[str]] = {}
+        # What a cell changes in values that the notebook has let go of is not for the names that it had there.
+        apart = {*queue, *self._outdated}
+        for name, value in self._objects.items():
+            if type(value) not in WITHOUT_IDENTITY and travels(name) and name not in apart:
+                named.setdefault(id(value), []).append(name)
+
+        def inside(obj: object) -> None:
+            # By what holds it, a cell may change what another name has.
+            queue.extend(named.pop(id(obj)) if has_an_identity(obj) else ())
+
+        while queue:
+            name = queue.pop()
+            held = self._content(self._names[name], large=name in bound, sought=named, seen=inside)
+            if held is not None:
+                self._contents[name] = held
+
+    def _content(
+        self,
+        value: object,
+        *,
+        large: bool = False,
+        sought: Collection[int] = frozenset(),
+        seen: Callable[[object], object] = lambda obj: None,
+    ) -> Content | None:
+        if isinstance(value, type):
+            return class_content(value, self._reference)
+        return content(meant(value), self._reference, large=large, sought=sought, seen=seen)
+
+    def changes(self, bound: Iterable[str], mentioned: Iterable[str]) -> Changes:
+        """Return what became of the names since; uses this up."""
+        altered: set[str] = set()
+        standing: list[str] = []
+        holding: set[str] = set()
+        # Containers that are as they were, with what has another name now: here as there it is to be one value.
+        names = {n for n, value in self._names.items() if self._objects.get(n, _MISSING) is not value}
+        named = {id(value): value for n in names if type(value := self._names[n]) not in WITHOUT_IDENTITY}
+        names |= {n for n in bound if n in self._names}
+        for name, held in self._contents.items():
+            if name not in self._names or name in names:
+                continue
+            value = self._names[name]
+            inside: list[object] = []
+            if not held.same(self._content(value, sought=named, seen=inside.append)):
+                (altered if held.own else names).add(name)
+            elif stays_itself(value) and any(obj is not value and has_an_identity(obj) for obj in inside):
+                holding.add(name)
+            elif name not in self._outdated and travels(name) and has_an_identity(value):
+                standing.append(name)
+        names |= holding
+        names |= {n for n in mentioned if isinstance(self._names.get(n), nn.Module)}
+        still = (n for n in names if self._objects.get(n, _MISSING) is self._names[n])
+        unchanged = {n: self._as_before(n) for n in names - holding}
+        found = Changes(
+            tuple(sorted(names)),
+            tuple(sorted(altered)),
+            tuple(sorted(n for n in self._objects if n not in self._names and travels(n))),
+            tuple(n for n in still if stays_itself(self._names[n])),
+            {n: there for n, there in unchanged.items() if there is not None},
+            frozenset(holding),
+            # Of use to values that travel alone; to say so of large ones takes a while.
+            tuple(sorted(n for n in standing if names and self._contents[n].complete)),
+        )
+        # What the cell let go of must be gone by the time the controller is told what is here.
+        self._objects.clear()
+        self._contents.clear()
+        return found
+
+    def _as_before(self, name: str) -> str | None:
+        """Return the name that had this name's very value before the cell, and still has; None if it was changed.
+
+        It is the name itself, or another one that the cell mentions; for what was distributed any of its source.
+        """
+        value = meant(self._names[name])
+        others: Iterable[str] = self._objects if isinstance(self._names[name], Distributed) else self._contents
+        for known in (name, *(others if has_an_identity(value) else ())):
+            if meant(self._objects.get(known, _MISSING)) is value is meant(self._names.get(known, _MISSING)):
+                held = self._contents.get(known)
+                now = None if held is None else self._content(value, large=True)
+                if is_unchanging(value) if held is None else held.complete and held.same(now):
+                    return known
+        return None
+
+
+def meant(value: object) -> object:
+    """Return what the notebook has in the place of a value: of what was distributed its source."""
+    return value.source if isinstance(value, Distributed) else value
+
+
+_MISSING = object()
