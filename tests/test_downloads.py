@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from driving import eventually, run_cell
+from driving import doing, eventually, press_ctrl_c, run_cell
 
 from mirror_nb.replica import downloads
 
@@ -353,7 +353,8 @@ def test_who_downloads_and_who_waits_can_be_interrupted(replicas, tmp_path):
     with served(tmp_path, answer.wait) as (address, asked):
         source = f"import urllib.request\nurllib.request.urlretrieve({address!r}, {str(tmp_path / 'x')!r})"
         try:
-            ran = run_cell(replicas(2), source, timeout=1.0)
+            with doing(press_ctrl_c, when=lambda: asked and waiting(tmp_path)):
+                ran = run_cell(replicas(2), source)
         finally:
             answer.set()
     assert ran.errors == {0: "KeyboardInterrupt", 1: "KeyboardInterrupt"}

@@ -465,6 +465,30 @@ def test_an_interrupt_while_much_is_shown_leaves_the_channel_whole(two, tmp_path
         assert run_cell(two, "x = 1").report.clean
 
 
+def test_a_replica_whose_error_takes_long_to_show_is_not_ended(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(following, "GRACE", 1.5)
+    began, go_on = tmp_path / "began", tmp_path / "go on"
+    shown: list[float] = []
+
+    def too_long() -> bool:
+        if began.exists() and not shown:
+            shown.append(time.monotonic())
+        return bool(shown) and time.monotonic() > shown[0] + 2 * following.GRACE
+
+    source = (
+        "import os, time\nclass Long(Exception):\n    def __str__(self):\n"
+        f"        open({str(began)!r}, 'w').close()\n"
+        f"        while not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
+        "        return 'shown at last'\n"
+        "if replica_id == 0: raise ValueError\n"
+        "try:\n    while True: time.sleep(0.01)\nexcept KeyboardInterrupt:\n    raise Long"
+    )
+    with doing(go_on.touch, when=too_long):
+        report = run_cell(two, source).report
+    assert not report.deaths
+    assert report.failures[1].message == "shown at last"
+
+
 @pytest.mark.parametrize(
     "stuck",
     [HOLD_THE_GIL, "os.kill(os.getpid(), signal.SIGSTOP)"],

@@ -11,6 +11,7 @@ import inspect
 import linecache
 import os
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable
@@ -30,7 +31,7 @@ from traitlets.config import Config
 from mirror_nb import sources
 from mirror_nb.errors import MirrorError, PeerFailed, UsageError, users_frames
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, HeldBack, Source
-from mirror_nb.replica.whole import whole
+from mirror_nb.replica.whole import SAY_SECONDS, whole
 
 
 @dataclass(slots=True)
@@ -111,15 +112,28 @@ class ReplicaShell(InteractiveShell):
             return
         if isinstance(error, KeyboardInterrupt | MirrorError | StdinNotImplementedError):
             shown = (kind, error, users_frames(trace))
-        # A first traceback takes seconds on a machine that is busy.
-        self.display_pub.emit(HeldBack())
         self._render(shown, *args, **kwargs)
 
     @whole
     def _render(self, *args: Any, **kwargs: Any) -> None:
         """Render an exception: interrupted, IPython would show that it was, and not the exception."""
         self._place_cells()
-        super().showtraceback(*args, **kwargs)
+        rendered = threading.Event()
+        # A first traceback takes seconds on a machine that is busy.
+        saying = threading.Thread(
+            target=self._say_held_back, args=(rendered,), name="mirror_nb held back", daemon=True
+        )
+        saying.start()
+        try:
+            super().showtraceback(*args, **kwargs)
+        finally:
+            rendered.set()
+            saying.join()
+
+    def _say_held_back(self, rendered: threading.Event) -> None:
+        self.display_pub.emit(HeldBack())
+        while not rendered.wait(SAY_SECONDS):
+            self.display_pub.emit(HeldBack())
 
     def _place_cells(self) -> None:
         """Tell `inspect` which module cells belong to.

@@ -20,6 +20,9 @@ from typing import Any, TypeVar, final
 import torch
 from torch.utils.data import dataloader
 
+SAY_SECONDS = 0.5
+# Between two words of a replica that its end is held back: to be silent for long is to be ended.
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _whole: set[CodeType] = set()

@@ -66,8 +66,6 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 512 * 2**20
 INSIST_SECONDS = 0.02
-SAY_SECONDS = 0.5
-# Between two words that an interrupt is held back.
 LOOK_AFTER = 0.05
 # Seconds from the start of a request until the control thread reads the channel.
 AWAKE_SECONDS = 0.004
@@ -435,7 +433,7 @@ class _Process:
         self._held_back = True
         self._catch_up(frame)
         # In the middle of a message there is nothing to say: that does not take long.
-        if not self._sending and time.monotonic() > self._said + SAY_SECONDS:
+        if not self._sending and time.monotonic() > self._said + whole.SAY_SECONDS:
             self._said = time.monotonic()
             # Past `_emit`: what was interrupted here may have the locks of the streams.
             with contextlib.suppress(ChannelClosed):
