@@ -849,7 +849,7 @@ if replica_id == 1:
 """
     process = script(f"run_cell(pool, {cell!r}, timeout=None)\nimport time; time.sleep(1000)\n")
     files = [tmp_path / f"family{r}" for r in range(2)]
-    eventually(lambda: all(file.exists() and file.read_text().count(" ") for file in files), "the cell runs")
+    eventually(lambda: all(file.exists() and file.read_text().count(" ") for file in files), "the cell runs", 60)
     family = {int(pid) for file in files for pid in file.read_text().split()}
     family |= {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
     assert len(family) >= 6
