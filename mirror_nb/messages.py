@@ -482,6 +482,9 @@ class Whereabouts:
 class HeldBack:
     """The replica ends as soon as it can: an import or an optimizer's step has to be whole, an error to be shown."""
 
+    own: bool = False
+    # The user's code does not run: what the replica has to do itself, with names of any size, is left.
+
 
 @dataclass(frozen=True, slots=True)
 class Note(_Compact):

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from driving import DEADLINE, doing, eventually, gone, press_ctrl_c, run_cell, with_a_spare
+from driving import DEADLINE, doing, eventually, gone, opened, press_ctrl_c, run_cell, with_a_spare
 
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
@@ -509,8 +509,8 @@ def test_a_replica_that_will_not_stop_is_replaced_alone(two, tmp_path, short_gra
 def test_a_replica_in_the_middle_of_an_import_is_given_time_to_end_it(two, tmp_path, short_grace, monkeypatch):
     look = following.Following._kill_silent
 
-    def after_the_grace(self: following.Following, last: float) -> None:
-        look(self, last)
+    def after_the_grace(self: following.Following, interrupted: float) -> None:
+        look(self, interrupted)
         (tmp_path / "go").touch()
 
     monkeypatch.setattr(following.Following, "_kill_silent", after_the_grace)
@@ -530,8 +530,8 @@ def test_a_replica_in_the_middle_of_an_import_is_given_time_to_end_it(two, tmp_p
 def test_an_interrupt_while_an_error_is_rendered_leaves_it_the_error(two, tmp_path, short_grace, monkeypatch):
     look = following.Following._kill_silent
 
-    def after_the_grace(self: following.Following, last: float) -> None:
-        look(self, last)
+    def after_the_grace(self: following.Following, interrupted: float) -> None:
+        look(self, interrupted)
         (tmp_path / "go").touch()
 
     monkeypatch.setattr(following.Following, "_kill_silent", after_the_grace)
@@ -554,6 +554,42 @@ raise Slow
     assert "told in the end" in "".join(failure.traceback)
     assert "KeyboardInterrupt" not in "".join(failure.traceback) + ran.text[1]
     assert run_cell(two, "fine = 1").values[1]["fine"] == 1
+
+
+def test_replicas_that_send_for_long_what_an_interrupted_cell_made_are_not_ended(
+    two, tmp_path, short_grace, monkeypatch
+):
+    look = following.Following._kill_silent
+    looks = 0
+
+    def after_two_graces(self: following.Following, interrupted: float) -> None:
+        nonlocal looks
+        look(self, interrupted)
+        looks += 1
+        if looks == 2:
+            (tmp_path / "go").touch()
+
+    monkeypatch.setattr(following.Following, "_kill_silent", after_two_graces)
+    monkeypatch.setattr(following, "HELD_BACK_SECONDS", 1.0)
+    before = pids(two)
+    report = interrupted(
+        two,
+        f"""
+import os, time
+class Large:
+    def __reduce__(self):
+        while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.01)
+        return int, (7,)
+large = Large()
+MARK
+while True: time.sleep(0.01)
+""",
+        tmp_path,
+    )
+    assert report.interrupted
+    assert not report.deaths
+    assert pids(two) == before
+    assert {opened(answer.done.payload, answer.slab)[0]["large"] for answer in report.answers.values()} == {7}
 
 
 def test_an_import_that_never_ends_is_ended_at_last(two, tmp_path, short_grace, monkeypatch):

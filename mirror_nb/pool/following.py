@@ -47,6 +47,8 @@ GRACE = 3.0
 # Seconds from an interrupt to the kill, and from the last word of a replica that it is held back.
 HELD_BACK_SECONDS = 20.0
 # From an interrupt to the kill, whatever the replica says: an import of torch's takes 5 s on a machine that is busy.
+OWN_WORK_SECONDS = 180.0
+# The same where it takes in or sends what the names hold: 2 GB take 5 s on such a machine.
 SECOND_AFTER = 1.0
 # From the first interrupt to the kill that a second one asks for: a key that was pressed twice is no wish to lose all.
 SILENT_AFTER = 0.25
@@ -147,8 +149,8 @@ class Following:
         self._ask_at = time.monotonic() + UNEVEN_AFTER if len(requests) < pool.size else math.inf
         self._steps: list[tuple[float, Callable[[], None]]] = []
         # What is still to be done to end them, by time.
-        self._holding: dict[int, float] = {}
-        # When replicas said last that they hold an interrupt back.
+        self._holding: dict[int, tuple[float, HeldBack]] = {}
+        # When and what replicas said last of an interrupt that they hold back.
         self._raised: BaseException | None = None
         # By the controller's own callbacks.
 
@@ -242,7 +244,7 @@ class Following:
             self._meetings[replica_id] = self._meetings.get(replica_id, 0) + 1
             self._check_meetings()
         elif isinstance(message, HeldBack):
-            self._holding[replica_id] = time.monotonic()
+            self._holding[replica_id] = time.monotonic(), message
         else:
             self._call(self._on_message, replica_id, message)
 
@@ -338,18 +340,23 @@ class Following:
         self._pool.send(self._pending, Interrupt(self._number, self._asked_for))
 
     def _kills(self, interrupted: float) -> list[tuple[float, Callable[[], None]]]:
-        last = interrupted + max(GRACE, HELD_BACK_SECONDS)
-        return [(interrupted + GRACE, lambda: self._kill_silent(last)), (last, self._kill)]
+        return [(interrupted + GRACE, lambda: self._kill_silent(interrupted))]
 
-    def _kill_silent(self, last: float) -> None:
+    def _kill_silent(self, interrupted: float) -> None:
         """End those that do not answer, and look again at those that are in the middle of something."""
         now = time.monotonic()
-        answered = [self._holding[r] for r in self._pending if self._holding.get(r, 0.0) > now - GRACE]
-        for replica_id in set(self._pending):
-            if self._holding.get(replica_id, 0.0) <= now - GRACE:
+        ends = {replica_id: self._end_of_patience(replica_id, interrupted) for replica_id in self._pending}
+        for replica_id, end in ends.items():
+            if end <= now:
                 self._pool.kill(replica_id)
-        if answered and now < last:
-            self._plan(*self._steps, (min(answered) + GRACE, lambda: self._kill_silent(last)))
+        left = [end for end in ends.values() if end > now]
+        if left:
+            self._plan(*self._steps, (min(left), lambda: self._kill_silent(interrupted)))
+
+    def _end_of_patience(self, replica_id: int, interrupted: float) -> float:
+        said, held_back = self._holding.get(replica_id, (interrupted, HeldBack()))
+        longest = OWN_WORK_SECONDS if held_back.own else HELD_BACK_SECONDS
+        return min(said + GRACE, interrupted + max(GRACE, longest))
 
     def _kill(self) -> None:
         for replica_id in set(self._pending):

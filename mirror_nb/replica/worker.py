@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import math
 import multiprocessing
 import multiprocessing.process
 import os
@@ -41,8 +42,10 @@ from mirror_nb.errors import PeerFailed
 from mirror_nb.messages import (
     Abort,
     CommMessage,
+    Communicate,
     Done,
     Exit,
+    Form,
     HeldBack,
     Interrupt,
     Record,
@@ -186,6 +189,12 @@ class _Process:
         self._replica: runtime.Replica | None = None
         self._request: int | None = None
         # Number of the request that the main thread carries out.
+        self._together = False
+        # Whether that is something that replicas only do together: who waits for another is not at work.
+        self._answered = -1
+        # Number of the latest request that was answered.
+        self._last_word = threading.Lock()
+        # Held while this changes, and while what must not come after an answer is sent.
         self._answering: threading.Thread | None = None
         # Sends an answer to `Where`.
 
@@ -266,6 +275,7 @@ class _Process:
 
     def _answer_request(self, replica: runtime.Replica, request: Request, slab: int | None) -> None:
         """Carry it out; the control thread reads meanwhile, if this takes long."""
+        self._together = isinstance(request.what, Form | Communicate)
         self._request = request.number
         process_group.mark()
         self._busy = True
@@ -311,6 +321,8 @@ class _Process:
             self._streams.close()
             if message.request == self._took:
                 message = dataclasses.replace(message, interrupted=True)
+            with self._last_word:
+                self._answered = message.request
         elif not isinstance(message, Stream):
             self._streams.flush()
         with contextlib.suppress(ChannelClosed):
@@ -394,13 +406,28 @@ class _Process:
             self._answering = answering
 
     def _insist(self, number: int) -> None:
-        """Interrupt the main thread until it has taken it: it holds interrupts back while it imports."""
-        pause = threading.Event()
-        while self._interrupted == number:
-            signal.pthread_kill(self._main_thread, INTERRUPT)
+        """Interrupt the main thread until it has taken it: it holds interrupts back while it imports.
+
+        Outside the user's code it is not interrupted: then say that it is at work, until it has answered.
+        """
+        pause, said = threading.Event(), -math.inf
+        while self._answered < number:
+            if self._running == self._interrupted == number:
+                signal.pthread_kill(self._main_thread, INTERRUPT)
+            elif self._works_by_itself(number) and time.monotonic() > said + whole.SAY_SECONDS:
+                said = time.monotonic()
+                self._say_held_back(number)
             pause.wait(INSIST_SECONDS)
-            if self._running != number:
-                return
+
+    def _works_by_itself(self, number: int) -> bool:
+        """Whether this replica is at the request, needs no other one for it, and runs no code of the user's."""
+        return self._request == number and self._running is None and not self._together
+
+    def _say_held_back(self, number: int) -> None:
+        # Never after the answer.
+        with self._last_word, contextlib.suppress(ChannelClosed):
+            if self._answered < number:
+                self._channel.send(HeldBack(own=True))
 
     # ------------------------------------------------------------------ interrupts, in the main thread
 
