@@ -318,7 +318,7 @@ class Remote:
             was = f"`{self.shown}` ({self.type_name}) was in the replicas alone, which have ended"
             return f"{was}: its value is lost; run the cell that makes it again"
         where = f"`{self.shown}` ({self.type_name}) is in the replicas, not in the notebook"
-        how = f": {self.why}" if self._for_good else f", or bring it with {self.shown}.fetch()"
+        how = f": {self.why}" if self._for_good else f", or bring it: {self.shown} = {self.shown}.fetch()"
         return f"{where}: use it in a %%mirrored cell{how}"
 
     @classmethod

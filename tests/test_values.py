@@ -152,7 +152,7 @@ def test_a_stand_in_brings_its_value_on_request():
 
 
 def test_using_a_stand_in_as_the_value_says_what_to_do():
-    with pytest.raises(AttributeError, match=r"`big` \(Tensor\) is in the replicas.*big\.fetch\(\)"):
+    with pytest.raises(AttributeError, match=r"`big` \(Tensor\) is in the replicas.*bring it: big = big\.fetch\(\)"):
         _ = remote([]).shape
     assert not hasattr(remote([]), "_repr_png_")
     assert not hasattr(remote([]), "__fspath__")
