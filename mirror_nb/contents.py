@@ -29,9 +29,9 @@ import torch
 from torch import nn
 from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset
 
+from mirror_nb.insides import closed_over
 from mirror_nb.layouts import address, is_block
 from mirror_nb.pickler import Limited
-from mirror_nb.reads import closed_over
 from mirror_nb.sources import is_users
 
 WATCHED_BYTES = 1 << 16

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from mirror_nb.insides import LEAVES, MOST, PLAIN, members, plain_members
 from mirror_nb.pickler import global_names
+from mirror_nb.values import PerReplica
 
 
 def names_read(value: object, namespace: Mapping[str, Any]) -> set[str]:
-    """Return the names that a function, a class or an object of a class of the namespace looks up in it."""
-    functions = _functions(value)
-    if functions:
-        own = (function for function in functions if function.__globals__ is namespace)
-        return {name for function in own for name in global_names(function.__code__)}
-    if isinstance(value, nn.Module):
-        kinds = {type(part) for part in value.modules()}
-    else:
-        kinds = {value if isinstance(value, type) else type(value)}
-    return {name for kind in kinds for name in _class_reads(kind, namespace)}
+    """Return the names that the functions in a value, and the classes of objects in it, look up in the namespace."""
+    functions, kinds = _code(value)
+    names = {name for kind in kinds for name in _class_reads(kind, namespace)}
+    for function in functions:
+        if function.__globals__ is namespace:
+            names |= global_names(function.__code__)
+    return names
 
 
 def reached(names: Iterable[str], namespace: Mapping[str, Any]) -> set[str]:
@@ -38,28 +38,54 @@ def reached(names: Iterable[str], namespace: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def _functions(value: object) -> list[types.FunctionType]:
-    """Return a function, and those that it is around, as decorators make them."""
-    found: list[types.FunctionType] = []
+def _code(value: object) -> tuple[list[types.FunctionType], set[type]]:
+    """Return the functions that a value is or holds, however deep, and the classes of what it holds.
+
+    So those in a list of callbacks, a dict of metrics, a trainer's loss or a network's hooks.
+    """
+    functions: list[types.FunctionType] = []
+    kinds: set[type] = set()
+    seen: set[int] = set()
     queue = [value]
-    while queue:
-        value = queue.pop()
-        if isinstance(value, functools.partial):
-            queue.append(value.func)
-        elif isinstance(value, types.FunctionType) and value not in found:
-            found.append(value)
-            queue += closed_over(value)
-    return found
+    while queue and len(seen) < MOST:
+        obj = queue.pop()
+        if type(obj) in LEAVES or id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        if type(obj) in PLAIN:
+            queue += plain_members(obj)
+            continue
+        kinds.add(type(obj))
+        if isinstance(obj, types.FunctionType):
+            functions.append(obj)
+        elif isinstance(obj, type):
+            kinds.add(obj)
+        # A proxy of something that is not there, say, raises whatever it is asked.
+        with contextlib.suppress(Exception):
+            if isinstance(obj, nn.Module):
+                parts = list(obj.modules())
+                kinds.update(map(type, parts))
+                queue += _attributes(parts)
+            elif not _is_closed(type(obj)):
+                queue += members(obj)
+    return functions, kinds
 
 
-def closed_over(function: types.FunctionType) -> list[object]:
-    """Return what a function has of the functions around it."""
-    found: list[object] = []
-    for cell in function.__closure__ or ():
-        # One that is not bound yet has none.
-        with contextlib.suppress(ValueError):
-            found.append(cell.cell_contents)
-    return found
+def _attributes(parts: list[nn.Module]) -> list[object]:
+    """Return what parts of a network have besides tensors and parts, hooks too: of twenty few that are not empty."""
+    return [
+        held
+        for part in parts
+        for name, held in vars(part).items()
+        if type(held) not in LEAVES and (type(held) not in _HOLDERS or held) and name not in _REGISTERED
+    ]
+
+
+def _is_closed(kind: type) -> bool:
+    """Whether what objects of a class hold is tensors, or this library's own."""
+    return issubclass(kind, torch.optim.Optimizer) or (
+        kind.__module__.partition(".")[0] == __package__ and kind is not PerReplica
+    )
 
 
 def _class_reads(kind: type, namespace: Mapping[str, Any]) -> set[str]:
@@ -74,3 +100,7 @@ def _class_reads(kind: type, namespace: Mapping[str, Any]) -> set[str]:
                 if isinstance(inner, types.FunctionType) and inner.__globals__ is namespace:
                     names |= global_names(inner.__code__)
     return names
+
+
+_HOLDERS = frozenset({dict, OrderedDict, set})
+_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})

@@ -44,6 +44,7 @@ FLOORS = (
         "surroundings",
         "submodules",
         "contents",
+        "insides",
         "reads",
         "matching",
         "attributes",

@@ -125,6 +125,41 @@ def test_a_name_that_an_object_needs_is_sent_when_it_was_rebound(notebook, make)
     assert notebook.user_ns["y"] == 3
 
 
+HOLDERS = {
+    "list": "held = [f]; call = lambda: held[0]()",
+    "dict": "held = {'f': {'g': f}}; call = lambda: held['f']['g']()",
+    "partial": "import functools\nheld = [functools.partial(f)]; call = lambda: held[0]()",
+    "object": "held = Holder(f); call = lambda: held.f()",
+    "objects": "held = [Caller()]; call = lambda: held[0].go()",
+    "method": "held = {'go': Caller().go}; call = lambda: held['go']()",
+    "default": "def held(f=f): return f()\ncall = lambda: held()",
+    "network": "held = nn.Linear(1, 1); held.f = f; call = lambda: held.f()",
+    "hook": "held = nn.ReLU(); hook = held.register_forward_hook(lambda *a: f()); call = lambda: held(torch.ones(1))",
+}
+CALLED = """
+k, seen = 2, []
+def f():
+    seen.append(k)
+    return k
+class Holder:
+    def __init__(self, f): self.f = f
+class Caller:
+    def go(self): return f()
+"""
+
+
+@pytest.mark.parametrize("side", ["here", "cell"])
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_functions_and_objects_that_a_value_holds_read_and_change_names_as_if_they_had_one(notebook, holder, side):
+    made, call = holder.split("call = lambda: ")
+    getattr(notebook, side)(f"{CALLED}{made}")
+    notebook.cell(f"_ = {call}")
+    assert notebook.user_ns["seen"] == [2]
+    notebook.here("k = 3")
+    notebook.cell(f"_ = {call}")
+    assert notebook.user_ns["seen"] == [2, 3]
+
+
 def test_a_closure_keeps_what_it_closed_over(notebook):
     notebook.here("def make(k):\n    def f(x): return x * k\n    return f\nf = make(5)")
     notebook.cell("y = f(2)")

@@ -28,6 +28,7 @@ from mirror_nb.contents import (
     stays_itself,
 )
 from mirror_nb.errors import TransferError
+from mirror_nb.insides import inside
 from mirror_nb.messages import (
     Export,
     Exports,
@@ -38,7 +39,6 @@ from mirror_nb.messages import (
     travels,
 )
 from mirror_nb.mirrors import Mirrors, absorb_states
-from mirror_nb.notebook.holdings import inside
 from mirror_nb.notebook.incoming import Incoming, Undelivered, all_alike
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.parcels import Parcel, Parcels
@@ -395,7 +395,11 @@ class Names:
             del self._earlier[name]
 
     def _look_into(self) -> None:
-        """Find what the notebook has of the replicas' values besides the names that they have there."""
+        """Find what the notebook has of the replicas' values besides the names that they have there.
+
+        best = model;  runs.append(optimizer)    ─▶ the replicas keep these, whatever becomes of their names there
+        mine = large        (a stand-in)         ─▶ the replicas keep its value, under a name of its own
+        """
         self._inside = {}
         for name, value in list(self.user_ns.items()) if self._there else ():
             if name in RESERVED or not travels(name):

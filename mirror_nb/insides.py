@@ -1,10 +1,4 @@
-"""What the notebook has of the replicas' values besides the names that they have there.
-
-    best = model;  runs.append(optimizer)    ─▶ the replicas keep these, whatever becomes of their names there
-    mine = large        (a stand-in)         ─▶ the replicas keep its value, under a name of its own
-
-Knows how to look into values; knows neither names nor replicas.
-"""
+"""What values hold: at once, or however deep. Knows neither names nor replicas."""
 
 from __future__ import annotations
 
@@ -14,16 +8,26 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import numpy as np
 import torch
 
-from mirror_nb.reads import closed_over
 from mirror_nb.sources import is_users
 from mirror_nb.values import PerReplica
 
 MOST = 4000
 # So many objects of a value are looked at, and so many members of one container: this is done for every cell.
+
+
+def closed_over(function: types.FunctionType) -> list[object]:
+    """Return what a function has of the functions around it."""
+    found: list[object] = []
+    for cell in function.__closure__ or ():
+        # One that is not bound yet has none.
+        with contextlib.suppress(ValueError):
+            found.append(cell.cell_contents)
+    return found
 
 
 def inside(value: object, is_wanted: Callable[[object], bool]) -> list[object]:
@@ -33,30 +37,32 @@ def inside(value: object, is_wanted: Callable[[object], bool]) -> list[object]:
     queue = [value]
     while queue and len(seen) < MOST:
         obj = queue.pop()
-        if type(obj) in _LEAVES or id(obj) in seen:
+        if type(obj) in LEAVES or id(obj) in seen:
             continue
         seen.add(id(obj))
+        if type(obj) in PLAIN:
+            queue += plain_members(obj)
+            continue
         # A proxy of something that is not there, say, raises whatever it is asked.
         with contextlib.suppress(Exception):
-            if type(obj) not in _PLAIN and is_wanted(obj):
+            if is_wanted(obj):
                 found.append(obj)
             else:
-                queue += _members(obj)
+                queue += members(obj)
     return found
 
 
-def _members(obj: object) -> Iterable[object]:
+def members(obj: object) -> Iterable[object]:
+    """Return what an object holds at once. May raise what an object raises that is asked."""
     match obj:
-        case dict():
-            return _unless_plain(obj.values())
-        case list() | tuple() | set() | frozenset() | collections.deque():
-            return _unless_plain(obj)
+        case dict() | list() | tuple() | set() | frozenset() | collections.deque():
+            return plain_members(obj)
         case PerReplica():
             return obj.values
         case types.FunctionType():
             return [*closed_over(obj), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()]
         case types.MethodType():
-            return (obj.__self__,)
+            return obj.__func__, obj.__self__
         case functools.partial():
             return (obj.func, *obj.args, *obj.keywords.values())
         case type():
@@ -70,13 +76,15 @@ def _members(obj: object) -> Iterable[object]:
         return ()
 
 
-def _unless_plain(members: Collection[object]) -> Iterable[object]:
+def plain_members(container: Any) -> Collection[object]:
+    """Return what a container holds, as far as it may hold something in turn."""
+    held = container.values() if isinstance(container, dict) else container
     # Of numbers and strings alone: at once, not one by one.
-    return () if len(members) > MOST or _LEAVES.issuperset(map(type, members)) else list(members)
+    return () if len(held) > MOST or LEAVES.issuperset(map(type, held)) else list(held)
 
 
-_PLAIN = frozenset({list, tuple, dict, set})
-_LEAVES = frozenset(
+PLAIN = frozenset({list, tuple, dict, set})
+LEAVES = frozenset(
     {str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.Size, torch.dtype, *weakref.ProxyTypes}
 )
 _CLOSED = (types.ModuleType, torch.Tensor, np.ndarray)
