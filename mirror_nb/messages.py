@@ -211,6 +211,8 @@ class Fetch:
     # True: what was sent before may not have arrived.
     undelivered: tuple[str, ...] = ()
     # Handles of networks that the controller was told of, and has not got.
+    standing: tuple[str, ...] = ()
+    # Names whose values the controller has as they are here, and needs no copies of.
 
 
 @dataclass(frozen=True, slots=True)

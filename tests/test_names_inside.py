@@ -245,3 +245,13 @@ def test_what_is_sent_for_what_holds_it_alone_is_told_apart(notebook):
     (parcel,) = notebook.names.prepare(["outer", "asked"], [0, 1])
     parcel.packed.close()
     assert (set(parcel.names), parcel.beside) == ({"outer", "asked", "inner"}, {"inner"})
+
+
+def test_what_is_fetched_holds_what_has_a_name_here_and_copies_of_what_replicas_alone_have_changed(notebook):
+    notebook.here("metrics = {'loss': []}; config = Config(); holder = holder_of([metrics, config])")
+    notebook.cell("config.rate = 2; metrics['loss'].append(1); holder.more = [metrics]")
+    fetched = notebook.fetch("holder", 0)
+    assert fetched.value[0] is fetched.more[0] is notebook.user_ns["metrics"]
+    assert (notebook.user_ns["metrics"], fetched.value[1].rate) == ({"loss": [1]}, 2)
+    notebook.here("metrics = 'another'")
+    assert notebook.fetch("holder", 0).more == [{"loss": [1]}]

@@ -112,7 +112,10 @@ class Notebook:
 
     def fetch(self, name: str, replica_id: int) -> Any:
         self.replicas[replica_id].forget_given(self.names.undelivered)
-        packed = self.replicas[replica_id].export([name], tag=99, owner=True, trained=True, whole=True)
+        standing = self.names.alike([replica_id]) - {name}
+        packed = self.replicas[replica_id].export(
+            [name], tag=99, owner=True, trained=True, whole=True, standing=standing
+        )
         before = self.user_ns.get(name)
         self.names.absorb({replica_id: (packed.payload, packed.slab)}, replica_id)
         value, self.user_ns[name] = self.user_ns[name], before

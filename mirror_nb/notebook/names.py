@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from mirror_nb.contents import (
     content,
     data_sets,
     filling,
+    has_an_identity,
     is_refillable,
     refill,
     stays_itself,
@@ -171,6 +172,19 @@ class Names:
         """Take it that the replica has other values of these names."""
         for name in names:
             self._sent.get(replica_id, {}).pop(name, None)
+
+    def alike(self, replicas: Sequence[int]) -> set[str]:
+        """Return the names whose values all of these replicas have as they are here, as far as that can be told."""
+        had = [self._sent.get(replica_id, {}) for replica_id in replicas]
+        return {
+            name
+            for name, shared in (had[0] if had else {}).items()
+            if shared.content is not None
+            and shared.content.complete
+            and has_an_identity(shared.value)
+            and all(self._shares(r, name, self.user_ns.get(name, _MISSING)) for r in replicas)
+            and not any(its[name].altered for its in had)
+        }
 
     def standing(self, names: Iterable[str]) -> dict[str, BothSides]:
         """Return what these names are on both sides, for `put_back`."""

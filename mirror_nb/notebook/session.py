@@ -570,8 +570,9 @@ class Session:
         _check_rebuilt(names, returned)
 
     def _fetch(self, names: tuple[str, ...], replicas: Sequence[int]) -> Report:
-        undelivered = tuple(self._names.undelivered)
-        return self._running().run({r: Fetch(names, r == replicas[0], undelivered=undelivered) for r in replicas})
+        lacked = tuple(self._names.undelivered)
+        standing = tuple(self._names.alike(replicas).difference(names))
+        return self._running().run({r: Fetch(names, r == replicas[0], False, lacked, standing) for r in replicas})
 
     # ------------------------------------------------------------------ measuring
 

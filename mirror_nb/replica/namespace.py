@@ -280,6 +280,7 @@ class Namespace:
         grads: bool | None = None,
         gone: tuple[str, ...] = (),
         networks: Iterable[nn.Module] = (),
+        standing: Iterable[str] = (),
     ) -> Packed:
         """Pack what the names hold, as `Exports`.
 
@@ -288,8 +289,10 @@ class Namespace:
         changed in ways that only reading them shows. `compare` adds what tells whether the replicas differ. `whole`
         lifts the size limits: the user asked for it. `tag` is the same number on all replicas and makes their handles
         agree. `gone` are handles to tell again as those of what lives here no more; `networks` are sent whole, whether
-        a name has them or not.
+        a name has them or not; `standing` are more names whose values the controller has as they are here.
         """
+        standing = (*self._changes.standing, *(name for name in standing if name in self.names))
+        self._changes = dataclasses.replace(self._changes, standing=standing)
         fresh = Fresh()
         for network in networks:
             fresh.add_network(self.mirrors.name(network, ""), network, self)

@@ -234,11 +234,11 @@ class Replica:
                     self.namespace.bind(names, slab)
                 case LoadModules(states):
                     self.namespace.load(states, slab)
-                case Fetch(names, owner, anew, undelivered):
+                case Fetch(names, owner, anew, undelivered, standing):
                     self.namespace.forget_given(undelivered)
                     if anew:
                         self.namespace.forget_told()
-                    packed = self._fetch(names, owner, request.number)
+                    packed = self._fetch(names, owner, request.number, standing)
                 case Again(owner):
                     packed = self.namespace.export_again(tag=request.number, owner=owner)
                 case Snapshot(without):
@@ -466,11 +466,11 @@ class Replica:
             return (error.name,)
         return ()
 
-    def _fetch(self, names: tuple[str, ...], owner: bool, number: int) -> Packed:
+    def _fetch(self, names: tuple[str, ...], owner: bool, number: int, standing: tuple[str, ...]) -> Packed:
         lacking = [name for name in names if name not in self.names]
         if lacking:
             raise UsageError(f"replica {self.identity.replica_id} has no name `{'`, `'.join(lacking)}`")
-        return self.namespace.export(names, tag=number, owner=owner, trained=True, whole=True)
+        return self.namespace.export(names, tag=number, owner=owner, trained=True, whole=True, standing=standing)
 
     @contextlib.contextmanager
     def _synchronizing(self, synchronize: bool) -> Iterator[None]:
