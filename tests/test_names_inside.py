@@ -255,3 +255,12 @@ def test_what_is_fetched_holds_what_has_a_name_here_and_copies_of_what_replicas_
     assert (notebook.user_ns["metrics"], fetched.value[1].rate) == ({"loss": [1]}, 2)
     notebook.here("metrics = 'another'")
     assert notebook.fetch("holder", 0).more == [{"loss": [1]}]
+
+
+def test_an_object_that_a_cell_has_changed_stays_the_one_that_holders_of_its_have_on_both_sides(notebook):
+    notebook.here("config = Config(); configs = [config]")
+    assert notebook.cell("config.rate = 2; more = {'config': config}").altered == ["config"]
+    notebook.here("same = configs[0] is more['config'] is config; configs.append(3)")
+    assert notebook.user_ns["same"] is True
+    notebook.cell("same = configs[0] is more['config'] is config, config.rate")
+    assert notebook.user_ns["same"] == (True, 2)

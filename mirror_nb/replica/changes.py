@@ -41,7 +41,7 @@ class Changes:
     holding: frozenset[str] = frozenset()
     # Names of containers that were left as they were, and that hold what the cell has named.
     standing: tuple[str, ...] = ()
-    # Names that the cell mentions, and whose values it has left as they were.
+    # Names that the cell mentions, and whose values it has left as they were, or altered: the notebook keeps its own.
 
 
 @final
@@ -111,12 +111,16 @@ class Before:
                 continue
             value = self._names[name]
             inside: list[object] = []
-            if not held.same(self._content(value, sought=named, seen=inside.append)):
-                (altered if held.own else names).add(name)
-            elif stays_itself(value) and any(obj is not value and has_an_identity(obj) for obj in inside):
+            same = held.same(self._content(value, sought=named, seen=inside.append))
+            if not same and not held.own:
+                names.add(name)
+            elif same and stays_itself(value) and any(obj is not value and has_an_identity(obj) for obj in inside):
                 holding.add(name)
-            elif name not in self._outdated and travels(name) and has_an_identity(value):
-                standing.append(name)
+            else:
+                if not same:
+                    altered.add(name)
+                if name not in self._outdated and travels(name) and has_an_identity(value):
+                    standing.append(name)
         names |= holding
         names |= {n for n in mentioned if isinstance(self._names.get(n), nn.Module)}
         still = (n for n in names if self._objects.get(n, _MISSING) is self._names[n])
@@ -129,7 +133,7 @@ class Before:
             {n: there for n, there in unchanged.items() if there is not None},
             frozenset(holding),
             # Of use to values that travel alone; to say so of large ones takes a while.
-            tuple(sorted(n for n in standing if names and self._contents[n].complete)),
+            tuple(sorted(n for n in standing if names and (n in altered or self._contents[n].complete))),
         )
         # What the cell let go of must be gone by the time the controller is told what is here.
         self._objects.clear()

@@ -485,7 +485,8 @@ class Namespace:
         first: dict[int, str] = {}
         # By the id of a value that travels by itself: the name of it that comes first.
         of_their_own = [name for told, no_network, *_, name in ordered if no_network and not told]
-        inner = [(name, meant(self.names[name])) for name in (*of_their_own, *changes.standing)]
+        # Of one value's names first those by which it stays in the notebook what it is.
+        inner = [(name, meant(self.names[name])) for name in (*changes.standing, *of_their_own)]
         holding = Held((name, value) for name, value in inner if has_an_identity(value))
         for *_, name in ordered:
             value = meant(self.names[name])
