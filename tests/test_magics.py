@@ -265,6 +265,16 @@ def test_push_and_pull_by_hand(run, shell):
     assert len(shell.user_ns["big"]) == 3_000_000
 
 
+def test_a_list_is_pulled_with_the_objects_in_it_that_have_names_and_stays_one_with_these(run, shell):
+    run("class Stopper: best = 9\nstopper = Stopper(); kept = [1]; stopper.kept = kept; callbacks = [stopper]")
+    run("%%mirrored --quiet\ncallbacks[0].best = 1; kept.append(2)")
+    assert "pulled callbacks, stopper" in run("%mirror pull callbacks")[1]
+    names = shell.user_ns
+    assert names["callbacks"][0] is names["stopper"]
+    assert names["stopper"].kept is names["kept"]
+    assert (names["stopper"].best, names["kept"]) == (1, [1, 2])
+
+
 def test_what_cannot_be_sent_says_so_when_it_is_asked_for(run, shell):
     run("%%mirrored --quiet\nimport threading\nlock = threading.Lock()\nlarge = 'x' * 3_000_000")
     lock = shell.user_ns["lock"]

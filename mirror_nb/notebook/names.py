@@ -186,6 +186,23 @@ class Names:
             and not any(its[name].altered for its in had)
         }
 
+    def altered_in(self, names: Iterable[str], replicas: Sequence[int]) -> set[str]:
+        """Return the names of objects that these replicas have altered, and that the values of `names` hold here."""
+        altered = {
+            id(shared.value): name
+            for name, shared in self._sent.get(replicas[0], {}).items()
+            if shared.altered and all(self._shares(r, name, self.user_ns.get(name, _MISSING)) for r in replicas)
+        }
+        found: set[str] = set()
+
+        def note(obj: object) -> bool:
+            found.update({altered[id(obj)]} if id(obj) in altered else ())
+            return False
+
+        for name in names if altered else ():
+            inside(self.user_ns.get(name), note)
+        return found
+
     def standing(self, names: Iterable[str]) -> dict[str, BothSides]:
         """Return what these names are on both sides, for `put_back`."""
         return {

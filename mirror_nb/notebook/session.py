@@ -531,6 +531,8 @@ class Session:
         replicas = self._chosen(None if replica is None else (replica,))
         if not names:
             raise UsageError("pull which names?")
+        # What they hold is to come as it is there, and to stay one with what has a name.
+        names = sorted({*names, *self._names.altered_in(names, replicas)})
         report = self._fetch(tuple(names), replicas)
         standing = self._names.standing(names)
         try:
