@@ -95,6 +95,8 @@ class Mirrors:
         self._gone: list[str] = []
         self._bereft = False
         # A network is gone that may have left parts behind.
+        self._counted = 0
+        # Registrations when roots were looked for last: since then a network may have let go of a part.
         self._held: dict[str, list[int]] = {}
         # By handle: checksums of a network's tensors, while somebody may write to them past autograd's count.
         self.statistics: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
@@ -193,10 +195,10 @@ class Mirrors:
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         """Return the networks that travelled as such, not as a part of another that lives, with their handles."""
-        if self._bereft:
-            self._bereft = False
+        if self._bereft or self._counted != _registrations.count:
+            self._bereft, self._counted = False, _registrations.count
             marked = {handle: module for handle, module in self.all().items() if handle in self._marks}
-            parts = {id(child) for module in marked.values() for child in module.children()}
+            parts = _parts(marked.values())
             self._roots.update(handle for handle, module in marked.items() if id(module) not in parts)
         return [(handle, module) for handle in sorted(self._roots) if (module := self.find(handle)) is not None]
 
@@ -592,6 +594,18 @@ def graft(
     # No hook tells: another strategy may have the network too, as it was.
     _registrations.count += 1
     return became
+
+
+def _parts(networks: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of all parts of these networks, however deep."""
+    parts: set[int] = set()
+    queue = [child for network in networks for child in network.children()]
+    while queue:
+        part = queue.pop()
+        if id(part) not in parts:
+            parts.add(id(part))
+            queue += part.children()
+    return parts
 
 
 def _made_one_of(kind: type[nn.Module], module: nn.Module | None) -> nn.Module | None:

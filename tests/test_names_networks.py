@@ -126,6 +126,48 @@ def test_a_network_whose_part_was_replaced_there_comes_back_whole(notebook):
     assert notebook.user_ns["net"][1].out_features == 5
 
 
+TRAIN_HEAD = "head(torch.ones(1, 2)).sum().backward(); sgd.step()"
+MADE = f"from torch import nn; torch.manual_seed(0); {NET}; sgd = torch.optim.SGD(net[1].parameters(), 1.0)"
+
+
+def same_head(notebook) -> bool:
+    """Whether `head` is the same on both sides, apart from `net`, and what `sgd` trains."""
+    names, there = notebook.user_ns, notebook.replicas[0].names
+    ours = all(own["sgd"].param_groups[0]["params"][0] is own["head"].weight for own in (names, there))
+    apart = names["head"] is not names["net"][1] and there["head"] is not there["net"][1]
+    return ours and apart and torch.equal(names["head"].weight, there["head"].weight)
+
+
+@pytest.mark.parametrize("new", ["nn.Identity()", "nn.Linear(2, 1)"])
+@pytest.mark.parametrize("named", ["here", "cell"])
+@pytest.mark.parametrize("made", ["here", "cell"])
+def test_a_part_that_a_cell_has_replaced_is_trained_on_under_its_own_name(notebook, made, named, new):
+    getattr(notebook, made)(MADE)
+    notebook.cell("net, sgd")
+    getattr(notebook, named)("head = net[1]")
+    notebook.cell(f"net[1] = {new}")
+    notebook.cell("head")
+    assert same_head(notebook)
+    notebook.cell(TRAIN_HEAD)
+    assert same_head(notebook)
+    notebook.here("with torch.no_grad(): head.weight += 1")
+    notebook.cell(f"net[1] = {new}; head")
+    assert same_head(notebook)
+    notebook.cell("net[1] = head")
+    assert notebook.user_ns["net"][1] is notebook.user_ns["head"]
+
+
+@pytest.mark.parametrize("made", ["here", "cell"])
+@pytest.mark.parametrize("replaced", ["here", "cell"])
+def test_a_part_that_is_named_and_trained_as_it_is_replaced_keeps_its_values(notebook, made, replaced):
+    getattr(notebook, made)(MADE)
+    notebook.cell("net, sgd")
+    getattr(notebook, replaced)(f"head = net[1]; net[1] = nn.Identity()\n{TRAIN_HEAD}")
+    notebook.cell("head, sgd, net")
+    assert same_head(notebook)
+    assert type(notebook.user_ns["net"][1]) is type(notebook.there("net")[1]) is nn.Identity
+
+
 def test_an_optimizer_made_here_trains_the_network_that_was_sent_with_it(notebook):
     notebook.here(f"{NET}\noptimizer = torch.optim.SGD(net.parameters(), lr=1.0)")
     before = weights(notebook)

@@ -509,6 +509,8 @@ class Names:
         opened: dict[int, Exports] = {}
         inside: dict[str, Any] = {}
         # Optimizers and the like that networks have.
+        parts = self.mirrors.all()
+        # A part that the cell has taken out of a network may have a name there.
         for replica_id, (payload, slab) in payloads.items():
             try:
                 opened[replica_id], arrivals = unpack(
@@ -552,7 +554,7 @@ class Names:
         results = {r: e.result for r, e in opened.items() if e.result is not None}
         if results:
             returned.result = self._incoming.value("_", results, owner)
-        del objects, held
+        del objects, held, parts
         self.stale = True
         reading.add(self)
         return returned

@@ -299,7 +299,8 @@ class Namespace:
         for handle, network in self.mirrors.roots():
             # What the controller has under these names are other tensors.
             if self.mirrors.rebuilt(network) and not has_sharded(network):
-                fresh.add_network(self.mirrors.name(network, handle), network, self)
+                # A new part gets no handle of one that it has replaced, and that other names may have.
+                fresh.add_network(self.mirrors.name(network, f"{handle}/r{tag}"), network, self)
         exported = self._exported(names, tag, fresh, whole)
         shown = None if result is None else self._result(meant(result), tag, fresh)
         for obj in self.objects.outgrown():
