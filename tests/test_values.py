@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
+import random
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,6 +100,43 @@ def test_equal_values_are_one_value(first, second):
 def test_values_that_differ_are_kept_for_each_replica(first, second):
     assert not same(first, second)
     assert merged([first, second]).values == (first, second)
+
+
+class Plain:
+    def __init__(self, **held: object) -> None:
+        self.__dict__.update(held)
+
+
+@dataclasses.dataclass
+class Record:
+    held: object
+
+
+class Slots:
+    __slots__ = ("held",)
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+@pytest.mark.parametrize(
+    "make", [lambda held: Plain(held=held), Record, Slots, lambda held: SimpleNamespace(held=held)]
+)
+def test_objects_that_hold_the_same_are_one_value(make):
+    def nested(number: float) -> object:
+        return [make({"a": torch.tensor([number]), "b": make("x")})]
+
+    assert same(nested(1), nested(1))
+    assert not same(nested(1), nested(2))
+    assert not same(make(1), Plain(other=1))
+
+
+def test_objects_are_not_taken_for_equal_that_hold_themselves_or_more_than_can_be_seen():
+    one, other = Plain(), Plain()
+    one.me, other.me = one, other
+    assert not same(one, other)
+    for make in (threading.Lock, lambda: iter([1]), lambda: lambda: 0, lambda: random.Random(0)):
+        assert not same(Plain(held=make()), Plain(held=make()))
 
 
 def test_values_whose_equality_gives_no_truth_value_are_not_taken_for_equal():
