@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import mirror_nb as mnb
@@ -218,6 +219,54 @@ def test_a_replica_that_dies_between_two_steps_is_missed_at_the_next(strategies,
     strategy = strategies(2)
     killer = KillsBetween(strategy, 10, (0,))
     same(trained(made(strategy, tmp_path), callbacks=[killer]), undisturbed(2))
+
+
+class Deadly(mnb.CrossDeviceOps):
+    """Kills replica 1 as it becomes its op, once."""
+
+    exact = True
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def parts(self) -> tuple[()]:
+        if os.environ.get("RANK") == "1" and not Path(self.folder, "died").exists():
+            Path(self.folder, "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ()
+
+    def start(self, op: mnb.ReduceOp, flat: Tensor) -> None:
+        dist.all_reduce(flat)
+        if op is mnb.ReduceOp.MEAN:
+            flat /= self.member.num_replicas
+
+    def unfit_for(self, devices: Any) -> None:
+        return None
+
+
+class ChangesOps(mnb.callbacks.Callback):
+    """Has the replicas reduce by another op from the second epoch on."""
+
+    def __init__(self, strategy: Any, ops: Any) -> None:
+        super().__init__()
+        self._strategy, self._ops = strategy, ops
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self._strategy.cross_device_ops = self._ops
+
+
+def test_one_that_dies_while_the_replicas_get_another_op_is_replaced(strategies, undisturbed, tmp_path, capsys):
+    strategy = strategies(2)
+    before = strategy.cross_device_ops
+    try:
+        found = trained(made(strategy, tmp_path), callbacks=[ChangesOps(strategy, Deadly(tmp_path))])
+        assert strategy.run(lambda: type(mnb.get_strategy().cross_device_ops).__name__) == "Deadly"
+    finally:
+        strategy.cross_device_ops = before
+    same(found, undisturbed(2))
+    assert Path(tmp_path, "died").exists()
+    assert "goes on" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("reached", [True, False])

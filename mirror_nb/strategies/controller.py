@@ -152,7 +152,8 @@ class ControllerPlace(Place):
         self.communication = by
         if self._pool is not None:
             pickled = self._pool.communication = by.pickled()
-            raise_for(self._ready().run(dict.fromkeys(range(self.num_replicas), Communicate(pickled))), self._names)
+            requests = dict.fromkeys(range(self.num_replicas), Communicate(pickled))
+            self._answered(lambda attempt: self._ready().run(requests))
 
     # ------------------------------------------------------------------ run
 
@@ -460,11 +461,19 @@ class ControllerPlace(Place):
         )
 
     def _fetched(self, anew: bool) -> Report:
-        """Ask for the networks; again where a replica dies meanwhile, since to read changes nothing."""
-        for attempt in range(READS):
+        """Ask for the networks."""
+
+        def ask(attempt: int) -> Report:
             pool = self._ready()
             self._push_changes()
-            report = pool.run({r: Fetch((), r == 0, anew or attempt > 0) for r in range(self.num_replicas)})
+            return pool.run({r: Fetch((), r == 0, anew or attempt > 0) for r in range(self.num_replicas)})
+
+        return self._answered(ask)
+
+    def _answered(self, ask: Callable[[int], Report]) -> Report:
+        """Ask what may be asked twice; again where a replica dies meanwhile: nobody has lost anything by that."""
+        for attempt in range(READS):
+            report = ask(attempt)
             try:
                 settle(report, self._names)
                 break
