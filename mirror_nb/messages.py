@@ -426,6 +426,16 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
+class Reduces:
+    """The replica reduces by these cross-device ops from now on."""
+
+    ops: str
+    # As `--ops` calls them.
+    operation: str
+    # Their class's name, as dashboards call them.
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """A collective that a replica waits in."""
 

@@ -278,6 +278,17 @@ def fit(model: mirror_nb.Model, examples: int = 800, epochs: int = 5, **options:
     return model.fit(x, (x.sum(1) > 4).long(), batch_size=40, epochs=epochs, verbose=0, **options)
 
 
+def test_other_ops_are_named_from_then_on(strategy, model, live):
+    before = strategy.cross_device_ops
+    fit(model)
+    strategy.cross_device_ops = "gloo"
+    try:
+        assert "with GlooAllReduce" in live.text()
+        assert strategy._place._pool.notice().operation == "GlooAllReduce"
+    finally:
+        strategy.cross_device_ops = before
+
+
 def test_fit_records_its_loss_its_epochs_and_that_the_parameters_are_equal(strategy, model):
     before = strategy.timeline().snapshot()
     history = fit(model, epochs=3)

@@ -81,6 +81,21 @@ def test_what_is_recommended_works_and_what_was_chosen_is_told(run):
     assert run("%mirror status")[1].splitlines()[-1] == "2 replicas · auto · 4 MiB buckets · bf16"
 
 
+def test_ops_that_a_cell_chooses_are_told_until_no_replica_is_left_that_has_them(run, shell):
+    run("%mirror stop")
+    run("%mirror start cpu:0 cpu:1 --bucket-mb 4")
+    pool = shell.magics_manager.registry["MirrorMagics"].session.pool
+    run("%%mirrored\nstrategy.cross_device_ops = 'one_device'")
+    assert run("%mirror status")[1].splitlines()[-1] == "2 replicas · one_device · 4 MiB buckets"
+    assert pool.notice().operation == "ReductionToOneDevice"
+    for one in pool.status():
+        os.kill(one.pid, signal.SIGKILL)
+        pool._members[one.replica_id].process.join(10)
+    run("%%mirrored\n1")
+    assert run("%mirror status")[1].splitlines()[-1] == "2 replicas · shared_memory · 4 MiB buckets"
+    assert pool.notice().operation == "SharedMemoryAllReduce"
+
+
 def test_what_stands_in_quotation_marks_is_one_argument(run):
     run("%mirror stop")
     started = run("""%mirror start --devices "cpu:0, cpu:1" --ops 'gloo'""")[1]

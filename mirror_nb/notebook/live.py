@@ -134,6 +134,10 @@ class LiveDashboard:
         self._timeline.update()
         self._seen, self._waits_in, self._shown = self._timeline.last_step, place, True
 
+    def reduces_by(self, operation: str) -> None:
+        """The replicas reduce by these cross-device ops from now on."""
+        self._board.operation = operation
+
     def tick(self, pending: object = None) -> None:
         """Draw, if it is time to: called many times a second while replicas work."""
         if not self._shown or threading.current_thread() is not threading.main_thread():

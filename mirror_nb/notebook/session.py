@@ -31,7 +31,7 @@ from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
 from mirror_nb.errors import PoolClosed, TransferError, UsageError
 from mirror_nb.event_files import EventFiles, Written
-from mirror_nb.messages import Again, Bind, CommSent, Fetch, LoadModules, RunCell, Source
+from mirror_nb.messages import Again, Bind, CommSent, Fetch, LoadModules, Reduces, RunCell, Source
 from mirror_nb.mirrors import called
 from mirror_nb.notebook.advising import LEAST_SECONDS, CellAdvice
 from mirror_nb.notebook.closing_line import ClosingLine, lost_values, mended, shortened
@@ -86,9 +86,10 @@ class Session:
         self._exchange = AS_USUAL
         self.measured: dict[tuple[str, ...], AllReduceTable] = {}
         # What all-reduces took when they were last measured here, by devices.
-        self._operation = ""
-        # The cross-device ops by their class's name, as dashboards call them.
         self._communication: Communication | None = None
+        # What replicas begin with.
+        self._reduces = Reduces("", "")
+        # What they reduce by: a cell may choose other ops.
         self._dashboard: LiveDashboard | None = None
         # The one that follows from cell to cell.
         self._trained = ""
@@ -133,8 +134,7 @@ class Session:
             )
         began = time.perf_counter()
         communication = choose(exchange.ops, exchange.options(), chosen)
-        self._seed, self._exchange, self._operation = seed, exchange, type(communication.ops).__name__
-        self._communication = communication
+        self._seed, self._exchange, self._communication = seed, exchange, communication
         pool = (InProcessPool if in_process else LocalPool)(
             chosen, setup=SETUP, seed=seed, communication=communication.pickled()
         )
@@ -144,7 +144,8 @@ class Session:
             pool.close()
             raise
         self._pool = pool
-        pool.tell("", self._operation)
+        self._reduces = _reduces(communication)
+        pool.tell("", self._reduces.operation)
         self._watch(pool)
         self._names = Names(self._shell.user_ns, self.fetch, self._lent)
         by = f" by {exchange.ops}" if exchange.ops else ""
@@ -220,7 +221,7 @@ class Session:
         n, by = self._running().size, self._communication
         if by is None or n < 2:
             return []
-        parts = [f"{n} replicas", name_of(by.ops), f"{size(by.options.bytes_per_pack)} buckets"]
+        parts = [f"{n} replicas", self._reduces.ops, f"{size(by.options.bytes_per_pack)} buckets"]
         return [" · ".join([*parts, *([by.options.compression] if by.options.compression else [])])]
 
     # ------------------------------------------------------------------ dashboards
@@ -238,7 +239,7 @@ class Session:
 
     def _live(self, fresh: bool = False) -> LiveDashboard:
         return LiveDashboard(
-            self._running(), operation=self._operation, title=self._title, shell=self._shell, fresh=fresh
+            self._running(), operation=self._reduces.operation, title=self._title, shell=self._shell, fresh=fresh
         )
 
     def _title(self) -> str:
@@ -324,7 +325,7 @@ class Session:
             closing.undivided = [name for name in report.undivided_loaders() if name not in self._told_loaders]
             self._told_loaders.update(closing.undivided)
             self._trained = self._network(names.mentioned)
-            pool.tell(self._trained, self._operation)
+            pool.tell(self._trained, self._reduces.operation)
         seconds = time.perf_counter() - began
         advice: list[str] = []
         try:
@@ -365,7 +366,7 @@ class Session:
                 dashboard.tick(pending)
 
         files = EventFiles(requests)
-        take = self._shown_by(view, files)
+        take = self._shown_by(view, files, dashboards)
         try:
             report = self._running().run(requests, slabs=slabs, on_message=take, on_tick=tick, timeout=timeout)
         finally:
@@ -425,7 +426,7 @@ class Session:
         found = (Source(file, text, numbers.get(file)) for file, text in texts.items() if text)
         return (*found, *(self._cells if replica_id in self._untaught else ()))
 
-    def _shown_by(self, view: CellView, files: EventFiles) -> Any:
+    def _shown_by(self, view: CellView, files: EventFiles, dashboards: Sequence[LiveDashboard]) -> Any:
         kernel = getattr(self._shell, "kernel", None)
 
         def take(replica_id: int, message: Any) -> None:
@@ -436,10 +437,19 @@ class Session:
                     self._drop_proxy(message.content["comm_id"])
             if isinstance(message, Written):
                 files.take(replica_id, message)
+            elif isinstance(message, Reduces):
+                self._reduce_by(message, dashboards)
             else:
                 view.take(replica_id, message)
 
         return take
+
+    def _reduce_by(self, reduces: Reduces, dashboards: Iterable[LiveDashboard]) -> None:
+        """Say everywhere by what the replicas reduce from now on."""
+        self._reduces = reduces
+        self._running().tell(self._trained, reduces.operation)
+        for dashboard in dashboards:
+            dashboard.reduces_by(reduces.operation)
 
     def _proxy(self, replica_id: int, comm_id: str) -> None:
         pool = self._running()
@@ -658,6 +668,9 @@ class Session:
             return []
         recovery = recover(pool)
         lost = lost_values(*self._names.ended()) if recovery.source is None else []
+        if recovery.source is None and self._communication is not None:
+            # Nobody is left who knew what a cell had chosen.
+            self._reduce_by(_reduces(self._communication), [self._dashboard] if self._dashboard else [])
         if recovery.source is not None:
             for replica_id in recovery.filled:
                 self._names.restored(replica_id, recovery.source)
@@ -729,6 +742,10 @@ def _folder() -> str:
 
 def _replicas(devices: Sequence[Device]) -> str:
     return f"{len(devices)} replica{'s' if len(devices) > 1 else ''} ({', '.join(map(str, devices))})"
+
+
+def _reduces(by: Communication) -> Reduces:
+    return Reduces(name_of(by.ops), type(by.ops).__name__)
 
 
 def _check_rebuilt(names: Sequence[str], returned: Returned) -> None:

@@ -154,6 +154,9 @@ class ControllerPlace(Place):
             pickled = self._pool.communication = by.pickled()
             requests = dict.fromkeys(range(self.num_replicas), Communicate(pickled))
             self._answered(lambda attempt: self._ready().run(requests))
+            self._pool.tell(self._title(), self._operation())
+            if self._dashboard is not None:
+                self._dashboard.reduces_by(self._operation())
 
     # ------------------------------------------------------------------ run
 

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mirror_nb.collectives.base import name_of
 from mirror_nb.collectives.headers import MERGE_CALL
 from mirror_nb.collectives.options import Communication
 from mirror_nb.data import Loaders
 from mirror_nb.errors import ContextError, TransferError, UsageError
 from mirror_nb.gradients import GradientSynchronizer
-from mirror_nb.messages import Meeting, Note
+from mirror_nb.messages import Meeting, Note, Reduces
 from mirror_nb.payload import Payload, pack, unpack
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
@@ -167,6 +168,7 @@ class ReplicaPlace(Place):
 
     def communicate(self, by: Communication) -> None:
         self._replica.communicate(by)
+        self._replica.emit(Reduces(name_of(by.ops), type(by.ops).__name__))
 
     # ------------------------------------------------------------------ scope and run
 
