@@ -22,6 +22,7 @@ locally, and leaves what was reduced before as it is, being the mean of equal va
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,8 +37,9 @@ from mirror_nb.buckets import REMEMBERED, Bucket, Buffers, History, Plan, for_gr
 from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, word_device
 from mirror_nb.collectives.headers import Fold
 from mirror_nb.collectives.shared_memory import ExchangeHandle
-from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
-from mirror_nb.matching import checksum, is_sparse
+from mirror_nb.errors import PeerFailed, ReplicaError, UsageError, users_level
+from mirror_nb.matching import is_sparse
+from mirror_nb.proofs import check_alike, is_sum
 from mirror_nb.readable import listed
 from mirror_nb.recorder import Recorder
 from mirror_nb.rounds import Round, Tail
@@ -87,6 +89,8 @@ class GradientSynchronizer:
         # Called at the first gradient of every round, for whoever has to know that training began.
         self._ops: CrossDeviceOps | None = None
         self._exact = True
+        self._mean_is_proven = False
+        # Or that it is none; a user's op may have forgotten to divide.
         self.recorder: Recorder | None = None
         # Is told how each pass goes.
         self.steering: Steering | None = None
@@ -170,7 +174,7 @@ class GradientSynchronizer:
         Every replica has to make the same call between the same passes. Without it torch's own all-reduce serves.
         """
         self._ops = ops
-        self._exact = ops.exact
+        self._exact, self._mean_is_proven = ops.exact, False
         self._bytes_per_bucket = bytes_per_bucket or self._bytes_per_bucket
         self._buffers.clear()
         self._plans.clear()
@@ -347,6 +351,8 @@ class GradientSynchronizer:
         flat = bucket.fill(self._agreement.agreed, tail)
         if ops is not None:
             if not self._exact:
+                if not (self._mean_is_proven or round_.unproven):
+                    round_.given = flat.clone()
                 round_.unproven.append(flat)
             number = len(round_.works)
             nbytes = flat.numel() * flat.element_size()
@@ -383,7 +389,7 @@ class GradientSynchronizer:
             self._check_given_up(tail)
             return
         if round_.unproven:
-            self._check_alike(round_.unproven)
+            self._check_unproven(round_)
         if self.steering is not None:
             self.steering.agree(tail.steering)
         self._unreduced.clear()
@@ -476,7 +482,7 @@ class GradientSynchronizer:
             self._launch(round_, bucket)
         round_.wait()
         if round_.unproven:
-            self._check_alike(round_.unproven)
+            self._check_unproven(round_)
         for bucket in round_.plan.buckets:
             bucket.hand_out(self._agreement.agreed, numbers)
 
@@ -490,18 +496,20 @@ class GradientSynchronizer:
             if parameter is not None:
                 parameter.grad = mean
 
-    def _check_alike(self, reduced: Sequence[Tensor]) -> None:
-        """Raise, on every replica alike, where an op of the user's has given them different gradients."""
-        own = torch.stack([checksum(flat).cpu() for flat in reduced])
-        device = word_device(reduced[0].device)
-        # The largest of a number and of its opposite are opposite where all have the same.
-        both = torch.cat([own, -own]).to(device)
-        dist.all_reduce(both, dist.ReduceOp.MAX)
-        largest, smallest = both.chunk(2)
-        if not torch.equal(largest, -smallest):
-            raise UsageError(
-                f"{self._ops!r} gave the replicas different gradients; its `start` has to leave the same "
-                "numbers on every replica: draw random numbers on one and broadcast them, or from equal seeds"
+    def _check_unproven(self, round_: Round) -> None:
+        """Look at what an op of the user's has made; every replica alike."""
+        assert self._ops is not None
+        check_alike(self._ops, round_.unproven)
+        if round_.given is None:
+            return
+        summed = is_sum(round_.given, round_.unproven[0])
+        self._mean_is_proven = summed is not None
+        if summed and self.replica_id == 0:
+            warnings.warn(
+                f"{self._ops!r} left the sum of the gradients where its `start` was asked for their mean: they are "
+                f"{self.num_replicas} times as large as on one device; divide by `self.member.num_replicas` where "
+                "`op` is ReduceOp.MEAN",
+                stacklevel=users_level(),
             )
 
     # What the replicas agree on

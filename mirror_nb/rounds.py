@@ -30,6 +30,8 @@ class Round:
     works: list[Reduction | Any] = field(default_factory=list)
     unproven: list[Tensor] = field(default_factory=list)
     # What ops reduced that may be no exact sum.
+    given: Tensor | None = None
+    # What the first of them was before, where it is not known that the op leaves the mean.
     launched: int = 0
     given_up: bool = False
     lacking: list[int] = field(init=False)

@@ -287,6 +287,42 @@ def test_an_op_that_gives_each_replica_something_else_is_an_error_that_names_it(
     assert "Noisy() gave the replicas different gradients" in ran.report.failures[0].message
 
 
+FORGETS = """
+import warnings
+import torch
+import mirror_nb as mnb
+
+class Forgets(mnb.CrossDeviceOps):
+    def start(self, op, flat):
+        return torch.distributed.all_reduce({given}, async_op=True)
+    def unfit_for(self, devices):
+        return None
+
+strategy.cross_device_ops = Forgets()
+model = torch.nn.Linear(2, 1)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    for scale in (0.0, 1.0, 1.0):
+        (scale * model(torch.full((1, 2), replica_id + 1.0))).sum().backward()
+said = [str(one.message) for one in told if "Forgets" in str(one.message)]
+strategy.cross_device_ops = "shared_memory"
+"""
+
+
+@pytest.mark.parametrize("given", ["flat", "flat.mul_(0.5)"])
+def test_an_op_that_leaves_the_sum_where_the_mean_was_asked_for_is_told_once(replicas, given):
+    ran = run_cell(replicas(2), FORGETS.format(given=given))
+    assert ran.report.clean, ran.report.failures
+    assert ran.values[1]["said"] == []
+    told = ran.values[0]["said"]
+    if given == "flat":
+        assert len(told) == 1
+        assert "Forgets() left the sum of the gradients where its `start` was asked for their mean" in told[0]
+        assert "they are 2 times as large" in told[0]
+    else:
+        assert told == []
+
+
 def test_of_ops_only_those_of_this_library_are_taken_for_exact():
     class Own(mnb.SharedMemoryAllReduce):  # type: ignore[misc]
         def start(self, op, flat):

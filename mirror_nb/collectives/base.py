@@ -103,6 +103,7 @@ class CrossDeviceOps(abc.ABC):
     def start(self, op: ReduceOp, flat: Tensor) -> Handle | dist.Work | None:
         """Begin to make `flat` on every replica the sum, or the mean, of all of them, in place.
 
+        `op` is ReduceOp.SUM, or ReduceOp.MEAN, as of gradients: the sum divided by `self.member.num_replicas`.
         `flat` is contiguous, of one dimension and of a real dtype, of the same length and dtype on every replica.
         Returns what is to be waited for: a `Handle`, or the work that torch gives (`dist.all_reduce(flat,
         async_op=True)`); None where `flat` is reduced by then.
