@@ -223,6 +223,20 @@ def test_a_model_may_learn_its_shapes_from_the_inputs(replicas):
     assert steps(replicas(2), lambda: nn.LazyLinear(3), shape=(6,), ops=["gloo"], seconds=0.02).batch == 64
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_random_inputs_are_of_the_weights_dtype(replicas, dtype):
+    assert steps(replicas(2), nn.Linear(6, 2).to(dtype), shape=(6,), ops=["gloo"], seconds=0.02).batch == 64
+
+
+def test_a_model_that_takes_other_inputs_is_told_how_to_bring_them(replicas):
+    pool = replicas(2)
+    with pytest.raises(RuntimeError, match="indices") as raised:
+        steps(pool, nn.Embedding(10, 4), shape=(6,), ops=["gloo"], seconds=0.02)
+    pool.mend()
+    told = "\n".join(raised.value.__notes__)
+    assert "the model was given random float32 numbers of shape (2, 6); for others pass a function" in told
+
+
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [

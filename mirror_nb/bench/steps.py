@@ -165,9 +165,9 @@ def steps(
     `model`: a module, of which a copy is trained; or a function without arguments that makes one. It may return
     `(module, inputs)` with the inputs of a global batch, or `(module, inputs, loss)`, where `loss(outputs)` gives the
     number to minimise; without it, that is the mean of the squared outputs. `shape`: that of one example, for random
-    inputs of `batch` examples where the function gives none. `optimizer`: the name of one in torch.optim. `ops`: as
-    for `all_reduce`. `seconds`: about so long altogether. One device is replica 0's, on the CPU with all threads. In
-    a `%%mirrored` cell every replica has to call it.
+    inputs of `batch` examples, in the dtype of the weights, where the function gives none. `optimizer`: the name of
+    one in torch.optim. `ops`: as for `all_reduce`. `seconds`: about so long altogether. One device is replica 0's, on
+    the CPU with all threads. In a `%%mirrored` cell every replica has to call it.
 
     Raises UsageError for what cannot be, and for a batch that is smaller than the number of replicas; and whatever
     the model raises.
@@ -403,17 +403,39 @@ def _made(task: _Task, device: torch.device) -> tuple[nn.Module, Any, Callable[[
     if given:
         inputs = given[0]
     elif task.shape is not None:
-        inputs = torch.randn(task.batch, *task.shape)
+        inputs = torch.randn(task.batch, *task.shape, dtype=_dtype_of(model))
     else:
         raise UsageError(_NO_INPUTS)
     model, inputs = model.to(device), to_device(inputs, device)
-    if any(map(is_lazy, model.parameters())):
+    if given and any(map(is_lazy, model.parameters())):
         with torch.no_grad():
             _called(model, inputs)
+    elif not given:
+        _try(model, inputs)
     parameters = list(model.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         raise UsageError("the model's parameters are all frozen; leave some of them to train: requires_grad_(True)")
     return model, inputs, given[1] if len(given) == 2 else _squares
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the numbers that a model takes: that of its first weights, as a rule."""
+    kinds = (parameter.dtype for parameter in model.parameters())
+    return next((kind for kind in kinds if kind.is_floating_point or kind.is_complex), torch.float32)
+
+
+def _try(model: nn.Module, drawn: Tensor) -> None:
+    """Call a model with two of the examples that were drawn for it; an error of its own says what these were."""
+    try:
+        with torch.no_grad():
+            _called(model, drawn[:2])
+    except Exception as error:
+        error.add_note(
+            f"the model was given random {str(drawn.dtype).removeprefix('torch.')} numbers of shape "
+            f"{tuple(drawn[:2].shape)}; for others pass a function that returns (module, inputs), as --model "
+            "MODULE:FUNCTION or `model`"
+        )
+        raise
 
 
 def _squares(outputs: Any) -> Tensor:
