@@ -62,6 +62,7 @@ FLOORS = (
         "gradients",
         "agreement",
         "rounds",
+        "proofs",
         "tracked",
         "sparse_gradients",
         "buckets",
