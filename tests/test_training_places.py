@@ -247,40 +247,45 @@ class Network(nn.Module):
             os.kill(self.kills, signal.SIGKILL)
         return self.layers(x)
 
-backup, kills, result = sys.argv[1:]
-callbacks = [mnb.callbacks.BackupAndRestore(backup, save_freq=2)] if backup else []
-with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-    torch.manual_seed(3)
-    with strategy.scope():
-        model = mnb.Model(Network(os.getpid() if kills else 0))
-        model.compile(("adam", {"lr": 0.02}), "cross_entropy", ["accuracy"], scheduler=("StepLR", {"step_size": 1}))
-    history = model.fit(X, Y, epochs=3, batch_size=6, verbose=0, callbacks=callbacks)
-    torch.save((model.state_dict(), history.history), result)
+def train(backup, kills, result):
+    callbacks = [mnb.callbacks.BackupAndRestore(backup, save_freq=2)] if backup else []
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        torch.manual_seed(3)
+        with strategy.scope():
+            model = mnb.Model(Network(os.getpid() if kills else 0))
+            schedule = ("StepLR", {"step_size": 1})
+            model.compile(("adam", {"lr": 0.02}), "cross_entropy", ["accuracy"], scheduler=schedule)
+        history = model.fit(X, Y, epochs=3, batch_size=6, verbose=0, callbacks=callbacks)
+        torch.save((model.state_dict(), history.history), result)
+
+backup, kills, result, *undisturbed = sys.argv[1:]
+train(backup, kills, result)
+for result in undisturbed:
+    train("", "", result)
 """
 )
 
 
 def test_killed_in_a_step_and_run_again_it_ends_on_the_weights_of_an_undisturbed_run(tmp_path):
-    script, result, backup = (tmp_path / name for name in ("script.py", "result", "backup"))
+    script, backup, first, second = (tmp_path / name for name in ("script.py", "backup", "first", "second"))
     script.write_text(KILLED)
     environment = {**os.environ, "PYTHONPATH": str(Path(mnb.__file__).parent.parent)}
 
-    def run(*arguments: str) -> int:
-        command = [sys.executable, str(script), *arguments, str(result)]
+    def run(*arguments: object) -> int:
+        command = [sys.executable, *map(str, (script, backup, *arguments))]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
         assert done.stderr == ""
         return done.returncode
 
     # In the fourth step of the second epoch: replica 1 has no share of the last batch of the first.
-    assert run(str(backup), "kill") == -signal.SIGKILL
-    assert not result.exists()
+    assert run("kill", first) == -signal.SIGKILL
+    assert not first.exists()
     left = files.read(backup / "latest.pt")["training"]
     assert (left["epoch"], left["step"]) == (1, 2)
-    assert run(str(backup), "") == 0
-    resumed, history = torch.load(result, weights_only=True)
+    assert run("", first, second) == 0
     assert not backup.exists()
-    assert run("", "") == 0
-    undisturbed, expected = torch.load(result, weights_only=True)
+    resumed, history = torch.load(first, weights_only=True)
+    undisturbed, expected = torch.load(second, weights_only=True)
     assert resumed.keys() == undisturbed.keys()
     assert all(torch.equal(value, undisturbed[name]) for name, value in resumed.items())
     assert history == expected
