@@ -168,6 +168,16 @@ def test_a_spoilt_file_is_passed_over(tmp_path, spoil):
     assert load(tmp_path, WHAT) == TIMES
 
 
+def test_a_pipe_in_the_place_of_the_file_is_waited_for_by_nobody(tmp_path):
+    save(tmp_path, WHAT, TIMES)
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert load(tmp_path, WHAT) is None
+    save(tmp_path, WHAT, TIMES)
+    assert load(tmp_path, WHAT) == TIMES
+
+
 def test_a_file_that_others_may_write_or_a_link_is_passed_over(tmp_path):
     save(tmp_path, WHAT, TIMES)
     (path,) = tmp_path.iterdir()

@@ -217,7 +217,8 @@ def surroundings(member: Member, candidates: Sequence[CrossDeviceOps]) -> dict[s
 def load(folder: Path, what: Mapping[str, Any]) -> Times | None:
     """Return what was measured for the same surroundings; None where that is not there, or not to be trusted."""
     try:
-        descriptor = os.open(_file(folder, what), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # A pipe that somebody has put there would be waited for until it is written to.
+        descriptor = os.open(_file(folder, what), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, encoding="utf-8") as file:
             found = os.fstat(descriptor)
             if found.st_uid != os.getuid() or found.st_mode & 0o077:
