@@ -16,6 +16,7 @@ from torch import nn
 import mirror_nb as mnb
 from mirror_nb.collectives.auto import AutoAllReduce
 from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.handles import Handle
 from mirror_nb.collectives.options import CommunicationOptions
 from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.pool.local import LocalPool
@@ -174,7 +175,9 @@ strategy.cross_device_ops = Wrong()
 strategy.cross_device_ops.all_reduce("sum", torch.ones(2))
 """
     ran = run_cell(replicas(2), "import torch\nfrom mirror_nb import CrossDeviceOps\n" + source)
-    assert "Wrong.start returned a Tensor; it has to return the work" in str(ran.report.failures)
+    said = str(ran.report.failures)
+    assert "Wrong.start returned a Tensor; it has to return the work" in said
+    assert f"a {Handle.__module__}.{Handle.__name__}, or None" in said
 
 
 def test_a_class_that_a_cell_defines_is_an_op(replicas):

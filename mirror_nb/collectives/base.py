@@ -105,8 +105,8 @@ class CrossDeviceOps(abc.ABC):
 
         `op` is ReduceOp.SUM, or ReduceOp.MEAN, as of gradients: the sum divided by `self.member.num_replicas`.
         `flat` is contiguous, of one dimension and of a real dtype, of the same length and dtype on every replica.
-        Returns what is to be waited for: a `Handle`, or the work that torch gives (`dist.all_reduce(flat,
-        async_op=True)`); None where `flat` is reduced by then.
+        Returns what is to be waited for: a `mirror_nb.collectives.handles.Handle`, or the work that torch gives
+        (`dist.all_reduce(flat, async_op=True)`); None where `flat` is reduced by then.
         """
 
     @abc.abstractmethod
@@ -228,7 +228,8 @@ class CrossDeviceOps(abc.ABC):
             return WorkHandle([begun])
         raise UsageError(
             f"{type(self).__name__}.start returned a {type(begun).__name__}; it has to return the work that is to be "
-            "waited for, as dist.all_reduce(flat, async_op=True) gives it, a Handle, or None where `flat` is reduced"
+            "waited for, as dist.all_reduce(flat, async_op=True) gives it, a mirror_nb.collectives.handles.Handle, or "
+            "None where `flat` is reduced"
         )
 
     @final
