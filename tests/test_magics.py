@@ -280,6 +280,15 @@ def test_push_and_pull_by_hand(run, shell):
     assert len(shell.user_ns["big"]) == 3_000_000
 
 
+def test_what_is_pushed_stays_one_with_what_holds_it_in_the_replicas(run, shell):
+    run("class Config: rate = 1\nlosses = []; config = Config(); held = {'loss': losses, 'config': config}")
+    run("%%mirrored --quiet\nheld['config'].rate = 2; losses")
+    run("config.rate = 3")
+    run("%mirror push losses config")
+    run("%%mirrored --quiet\nsame = held['loss'] is losses and held['config'] is config, config.rate")
+    assert shell.user_ns["same"] == (True, 3)
+
+
 def test_a_list_is_pulled_with_the_objects_in_it_that_have_names_and_stays_one_with_these(run, shell):
     run("class Stopper: best = 9\nstopper = Stopper(); kept = [1]; stopper.kept = kept; callbacks = [stopper]")
     run("%%mirrored --quiet\ncallbacks[0].best = 1; kept.append(2)")

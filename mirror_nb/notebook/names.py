@@ -165,13 +165,16 @@ class Names:
 
     def forget(self, replica_id: int, names: Iterable[str]) -> None:
         """Take it that the replica lacks these names."""
-        self.outdate(replica_id, names)
+        for name in names:
+            self._sent.get(replica_id, {}).pop(name, None)
         self._there.get(replica_id, set()).difference_update(names)
 
     def outdate(self, replica_id: int, names: Iterable[str]) -> None:
-        """Take it that the replica has other values of these names."""
-        for name in names:
-            self._sent.get(replica_id, {}).pop(name, None)
+        """Take it that what the replica has by these names holds something else than here."""
+        has = self._sent.get(replica_id, {})
+        has.update(
+            (name, dataclasses.replace(has[name], content=_ELSE, altered=False)) for name in names if name in has
+        )
 
     def alike(self, replicas: Sequence[int]) -> set[str]:
         """Return the names whose values all of these replicas have as they are here, as far as that can be told."""
@@ -733,6 +736,10 @@ class Names:
             return None
         now = self._content(self.user_ns[kept])
         return kept if all(self._has(r, kept, now) for r in exports) else None
+
+
+_ELSE = Content(state=(object(),))
+# No value holds this.
 
 
 def _resolved(exports: dict[int, Export], opened: Mapping[int, Exports]) -> tuple[dict[int, Export], str | None]:
