@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import html
 import numbers
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Never, final
 
@@ -361,6 +362,8 @@ def _same_leaf(a: Any, b: Any) -> bool:
         floating = a.dtype.kind in "fc"
         return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(a, b, equal_nan=floating)
     try:
+        if isinstance(a, types.FunctionType):
+            return a is b or (a.__code__ == b.__code__ and same(_kept(a), _kept(b)))
         if _held_alone(type(a)):
             return a is b or same(object.__reduce_ex__(a, 2)[2], object.__reduce_ex__(b, 2)[2])
         return bool(a == b) or bool(a != a and b != b)
@@ -368,6 +371,12 @@ def _same_leaf(a: Any, b: Any) -> bool:
         # An == that gives no truth value (a data frame), or an object that holds itself: their pickles were compared
         # before.
         return False
+
+
+def _kept(function: types.FunctionType) -> Any:
+    """Return what a function has besides its code and the names that it looks up."""
+    closed = [cell.cell_contents for cell in function.__closure__ or ()]
+    return function.__defaults__, function.__kwdefaults__, vars(function), closed
 
 
 def _held_alone(kind: type) -> bool:

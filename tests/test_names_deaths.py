@@ -47,12 +47,16 @@ def same_as_in_replica_1(run, net: str = "net", opt: str = "opt") -> bool:
     )
 
 
-def test_objects_are_one_value_after_a_death_too(run):
+def test_objects_and_functions_are_one_value_after_a_death_too(run):
+    run("%%mirrored --quiet\ncalls = {}\ndef register(f): calls[f.__name__] = f")
+    run("%%mirrored --quiet\n@register\ndef one(x): return 'held', x")
     run("%%mirrored --quiet\nclass Log:\n    def __init__(self, **held): self.held = dict(held)\nlogs = [Log(held=1)]")
     lost(run, "logs[0].held['more'] = 2")
     # In the replica that was filled anew equal strings are other objects, and its pickles other bytes.
     run("%%mirrored --quiet\nlogs.append(Log(held=1, more=2))")
     assert [log.held for log in run("logs")] == [{"held": 1, "more": 2}] * 2
+    run("%%mirrored --quiet\n@register\ndef two(x): return 'held', x")
+    assert run("calls['one'](1), calls['two'](2)") == (("held", 1), ("held", 2))
 
 
 AHEAD = """
