@@ -612,6 +612,17 @@ def test_throughput_is_what_a_clock_on_the_wall_says(measured):
     assert shot.throughput == pytest.approx(49 * 32 / max(seconds), rel=0.05)
 
 
+def seconds_for(additions: int) -> float:
+    """What Python takes for so many here and now; 3000 take 0.1 ms on a fast machine, and 0.35 ms on a slow one."""
+    times = []
+    for _ in range(50):
+        began, total = time.perf_counter(), 0
+        for number in range(additions):
+            total += number
+        times.append(time.perf_counter() - began)
+    return float(np.median(times))
+
+
 def test_all_reduces_take_as_long_as_a_clock_around_them_says(measured):
     timeline, _, around = measured
     for replica_id, its in enumerate(around):
@@ -621,7 +632,7 @@ def test_all_reduces_take_as_long_as_a_clock_around_them_says(measured):
         took = (rows["ended"] - rows["queued"]) / 1e9
         assert len(took) == len(its)
         # What lies between the two clocks; a median, as the machine may be busy at any one.
-        assert np.median(np.abs(took - its)) < 1e-4
+        assert np.median(np.abs(took - its)) < seconds_for(3000)
         assert (rows["began"] >= rows["queued"]).all()
 
 
