@@ -33,6 +33,19 @@ def closed_over(function: types.FunctionType) -> list[object]:
 def inside(value: object, is_wanted: Callable[[object], bool]) -> list[object]:
     """Return what is wanted of a value and of all that it holds, however deep; nothing that is in what is wanted."""
     found: list[object] = []
+
+    def into(obj: object) -> Iterable[object]:
+        if not is_wanted(obj):
+            return members(obj)
+        found.append(obj)
+        return ()
+
+    walk(value, into)
+    return found
+
+
+def walk(value: object, into: Callable[[object], Iterable[object]]) -> None:
+    """Go through a value: `into` gets each object that is no mere container, and returns what to go through next."""
     seen: set[int] = set()
     queue = [value]
     while queue and len(seen) < MOST:
@@ -40,23 +53,19 @@ def inside(value: object, is_wanted: Callable[[object], bool]) -> list[object]:
         if type(obj) in LEAVES or id(obj) in seen:
             continue
         seen.add(id(obj))
-        if type(obj) in PLAIN:
-            queue += plain_members(obj)
+        if type(obj) in _PLAIN:
+            queue += _plain_members(obj)
             continue
         # A proxy of something that is not there, say, raises whatever it is asked.
         with contextlib.suppress(Exception):
-            if is_wanted(obj):
-                found.append(obj)
-            else:
-                queue += members(obj)
-    return found
+            queue += into(obj)
 
 
 def members(obj: object) -> Iterable[object]:
     """Return what an object holds at once. May raise what an object raises that is asked."""
     match obj:
         case dict() | list() | tuple() | set() | frozenset() | collections.deque():
-            return plain_members(obj)
+            return _plain_members(obj)
         case PerReplica():
             return obj.values
         case types.FunctionType():
@@ -76,14 +85,14 @@ def members(obj: object) -> Iterable[object]:
         return ()
 
 
-def plain_members(container: Any) -> Collection[object]:
+def _plain_members(container: Any) -> Collection[object]:
     """Return what a container holds, as far as it may hold something in turn."""
     held = container.values() if isinstance(container, dict) else container
     # Of numbers and strings alone: at once, not one by one.
     return () if len(held) > MOST or LEAVES.issuperset(map(type, held)) else list(held)
 
 
-PLAIN = frozenset({list, tuple, dict, set})
+_PLAIN = frozenset({list, tuple, dict, set})
 LEAVES = frozenset(
     {str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.Size, torch.dtype, *weakref.ProxyTypes}
 )

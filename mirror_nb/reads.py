@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirror_nb.insides import LEAVES, MOST, PLAIN, members, plain_members
+from mirror_nb.insides import LEAVES, members, walk
 from mirror_nb.pickler import global_names
 from mirror_nb.values import PerReplica
 
@@ -45,29 +44,20 @@ def _code(value: object) -> tuple[list[types.FunctionType], set[type]]:
     """
     functions: list[types.FunctionType] = []
     kinds: set[type] = set()
-    seen: set[int] = set()
-    queue = [value]
-    while queue and len(seen) < MOST:
-        obj = queue.pop()
-        if type(obj) in LEAVES or id(obj) in seen:
-            continue
-        seen.add(id(obj))
-        if type(obj) in PLAIN:
-            queue += plain_members(obj)
-            continue
+
+    def into(obj: object) -> Iterable[object]:
         kinds.add(type(obj))
         if isinstance(obj, types.FunctionType):
             functions.append(obj)
         elif isinstance(obj, type):
             kinds.add(obj)
-        # A proxy of something that is not there, say, raises whatever it is asked.
-        with contextlib.suppress(Exception):
-            if isinstance(obj, nn.Module):
-                parts = list(obj.modules())
-                kinds.update(map(type, parts))
-                queue += _attributes(parts)
-            elif not _is_closed(type(obj)):
-                queue += members(obj)
+        elif isinstance(obj, nn.Module):
+            parts = list(obj.modules())
+            kinds.update(map(type, parts))
+            return _attributes(parts)
+        return () if _is_closed(type(obj)) else members(obj)
+
+    walk(value, into)
     return functions, kinds
 
 
