@@ -584,7 +584,9 @@ class Session:
     def _fetch(self, names: tuple[str, ...], replicas: Sequence[int]) -> Report:
         lacked = tuple(self._names.undelivered)
         standing = tuple(self._names.alike(replicas).difference(names))
-        return self._running().run({r: Fetch(names, r == replicas[0], False, lacked, standing) for r in replicas})
+        return self._running().run(
+            {r: Fetch(names, r == replicas[0], undelivered=lacked, standing=standing) for r in replicas}
+        )
 
     # ------------------------------------------------------------------ measuring
 
