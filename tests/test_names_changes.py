@@ -228,7 +228,7 @@ def test_an_object_that_a_cell_changes_stays_as_it_is_on_both_sides_and_is_told_
     assert (notebook.sent, notebook.there("x").sizes) == ([], [])
     for replica in range(2):
         # As `%mirror push` does.
-        notebook.names.outdate(replica, ["x"])
+        notebook.names.shared.outdate(replica, ["x"])
     notebook.cell("x")
     assert (notebook.sent, notebook.there("x").lr) == (["x"], 1)
     notebook.here("x.lr = 2")

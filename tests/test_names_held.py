@@ -173,7 +173,7 @@ def test_names_that_mirror_nb_gives_each_replica_are_not_deleted(notebook):
 def test_a_name_of_which_the_notebook_took_nothing_is_left_alone_in_the_replica(notebook):
     notebook.cell("kept = 5")
     notebook.here("del kept")
-    notebook.names.forget(0, ["kept"])
+    notebook.names.shared.forget(0, ["kept"])
     notebook.cell("pass")
     assert ["kept" in replica.names for replica in notebook.replicas] == [True, False]
 
@@ -241,7 +241,7 @@ def test_a_name_whose_push_failed_is_deleted_in_the_replicas_with_the_notebooks(
     notebook.cell("k")
     notebook.here("k.append(threading.Lock())")
     for replica in range(2):
-        notebook.names.outdate(replica, ["k"])
+        notebook.names.shared.outdate(replica, ["k"])
     with pytest.raises(TransferError):
         notebook.names.prepare(["k"], range(2))
     notebook.here("del k")

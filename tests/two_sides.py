@@ -112,7 +112,7 @@ class Notebook:
 
     def fetch(self, name: str, replica_id: int) -> Any:
         self.replicas[replica_id].forget_given(self.names.undelivered)
-        standing = self.names.alike([replica_id]) - {name}
+        standing = self.names.shared.alike([replica_id]) - {name}
         packed = self.replicas[replica_id].export(
             [name], tag=99, owner=True, trained=True, whole=True, standing=standing
         )

@@ -5,10 +5,9 @@ Knows payloads, networks and the replicas' ids; sends nothing itself and shows n
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,6 @@ from mirror_nb.contents import (
     content,
     data_sets,
     filling,
-    has_an_identity,
     is_refillable,
     refill,
     stays_itself,
@@ -43,6 +41,7 @@ from mirror_nb.mirrors import Mirrors, absorb_states
 from mirror_nb.notebook.incoming import Incoming, Undelivered, all_alike
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.parcels import Parcel, Parcels
+from mirror_nb.notebook.shared import MISSING, SharedNames
 from mirror_nb.payload import Arrivals, Payload, unpack
 from mirror_nb.reads import names_read
 from mirror_nb.strategies.reading import reading
@@ -51,32 +50,6 @@ from mirror_nb.values import PerReplica, Remote
 
 RESERVED = frozenset({"strategy", "replica_id", "num_replicas", "device"})
 # Bound in every replica by mirror_nb; the notebook's own names of that kind stay in the notebook.
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """A value that a replica has too, as it was then. Kept, so that an id cannot be reused."""
-
-    value: object
-    content: Content | None
-    needs: frozenset[str]
-    # Names of the notebook that it looks up when it is used, as far as packing it has shown.
-    altered: bool = False
-    # The replica has changed it in place, which did not travel.
-    tellers: tuple[int, ...] = ()
-    # Whose values a PerReplica has, in its order; empty: all replicas'.
-
-
-@dataclass(frozen=True, slots=True)
-class BothSides:
-    """What one name is on both sides."""
-
-    value: object
-    # Of the notebook.
-    sent: Mapping[int, _Shared]
-    # By replica: what it has of that.
-    there: set[int]
-    # Replicas that have the name.
 
 
 @dataclass(slots=True)
@@ -110,14 +83,11 @@ class Names:
         self.user_ns = user_ns
         self.lent = lent
         self.mirrors = Mirrors("k")
+        self.shared = SharedNames(user_ns, self._content)
         self._incoming = Incoming(user_ns, self.mirrors, lent, fetch, self._held)
         self._parcels = Parcels(user_ns, self.mirrors, lent, self)
         self._awaited: dict[int, set[str]] = {}
         # By replica: names that have come from it and are not bound yet.
-        self._sent: dict[int, dict[str, _Shared]] = {}
-        # By replica: what it was sent, or what came from it.
-        self._there: dict[int, set[str]] = {}
-        # By replica: names that it has, of whatever value, and that the notebook had, too.
         self._holders: dict[str, set[int]] = {}
         # By handle of a network: the replicas that have it.
         self._apart: set[str] = set()
@@ -145,8 +115,7 @@ class Names:
 
     def forget_replica(self, replica_id: int) -> None:
         """The replica starts anew and has nothing."""
-        self._sent.pop(replica_id, None)
-        self._there.pop(replica_id, None)
+        self.shared.forget_replica(replica_id)
         self._renamed.pop(replica_id, None)
         self.lent.forget_replica(replica_id)
         self.mirrors.forget_replica(replica_id)
@@ -155,93 +124,12 @@ class Names:
 
     def restored(self, replica_id: int, source: int) -> None:
         """The replica took over everything that `source` has."""
-        self._sent[replica_id] = dict(self._sent.get(source, {}))
-        self._there[replica_id] = set(self._there.get(source, ()))
+        self.shared.restored(replica_id, source)
         self._renamed[replica_id] = dict(self._renamed.get(source, {}))
         self.lent.restored(replica_id, source)
         for holders in self._holders.values():
             if source in holders:
                 holders.add(replica_id)
-
-    def forget(self, replica_id: int, names: Iterable[str]) -> None:
-        """Take it that the replica lacks these names."""
-        for name in names:
-            self._sent.get(replica_id, {}).pop(name, None)
-        self._there.get(replica_id, set()).difference_update(names)
-
-    def outdate(self, replica_id: int, names: Iterable[str]) -> None:
-        """Take it that what the replica has by these names holds something else than here."""
-        has = self._sent.get(replica_id, {})
-        has.update(
-            (name, dataclasses.replace(has[name], content=_ELSE, altered=False)) for name in names if name in has
-        )
-
-    def alike(self, replicas: Sequence[int]) -> set[str]:
-        """Return the names whose values all of these replicas have as they are here, as far as that can be told."""
-        had = [self._sent.get(replica_id, {}) for replica_id in replicas]
-        return {
-            name
-            for name, shared in (had[0] if had else {}).items()
-            if shared.content is not None
-            and shared.content.complete
-            and has_an_identity(shared.value)
-            and all(self._shares(r, name, self.user_ns.get(name, _MISSING)) for r in replicas)
-            and not any(its[name].altered for its in had)
-        }
-
-    def altered_in(self, names: Iterable[str], replicas: Sequence[int]) -> set[str]:
-        """Return the names of objects that these replicas have altered, and that the values of `names` hold here."""
-        altered = {
-            id(shared.value): name
-            for name, shared in self._sent.get(replicas[0], {}).items()
-            if shared.altered and all(self._shares(r, name, self.user_ns.get(name, _MISSING)) for r in replicas)
-        }
-        found: set[str] = set()
-
-        def note(obj: object) -> bool:
-            found.update({altered[id(obj)]} if id(obj) in altered else ())
-            return False
-
-        for name in names if altered else ():
-            inside(self.user_ns.get(name), note)
-        return found
-
-    def standing(self, names: Iterable[str]) -> dict[str, BothSides]:
-        """Return what these names are on both sides, for `put_back`."""
-        return {
-            name: BothSides(
-                self.user_ns.get(name, _MISSING),
-                {replica_id: sent[name] for replica_id, sent in self._sent.items() if name in sent},
-                {replica_id for replica_id, there in self._there.items() if name in there},
-            )
-            for name in names
-        }
-
-    def put_back(self, names: Mapping[str, BothSides]) -> None:
-        """Let names be what they were: what has been absorbed since was not meant for them."""
-        for name, standing in names.items():
-            if standing.value is _MISSING:
-                self.user_ns.pop(name, None)
-            else:
-                self.user_ns[name] = standing.value
-            for replica_id in self._sent:
-                self.forget(replica_id, (name,))
-            for replica_id, shared in standing.sent.items():
-                self._sent[replica_id][name] = shared
-            for replica_id in standing.there:
-                self._there[replica_id].add(name)
-
-    def _share(
-        self,
-        replicas: Iterable[int],
-        values: Mapping[str, object],
-        needs: frozenset[str] = frozenset(),
-        tellers: tuple[int, ...] = (),
-    ) -> None:
-        shared = {name: _Shared(value, self._content(value), needs, tellers=tellers) for name, value in values.items()}
-        for replica_id in replicas:
-            self._sent.setdefault(replica_id, {}).update(shared)
-            self._there.setdefault(replica_id, set()).update(shared)
 
     # ------------------------------------------------------------------ out
 
@@ -251,8 +139,7 @@ class Names:
         Raises TransferError, naming the first name that cannot be sent, before anything was sent.
         """
         replicas = list(replicas)
-        for replica_id in replicas:
-            self._there.setdefault(replica_id, set())
+        self.shared.begin(replicas)
         self._prune()
         self._look_into()
         wanted = {name for name in read if self.travels(name)}
@@ -305,7 +192,7 @@ class Names:
         self.lent.arrived(parcel.lent, arrived)
         for module in parcel.modules:
             self._holders.setdefault(self.mirrors.handle(module), set()).update(arrived)
-        self._share(arrived, parcel.names, parcel.packed.global_names)
+        self.shared.share(arrived, parcel.names, parcel.packed.global_names)
 
     def _ask(self, metric: Any, method: str) -> Any:
         return self.lent.ask_all(torchmetrics_objects.asked, (metric, method), self._token)
@@ -376,11 +263,11 @@ class Names:
 
     def _has(self, replica_id: int, name: str, now: Content | None) -> bool:
         value = self.user_ns[name]
-        shared = self._sent.get(replica_id, {}).get(name)
+        shared = self.shared.of(replica_id, name)
         if shared is None or shared.value is not value:
             return False
         # What was changed on both sides stays as it is on both.
-        if shared.content is not None and not shared.altered and not shared.content.same(now):
+        if not shared.altered and not shared.same(now):
             return False
         if is_told(value):
             return self.lent.held(value, replica_id)
@@ -389,17 +276,12 @@ class Names:
 
     def was_sent(self, name: str, replicas: tuple[int, ...]) -> bool:
         """For `Parcels`: whether all of these replicas have the name's object, as it was sent to them."""
-        had = [self._sent.get(replica_id, {}).get(name) for replica_id in replicas]
-        return all(it is not None and it.value is self.user_ns[name] and not it.altered for it in had)
-
-    def _shares(self, replica_id: int, name: str, value: object) -> bool:
-        shared = self._sent.get(replica_id, {}).get(name)
-        return shared is not None and shared.value is value
+        return self.shared.unaltered(name, replicas)
 
     def _clashes(self, replica_id: int, name: str, now: Content | None) -> bool:
         """Whether an object was changed here and in the replica."""
-        shared = self._sent[replica_id][name]
-        return shared.altered and shared.content is not None and not shared.content.same(now)
+        shared = self.shared.of(replica_id, name)
+        return shared is not None and shared.altered and not shared.same(now)
 
     def _needed_by(self, names: set[str]) -> set[str]:
         """Names that functions, classes and objects among these read in turn."""
@@ -408,7 +290,7 @@ class Names:
         while queue:
             name = queue.pop()
             found = names_read(self.user_ns[name], self.user_ns)
-            found |= {n for has in self._sent.values() if name in has for n in has[name].needs}
+            found |= self.shared.needs(name)
             found |= self._names_of(data_sets(self.user_ns[name]))
             for more in found:
                 if more not in needed and more not in names and self.travels(more):
@@ -422,9 +304,7 @@ class Names:
 
     def _prune(self) -> None:
         """Let go of objects that the notebook no longer has under their name."""
-        for has in self._sent.values():
-            for name in [n for n, shared in has.items() if self.user_ns.get(n, _MISSING) is not shared.value]:
-                del has[name]
+        self.shared.prune()
         for name in [n for n, (stand_in, _) in self._earlier.items() if self.user_ns.get(n) is not stand_in]:
             del self._earlier[name]
 
@@ -435,7 +315,7 @@ class Names:
         mine = large        (a stand-in)         ─▶ the replicas keep its value, under a name of its own
         """
         self._inside = {}
-        for name, value in list(self.user_ns.items()) if self._there else ():
+        for name, value in list(self.user_ns.items()) if self.shared.replicas else ():
             if name in RESERVED or not travels(name):
                 continue
             found = inside(value, lambda obj: isinstance(obj, Remote) or self._handle(obj) is not None)
@@ -459,9 +339,9 @@ class Names:
             return
         name = f"_mirror_nb_{next(self._count)}"
         self._given_names[name] = weakref.ref(stand_in)
-        for replica_id, there in self._there.items():
+        for replica_id in self.shared.replicas:
             self._renamed.setdefault(replica_id, {})[name] = stand_in.name
-            there.add(name)
+            self.shared.keep(replica_id, name)
         stand_in.name = name
 
     def lies_under(self, name: str, replica_id: int) -> str:
@@ -477,15 +357,14 @@ class Names:
             if not self._covers(replica_id, name)
             for handle in handles
         }
-        there = self._there.get(replica_id, set())
-        deleted = [name for name in there if name not in RESERVED and not self._lives(name)]
-        outdated = there.difference(self._sent.get(replica_id, ()), deleted)
+        deleted = [n for n in self.shared.there(replica_id) if n not in RESERVED and not self._lives(n)]
+        outdated = self.shared.untold(replica_id).difference(deleted)
         return Holdings(renamed, tuple(sorted(retained)), tuple(sorted(deleted)), tuple(sorted(outdated)))
 
     def told(self, replica_id: int, holdings: Holdings) -> None:
         """Take these holdings for known to the replica."""
         self._renamed.pop(replica_id, None)
-        self._there.get(replica_id, set()).difference_update(holdings.deleted)
+        self.shared.deleted(replica_id, holdings.deleted)
 
     def _covers(self, replica_id: int, name: str) -> bool:
         """Whether the replica has a name with all that it holds here."""
@@ -550,7 +429,7 @@ class Names:
         self._absorb_names(names - trained, opened, owner, returned, pulled, altered)
         for found in (returned.bound, returned.stayed, returned.loose):
             found.sort()
-        returned.altered = self._note_altered(altered)
+        returned.altered = self.shared.alter(altered)
         returned.deleted = self._follow_deleted(opened)
         returned.diverged = self._note_diverged(opened)
         returned.grads = opened[owner].grads if owner in opened else None
@@ -579,23 +458,13 @@ class Names:
     def _follow_deleted(self, opened: Mapping[int, Exports]) -> list[str]:
         """Delete here what the cell has deleted, unless one of its replicas still has it."""
         for replica_id, exports in opened.items():
-            self.forget(replica_id, exports.deleted)
-        kept = {name for replica_id in opened for name in self._there.get(replica_id, ())}
+            self.shared.forget(replica_id, exports.deleted)
+        kept = {name for replica_id in opened for name in self.shared.there(replica_id)}
         names = {name for exports in opened.values() for name in exports.deleted}
         followed = sorted(name for name in names - kept if name in self.user_ns)
         for name in followed:
             del self.user_ns[name]
         return followed
-
-    def _note_altered(self, altered: Iterable[str]) -> list[str]:
-        first = []
-        for name in sorted(altered):
-            has = [self._sent[r] for r in self._sent if name in self._sent[r]]
-            if has and not any(names[name].altered for names in has):
-                first.append(name)
-            for names in has:
-                names[name] = dataclasses.replace(names[name], altered=True)
-        return first
 
     def _note_diverged(self, opened: dict[int, Exports]) -> list[str]:
         first = []
@@ -669,12 +538,13 @@ class Names:
 
     def _held(self, name: str, replica_id: int) -> Any:
         """Return what is here of a name whose value another one of that replica holds. Raises Undelivered."""
-        value = self.user_ns.get(name, _MISSING)
-        awaited = value is _MISSING or name in self._awaited.get(replica_id, ())
-        if awaited or not self._shares(replica_id, name, value):
+        value = self.user_ns.get(name, MISSING)
+        awaited = value is MISSING or name in self._awaited.get(replica_id, ())
+        if awaited or not self.shared.shares(replica_id, name, value):
             raise Undelivered
         if isinstance(value, PerReplica):
-            tellers = self._sent[replica_id][name].tellers or range(len(value))
+            shared = self.shared.of(replica_id, name)
+            tellers = (shared.tellers if shared is not None else ()) or range(len(value))
             if replica_id not in tellers:
                 raise Undelivered
             value = value[tellers.index(replica_id)]
@@ -693,7 +563,7 @@ class Names:
         pulled: bool,
     ) -> None:
         known = isinstance(exports.get(owner), KnownModule)
-        before = self.user_ns.get(name, _MISSING)
+        before = self.user_ns.get(name, MISSING)
         kept = self._kept(name, exports, opened)
         if kept == name:
             return
@@ -704,14 +574,14 @@ class Names:
             refills
             and value is not before
             and type(value) is type(before)
-            and all(self._shares(r, name, before) for r in exports)
+            and all(self.shared.shares(r, name, before) for r in exports)
         ):
             # As the cell did: who else has it here sees the change.
             value = _refilled(before, value)
         if isinstance(value, Remote):
             self._keep_earlier(name, value, before, exports)
         self.user_ns[name] = value
-        self._share(exports, {name: value}, tellers=tuple(sorted(exports)))
+        self.shared.share(exports, {name: value}, tellers=tuple(sorted(exports)))
         if name not in self._loose and _trains_apart(value):
             self._loose.add(name)
             returned.loose.append(name)
@@ -723,7 +593,7 @@ class Names:
     def _keep_earlier(self, name: str, stand_in: Remote, before: object, replicas: Iterable[int]) -> None:
         """Keep what the notebook had in the place of a stand-in: should the replicas end, there is nothing else."""
         known, earlier = self._earlier.pop(name, (None, None))
-        if known is not before and any(self._shares(r, name, before) for r in replicas):
+        if known is not before and any(self.shared.shares(r, name, before) for r in replicas):
             earlier = before
         if type(earlier).__name__ == stand_in.type_name:
             self._earlier[name] = stand_in, earlier
@@ -736,10 +606,6 @@ class Names:
             return None
         now = self._content(self.user_ns[kept])
         return kept if all(self._has(r, kept, now) for r in exports) else None
-
-
-_ELSE = Content(state=(object(),))
-# No value holds this.
 
 
 def _resolved(exports: dict[int, Export], opened: Mapping[int, Exports]) -> tuple[dict[int, Export], str | None]:
@@ -788,6 +654,3 @@ def _trains_apart(value: object) -> bool:
     """Whether there is a tensor in it that each replica trains by itself."""
     held = pytree.tree_leaves(value[0]) if isinstance(value, PerReplica) else []
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf for leaf in held)
-
-
-_MISSING = object()

@@ -518,7 +518,7 @@ class Session:
         if lacking or not names:
             raise UsageError(f"the notebook has no name `{'`, `'.join(lacking)}`" if lacking else "push which names?")
         for replica_id in range(pool.size):
-            self._names.outdate(replica_id, names)
+            self._names.shared.outdate(replica_id, names)
         parcels = self._names.prepare(names, range(pool.size))
         nbytes = 0
         with _closing(parcels):
@@ -542,17 +542,17 @@ class Session:
         if not names:
             raise UsageError("pull which names?")
         # What they hold is to come as it is there, and to stay one with what has a name.
-        names = sorted({*names, *self._names.altered_in(names, replicas)})
+        names = sorted({*names, *self._names.shared.altered_in(names, replicas)})
         report = self._fetch(tuple(names), replicas)
-        standing = self._names.standing(names)
+        standing = self._names.shared.standing(names)
         try:
             returned = self._absorb(report, replicas[0], pulled=report.clean)
             self._check_fetched(names, report, returned)
         except BaseException:
-            self._names.put_back(standing)
+            self._names.shared.put_back(standing)
             raise
         stayed = {name: self._shell.user_ns[name] for name in returned.stayed}
-        self._names.put_back({name: standing[name] for name in stayed})
+        self._names.shared.put_back({name: standing[name] for name in stayed})
         for name, value in stayed.items():
             _check_brought(name, value)
         whence = f"replica {spans(replicas)}"
@@ -563,12 +563,12 @@ class Session:
         self._mend()
         name = self._names.lies_under(name, replica_id)
         report = self._fetch((name,), [replica_id])
-        standing = self._names.standing((name,))
+        standing = self._names.shared.standing((name,))
         try:
             returned = self._absorb(report, replica_id)
             value = self._shell.user_ns.get(name)
         finally:
-            self._names.put_back(standing)
+            self._names.shared.put_back(standing)
         self._check_fetched((name,), report, returned)
         _check_brought(name, value)
         return value
@@ -583,7 +583,7 @@ class Session:
 
     def _fetch(self, names: tuple[str, ...], replicas: Sequence[int]) -> Report:
         lacked = tuple(self._names.undelivered)
-        standing = tuple(self._names.alike(replicas).difference(names))
+        standing = tuple(self._names.shared.alike(replicas).difference(names))
         return self._running().run(
             {r: Fetch(names, r == replicas[0], undelivered=lacked, standing=standing) for r in replicas}
         )
@@ -677,7 +677,7 @@ class Session:
             for replica_id in recovery.filled:
                 self._names.restored(replica_id, recovery.source)
                 self._untaught.add(replica_id)
-                self._names.forget(replica_id, recovery.left)
+                self._names.shared.forget(replica_id, recovery.left)
         return [*(mended(death, recovery.source, recovery.left) for death in gone), *lost]
 
     def _mended_pool(self) -> Pool | None:
