@@ -48,6 +48,7 @@ FLOORS = (
         "reads",
         "matching",
         "attributes",
+        "checksums",
         "mirrors",
         "lazy",
         "told",

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from mirror_nb.checksums import bits
 from mirror_nb.errors import TransferError
-from mirror_nb.mirrors import Mirrors, averaged_statistics, bits, graft, load, structure, tensors
+from mirror_nb.mirrors import Mirrors, averaged_statistics, graft, load, structure, tensors
 from mirror_nb.payload import pack, unpack
 from mirror_nb.strategies.reading import Reading
 from mirror_nb.told import Told, told_of

@@ -22,13 +22,14 @@ import mirror_nb
 from mirror_nb.collectives.options import Communication
 from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.notebook.magics import MirrorMagics, _exchange
+from mirror_nb.notebook.measuring import QUICK_SIZES
 from mirror_nb.notebook.options import GradientFlags
 from mirror_nb.notebook.picker import page, widget
 from mirror_nb.notebook.picker.choice import Choice, Standing
 from mirror_nb.notebook.picker.driven_session import DrivenSession
 from mirror_nb.notebook.picker.inventory import Machine, places
 from mirror_nb.notebook.picker.widget import Picker
-from mirror_nb.notebook.session import QUICK_SIZES, Session
+from mirror_nb.notebook.session import Session
 
 Made = Callable[..., tuple[Picker, MadeSession]]
 

@@ -161,7 +161,7 @@ class MirrorMagics(Magics):
     def _bench(self, given: Any) -> AllReduceTable | StepTable:
         names = ("devices", "ops", "largest", "seconds", "shape", "batch", "optimizer")
         said = {name: value for name in names if (value := getattr(given, name)) is not None}
-        return self.session.bench(Options(**said), given.model)
+        return self.session.measuring.bench(self.session.pool, Options(**said), given.model)
 
     def _mirror(self, given: Any) -> str:
         session = self.session

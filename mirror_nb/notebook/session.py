@@ -22,10 +22,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb import devices as device_names
 from mirror_nb import modes
-from mirror_nb.bench.collectives import AllReduceTable, all_reduce
-from mirror_nb.bench.command import Options, check, imported, measure, several
-from mirror_nb.bench.steps import StepTable
-from mirror_nb.collectives.base import BYTES_PER_PACK, name_of
+from mirror_nb.collectives.base import name_of
 from mirror_nb.collectives.options import Communication
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
@@ -37,6 +34,7 @@ from mirror_nb.notebook.advising import LEAST_SECONDS, CellAdvice
 from mirror_nb.notebook.closing_line import ClosingLine, lost_values, mended, shortened
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.live import LiveDashboard
+from mirror_nb.notebook.measuring import Measuring
 from mirror_nb.notebook.names import Names, Returned
 from mirror_nb.notebook.options import AS_USUAL, CellOptions, GradientFlags
 from mirror_nb.notebook.output import CellView, CommProxy
@@ -57,10 +55,6 @@ from mirror_nb.strategies.mirrored import SETUP
 from mirror_nb.told import is_told
 from mirror_nb.values import Remote
 
-QUICK_SIZES = (64 * 2**10, 2**20, BYTES_PER_PACK)
-# Bytes, of all-reduces that are measured for the picker.
-QUICK_SECONDS = 0.3
-# For each size.
 IDLE_SECONDS = 0.2
 # Between two looks at the replicas while no cell runs; one takes 10 µs.
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
@@ -84,8 +78,6 @@ class Session:
         # Replicas that have functions of these cells from another one, without their lines.
         self._seed = 0
         self._exchange = AS_USUAL
-        self.measured: dict[tuple[str, ...], AllReduceTable] = {}
-        # What all-reduces took when they were last measured here, by devices.
         self._communication: Communication | None = None
         # What replicas begin with.
         self._reduces = Reduces("", "")
@@ -98,6 +90,7 @@ class Session:
         # Each cell that trains has one of its own.
         self._proxies: set[str] = set()
         # Comms of the replicas' widgets that the kernel knows.
+        self.measuring = Measuring(shell.user_ns, self._mended_pool)
         self._lent = Lent(self._mended_pool)
         self._names = Names(shell.user_ns, self.fetch, self._lent)
 
@@ -588,60 +581,6 @@ class Session:
             {r: Fetch(names, r == replicas[0], undelivered=lacked, standing=standing) for r in replicas}
         )
 
-    # ------------------------------------------------------------------ measuring
-
-    def bench(self, options: Options, model: str | None = None) -> AllReduceTable | StepTable:
-        """Measure the cross-device ops: alone, or under the steps of a model.
-
-        On the replicas that run, else on others that live as long as this takes. `model`: the notebook's name of a
-        module or of what makes one, else `module:function`. Raises UsageError for one that is not there and for a
-        wrong call, DeviceError for devices that are not there, and what the measurement raises.
-        """
-        devices = several(options.devices) if self._pool is None else self._measurable(self._pool, options.devices)
-        check(options, devices, model is not None)
-        made = None if model is None else self._model(model)
-        running = self._mended_pool()
-        with contextlib.nullcontext(running) if running is not None else _started(devices) as pool:
-            table = measure(pool, options, made)
-        return self._kept(table) if isinstance(table, AllReduceTable) else table
-
-    def _measurable(self, pool: Pool, devices: str | None) -> tuple[Device, ...]:
-        """Return the devices of the replicas that run. Raises UsageError for a single one, and if others are named."""
-        if devices is not None:
-            raise UsageError(
-                f"%mirror bench measures the replicas that run, on {', '.join(map(str, pool.devices))}; leave out "
-                f"--devices, or use %mirror restart --devices {devices} first (their names are lost then)"
-            )
-        if pool.size < 2:
-            raise UsageError(
-                f"one replica ({pool.devices[0]}) reduces with nobody; %mirror restart --devices cpu:0,cpu:1, say, "
-                "starts several (its names are lost then), and after %mirror stop, %mirror bench has some of its own"
-            )
-        return pool.devices
-
-    def _model(self, name: str) -> Any:
-        if name not in self._shell.user_ns and ":" not in name:
-            raise UsageError(f"--model {name}: the notebook has no such name")
-        return self._shell.user_ns[name] if name in self._shell.user_ns else imported(name)
-
-    def measure(self, devices: str) -> AllReduceTable:
-        """Time the all-reduces that fit these devices, a few sizes each, for the picker.
-
-        On the replicas that run, if they are on these devices, else on others that live as long as this takes.
-        Raises DeviceError for devices that are not there, UsageError for a single one, and what `all_reduce` raises.
-        """
-        chosen = device_names.resolve(devices, torch.cuda.device_count())
-        if self._pool is not None and self._pool.devices == chosen:
-            self._mend()
-            return self._kept(all_reduce(self._pool, sizes=QUICK_SIZES, seconds=QUICK_SECONDS))
-        with _started(chosen) as pool:
-            return self._kept(all_reduce(pool, sizes=QUICK_SIZES, seconds=QUICK_SECONDS))
-
-    def _kept(self, table: AllReduceTable) -> AllReduceTable:
-        table = dataclasses.replace(table, in_notebook=True)
-        self.measured[table.devices] = table
-        return table
-
     # ------------------------------------------------------------------ replicas that are gone
 
     def _level(self) -> None:
@@ -714,14 +653,6 @@ def _payloads(report: Report) -> dict[int, tuple[Payload, int | None]]:
         for r, a in report.answers.items()
         if a.done is not None and a.done.payload is not None
     }
-
-
-@contextlib.contextmanager
-def _started(devices: tuple[Device, ...]) -> Iterator[Pool]:
-    """Yield replicas that live as long as the block."""
-    with LocalPool(devices, setup=SETUP) as pool:
-        pool.start()
-        yield pool
 
 
 @contextlib.contextmanager

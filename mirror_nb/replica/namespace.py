@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mirror_nb import torchmetrics_objects, variables
+from mirror_nb.checksums import bits, checksums, mixed
 from mirror_nb.contents import REFILLED, has_an_identity, is_trained, refill
 from mirror_nb.data import Underway
 from mirror_nb.errors import TransferError
@@ -39,12 +40,9 @@ from mirror_nb.messages import (
 from mirror_nb.mirrors import (
     ATTRIBUTES,
     Mirrors,
-    bits,
-    checksums,
     components_in,
     load,
     mirrored_values,
-    mixed,
     told_by_all,
 )
 from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, pack, unpack

@@ -29,6 +29,7 @@ from torch.utils.data import _utils as torch_loaders
 
 from mirror_nb import modes, raised, reporting, sources, surroundings
 from mirror_nb.batches import to_device
+from mirror_nb.checksums import checksums
 from mirror_nb.collectives import process_group
 from mirror_nb.collectives.base import Member
 from mirror_nb.collectives.options import Communication, chosen
@@ -58,7 +59,6 @@ from mirror_nb.messages import (
     Steps,
     TryFused,
 )
-from mirror_nb.mirrors import checksums
 from mirror_nb.payload import Arrivals, NotRebuilt, Packed, Payload, closing_slab, pack
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica import broken, files, full, whereabouts

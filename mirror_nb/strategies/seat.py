@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mirror_nb.checksums import checksums
 from mirror_nb.collectives.base import word_device
 from mirror_nb.gradients import GradientSynchronizer
-from mirror_nb.mirrors import checksums
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
 from mirror_nb.steering import Steering

@@ -41,7 +41,7 @@ class DrivenSession(Driven):
         names = _fitting(devices)
         if len(devices) < 2:
             return Offers(operations=tuple(map(Operation, names)))
-        rows = table.rows if (table := self._session.measured.get(tuple(devices))) is not None else ()
+        rows = table.rows if (table := self._session.measuring.measured.get(tuple(devices))) is not None else ()
         times = {name: tuple((row.nbytes, row.p50_us / 1e6) for row in rows if row.op == name) for name in names}
         return Offers(
             operations=(*(Operation(name, times[name]) for name in names), Operation(AUTO)),
@@ -64,7 +64,7 @@ class DrivenSession(Driven):
 
     def measure(self, choice: Choice) -> str:
         """Time the all-reduces that fit the devices."""
-        table = self._session.measure(",".join(choice.devices))
+        table = self._session.measuring.quickly(self._session.pool, ",".join(choice.devices))
         best: dict[str, list[str]] = {}
         for size in sorted({row.nbytes for row in table.rows}):
             best.setdefault(table.fastest(size), []).append(readable.size(size))
