@@ -6,21 +6,19 @@ Processes of one thread each. Every op fills its tensor anew, reduces it and rea
 alone is measured beside it and taken off, so that what the op leaves in the caches counts. All, Open MPI's too, begin
 together: the processes meet on counters in shared memory before each, and leave within a µs. The ops take turns, some
 repetitions in a row, of which the first do not count: gloo sleeps for ms and leaves threads at work, and what comes
-next would pay for it.
+next would pay for it. "bare" is what the sums and copies alone take (benchmarks/bare.py).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import mmap
 import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,32 +26,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bare import Bare, Meeting, folder
 from machine import report
 
 SIZES = (2**10, 2**16, 2**20, 2**22, 2**26)
 IN_A_ROW, UNCOUNTED = 10, 3
 LIMIT_SECONDS = 300
-LINE_BYTES = 128
 AIMS = {2**10: 40, 2**20: 30, 2**26: 10}
 # Of "in a bucket" against gloo; an ordinary tensor shall take a quarter of gloo's time.
-
-
-class _Meeting:
-    """Where processes wait for each other, spinning: `path` is a file of zeros, a cache line for each."""
-
-    def __init__(self, path: str, me: int, n: int) -> None:
-        with open(path, "r+b") as file:
-            self._values = memoryview(mmap.mmap(file.fileno(), n * LINE_BYTES)).cast("q")
-        step = LINE_BYTES // 8
-        self._mine, self._all = me * step, range(0, n * step, step)
-        self._count = 0
-
-    def __call__(self) -> None:
-        self._count += 1
-        self._values[self._mine] = self._count
-        for other in self._all:
-            while self._values[other] < self._count:
-                os.sched_yield()
 
 
 def _measure(ops: dict[str, tuple[torch.Tensor, Callable[[], object]]], barrier: Callable[[], object], seconds: float):
@@ -75,7 +55,7 @@ def _measure(ops: dict[str, tuple[torch.Tensor, Callable[[], object]]], barrier:
 
 def _taken_off(middle: dict[str, float]) -> dict[str, float]:
     """Take off what filling and reading took."""
-    off = {name: middle["bucket alone" if name == "in a bucket" else "alone"] for name in middle}
+    off = {name: middle["bucket alone" if name in ("in a bucket", "bare") else "alone"] for name in middle}
     return {name: time - off[name] for name, time in middle.items() if "alone" not in name}
 
 
@@ -92,15 +72,17 @@ def _replica(replica_id: int, n: int, port: int, path: str, seconds: float, resu
     gloo = dist.ProcessGroupGloo(store, replica_id, n, timedelta(seconds=120))
     shared = SharedMemoryAllReduce()
     shared.bind(Member(replica_id, n, torch.device("cpu"), group))
-    meet = _Meeting(path, replica_id, n)
+    meet = Meeting(path, "ours", replica_id, n)
     found = {}
     for size in SIZES:
         ordinary, others, alone = (torch.zeros(size // 4) for _ in range(3))
         bucket, bucket_alone = (shared.allocate(size // 4, torch.float32) for _ in range(2))
+        bare = Bare(path, replica_id, n, size // 4)
         ops = {
             "alone": (alone, lambda: None),
             "bucket alone": (bucket_alone, lambda: None),
             "in a bucket": (bucket, lambda t=bucket: shared.all_reduce("sum", t).wait()),
+            "bare": (bare.tensor, bare),
             "dist.all_reduce": (ordinary, lambda t=ordinary: dist.all_reduce(t)),
             "gloo": (others, lambda t=others: gloo.allreduce([t]).wait()),
         }
@@ -153,7 +135,7 @@ def _mpi_process(path: str, seconds: float) -> None:
     mpi: Any = importlib.import_module("mpi4py.MPI")
     torch.set_num_threads(1)
     world = mpi.COMM_WORLD
-    meet = _Meeting(path, world.Get_rank(), world.Get_size())
+    meet = Meeting(path, "mpi", world.Get_rank(), world.Get_size())
     for size in SIZES:
         tensor, alone = torch.zeros(size // 4), torch.zeros(size // 4)
         middle = _measure(
@@ -168,13 +150,6 @@ def _mpi_process(path: str, seconds: float) -> None:
             print(size, middle["op"] - middle["alone"])
 
 
-def _zeros(folder: str, name: str, n: int) -> str:
-    path = os.path.join(folder, name)
-    with open(path, "wb") as file:
-        file.write(bytes(n * LINE_BYTES))
-    return path
-
-
 def _in_words(size: int) -> str:
     return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
 
@@ -187,17 +162,22 @@ def main() -> None:
     """Measure and report."""
     n = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 10.0
-    with tempfile.TemporaryDirectory() as folder:
-        found = _ours(n, _zeros(folder, "ours", n), seconds)
-        mpi = _mpi(n, _zeros(folder, "mpi", n), seconds)
+    shared = folder()
+    try:
+        found = _ours(n, shared, seconds)
+        mpi = _mpi(n, shared, seconds)
+    finally:
+        shutil.rmtree(shared)
     lines = [
         f"all-reduce of fp32, {n} processes of one thread, medians in µs, filling and reading taken off",
-        f"{'':>8}  {'gloo':>8}  {'dist.all_reduce':>16}  {'in a bucket':>16}",
+        f"{'':>8}  {'gloo':>8}  {'dist.all_reduce':>16}  {'in a bucket':>16}  {'bare':>16}",
     ]
     for size, times in found.items():
         aim = f" (aim: {AIMS[size]} ×)" if size in AIMS and n == 2 else ""
-        lines.append(f"{_in_words(size):>8}  {times['gloo']:8.0f}  {_compared(times, times['gloo'])}{aim}")
+        bare = f"{times['bare']:8.1f} {times['gloo'] / times['bare']:5.1f} ×"
+        lines.append(f"{_in_words(size):>8}  {times['gloo']:8.0f}  {_compared(times, times['gloo'])}  {bare}{aim}")
     lines.append("Aim of dist.all_reduce: 4 × gloo." if n == 2 else "Aim: never slower than gloo.")
+    lines.append("bare: the same sums and copies by torch, and two meetings, in memory like a bucket's: the least.")
     lines += ["", f"{'':>8}  {'Open MPI':>8}  {'dist.all_reduce':>16}  {'in a bucket':>16}"]
     for size, times in found.items():
         peer = mpi[size] if isinstance(mpi, dict) else math.nan
