@@ -339,6 +339,44 @@ def test_what_a_survivor_has_counted_is_counted_once(two):
     assert [float(value) for value in total.values] == [100.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        (lambda two, value, optimizer: float(value), 3.0),
+        (lambda two, value, optimizer: [float(own) for own in value.values], [3.0, 3.0]),
+        (lambda two, value, optimizer: float(optimizer.state_dict()["state"][0]["step"]), 2.0),
+        (lambda two, value, optimizer: optimizer.zero_grad(), None),
+        (lambda two, value, optimizer: bool(two.compare_parameters()), True),
+    ],
+    ids=["variable", "components", "state", "gradients", "comparison"],
+)
+def test_what_is_read_while_a_replica_dies_is_asked_again(two, read, expected, monkeypatch):
+    with two.scope():
+        value, model = mnb.Variable(1.0, trainable=False), nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        value.assign_add(1.0)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    two.run(step)
+    two.run(step)
+    pool = two._place._ready()
+    run, died = pool.run, []
+
+    def run_as_one_dies(*args: Any, **options: Any) -> Any:
+        if not died:
+            died.append(pool.status()[1].pid)
+            os.kill(died[0], signal.SIGKILL)
+        return run(*args, **options)
+
+    monkeypatch.setattr(pool, "run", run_as_one_dies)
+    assert read(two, value, optimizer) == expected
+    assert died
+    assert [float(own) for own in value.values] == [3.0, 3.0]
+
+
 def append(model: nn.Sequential) -> None:
     model.append(nn.Linear(2, 2))
 

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
@@ -64,7 +64,9 @@ from mirror_nb.variables import Variable, update_component
 
 _NO_ARGUMENTS = pack(((), {}))
 READS = 3
-# Attempts to read networks from replicas that die meanwhile.
+# Attempts to read from replicas that die meanwhile.
+
+_Answer = TypeVar("_Answer")
 
 
 @final
@@ -153,7 +155,7 @@ class ControllerPlace(Place):
         if self._pool is not None:
             pickled = self._pool.communication = by.pickled()
             requests = dict.fromkeys(range(self.num_replicas), Communicate(pickled))
-            self._answered(lambda attempt: self._ready().run(requests))
+            self._answered(lambda attempt: self._settled(self._ready().run(requests)))
             self._pool.tell(self._title(), self._operation())
             if self._dashboard is not None:
                 self._dashboard.reduces_by(self._operation())
@@ -190,6 +192,10 @@ class ControllerPlace(Place):
                 self.stale, self.calls = behind, calls
             self._let_go()
 
+    def ask(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """Call on every replica what changes nothing, or may be called twice; again where one dies meanwhile."""
+        return self._answered(lambda attempt: self.command(fn, args, changes=False))
+
     def _let_go(self) -> None:
         if self.stale:
             # Who reads a network again gets its new values first.
@@ -207,12 +213,12 @@ class ControllerPlace(Place):
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Return replica 0's state of an optimizer."""
         wanted = PerReplica([replica_id == 0 for replica_id in range(self.num_replicas)])
-        state: dict[Any, Any] = self.command(state_of, (optimizer, wanted), changes=False)[0]
+        state: dict[Any, Any] = self.ask(state_of, (optimizer, wanted))[0]
         return state
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
         """Give all replicas a state."""
-        self.command(load_state, (optimizer, state), changes=False)
+        self.ask(load_state, (optimizer, state))
 
     def log(self, values: dict[str, Any]) -> None:
         raise ContextError("losses are a replica's: log them in the function given to strategy.run")
@@ -243,7 +249,7 @@ class ControllerPlace(Place):
         return self._dashboard.show()
 
     def compare_parameters(self) -> Comparison:
-        return compare(self._ready())
+        return self._answered(lambda attempt: compare(self._ready()))
 
     def _title(self) -> str:
         networks = self._references.mirrors.roots()
@@ -387,7 +393,7 @@ class ControllerPlace(Place):
             torchmetrics_objects.watch(network, self._ask)
 
     def _ask(self, metric: Any, method: str) -> Any:
-        return self.command(torchmetrics_objects.asked, (metric, method), changes=False)[0]
+        return self.ask(torchmetrics_objects.asked, (metric, method))[0]
 
     def _push_groups(self, wanted: list[Any]) -> None:
         """Give the replicas the parameter groups that optimizers among these, and of schedulers, have got here."""
@@ -453,7 +459,7 @@ class ControllerPlace(Place):
 
     def clear_gradients(self, owner: Any, set_to_none: bool) -> None:
         if self.open and (self.holds(owner) if isinstance(owner, nn.Module) else self._trains(owner)):
-            self.command(_clear_gradients, (owner, set_to_none), changes=False)
+            self.ask(_clear_gradients, (owner, set_to_none))
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the replicas have the optimizer, or at least its network."""
@@ -469,21 +475,22 @@ class ControllerPlace(Place):
         def ask(attempt: int) -> Report:
             pool = self._ready()
             self._push_changes()
-            return pool.run({r: Fetch((), r == 0, anew or attempt > 0) for r in range(self.num_replicas)})
+            requests = {r: Fetch((), r == 0, anew or attempt > 0) for r in range(self.num_replicas)}
+            return self._settled(pool.run(requests))
 
         return self._answered(ask)
 
-    def _answered(self, ask: Callable[[int], Report]) -> Report:
-        """Ask what may be asked twice; again where a replica dies meanwhile: nobody has lost anything by that."""
-        for attempt in range(READS):
-            report = ask(attempt)
-            try:
-                settle(report, self._names)
-                break
-            except ReplicaDied:
-                if attempt + 1 == READS:
-                    raise
+    def _settled(self, report: Report) -> Report:
+        settle(report, self._names)
         return report
+
+    @staticmethod
+    def _answered(ask: Callable[[int], _Answer]) -> _Answer:
+        """Ask what may be asked twice; again where a replica dies meanwhile: nobody has lost anything by that."""
+        for attempt in range(READS - 1):
+            with suppress(ReplicaDied):
+                return ask(attempt)
+        return ask(READS - 1)
 
     # ------------------------------------------------------------------ values
 

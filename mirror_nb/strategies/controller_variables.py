@@ -40,6 +40,9 @@ class Replicas(Protocol):
     def command(self, fn: Callable[..., Any], args: tuple[Any, ...], *, changes: bool) -> list[Any]:
         """Call a function on every replica."""
 
+    def ask(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """Call one that changes nothing, or may be called twice; again where a replica dies meanwhile."""
+
     def has_sent(self, obj: object) -> bool:
         """Whether the replicas have the object."""
 
@@ -99,7 +102,7 @@ class ControllerHome:
         if kept:
             return {i: component(own) for i, own in kept.items()}
         if self._replicas.has_sent(variable):
-            values = self._replicas.command(read_component, (variable,), changes=False)
+            values = self._replicas.ask(read_component, (variable,))
         else:
             values = [component(variable)] * self._replicas.num_replicas
         return dict(enumerate(values))
@@ -113,7 +116,7 @@ class ControllerHome:
             share = share.detach().clone()
         elif isinstance(share, DistributedValues) and not _kept(variable):
             # Each replica gets its own, of a Variable that it has to have first.
-            self._replicas.command(read_component, (variable,), changes=False)
+            self._replicas.ask(read_component, (variable,))
         self.wrote(variable)
         # Here first: what cannot be assigned is refused before any replica has changed.
         apply_assign(variable, how, select(share, 0))
@@ -174,7 +177,7 @@ class ControllerHome:
 
     def froze(self, variable: Variable) -> None:
         if self._replicas.has_sent(variable):
-            self._replicas.command(set_trained, (variable, variable.requires_grad), changes=False)
+            self._replicas.ask(set_trained, (variable, variable.requires_grad))
 
     def saved(self, variable: Variable) -> tuple[Tensor, bool]:
         sent = self._replicas.has_sent(variable)
