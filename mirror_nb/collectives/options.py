@@ -55,12 +55,12 @@ class CommunicationOptions:
     # "bf16": gradients of fp32 travel in half the bytes, rounded to 8 bits; None: as they are.
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bytes_per_pack, int | float | Real):
+        if not _is_number(self.bytes_per_pack):
             raise UsageError(f"`bytes_per_pack` is {self.bytes_per_pack!r}; it must be a number, 0 for the default")
-        if not isinstance(self.timeout_seconds, int | float | Real | None):
+        if self.timeout_seconds is not None and not _is_number(self.timeout_seconds):
             raise UsageError(f"`timeout_seconds` is {self.timeout_seconds!r}; it must be a number or None")
-        if not 0 <= self.bytes_per_pack < math.inf:
-            raise UsageError(f"`bytes_per_pack` is {self.bytes_per_pack}; it is a number of bytes from 0 on")
+        if not 0 <= self.bytes_per_pack < math.inf or self.bytes_per_pack % 1:
+            raise UsageError(f"`bytes_per_pack` is {self.bytes_per_pack}; it is a whole number of bytes from 0 on")
         if self.bytes_per_pack == 0:
             object.__setattr__(self, "bytes_per_pack", BYTES_PER_PACK)
         if self.timeout_seconds is not None and not 0 < self.timeout_seconds <= LONGEST_SECONDS:
@@ -79,6 +79,11 @@ class CommunicationOptions:
             raise UsageError(
                 f"`compression` is {self.compression!r}; it is None or {', '.join(map(repr, COMPRESSIONS))}"
             )
+
+
+def _is_number(value: object) -> bool:
+    # Truth values are integers to Python, and to nobody else.
+    return isinstance(value, int | float | Real) and not isinstance(value, bool)
 
 
 @final
