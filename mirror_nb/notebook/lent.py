@@ -16,7 +16,7 @@ from typing import Any, final
 
 import torch
 
-from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError
+from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError, users_level
 from mirror_nb.messages import Call
 from mirror_nb.payload import closing_slab, pack, unpack
 from mirror_nb.pool.base import Pool
@@ -180,7 +180,7 @@ class Lent:
         try:
             living()
             for lost in kept([*self._learned(), ("metrics", also)]):
-                warnings.warn(f"the replicas ended without the latest values of {lost}", stacklevel=2)
+                warnings.warn(f"the replicas ended without the latest values of {lost}", stacklevel=users_level())
         finally:
             self._ready, self._timeout = before, None
             self._holders.clear()

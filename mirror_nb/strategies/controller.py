@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from mirror_nb import modes, surroundings, torchmetrics_objects
 from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
-from mirror_nb.errors import ContextError, ReplicaDied, UsageError
+from mirror_nb.errors import ContextError, ReplicaDied, UsageError, users_level
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
 from mirror_nb.mirrors import absorb_states, called
@@ -277,58 +277,15 @@ class ControllerPlace(Place):
         plain: bool = False,
         on_note: Callable[[Any], None] = lambda value: None,
     ) -> list[Any]:
+        """Call a function on every replica, and return what each made of it."""
         pool = self._ready()
         parts = parts_of((args, kwargs)) if parts is None else parts
         for part in parts:
             check_size(part, self.num_replicas)
-        wanted: list[Any] = []
-        function, packed = None, []
-        replicas = range(self.num_replicas)
-        captured: list[DistributedValues] = []
-
-        def reference(obj: object) -> Any:
-            if type(obj) is PerReplica:
-                captured.append(obj)
-            return self._references.token(obj, wanted)
-
+        packed: list[Packed] = []
         try:
-            kept = self._functions.get(fn)
-            moment = surroundings.moment, pool.generation
-            # Not all at each call: to look takes a third of the time of a small one.
-            if kept is None or moment != self._followed or not self._signs.hold():
-                signs = surroundings.Signs()
-                self._follow(pool)
-                self._followed, self._signs = moment, signs
-            function = kept or pack(fn, reference=reference, in_band=True).payload
-            batches = _batches_in([*parts, *captured])
-            given = (args, kwargs) if _weigh_alike(batches) else _weighed((args, kwargs))
-            # One for all where nothing in them differs.
-            for own in [select(given, i) for i in replicas] if parts else [given]:
-                packed.append(pack(own, reference=reference) if args or kwargs else _NO_ARGUMENTS)
-            if wanted:
-                if self.stale and any(map(self.holds, self._references.parts(wanted))):
-                    # Both sides take for equal from then on what a network has that is sent, parts there included.
-                    self.refresh()
-                # First what was written to the parts that a network of other parts has kept: they stay there.
-                self._push_changes()
-                self._send_objects([w for w in wanted if isinstance(w, nn.Module) or not self._objects.is_sent(w)])
-                self._push_groups(wanted)
-            if kept is None:
-                self._functions.keep(fn, function)
-            self._push_changes()
-            self._states.push()
-            self._home.push()
-            changed = self._objects.changed_settings()
-            released = tuple(self._objects.take_released())
-            around, now = (None, None) if plain else (modes.current(), surroundings.moment)
-            about = released, changed, kept is not None, around, now
-            shares = batches[0].shares if batches else None
-            made = [
-                Call(function, own.payload, plain, None if shares is None else (shares[i], sum(shares)), *about)
-                for i, own in enumerate(packed)
-            ]
-            calls = {i: made[i if parts else 0] for i in replicas}
-            slabs = {i: packed[i if parts else 0].slab for i in replicas}
+            calls = self._prepared(pool, fn, args, kwargs, parts, packed, plain)
+            slabs = {i: packed[i if parts else 0].slab for i in calls}
             any_sent = self._objects.any_sent
             listener = _Listener(on_note, calls)
             try:
@@ -343,6 +300,71 @@ class ControllerPlace(Place):
         finally:
             for sent in packed:
                 sent.close()
+        return self._taken(fn, report)
+
+    def _prepared(
+        self,
+        pool: LocalPool,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parts: Sequence[DistributedValues],
+        packed: list[Packed],
+        plain: bool,
+    ) -> dict[int, Call]:
+        """Return each replica's call, all of whose objects it has by then; arguments are `packed`, to be closed."""
+        wanted: list[Any] = []
+        captured: list[DistributedValues] = []
+        replicas = range(self.num_replicas)
+
+        def reference(obj: object) -> Any:
+            if type(obj) is PerReplica:
+                captured.append(obj)
+            return self._references.token(obj, wanted)
+
+        kept = self._functions.get(fn)
+        moment = surroundings.moment, pool.generation
+        # Not all at each call: to look takes a third of the time of a small one.
+        if kept is None or moment != self._followed or not self._signs.hold():
+            signs = surroundings.Signs()
+            self._follow(pool)
+            self._followed, self._signs = moment, signs
+        function = kept or pack(fn, reference=reference, in_band=True).payload
+        batches = _batches_in([*parts, *captured])
+        given = (args, kwargs) if _weigh_alike(batches) else _weighed((args, kwargs))
+        # One for all where nothing in them differs.
+        for own in [select(given, i) for i in replicas] if parts else [given]:
+            packed.append(pack(own, reference=reference) if args or kwargs else _NO_ARGUMENTS)
+        if wanted:
+            self._send_lacking(wanted)
+        if kept is None:
+            self._functions.keep(fn, function)
+        self._push_changes()
+        self._states.push()
+        self._home.push()
+        changed = self._objects.changed_settings()
+        released = tuple(self._objects.take_released())
+        around, now = (None, None) if plain else (modes.current(), surroundings.moment)
+        about = released, changed, kept is not None, around, now
+        shares = batches[0].shares if batches else None
+        made = [
+            Call(function, own.payload, plain, None if shares is None else (shares[i], sum(shares)), *about)
+            for i, own in enumerate(packed)
+        ]
+        return {i: made[i if parts else 0] for i in replicas}
+
+    def _send_lacking(self, wanted: list[Any]) -> None:
+        """Have the replicas get what they lack of the objects that a call needs."""
+        if self.stale and any(map(self.holds, self._references.parts(wanted))):
+            # Both sides take for equal from then on what a network has that is sent, parts there included.
+            self.refresh()
+        # First what was written to the parts that a network of other parts has kept: they stay there.
+        self._push_changes()
+        self._send_objects([w for w in wanted if isinstance(w, nn.Module) or not self._objects.is_sent(w)])
+        self._push_groups(wanted)
+
+    def _taken(self, fn: Callable[..., Any], report: Report) -> list[Any]:
+        """Take over what a call has changed, and return its results. Raises what the replicas raised."""
         # Of a call that failed, too: networks here show what it did before that, and so do learning rates.
         self._take_settings(report)
         settle(report, self._names)
@@ -563,7 +585,7 @@ class ControllerPlace(Place):
         if not self._mend(self._pool):
             warnings.warn(
                 "all replicas had died: networks, Variables and optimizers go on from what was last read here",
-                stacklevel=2,
+                stacklevel=users_level(),
             )
         return self._pool
 
@@ -614,7 +636,7 @@ class ControllerPlace(Place):
     def _keep_what_was_learned(self) -> None:
         """Bring networks, Variables, states of optimizers and metrics here, where they stay readable."""
         for lost in kept(self._learned()) if self._pool is not None else ():
-            warnings.warn(f"closed without the latest values of {lost}", stacklevel=4)
+            warnings.warn(f"closed without the latest values of {lost}", stacklevel=users_level())
 
     def _learned(self) -> Iterator[tuple[str, Callable[[], None]]]:
         if self.stale:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from mirror_nb import data
 from mirror_nb.batches import count, cut, joined, share_of, spread
 from mirror_nb.data import Distributed, GlobalBatches, Loaders, Share, Underway
-from mirror_nb.errors import TransferError, UsageError
+from mirror_nb.errors import TransferError, UsageError, users_level
 from mirror_nb.prefetch import ahead
 from mirror_nb.strategies.context import on_one_replica
 from mirror_nb.strategies.specs import spec_of
@@ -378,7 +378,7 @@ class ControllerDataset(DistributedDataset):
             warnings.warn(
                 f"a {type(batch).__name__} cannot be cut: every replica gets the whole of each batch. Have collate_fn "
                 "return tensors or arrays, or a tuple, list, dict or dataclass of them",
-                stacklevel=4,
+                stacklevel=users_level(),
             )
         return found
 

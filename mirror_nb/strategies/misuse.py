@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mirror_nb.errors import ContextError, UsageError
+from mirror_nb.errors import ContextError, UsageError, users_level
 
 LOST_SHOWN = 5
 # Names in a warning.
@@ -53,7 +53,7 @@ def warn_of_lost(fn: Any, paths: list[str]) -> None:
         f"{getattr(fn, '__qualname__', fn)} changed {named} in the replicas, on a copy that is gone: here nothing has "
         "changed. Return from the function what you want here, make a number a mnb.Variable, or have the replicas "
         "keep an object with strategy.mirror(obj)",
-        stacklevel=5,
+        stacklevel=users_level(),
     )
 
 
@@ -64,7 +64,7 @@ def warn_of_mixed(fn: Any, paths: list[str]) -> None:
         f"{getattr(fn, '__qualname__', fn)} wrote {named} on several replicas at once: the file has a mixture of what "
         "they wrote, or all of it twice. Let one of them do it, `if "
         "mnb.get_replica_context().replica_id_in_sync_group == 0:`, or return it and write it here",
-        stacklevel=5,
+        stacklevel=users_level(),
     )
 
 

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import UsageError, users_level
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import get_strategy, has_strategy, require_cross_replica
 from mirror_nb.training import keras_job
@@ -271,7 +271,9 @@ class _Commanded(Team):
             self.pull()
             self._place.command(keras_job.end, (self._strategy, self._token), changes=False)
         except Exception as reason:
-            warnings.warn(f"the Keras model keeps the values that were last read here: {reason}", stacklevel=4)
+            warnings.warn(
+                f"the Keras model keeps the values that were last read here: {reason}", stacklevel=users_level()
+            )
         finally:
             self._copies.forget()
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from mirror_nb.errors import CheckpointError, UsageError
+from mirror_nb.errors import CheckpointError, UsageError, users_level
 from mirror_nb.training import architecture, files
 from mirror_nb.training.model import Model
 from mirror_nb.training.settings import CompileSettings
@@ -143,7 +143,7 @@ def _compile(model: Model, content: Mapping[str, Any], path: str | os.PathLike[s
         warnings.warn(
             f"{os.fspath(path)!r} could not hold what the model was compiled with: {told}. Call compile(...) before "
             "fit or evaluate, then load_training(path) to go on with the training; predict works as it is",
-            stacklevel=3,
+            stacklevel=users_level(),
         )
         return
     settings = {name: architecture.decode(value) for name, value in described.items()}

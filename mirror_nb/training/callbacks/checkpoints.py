@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal, final
 
-from mirror_nb.errors import MirrorError, UsageError
+from mirror_nb.errors import MirrorError, UsageError, users_level
 from mirror_nb.training.callbacks.base import Callback, Logs
 from mirror_nb.training.callbacks.watching import Steps, better, check_save_freq, monitored
 
@@ -180,7 +180,9 @@ class BackupAndRestore(Callback):
             except (MirrorError, OSError) as error:
                 if not there:
                     raise
-                warnings.warn(f"{path} cannot be read, the backup before it is taken: {error}", stacklevel=2)
+                warnings.warn(
+                    f"{path} cannot be read, the backup before it is taken: {error}", stacklevel=users_level()
+                )
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if isinstance(self.save_freq, int) and self._steps.taken(batch, self.save_freq):
