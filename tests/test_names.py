@@ -14,6 +14,8 @@ from two_sides import Notebook, with_torch
 
 from mirror_nb import PerReplica, Remote
 from mirror_nb.errors import TransferError
+from mirror_nb.notebook.lent import Lent
+from mirror_nb.notebook.names import Names
 
 
 @pytest.fixture
@@ -48,6 +50,27 @@ def test_a_name_that_was_rebound_is_sent_anew(notebook):
     notebook.here("x = 2")
     notebook.cell("y = x")
     assert notebook.user_ns["y"] == 2
+
+
+class Counted(dict[str, object]):
+    """The names of a notebook, which tell how often somebody has gone through all of them."""
+
+    walks = 0
+
+    def items(self):
+        self.walks += 1
+        return super().items()
+
+
+def test_all_names_are_gone_through_as_often_for_many_that_a_cell_reads_as_for_one():
+    walks = []
+    for read in (["x1"], [f"x{i}" for i in range(100)]):
+        held = Counted({f"x{i}": [i] for i in range(100)})
+        names = Names(held, lambda name, replica_id: None, Lent(lambda: None))
+        for parcel in names.prepare(read, [0]):
+            parcel.packed.close()
+        walks.append(held.walks)
+    assert walks[0] == walks[1]
 
 
 def test_nothing_is_sent_that_the_cell_does_not_read(notebook):

@@ -300,7 +300,9 @@ class Names:
 
     def _names_of(self, objects: list[object]) -> set[str]:
         """Names of these objects, by which it is noticed that something has changed inside them."""
-        return {name for name, value in list(self.user_ns.items()) for one in objects if value is one}
+        # Few values have any: for the others the names need not be gone through.
+        held = list(self.user_ns.items()) if objects else ()
+        return {name for name, value in held for one in objects if value is one}
 
     def _prune(self) -> None:
         """Let go of objects that the notebook no longer has under their name."""
