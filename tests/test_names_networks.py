@@ -393,6 +393,16 @@ def test_a_network_bound_anew_in_a_cell_is_a_new_network_here(notebook):
     assert weights(notebook) == weights(notebook, 0)
 
 
+def test_nothing_is_kept_of_networks_that_are_gone_on_both_sides(notebook):
+    for _ in range(3):
+        notebook.cell(NET)
+    handles = {notebook.names.mirrors.find_handle(part) for part in notebook.user_ns["net"].modules()}
+    assert notebook.names._holders.keys() == handles
+    notebook.here("del net")
+    notebook.cell("y = 1")
+    assert not notebook.names._holders
+
+
 def test_a_network_that_only_one_replica_has_is_sent_to_the_others(notebook):
     notebook.cell(f"from torch import nn\n{NET}", [1])
     notebook.cell(TRAIN)

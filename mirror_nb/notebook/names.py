@@ -415,7 +415,10 @@ class Names:
             self.mirrors.take(arrivals)
             self._incoming.undelivered -= arrivals.handles.keys()
             for handle in opened[replica_id].gone:
-                self._holders.get(handle, set()).discard(replica_id)
+                holders = self._holders.get(handle, set())
+                holders.discard(replica_id)
+                if not holders:
+                    self._holders.pop(handle, None)
                 self.lent.gone(handle, replica_id)
         self.mirrors.gone()
         self._absorb_modules(opened, owner)
