@@ -183,3 +183,14 @@ def test_cells_count_and_the_notebook_reads(shell, place):
     run("%mirror stop")
     assert run("metric.compute()") == plain(accuracy(), 7)
     assert run("metric.reset(); metric.update(OUTPUTS, TARGETS); metric.compute()") == plain(accuracy())
+
+
+def test_what_a_cell_counts_as_it_makes_a_metric_counts_there_alone(shell):
+    run = running(shell)
+    run("%mirror start --devices cpu:0,cpu:1")
+    run("%%mirrored\nimport torchmetrics\ntotal = torchmetrics.SumMetric(); total.update(2.0)")
+    assert run("total.compute()") == 4
+    with pytest.warns(UserWarning, match="before the ``update`` method"):
+        assert run("total.clone().compute()") == 0, "not what the first of them had counted then"
+    run("%mirror restart")
+    assert run("%%mirrored\ntotal.compute()") == 4

@@ -503,6 +503,8 @@ class Names:
                 self.mirrors.learn(handle, module)
                 # All that have it tell something of it.
                 self._hold(handle, [r for r, exports in opened.items() if handle in exports.states])
+                # What they have counted counts there: a copy of the owner's would count again where it is sent.
+                torchmetrics_objects.arrived([module], counts=False)
                 torchmetrics_objects.watch(module, self._ask)
         absorb_states(self.mirrors, {r: exports.states for r, exports in opened.items()}, owner)
 
