@@ -64,6 +64,11 @@ def settle(modules: Iterable[nn.Module]) -> None:
         raise reasons[0]
 
 
+def forget(metric: Any) -> None:
+    """No replica has the metric any more: from now on it is like any other."""
+    _asks.pop(id(metric), None)
+
+
 def arrived(modules: Iterable[nn.Module], counts: bool) -> None:
     """Metrics came from another process: have them count anew, unless what they have counted `counts` here."""
     for metric in (metric for module in modules for metric in _metrics_in(module)):

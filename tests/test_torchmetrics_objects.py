@@ -194,3 +194,29 @@ def test_what_a_cell_counts_as_it_makes_a_metric_counts_there_alone(shell):
         assert run("total.clone().compute()") == 0, "not what the first of them had counted then"
     run("%mirror restart")
     assert run("%%mirrored\ntotal.compute()") == 4
+
+
+def test_a_metric_is_as_any_other_once_all_replicas_that_had_it_have_died(shell):
+    run = running(shell)
+    run("%mirror start --devices cpu:0,cpu:1")
+    run("import torchmetrics\nsent = torchmetrics.SumMetric(); sent.update(3.0)")
+    run("%%mirrored\nmade = torchmetrics.SumMetric(); made.update(2.0); sent.update(1.0)")
+    with pytest.raises(mnb.ReplicaDied):
+        run("%%mirrored\nimport os\nos._exit(1)")
+    with pytest.warns(UserWarning, match="before the ``update`` method"):
+        assert run("made.compute()") == 0
+    run("made.reset()")
+    assert run("sent.compute()") == 3
+    run("sent.update(1.0)")
+    run("%%mirrored\nmade.update(1.0); sent.update(1.0)")
+    assert run("made.compute(), sent.compute()") == (2, 6)
+
+
+def test_a_metric_that_some_replicas_lack_says_so(shell):
+    run = running(shell)
+    run("%mirror start --devices cpu:0,cpu:1")
+    run("%%mirrored --replicas 0\nimport torchmetrics\ntotal = torchmetrics.SumMetric(); total.update(2.0)")
+    with pytest.raises(mnb.UsageError, match=r"SumMetric\.compute\(\) .* replica 1 lacks this one: name it"):
+        run("total.compute()")
+    run("%%mirrored\ntotal.update(1.0)")
+    assert run("total.compute()") == 4

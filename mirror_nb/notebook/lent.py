@@ -232,6 +232,11 @@ class Lent:
         if pool is not None and holders:
             raise_for(self._asked(pool, sorted(holders), load_state, (optimizer, state)), pool.devices)
 
+    def replicas(self) -> set[int]:
+        """Return the ids of the replicas that there are now, new ones in the place of those that died."""
+        pool = self._ready()
+        return set() if pool is None else set(range(pool.size))
+
     def ask_all(self, fn: Callable[..., Any], args: tuple[Any, ...], token: Callable[[object], Any]) -> Any:
         """Call `fn` in all replicas, whose objects `token` means; return what the first of them returned."""
         pool = self._ready()

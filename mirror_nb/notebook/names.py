@@ -26,7 +26,7 @@ from mirror_nb.contents import (
     refill,
     stays_itself,
 )
-from mirror_nb.errors import TransferError
+from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.insides import inside
 from mirror_nb.messages import (
     Export,
@@ -43,6 +43,7 @@ from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.parcels import Parcel, Parcels
 from mirror_nb.notebook.shared import MISSING, SharedNames
 from mirror_nb.payload import Arrivals, Payload, unpack
+from mirror_nb.pool.failures import spans
 from mirror_nb.reads import names_read
 from mirror_nb.strategies.reading import reading
 from mirror_nb.told import is_told
@@ -195,6 +196,17 @@ class Names:
         self.shared.share(arrived, parcel.names, parcel.packed.global_names)
 
     def _ask(self, metric: Any, method: str) -> Any:
+        # Those that died have others in their place by now.
+        replicas, have = self.lent.replicas(), self._holders.get(self.mirrors.handle(metric), set())
+        if not have:
+            # All that had it are gone, and what they had counted.
+            torchmetrics_objects.forget(metric)
+            return torchmetrics_objects.asked(metric, method)
+        if lacking := replicas - have:
+            raise UsageError(
+                f"{type(metric).__name__}.{method}() is a matter of all replicas, and replica {spans(lacking)} lacks "
+                "this one: name it in a mirrored cell that runs on all of them"
+            )
         return self.lent.ask_all(torchmetrics_objects.asked, (metric, method), self._token)
 
     def keep(self) -> None:
