@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -926,6 +927,44 @@ def test_what_is_not_one_piece_of_memory_is_refused_and_nothing_else_is_written_
             assert kind == "UsageError"
             assert "is not one piece of memory, which gloo takes it for; pass tensor.contiguous()" in message
         assert tried[0][1].startswith("all_reduce of float32[8, 4]: a tensor of shape (8, 4) with strides ")
+
+
+@pytest.mark.parametrize(
+    ("form", "refused"),
+    [
+        ("columns", ("scatter",)),
+        ("turned parts", ("reduce_scatter", "scatter")),
+        ("turned output", ("reduce_scatter", "scatter")),
+        ("all turned", ()),
+    ],
+)
+def test_parts_are_scattered_as_they_are_and_refused_where_gloo_goes_by_another_order_in_memory(
+    crew: Crew, form: str, refused: tuple[str, ...]
+) -> None:
+    def ask(replica_id: int, form: str, refused: tuple[str, ...]) -> tuple[list[Any], bool]:
+        columns = list(torch.arange(6.0 * N).view(2, 3 * N).chunk(N, 1))
+        parts = columns if form == "columns" else [part.contiguous() for part in columns]
+        if form in ("turned parts", "all turned"):
+            parts = [part.t().contiguous().t() for part in parts]
+        output = torch.zeros(3, 2).t() if form in ("turned output", "all turned") else torch.zeros(2, 3)
+        told, right = [], True
+        for name, times in (("reduce_scatter", N), ("scatter", 1)):
+            # Only the replica that has the parts can tell.
+            given = parts if name == "reduce_scatter" or replica_id == 0 else None
+            if name in refused:
+                told += [outcome(functools.partial(getattr(dist, name), output, given))] if given else []
+            else:
+                getattr(dist, name)(output, given)
+                right &= output.equal(columns[replica_id] * times)
+        return told, right and total(replica_id) == 6.0
+
+    for replica_id, (told, right) in enumerate(crew.call(ask, form, refused)):
+        assert right
+        assert len(told) == (len(refused) if replica_id == 0 else "reduce_scatter" in refused)
+        for kind, message in told:
+            assert kind == "UsageError"
+            assert "in another order than the output with strides" in message
+            assert "pass tensor.contiguous() for both" in message
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -49,6 +49,9 @@ _TO_ROOT = frozenset({"gather", "gather_into_tensor", "reduce"})
 _IN_ONE_PIECE = frozenset({"all_reduce", "all_to_all_single", "broadcast", "reduce", "reduce_scatter", "scatter"})
 # Collectives of whose first argument gloo takes the memory from its first element on, whatever its strides.
 
+_AS_THEY_LIE = frozenset({"reduce_scatter", "scatter"})
+# Those of whose second one it takes the elements in the order of memory, too, and puts them into the first in that.
+
 _Begun = tuple[Exchange, list[Tensor]]
 # With what torch's handle gives as its result.
 
@@ -70,21 +73,44 @@ def alike(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def gap(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why gloo would read and write other memory than that of a collective's tensors; empty: it would not.
+    """Why gloo would take other elements than a collective's tensors show, or in another order; empty: it would not.
 
     What lies between the elements of a slice it changes, and behind an expanded one the memory of others.
     """
-    given = next(iter((*args, *kwargs.values())), None) if label in _IN_ONE_PIECE else None
-    for tensor in pytree.tree_leaves(given):
+    given = [*args, *kwargs.values()]
+    for tensor in pytree.tree_leaves(given[:1]) if label in _IN_ONE_PIECE else []:
         # One that is transposed, or in channels_last, has all its memory.
-        if not _strided_on_cpu(tensor) or tensor.is_contiguous():
-            continue
-        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        if _strided_on_cpu(tensor) and not _in_one_piece(tensor):
             return (
                 f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not one piece of memory, "
                 "which gloo takes it for; pass tensor.contiguous(), and copy the result back"
             )
+    if label not in _AS_THEY_LIE:
+        return ""
+    output = next(filter(_strided_on_cpu, pytree.tree_leaves(given[:1])), None)
+    for tensor in pytree.tree_leaves(given[1:2]):
+        if output is None or not _strided_on_cpu(tensor):
+            continue
+        # Those with gaps a reduce_scatter copies first.
+        copied = label == "reduce_scatter" and not _in_one_piece(tensor)
+        if not (output.is_contiguous() if copied else _lie_alike(tensor, output)):
+            return (
+                f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} lies in memory in another "
+                f"order than the output with strides {output.stride()}, and gloo goes by that; pass "
+                "tensor.contiguous() for both"
+            )
     return ""
+
+
+def _in_one_piece(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    ways = [[step for step, size in zip(t.stride(), t.shape, strict=True) if size > 1] for t in (one, other)]
+    return ways[0] == ways[1]
 
 
 def parts(label: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_replicas: int) -> list[int]:
