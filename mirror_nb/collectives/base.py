@@ -257,7 +257,7 @@ class CrossDeviceOps(abc.ABC):
         wider = widened(tensor) if op is ReduceOp.MEAN else tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
         total = wider.clone(memory_format=torch.contiguous_format)
         real = self.carried(torch.view_as_real(total) if total.dtype.is_complex else total)
-        self._run("reduce", real, lambda group: group.reduce([real], options))
+        self._run("reduce", tensor.nbytes, real.device, lambda group: group.reduce([real], options))
         if self.member.replica_id != destination:
             return None
         if op is ReduceOp.MEAN:
@@ -279,7 +279,7 @@ class CrossDeviceOps(abc.ABC):
         options.rootRank = source
         whole = as_sent(tensor.detach())
         sent = self.carried(whole)
-        self._run("broadcast", sent, lambda group: group.broadcast([sent], options))
+        self._run("broadcast", tensor.nbytes, sent.device, lambda group: group.broadcast([sent], options))
         if sent is not whole:
             whole.copy_(sent)
 
@@ -296,7 +296,7 @@ class CrossDeviceOps(abc.ABC):
         if self.member.num_replicas == 1:
             parts[0].copy_(given)
         into = [[as_sent(part) for part in parts]] if mine else []
-        self._run("gather", given, lambda group: group.gather(into, [as_sent(given)], options))
+        self._run("gather", tensor.nbytes, given.device, lambda group: group.gather(into, [as_sent(given)], options))
         return [part.to(tensor.device) for part in parts] if mine else None
 
     @final
@@ -344,15 +344,17 @@ class CrossDeviceOps(abc.ABC):
         # NCCL refuses them, and gloo takes hardly anything from a GPU.
         return tensor if self.member.has_nccl else tensor.cpu()
 
-    def _run(self, op: str, tensor: Tensor, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+    def _run(
+        self, op: str, nbytes: int, device: torch.device, begin: Callable[[dist.ProcessGroup], dist.Work]
+    ) -> None:
+        """Begin and end a collective of a tensor of `nbytes` bytes, of which what is sent lies on `device`."""
         member = self.member
         queued = time.perf_counter_ns()
-        if self._timed_by_gpu and tensor.is_cuda:
-            self._run_on_gpu(op, tensor, begin, queued)
+        if self._timed_by_gpu and device.type == "cuda":
+            self._run_on_gpu(op, nbytes, device, begin, queued)
             return
         self._carry_out(begin)
         if member.record is not None:
-            nbytes = tensor.numel() * tensor.element_size()
             member.record(Timing(op, nbytes, -1, queued, queued, time.perf_counter_ns()))
 
     def _carry_out(self, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
@@ -361,7 +363,12 @@ class CrossDeviceOps(abc.ABC):
             self._complete(begin(self.member.group))
 
     def _run_on_gpu(
-        self, op: str, tensor: Tensor, begin: Callable[[dist.ProcessGroup], dist.Work], queued: int
+        self,
+        op: str,
+        nbytes: int,
+        device: torch.device,
+        begin: Callable[[dist.ProcessGroup], dist.Work],
+        queued: int,
     ) -> None:
         member = self.member
 
@@ -370,8 +377,7 @@ class CrossDeviceOps(abc.ABC):
             return Finished()
 
         self.record_ended()
-        handle = self._between_events(tensor.device, complete)
-        nbytes = tensor.numel() * tensor.element_size()
+        handle = self._between_events(device, complete)
         Reduction(handle, member.record, nbytes, -1, queued, self._unrecorded, op=op).wait()
 
     def _between_events(self, device: torch.device, begin: Callable[[], Handle]) -> Handle:

@@ -358,10 +358,23 @@ def test_every_collective_is_timed(pool, name):
 reduced(torch.ones(1000))
 ops.all_reduce("mean", torch.ones(10), bucket=3).wait()
 ops.broadcast(torch.ones(4), 0)
+ops.gather(torch.ones(5), 0)
+ops.reduce("sum", torch.ones(6), 0)
+# Its bytes, not those of what it is added up in.
+ops.reduce("mean", torch.ones(7, dtype=torch.bfloat16), 0)
+ops.reduce("sum", torch.ones(8, dtype=torch.int16), 0)
 seen = [(t.op, t.nbytes, t.bucket, t.queued <= t.started <= t.ended or num_replicas == 1) for t in timings]
 """,
     )
-    expected = [("all_reduce", 4000, -1, True), ("all_reduce", 40, 3, True), ("broadcast", 16, -1, True)]
+    expected = [
+        ("all_reduce", 4000, -1, True),
+        ("all_reduce", 40, 3, True),
+        ("broadcast", 16, -1, True),
+        ("gather", 20, -1, True),
+        ("reduce", 24, -1, True),
+        ("reduce", 14, -1, True),
+        ("reduce", 16, -1, True),
+    ]
     assert all(found["seen"] == expected for found in values.values())
 
 
