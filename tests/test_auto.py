@@ -230,6 +230,21 @@ def test_all_replicas_take_the_same_ops_as_measured_once(replicas: Callable[[int
     assert set(json.loads(written[1])["microseconds"]) == {"4096", "65536"}
 
 
+def test_what_it_measures_is_no_part_of_the_training(replicas: Callable[[int], LocalPool], tmp_path, quick):
+    source = """
+import torch, torch.distributed as dist
+from mirror_nb.collectives.base import Member
+
+timings = []
+ops.bind(Member(replica_id, num_replicas, device, dist.group.WORLD, timings.append))
+ops.all_reduce("sum", torch.ones(1000)).wait()
+ops.unbind()
+summed = [(timing.op, timing.nbytes) for timing in timings if timing.op == "all_reduce"]
+"""
+    ran = run_cell(replicas(2), quick + source, {"ops": AutoAllReduce(CANDIDATES, cache=tmp_path)})
+    assert all(found["summed"] == [("all_reduce", 4000)] for found in ran.values.values())
+
+
 def test_what_is_in_the_cache_decides(replicas: Callable[[int], LocalPool], tmp_path, quick):
     pool = replicas(2)
     ops = AutoAllReduce(CANDIDATES, cache=tmp_path)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import reprlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, final
 
@@ -47,7 +47,7 @@ BYTES_PER_PACK = 25 * 2**20
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Member:
     """One replica among those that reduce together."""
 
@@ -128,7 +128,7 @@ class CrossDeviceOps(abc.ABC):
         return False
 
     def parts(self) -> Sequence[CrossDeviceOps]:
-        """Return the ops that this one is made of: they are bound with it, and share its memory."""
+        """Return the ops that this one is made of: they are bound with it, share its memory, and record nothing."""
         return ()
 
     # ------------------------------------------------------------------ in a replica
@@ -155,8 +155,10 @@ class CrossDeviceOps(abc.ABC):
         self._unrecorded: deque[Reduction] = deque()
         self._timed_by_gpu = member is not None and member.record is not None and member.device.type == "cuda"
         self._clock = None
+        # What the whole records covers its parts.
+        silent = None if member is None else dataclasses.replace(member, record=None)
         for part in self.parts():
-            part._belong(member, fabric)
+            part._belong(silent, fabric)
 
     @property
     def member(self) -> Member:

@@ -426,6 +426,34 @@ ops = Largest()
     assert all(found["found"] == [pool.size - 1] * 2 for found in values.values())
 
 
+class Chained(CrossDeviceOps):
+    """Has another op do it, by the method that anybody calls."""
+
+    def __init__(self, inner: CrossDeviceOps) -> None:
+        self.inner = inner
+
+    def parts(self) -> list[CrossDeviceOps]:
+        return [self.inner]
+
+    def start(self, op, flat):
+        return self.inner.all_reduce(op, flat)
+
+    def unfit_for(self, devices):
+        return None
+
+
+def test_a_collective_is_timed_once_whatever_ops_it_is_made_of(pool, name):
+    values = run(
+        pool,
+        Chained(Chained(OPS[name]())),
+        """
+ops.all_reduce("sum", torch.ones(1000), bucket=2).wait()
+seen = [(t.op, t.nbytes, t.bucket) for t in timings]
+""",
+    )
+    assert all(found["seen"] == [("all_reduce", 4000, 2)] for found in values.values())
+
+
 WRAPS = """
 import torch
 from mirror_nb import CrossDeviceOps, SharedMemoryAllReduce
