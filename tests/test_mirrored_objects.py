@@ -242,6 +242,21 @@ def test_what_is_told_from_nothing_else_is_not_mirrored(two, obj):
         two.mirror(obj)
 
 
+def test_a_variable_of_another_place_is_not_mirrored_afterwards(two):
+    with two.scope():
+        own = mnb.Variable(1.0)
+    assert two.mirror(own) is own
+    with mnb.MirroredStrategy(["cpu:0"]) as other, other.scope():
+        others = mnb.Variable(1.0, name="count")
+    for variable in (mnb.Variable(1.0, name="count"), others):
+        with pytest.raises(mnb.UsageError, match=r"count was made outside .* scope, .*Make one of its value"):
+            two.mirror(variable)
+    with two.scope():
+        made = mnb.Variable(others.detach().clone())
+    two.run(lambda: made.assign_add(1.0))
+    assert made == 2
+
+
 def test_a_checkpoint_written_here_has_all_that_the_replicas_learned_and_training_goes_on_from_it(two):
     alone = with_adam()
     with two.scope():

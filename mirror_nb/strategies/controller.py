@@ -37,6 +37,7 @@ from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome
 from mirror_nb.strategies.functions import Functions
 from mirror_nb.strategies.misuse import (
+    made_elsewhere,
     refuse_steps,
     warn_of_lost,
     warn_of_mixed,
@@ -127,6 +128,8 @@ class ControllerPlace(Place):
                 f"a {type(obj).__name__} that is trained cannot be mirrored alone: what replicas make of it would not "
                 "come back here. Make it a mnb.Variable, or mirror the module that has it"
             )
+        if isinstance(obj, Variable) and obj.home is not self._home:
+            raise made_elsewhere(obj)
         for part in obj.modules() if isinstance(obj, nn.Module) else (obj,):
             self._note(part)
         return obj

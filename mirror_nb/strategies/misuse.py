@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mirror_nb.errors import ContextError, UsageError, users_level
+from mirror_nb.variables import Variable
 
 LOST_SHOWN = 5
 # Names in a warning.
@@ -33,6 +34,15 @@ def of_another_strategy(obj: object) -> UsageError:
         f"the function captures {_a(type(obj).__name__)} of another strategy than the one that runs it: what replicas "
         "assigned to their copies would be lost. Make it in this strategy's scope, or pass its value "
         "(variable.detach().clone())"
+    )
+
+
+def made_elsewhere(variable: Variable) -> UsageError:
+    """The error for a Variable that is to be mirrored and is none of this strategy's."""
+    return UsageError(
+        f"{variable.name} was made outside this strategy's scope, and a Variable cannot be mirrored afterwards: what "
+        "replicas assign would not show here. Make one of its value, `with strategy.scope(): variable = "
+        "mnb.Variable(variable.detach().clone())`, or an attribute of a module, and mirror that"
     )
 
 
