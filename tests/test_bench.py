@@ -16,6 +16,8 @@ import torch
 from driving import run_cell
 from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from traitlets.config import Config
 
 import mirror_nb as mnb
@@ -247,6 +249,8 @@ def test_a_model_that_takes_other_inputs_is_told_how_to_bring_them(replicas):
         (lambda: (make(), (torch.ones(2, 6), torch.ones(3, 6))), {}, "all tensors need the same first size"),
         (lambda: (make(), torch.ones(4, 6), 3), {}, "returned the loss 3; it must be a function"),
         (lambda: make().requires_grad_(False), {"shape": (6,)}, "the model's parameters are all frozen"),
+        (lambda: DistributedDataParallel(make()), {"shape": (6,)}, "return the network without it"),
+        (lambda: nn.Sequential(fully_shard(make())), {"shape": (6,)}, "by DistributedDataParallel or FSDP"),
         (make, {"shape": "6"}, "`shape` is '6'; it is that of one example"),
         (make, {"shape": (6.0,)}, r"`shape` is \(6.0,\); it is that of one example"),
         (make, {"batch": 2.5}, "`batch` is 2.5; it must be a whole number"),

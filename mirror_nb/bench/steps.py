@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -34,6 +35,7 @@ from mirror_nb.collectives.options import Communication, CommunicationOptions
 from mirror_nb.devices import cores
 from mirror_nb.errors import UsageError
 from mirror_nb.fused import step_times
+from mirror_nb.sharded import has_sharded
 from mirror_nb.strategies.place import Place
 
 if TYPE_CHECKING:
@@ -398,6 +400,9 @@ def _made(task: _Task, device: torch.device) -> tuple[nn.Module, Any, Callable[[
     model, *given = made if isinstance(made, tuple) else (made,)
     if not isinstance(model, nn.Module) or len(given) > 2:
         raise UsageError(f"the model's function returned {made!r}; it may return a module, its inputs and a loss")
+    if has_sharded(model) or any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+        # It would wait for the other replicas where one trains alone.
+        raise UsageError("the model is synchronised by DistributedDataParallel or FSDP; return the network without it")
     if len(given) == 2 and not callable(given[1]):
         raise UsageError(f"the model's function returned the loss {given[1]!r}; it must be a function of the outputs")
     if given:
