@@ -304,6 +304,10 @@ ODD = {
         "works = dist.batch_isend_irecv(ops)\nif replica_id == 0: [w.wait() for w in works]; dist.recv(x, 1)",
         "replica 1, from which it receives, has come to the end and sent 1 of 2",
     ),
+    "two for one that receives from any": (
+        "dist.recv(x) if replica_id else [dist.send(x, 1) for _ in range(2)]",
+        "replica 1, to which it sends, has come to the end and received 1 of 2",
+    ),
     "one in a group of its own": (
         "group = dist.new_group([0, 1])\nif replica_id == 0: dist.recv(x, 1, group=group)",
         "replica 1, from which it receives, has come to the end and sent none of 1",

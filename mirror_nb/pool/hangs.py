@@ -96,9 +96,12 @@ def _without_its_half(one: Found | None, group: str, replica: int, wait: Wait) -
     sends = wait.collective.startswith("send")
     half = "recv" if sends else "send"
     begun = next(({(kind, r): n for kind, r, n in g.between} for g in one.groups if g.group == group), None)
-    if begun is None or (half, None) in begun or begun.get((half, replica), 0) >= wait.number:
+    if begun is None:
         return ""
-    count = begun.get((half, replica), 0)
+    # What it received from any of them may all have come from this replica, and no more than that.
+    count = begun.get((half, replica), 0) + begun.get((half, None), 0)
+    if count >= wait.number:
+        return ""
     has = f"has come to the end and {'received' if sends else 'sent'} {count or 'none'} of {wait.number}"
     return f"replica {wait.partner}, {'to which it sends' if sends else 'from which it receives'}, {has}; {_IN_PAIRS}"
 
