@@ -308,6 +308,11 @@ ODD = {
         "dist.recv(x) if replica_id else [dist.send(x, 1) for _ in range(2)]",
         "replica 1, to which it sends, has come to the end and received 1 of 2",
     ),
+    "one from any": (
+        "dist.send(x, 0) if replica_id else [dist.recv(x) for _ in range(2)]",
+        "recv of float32[3] at Cell In[1], line 4: dist.send(x, 0) if replica_id else [dist.recv(x) for _ in "
+        "range(2)], but replica 1 has come to the end and sent 1 of 2",
+    ),
     "one in a group of its own": (
         "group = dist.new_group([0, 1])\nif replica_id == 0: dist.recv(x, 1, group=group)",
         "replica 1, from which it receives, has come to the end and sent none of 1",
@@ -340,6 +345,12 @@ def test_a_send_or_receive_whose_other_half_may_come_is_left_alone(two, source):
     ran = run_cell(two, BEGIN + "import threading\nx = torch.full((3,), float(replica_id))\n" + source)
     assert ran.report.clean, ran.report.failures
     goes_on(two)
+
+
+def test_a_receive_from_any_waits_for_whoever_still_runs(three):
+    source = "if replica_id == 0: dist.recv(x)\nif replica_id == 2: time.sleep(1.2); dist.send(x, 0)"
+    ran = run_cell(three, BEGIN + "x = torch.ones(3)\n" + source)
+    assert ran.report.clean, ran.report.failures
 
 
 def test_a_third_replica_that_has_ended_is_nothing_to_a_send_and_its_receive(three):

@@ -76,6 +76,11 @@ def uneven(found: Mapping[int, Found], idle: Set[int], running: Set[int]) -> str
                 if lacking and wait.partner in idle and isinstance(one, Whereabouts):
                     return f"replica {r} waits in {wait.collective}{_at(one)}, but {lacking}"
                 continue
+            if wait.collective.startswith("recv"):
+                lacking = _sent_by_nobody({p: found.get(p) for p in group.replicas if p != r}, group, r)
+                if lacking and {*group.replicas} - {r} <= idle and isinstance(one, Whereabouts):
+                    return f"replica {r} waits in {wait.collective}{_at(one)}, but {lacking}"
+                continue
             gone = [p for p in group.replicas if p in idle and _will_not_come(found.get(p), group.group, wait.number)]
             if gone and isinstance(one, Whereabouts):
                 return _uneven(r, one, wait, gone, found)
@@ -104,6 +109,21 @@ def _without_its_half(one: Found | None, group: str, replica: int, wait: Wait) -
         return ""
     has = f"has come to the end and {'received' if sends else 'sent'} {count or 'none'} of {wait.number}"
     return f"replica {wait.partner}, {'to which it sends' if sends else 'from which it receives'}, {has}; {_IN_PAIRS}"
+
+
+def _sent_by_nobody(others: Mapping[int, Found | None], group: Collectives, replica: int) -> str:
+    """Say that others, which run nothing, sent less than a replica receives from them or any; empty: one may send."""
+    sent = 0
+    for one in others.values():
+        if not isinstance(one, Whereabouts) or one.request is not None or one.threads:
+            return ""
+        begun = [entry for its in one.groups if its.group == group.group for entry in its.between]
+        sent += sum(n for kind, r, n in begun if kind == "send" and r == replica)
+    received = sum(n for kind, _, n in group.between if kind == "recv")
+    if sent >= received:
+        return ""
+    have = f"{_replicas(sorted(others))} {'have' if len(others) > 1 else 'has'} come to the end"
+    return f"{have} and sent {sent or 'none'} of {received}; {_IN_PAIRS}"
 
 
 def _at(one: Whereabouts) -> str:
