@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import multiprocessing
@@ -606,6 +607,21 @@ def test_what_a_script_for_torchrun_begins_with_takes_the_group_that_is_there(cr
 
 def all_reduce_alone(replica_id: int) -> None:
     dist.all_reduce(torch.zeros(3, 4))
+
+
+def test_a_coalescing_that_an_error_has_left_takes_no_collective_of_the_next_request(crew: Crew) -> None:
+    def leave(_: int) -> None:
+        from torch.distributed.distributed_c10d import _coalescing_manager
+
+        with contextlib.suppress(KeyError), _coalescing_manager():
+            raise KeyError("in the middle")
+
+    def go_on(replica_id: int) -> float:
+        process_group.mark()
+        return total(replica_id)
+
+    crew.call(leave)
+    assert crew.call(go_on) == [6.0] * N
 
 
 def test_an_interrupt_ends_a_wait_in_all_reduce(crew: Crew) -> None:

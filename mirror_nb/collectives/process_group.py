@@ -153,6 +153,8 @@ def abort(error: BaseException) -> None:
 def mark() -> None:
     """Count collectives from here on, for `standing`: a request begins, and may initialise the group as scripts do."""
     state.offered = True
+    # torch keeps the list of a coalescing that an error has left, and would add every later collective to it alone.
+    getattr(getattr(distributed_c10d, "_world", None), "pg_coalesce_state", {}).clear()
     for group in state.groups:
         group.mark()
 
