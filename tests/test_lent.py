@@ -436,6 +436,21 @@ def test_the_state_of_an_optimizer_that_the_notebook_has_by_another_name_lives_o
 
 
 @pytest.mark.parametrize("run", ["%%mirrored\n"], indirect=True)
+def test_a_state_that_went_with_a_name_in_the_replicas_costs_calls_of_a_strategy_nothing(run):
+    run("import mirror_nb as mnb\nown = mnb.MirroredStrategy(['cpu:0', 'cpu:1'])\nmany = [optimizer, *range(5000)]")
+    run("before = own.mirror(optimizer); own.mirror(model)")
+    run("def step():\n    model(x).sum().backward(); before.step()\nown.run(step); before.state_dict(); del before")
+    run(THERE + "\ndel scheduler")
+    for _ in range(2):
+        run("%%mirrored\noptimizer = torch.optim.SGD(model.parameters(), 0.5)\nimport gc; gc.collect()")
+    with pytest.warns(UserWarning, match="state of this AdamW was in the replicas.*replicas go on with theirs"):
+        assert run("own.run(lambda: 1)") == 1
+    with pytest.raises(UsageError, match="the state of this AdamW was in the replicas"):
+        run("many[0].state_dict()")
+    run("own.close()")
+
+
+@pytest.mark.parametrize("run", ["%%mirrored\n"], indirect=True)
 def test_a_state_that_went_with_a_name_in_the_replicas_is_an_error_where_it_is_looked_at(run):
     run(THERE + "\ndel scheduler")
     # So many are not looked through before each cell.

@@ -9,6 +9,7 @@ Knows optimizers and whom to ask.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -79,7 +80,13 @@ class States:
         for optimizer, signs in list(self._signs.items()):
             replaced = not isinstance(optimizer.state, _State)
             read = signs is not None and self._read_at.get(optimizer) == keeper.calls
-            if replaced or (read and signs != _signs_of(optimizer)):
+            try:
+                written = replaced or (read and signs != _signs_of(optimizer))
+            except UsageError as lost:
+                # By mirrored cells that had it, too. The call may be about others.
+                warnings.warn(f"{lost}; the strategy's replicas go on with theirs", stacklevel=2)
+                continue
+            if written:
                 self._loaded(optimizer)
 
     def here(self, optimizer: Any) -> bool:
