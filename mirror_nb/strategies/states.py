@@ -17,7 +17,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import UsageError, users_level
 from mirror_nb.readable import listed
 from mirror_nb.told import parameters_of
 
@@ -84,7 +84,7 @@ class States:
                 written = replaced or (read and signs != _signs_of(optimizer))
             except UsageError as lost:
                 # By mirrored cells that had it, too. The call may be about others.
-                warnings.warn(f"{lost}; the strategy's replicas go on with theirs", stacklevel=2)
+                warnings.warn(f"{lost}; the strategy's replicas go on with theirs", stacklevel=users_level())
                 continue
             if written:
                 self._loaded(optimizer)
