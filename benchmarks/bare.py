@@ -1,4 +1,4 @@
-"""The least that an all-reduce through shared memory takes: torch's sums, a copy of them, and two meetings.
+"""About the least that an all-reduce through shared memory takes: torch's sums, a copy of them, and two meetings.
 
 Each process sums a slice where all read it, and lays it down for all, block by block. Nobody is checked, timed, or
 noticed when gone. Every replica has its own result, since users change gradients in place (to clip them).
