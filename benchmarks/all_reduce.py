@@ -177,7 +177,7 @@ def main() -> None:
         bare = f"{times['bare']:8.1f} {times['gloo'] / times['bare']:5.1f} ×"
         lines.append(f"{_in_words(size):>8}  {times['gloo']:8.0f}  {_compared(times, times['gloo'])}  {bare}{aim}")
     lines.append("Aim of dist.all_reduce: 4 × gloo." if n == 2 else "Aim: never slower than gloo.")
-    lines.append("bare: the same sums and copies by torch, and two meetings, in memory like a bucket's: about the least.")
+    lines.append("bare: torch's sums and copies alone, and two meetings, in memory like a bucket's: about the least.")
     lines += ["", f"{'':>8}  {'Open MPI':>8}  {'dist.all_reduce':>16}  {'in a bucket':>16}"]
     for size, times in found.items():
         peer = mpi[size] if isinstance(mpi, dict) else math.nan
