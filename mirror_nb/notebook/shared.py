@@ -50,10 +50,7 @@ class BothSides:
 
 
 class SharedNames:
-    """The names that replicas have. `user_ns` is the dictionary of ordinary cells; `content` tells what a value holds.
-
-    What is said of a replica's value is said of the notebook's, too, as long as the name has that here.
-    """
+    """The names that replicas have. `user_ns` is the dictionary of ordinary cells; `content` tells what a value holds."""
 
     def __init__(self, user_ns: MutableMapping[str, Any], content: Callable[[object], Content | None]) -> None:
         self._user_ns = user_ns
