@@ -50,7 +50,7 @@ class BothSides:
 
 
 class SharedNames:
-    """The names that replicas have. `user_ns`: the dictionary of ordinary cells; `content` tells what a value holds."""
+    """The names that replicas have. `user_ns`: the dictionary of ordinary cells; `content` tells what one holds."""
 
     def __init__(self, user_ns: MutableMapping[str, Any], content: Callable[[object], Content | None]) -> None:
         self._user_ns = user_ns
