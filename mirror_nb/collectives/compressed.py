@@ -11,7 +11,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.base import CrossDeviceOps, Member
+from mirror_nb.collectives.fabric import Fabric
 from mirror_nb.collectives.handles import Expanding, Handle
 from mirror_nb.devices import Device
 from mirror_nb.values import ReduceOp
@@ -35,6 +36,11 @@ class Compressed(CrossDeviceOps):
     def parts(self) -> Sequence[CrossDeviceOps]:
         """Return the op that reduces."""
         return (self.ops,)
+
+    def _belong(self, member: Member | None, fabric: Fabric | None) -> None:
+        super()._belong(member, fabric)
+        # It records what is asked of it alone: gradients are compressed, what replicas tell each other beside is not.
+        self.ops._belong(member, fabric)
 
     def start(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Begin an all-reduce of a rounded copy."""

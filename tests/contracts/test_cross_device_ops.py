@@ -10,6 +10,7 @@ import pytest
 from driving import run_cell
 
 from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.compressed import Compressed
 from mirror_nb.collectives.gloo import GlooAllReduce
 from mirror_nb.collectives.hierarchical_copy import HierarchicalCopyAllReduce
 from mirror_nb.collectives.one_device import ReductionToOneDevice
@@ -452,6 +453,22 @@ seen = [(t.op, t.nbytes, t.bucket) for t in timings]
 """,
     )
     assert all(found["seen"] == [("all_reduce", 4000, 2)] for found in values.values())
+
+
+def test_what_goes_past_the_compression_is_timed_too(pool, name):
+    values = run(
+        pool,
+        Compressed(OPS[name]()),
+        """
+ops.all_reduce("mean", torch.ones(1000), bucket=2).wait()
+# As what replicas tell each other beside their gradients.
+ops.ops.all_reduce("sum", torch.ones(10)).wait()
+ops.ops.broadcast(torch.ones(4), 0)
+seen = [(t.op, t.nbytes, t.bucket) for t in timings]
+""",
+    )
+    expected = [("all_reduce", 4000, 2), ("all_reduce", 40, -1), ("broadcast", 16, -1)]
+    assert all(found["seen"] == expected for found in values.values())
 
 
 WRAPS = """
