@@ -23,10 +23,10 @@ def folder() -> str:
 
 
 class Meeting:
-    """Where `n` processes wait for each other, spinning: a file in `folder`, a cache line for each."""
+    """Where `n` processes wait for each other, spinning: a file in `place`, a cache line for each."""
 
-    def __init__(self, folder: str, name: str, me: int, n: int) -> None:
-        path = Path(folder, name)
+    def __init__(self, place: str, name: str, me: int, n: int) -> None:
+        path = Path(place, name)
         # Whoever comes first makes it; to others it has its length already.
         with open(os.open(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
             file.truncate(n * LINE_BYTES)
@@ -46,11 +46,11 @@ class Meeting:
 class Bare:
     """An all-reduce of `numel` fp32 among `n` processes; `tensor` is this one's."""
 
-    def __init__(self, folder: str, me: int, n: int, numel: int, *, mean: bool = False) -> None:
+    def __init__(self, place: str, me: int, n: int, numel: int, *, mean: bool = False) -> None:
         name = f"{numel}-{mean}"
-        parts = [torch.from_file(f"{folder}/{name}-{i}", shared=True, size=numel) for i in range(n)]
+        parts = [torch.from_file(f"{place}/{name}-{i}", shared=True, size=numel) for i in range(n)]
         self.tensor = parts[me]
-        self._meet = Meeting(folder, f"{name}-meeting", me, n)
+        self._meet = Meeting(place, f"{name}-meeting", me, n)
         self._scale = 1 / n if mean else None
         each, step = -(-numel // n), BLOCK_BYTES // 4
         begin, end = min(each * me, numel), min(each * (me + 1), numel)

@@ -93,8 +93,8 @@ class Strategy(ABC):
         module, settings and state of an optimizer, a scheduler or a scaler come back here; what replicas change in any
         other object stays with them. With one replica in this process there is nothing to do.
 
-        Raises UsageError for what cannot be told from its equals, a number or a list, and for a single tensor that
-        requires gradients.
+        Raises UsageError for what cannot be told from its equals, a number or a list, for a single tensor that
+        requires gradients, and for a Variable that was made elsewhere.
         """
         self._place.check_open()
         return self._place.mirror(obj)
