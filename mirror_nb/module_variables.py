@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, final
 
 from mirror_nb import plain, sources
+from mirror_nb.imported import left_out_of_tracebacks
 from mirror_nb.replaced import Replaced
 
 _Path = tuple[str, ...]
@@ -38,7 +39,9 @@ _taken: Variables = {}
 def watch() -> None:
     """Notice from now on what modules hold after their import; again is once."""
     if not _watched:
-        _watched.append(Replaced(importlib.machinery.SourceFileLoader, "exec_module", after=_executed))
+        loader = importlib.machinery.SourceFileLoader
+        _watched.append(Replaced(loader, "exec_module", after=_executed))
+        left_out_of_tracebacks(loader.exec_module)
         for module in sources.users().values():
             _note(module)
 

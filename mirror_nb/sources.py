@@ -18,6 +18,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+_STDLIB = sysconfig.get_path("stdlib")
+# Found once: Python 3.13 cannot say while it imports what it finds that with, after which it is asked here.
+
 _specs: dict[str, Any] = {}
 # By module: the spec that it had when it was looked at; it gets another one where it is loaded anew.
 _reloads: dict[str, int] = {}
@@ -44,7 +47,7 @@ def is_users(name: str) -> bool:
 def _is_users_file(file: str) -> bool:
     if "site-packages" in file or "dist-packages" in file:
         return False
-    return not file.startswith(sysconfig.get_path("stdlib"))
+    return not file.startswith(_STDLIB)
 
 
 def changed() -> dict[str, tuple[str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import signal
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -84,3 +85,21 @@ def test_another_thread_imports_as_ever(library):
 
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(imported).result() == 3
+
+
+@pytest.mark.parametrize("error", ["1 / 0", "raise ImportError('broken')"])
+def test_an_import_that_fails_is_told_by_the_users_lines_alone(tmp_path, error):
+    for file, text in {"outer": "import inner", "inner": error, "libraries": "1 / 0"}.items():
+        (tmp_path / f"{file}.py").write_text(text + "\n")
+    program = (
+        "import traceback, mirror_nb\n"
+        "from mirror_nb.imported import when_imported\n"
+        "when_imported('libraries', 'mirror_nb.seeds:watch')\n"
+        "for name in ('outer', 'libraries'):\n"
+        "    try: __import__(name)\n"
+        "    except Exception as error:\n"
+        "        print(*(frame.filename for frame in traceback.extract_tb(error.__traceback__)), sep='\\n')\n"
+    )
+    out = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    files = ["<string>", f"{tmp_path}/outer.py", f"{tmp_path}/inner.py", "<string>", f"{tmp_path}/libraries.py"]
+    assert out.stdout.splitlines() == files
