@@ -32,6 +32,8 @@ class Replaced:
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
+            # IPython and pytest leave this frame out of what they show of an error in the original.
+            __tracebackhide__ = True
             if before is not None and not self._removed:
                 before(*args, **kwargs)
             returned = original(*args, **kwargs)
