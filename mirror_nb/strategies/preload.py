@@ -12,6 +12,7 @@ Who dies in these seconds is noticed all the same (`pool.local`), and replaced a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -119,5 +120,7 @@ if "multiprocessing.forkserver" in sys.orig_argv[-1]:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, _before)
     signal.signal(signal.SIGALRM, _load_the_rest)
+    # Python's own way out walks what is loaded once more, and triton tells of all that it finds frozen as leaked.
+    atexit.register(os._exit, 0)
     os.register_at_fork(after_in_parent=_load_after_the_first)
     _load_later()

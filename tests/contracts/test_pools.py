@@ -147,7 +147,7 @@ def test_the_next_cell_works_after_an_exception(pool):
 
 
 def test_a_cell_that_is_no_python_is_a_syntax_error(pool):
-    ran = run_cell(pool, "x = (")
+    ran = run_cell(pool, "x = )")
     assert set(ran.errors.values()) == {"SyntaxError"}
     pool.mend()
 
