@@ -528,7 +528,7 @@ def test_an_exception_can_be_caught_by_its_class_of_the_notebook(notebook):
 
 
 def test_a_syntax_error_is_shown_with_its_place(notebook):
-    shown = notebook.run("%%mirrored\nx = 1\ny = (")
+    shown = notebook.run("%%mirrored\nx = 1\ny = )")
     assert shown.error[0] == "SyntaxError"
     assert "line 3" in shown.error[2]
 

@@ -223,11 +223,21 @@ STATEMENTS = st.recursive(
 )
 
 
+class Generators(ast.NodeTransformer):
+    """Put a generator, which sees the same names, for each list that is made in an expression: from Python 3.12 on
+    symtable tells of the names in one as if they were the scope's around it.
+    """
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.GeneratorExp:  # noqa: N802
+        self.generic_visit(node)
+        return ast.copy_location(ast.GeneratorExp(node.elt, node.generators), node)
+
+
 def globals_of(source: str) -> tuple[set[str], set[str], set[str]]:
     """What Python says: names that are looked up among the globals, names bound at the top level, and names that
     the body of a class binds and reads, which may be looked up there.
     """
-    top = symtable.symtable(source, "cell", "exec")
+    top = symtable.symtable(ast.unparse(Generators().visit(ast.parse(source))), "cell", "exec")
     looked_up = {s.get_name() for s in top.get_symbols() if s.is_referenced()}
     assigned = {s.get_name() for s in top.get_symbols() if s.is_assigned()}
     stack, of_classes = list(top.get_children()), set()
