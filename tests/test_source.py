@@ -228,7 +228,7 @@ class Generators(ast.NodeTransformer):
     symtable tells of the names in one as if they were the scope's around it.
     """
 
-    def visit_ListComp(self, node: ast.ListComp) -> ast.GeneratorExp:  # noqa: N802
+    def visit_ListComp(self, node: ast.ListComp) -> ast.GeneratorExp:
         self.generic_visit(node)
         return ast.copy_location(ast.GeneratorExp(node.elt, node.generators), node)
 
