@@ -11,6 +11,7 @@ import pickle
 import queue
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import traceback
@@ -1008,6 +1009,19 @@ def test_torch_still_has_the_private_names_that_are_relied_on() -> None:
         "_unregister_all_process_groups",
     ):
         assert hasattr(distributed_c10d, name), name
+
+
+def test_torchs_recorder_is_kept_from_our_groups() -> None:
+    """From torch 2.15 on it is attached to new groups but of these backends, which raises for a group in Python."""
+    program = (
+        "from torch.distributed import distributed_c10d\n"
+        "recording = vars(distributed_c10d).setdefault('_FR_SELF_RECORDING_BACKENDS', set())\n"
+        "from mirror_nb.collectives import process_group\n"
+        "process_group.install()\n"
+        "print('mirror_nb' in recording)"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert out.stdout == "True\n"
 
 
 def test_every_communicating_method_of_torchs_group_is_wrapped() -> None:
