@@ -569,6 +569,9 @@ def test_a_destination_is_a_device_that_is_there_or_a_value(two):
     for none in (None, [], ["cpu:0"]):
         with pytest.raises(ValueError, match="it must be one of a device"):
             two.extended.batch_reduce_to("mean", [(each, none)])
+    for pairs in (None, 3, each, [each]):
+        with pytest.raises(ValueError, match="must hold pairs of a value and its destination"):
+            two.extended.batch_reduce_to("mean", pairs)
 
 
 def test_datasets_iterators_and_what_libraries_call_can_be_named_in_annotations(two):

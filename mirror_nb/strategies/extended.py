@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
@@ -104,7 +104,8 @@ class StrategyExtended:
         self, reduce_op: Any, value_destination_pairs: Sequence[Any], options: Any = None
     ) -> list[Any]:
         """Return the reduced value of each (value, destination) pair."""
-        pairs = list(value_destination_pairs)
+        # What is no collection is no pair either.
+        pairs = list(value_destination_pairs) if isinstance(value_destination_pairs, Iterable) else [None]
         if any(not isinstance(pair, (tuple, list)) or len(pair) != 2 for pair in pairs):
             raise UsageError("`value_destination_pairs` must hold pairs of a value and its destination")
         for _, destination in pairs:
