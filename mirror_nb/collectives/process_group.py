@@ -77,7 +77,8 @@ def install() -> None:
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     # torch 2.15 attaches a recorder of collectives to each new group but of these, and to do so to a group in Python
     # raises.
-    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(BACKEND)
+    recording: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(BACKEND)
     state.torch_init = distributed_c10d.init_process_group
     _replace("init_process_group", _wrap_init)
     _replace("batch_isend_irecv", _wrap_batch)
