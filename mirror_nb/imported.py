@@ -8,10 +8,10 @@ import importlib.util
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, final
 
 
@@ -47,16 +47,15 @@ def uninterrupted() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def left_out_of_tracebacks(function: Callable[..., Any]) -> None:
+def left_out_of_tracebacks(function: Any) -> None:
     """Show its frames no more than the import system's own: an import that fails is told by the user's lines alone.
 
     Python (`remove_importlib_frames` in import.c) knows those by the file and the function that their code names, and
     ends at ours otherwise, so that three of the import system's are shown beside each.
     """
-    if isinstance(function, FunctionType):
-        function.__code__ = function.__code__.replace(
-            co_filename="<frozen importlib._bootstrap_external>", co_name="_call_with_frames_removed"
-        )
+    function.__code__ = function.__code__.replace(
+        co_filename="<frozen importlib._bootstrap_external>", co_name="_call_with_frames_removed"
+    )
 
 
 _asked: set[tuple[str, str]] = set()
