@@ -569,8 +569,10 @@ def test_a_destination_is_a_device_that_is_there_or_a_value(two):
     for none in (None, [], ["cpu:0"]):
         with pytest.raises(ValueError, match="it must be one of a device"):
             two.extended.batch_reduce_to("mean", [(each, none)])
-    for pairs in (None, 3, each, [each]):
-        with pytest.raises(ValueError, match="must hold pairs of a value and its destination"):
+    for pairs, named in ((None, "None"), (3, "3"), (each, "1.0"), ([each], "PerReplica"), ([(each,)], "PerReplica")):
+        with pytest.raises(
+            ValueError, match=f"(?s)must hold pairs of a value and its destination; .*{named}.* is none"
+        ):
             two.extended.batch_reduce_to("mean", pairs)
 
 

@@ -104,12 +104,14 @@ class StrategyExtended:
         self, reduce_op: Any, value_destination_pairs: Sequence[Any], options: Any = None
     ) -> list[Any]:
         """Return the reduced value of each (value, destination) pair."""
-        # What is no collection is no pair either.
-        pairs = list(value_destination_pairs) if isinstance(value_destination_pairs, Iterable) else [None]
-        if any(not isinstance(pair, (tuple, list)) or len(pair) != 2 for pair in pairs):
-            raise UsageError("`value_destination_pairs` must hold pairs of a value and its destination")
-        for _, destination in pairs:
-            self._check_destination(destination)
+        given = value_destination_pairs
+        pairs = list(given) if isinstance(given, Iterable) else [given]
+        for pair in pairs:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise UsageError(
+                    f"`value_destination_pairs` must hold pairs of a value and its destination; {pair!r:.80} is none"
+                )
+            self._check_destination(pair[1])
         return [self.reduce_to(reduce_op, value, destination) for value, destination in pairs]
 
     def _check_destination(self, destination: Any) -> None:
