@@ -316,6 +316,17 @@ def test_what_cannot_be_made_again_costs_the_rest_nothing(notebook):
     assert notebook.user_ns["z"] == 4
 
 
+def test_what_torch_exports_can_be_used_in_the_next_cell(notebook):
+    """Of its graph the pickle of torch before 2.15 can make nothing again."""
+    notebook.cell(
+        "import torch; net = torch.nn.Linear(2, 1); made = torch.export.export(net, (torch.ones(4, 2),)); y = 2"
+    )
+    assert notebook.user_ns["y"] == 2
+    assert isinstance(notebook.user_ns["net"], torch.nn.Linear)
+    notebook.cell("z = made.module()(torch.ones(4, 2)).shape[0]")
+    assert notebook.user_ns["z"] == 4
+
+
 def test_networks_with_a_say_of_their_own_travel_where_they_can(notebook):
     notebook.cell("import torch, torch.fx; from torch import nn; graph = torch.fx.symbolic_trace(nn.Linear(2, 1))")
     assert isinstance(notebook.user_ns["graph"], torch.fx.GraphModule)
