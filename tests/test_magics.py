@@ -224,6 +224,26 @@ def test_a_mistake_says_what_was_wrong(run, capsys, line, says):
     assert says in f"{caught.value}{capsys.readouterr()}"
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("strategy.reduce('sum', 1)", "strategy = mirror_nb.MirroredStrategy(...)"),
+        ("(lambda: device)()", "'device' is bound in mirrored cells: begin the cell with %%mirrored.\n"),
+    ],
+)
+def test_a_name_of_mirrored_cells_is_explained_where_an_ordinary_one_lacks_it(shell, line, says):
+    with capture_output() as shown:
+        shell.run_cell(line)
+    assert says in shown.stderr
+
+
+def test_other_names_that_are_lacking_are_python_s_to_tell(shell):
+    with capture_output() as shown:
+        shell.run_cell("strategies")
+        shell.run_cell("1 / 0")
+    assert shown.stderr == ""
+
+
 def test_a_cell_runs_and_its_names_come_back(run, shell):
     value, shown = run("n = 20")[0], run("%%mirrored\nm = n + 1\nprint('in the cell')\nm * 2")
     assert value is None

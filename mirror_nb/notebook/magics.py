@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError as MagicUsageError
 from IPython.core.getipython import get_ipython
-from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.utils.process import arg_split
@@ -18,6 +19,7 @@ from mirror_nb.bench.collectives import AllReduceTable
 from mirror_nb.bench.command import Options
 from mirror_nb.bench.steps import StepTable
 from mirror_nb.errors import MirrorError, UsageError
+from mirror_nb.notebook.names import RESERVED
 from mirror_nb.notebook.options import CellOptions, GradientFlags
 from mirror_nb.notebook.picker.driven_session import DrivenSession
 from mirror_nb.notebook.session import Session
@@ -58,6 +60,7 @@ class MirrorMagics(Magics):
         self._shell = shell
         self._picker: Picker | None = None
         # One: shown again, it is the same.
+        shell.events.register("post_run_cell", _tell_where_bound)
 
     @no_var_expand
     @magic_arguments()
@@ -182,6 +185,18 @@ class MirrorMagics(Magics):
                 return session.pull(given.names, given.replica)
             case _:
                 return session.status()
+
+
+def _tell_where_bound(ran: ExecutionResult) -> None:
+    """Say below the NameError of an ordinary cell that its name is one of a mirrored cell's."""
+    error = ran.error_in_exec
+    if isinstance(error, NameError) and error.name in RESERVED:
+        here = "; `strategy = mirror_nb.MirroredStrategy(...)` makes one for cells without it"
+        print(
+            f"{error.name!r} is bound in mirrored cells: begin the cell with %%mirrored"
+            f"{here if error.name == 'strategy' else ''}.",
+            file=sys.stderr,
+        )
 
 
 def _check_options(given: Any) -> None:
