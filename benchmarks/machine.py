@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+
+from mirror_nb.cores import cores
 
 
 def calibration() -> float:
@@ -29,9 +30,8 @@ def description() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
-        f"{cores} cores of {model}; GPUs: {', '.join(gpus) or 'none'}\n"
+        f"{cores()} cores of {model}; GPUs: {', '.join(gpus) or 'none'}\n"
         f"a million additions in Python take {calibration():.0f} ms of it now (others may use it too)\n"
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}\n"
         f"{datetime.now(UTC):%Y-%m-%d}"

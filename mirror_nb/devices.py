@@ -5,7 +5,6 @@ Asks no driver: the caller says how many GPUs are visible.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -89,8 +88,3 @@ def named(devices: Sequence[object] | str | int) -> tuple[Device, ...]:
             f"CPU and GPU replicas cannot be mixed: {', '.join(map(str, chosen))}; name devices of one kind"
         )
     return chosen
-
-
-def cores() -> int:
-    """Return how many of the machine's cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

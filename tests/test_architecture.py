@@ -13,7 +13,7 @@ import mirror_nb
 PACKAGE = Path(mirror_nb.__file__).parent
 FLOORS = (
     {"errors"},
-    {"devices", "telemetry", "replaced", "imported", "handles", "nameless", "readable", "layouts"},
+    {"devices", "cores", "telemetry", "replaced", "imported", "handles", "nameless", "readable", "layouts"},
     {
         "messages",
         "channel",

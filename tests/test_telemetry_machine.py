@@ -12,6 +12,7 @@ import psutil
 import pytest
 from driving import eventually
 
+from mirror_nb.cores import cores
 from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.telemetry import machine
 from mirror_nb.telemetry.machine import HOT, Gpus, Host
@@ -129,7 +130,7 @@ def test_memory_of_a_cpu_replica_is_what_the_system_says():
     assert machine.memory_total == psutil.virtual_memory().total
     assert 0 <= machine.utilisation <= 1
     assert mine.temperature is None
-    assert machine.cores == len(os.sched_getaffinity(0))
+    assert machine.cores == cores()
 
 
 def test_what_a_cpu_did_in_a_moment_is_not_told():

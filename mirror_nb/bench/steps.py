@@ -32,7 +32,7 @@ from mirror_nb.bench.collectives import check_seconds, chosen_ops
 from mirror_nb.bench.replicas import of
 from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.options import Communication, CommunicationOptions
-from mirror_nb.devices import cores
+from mirror_nb.cores import cores
 from mirror_nb.errors import UsageError
 from mirror_nb.fused import step_times
 from mirror_nb.sharded import has_sharded

@@ -26,6 +26,7 @@ from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, Member, n
 from mirror_nb.collectives.handles import Handle
 from mirror_nb.collectives.measuring import Trial, compare
 from mirror_nb.collectives.topology import numa_nodes
+from mirror_nb.cores import cores
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp
@@ -202,7 +203,7 @@ def surroundings(member: Member, candidates: Sequence[CrossDeviceOps]) -> dict[s
     return {
         "format": _FORMAT,
         "machine": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "nodes": numa_nodes(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if member.device.type == "cuda"

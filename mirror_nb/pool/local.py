@@ -42,7 +42,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from mirror_nb.channel import Channel, ChannelClosed, Frame
-from mirror_nb.devices import Device, cores
+from mirror_nb.cores import cores
+from mirror_nb.devices import Device
 from mirror_nb.errors import DeviceError, ReplicaError
 from mirror_nb.messages import Exit, Record, Rendezvous, ReplicaSpec
 from mirror_nb.pool import huge_pages, nanny, outside

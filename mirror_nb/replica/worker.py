@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mirror_nb import event_files, surroundings
 from mirror_nb.channel import Channel, ChannelClosed
 from mirror_nb.collectives import process_group, sealed
-from mirror_nb.devices import cores
+from mirror_nb.cores import cores
 from mirror_nb.errors import PeerFailed
 from mirror_nb.messages import (
     Abort,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, final
 
 import psutil
 
-from mirror_nb.devices import cores
+from mirror_nb.cores import cores
 from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.telemetry.samples import clock
 

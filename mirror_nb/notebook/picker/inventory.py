@@ -11,6 +11,7 @@ from typing import Any, TypeVar, final
 
 import psutil
 
+from mirror_nb.cores import cores
 from mirror_nb.errors import UsageError
 from mirror_nb.telemetry.machine import Gpus, Host, Reading
 from mirror_nb.telemetry.samples import clock
@@ -120,7 +121,7 @@ class Machine:
                 Card(device, read.get(device) or _unknown(device), self._tenants(device)) for device in self._places
             ),
             host=self._host.read()[-1],
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=cores(),
             links=self._links,
             note=self._note,
         )
