@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,10 @@ import mirror_nb
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a command line and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A sign that a terminal lacks costs no table.
+            stream.reconfigure(errors="replace")
     parser = _parser()
     given = vars(parser.parse_args(arguments))
     if "run" not in given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TextIO
 
 
 def number(value: float) -> str:
@@ -53,3 +54,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
     lines = ("  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows)
     return [line.rstrip() for line in lines]
+
+
+def writable(text: str, stream: TextIO) -> str:
+    """Return it with other signs for those that the stream's encoding lacks: `12 \\xb5s` on a terminal of ASCII."""
+    # What a program puts in the place of standard output may be able to write and no more.
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import os
 import pickle
 import re
@@ -397,6 +398,16 @@ def test_a_line_that_comes_in_parts_is_named_once_unless_another_replica_has_spo
         listener.take(replica, Stream("stdout", text))
     out = capsys.readouterr().out
     assert out == "[replica 1] one [replica 2] two [replica 1] more\nnone [replica 1] last\n"
+
+
+def test_what_a_console_cannot_show_costs_no_run(monkeypatch):
+    console = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", console)
+    _Listener(lambda value: None, range(2)).take(1, Stream("stdout", "voilà\n"))
+    console.flush()
+    assert console.buffer.getvalue() == b"[replica 1] voil\\xe0\n"  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys, "stdout", None)
+    _Listener(lambda value: None, range(2)).take(1, Stream("stdout", "a program without a console\n"))
 
 
 def test_a_result_that_cannot_be_opened_here_leaves_no_descriptor(two):

@@ -195,3 +195,36 @@ def test_what_a_callback_says_before_it_fails_is_not_lost(capsys):
     with pytest.raises(OSError, match="full"):
         fail()
     assert capsys.readouterr().out == "epoch 1: val_loss has improved\n"
+
+
+class Tee:
+    """What people put in the place of standard output, to keep it in a file too."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("console", [None, io.TextIOWrapper(io.BytesIO(), "ascii"), Tee()])
+def test_any_console_or_none_does(monkeypatch, console):
+    monkeypatch.setattr(sys, "stdout", console)
+    clock = Clock()
+    progress = Progress(clock=clock)
+    progress.begin_epoch(0, 1, 4)
+    clock.now += 1
+    progress.update(1, {"über": 1.0}, 25)
+    progress.end_epoch({"über": 0.5})
+    say("12 µs")
+    progress.close()
+    if isinstance(console, Tee):
+        assert "über 0.5" in console.text
+        assert console.text.endswith("12 µs\n")
+    elif console is not None:
+        console.flush()
+        assert rb"\xfcber 0.5" in console.buffer.getvalue()
+        assert console.buffer.getvalue().endswith(b"12 \\xb5s\n")

@@ -372,6 +372,14 @@ def test_the_command_line_hands_over_what_was_written(monkeypatch):
     assert taken == [Options(pid=12, once=True, every=2.5)]
 
 
+def test_the_command_line_ends_well_on_a_terminal_that_lacks_some_signs(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(command, "run", lambda options: print("12 µs", flush=True) or 0)
+    assert main(["watch"]) == 0
+    assert terminal.buffer.getvalue() == b"12 ?s\n"  # type: ignore[attr-defined]
+
+
 def test_on_a_terminal_it_draws_loads_no_torch_and_ends_with_ctrl_c(controller):
     ours, theirs = pty.openpty()
     source = (

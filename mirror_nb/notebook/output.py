@@ -22,7 +22,7 @@ from mirror_nb.devices import Device
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, Stream
 from mirror_nb.notebook.view import view_of
 from mirror_nb.pool.failures import spans
-from mirror_nb.readable import duration
+from mirror_nb.readable import duration, writable
 
 TAIL_LINES = 100
 TAIL_CHARACTERS = 20_000
@@ -145,7 +145,7 @@ class CellView:
         match message:
             case Stream(name, text):
                 stream = sys.stdout if name == "stdout" else sys.stderr
-                stream.write(text)
+                stream.write(writable(text, stream))
                 stream.flush()
                 self._in_line = not text.endswith("\n")
             case Display(data, metadata, transient, update):

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
-from typing import Any, TypeVar, final
+from typing import Any, TextIO, TypeVar, final
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
 from mirror_nb.pool.recovery import compare, recover
 from mirror_nb.pool.report import Report
+from mirror_nb.readable import writable
 from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.controller_variables import ControllerHome
@@ -726,16 +727,17 @@ class _Listener:
 
     def _show(self, replica_id: int, message: Stream) -> None:
         """Show what a replica printed: replica 0's as it is, the others' with their number before each line."""
-        stream = sys.stdout if message.name == "stdout" else sys.stderr
+        # A program without a console has neither.
+        stream: TextIO | None = sys.stdout if message.name == "stdout" else sys.stderr
         lines = message.text.splitlines(keepends=True)
-        if not lines:
+        if not lines or stream is None:
             return
         goes_on = self._unfinished.pop(message.name, None) == replica_id
         if not lines[-1].endswith(("\n", "\r")):
             self._unfinished[message.name] = replica_id
         if replica_id:
             lines = [line if goes_on and not i else f"[replica {replica_id}] {line}" for i, line in enumerate(lines)]
-        stream.write("".join(lines))
+        stream.write(writable("".join(lines), stream))
 
     def close(self) -> None:
         if self._files is not None:

@@ -8,6 +8,7 @@ alone. Knows nothing of models.
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any, TextIO, final
 from tqdm import tqdm
 
 from mirror_nb.errors import UsageError
-from mirror_nb.readable import duration
+from mirror_nb.readable import duration, writable
 from mirror_nb.training.history import plain, shown
 
 DRAW_SECONDS = 0.1
@@ -29,8 +30,14 @@ COLUMNS = 100
 
 def say(text: str) -> None:
     """Write a line to standard output, above any bar."""
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
+    out = _console()
+    tqdm.write(writable(text, out), file=out)
+    out.flush()
+
+
+def _console() -> TextIO:
+    """Return standard output; a program without a console has none."""
+    return sys.stdout or io.StringIO()
 
 
 @final
@@ -49,9 +56,10 @@ class Progress:
         if verbose not in (0, 1, 2, "auto"):
             raise UsageError(f"`verbose` is 0 (nothing), 1 or 'auto' (a bar), or 2 (a line an epoch), not {verbose!r}")
         self._lines = verbose != 0
-        self._out = sys.stdout if out is None else out
-        self._live = verbose in (1, "auto") and (self._out.isatty() or _in_notebook(self._out))
-        self._between = DRAW_SECONDS if self._out.isatty() else NOTEBOOK_SECONDS
+        self._out = _console() if out is None else out
+        self._terminal = hasattr(self._out, "isatty") and self._out.isatty()
+        self._live = verbose in (1, "auto") and (self._terminal or _in_notebook(self._out))
+        self._between = DRAW_SECONDS if self._terminal else NOTEBOOK_SECONDS
         self._clock = clock
         self._bar: _Bar | None = None
         self._title = ""
@@ -96,7 +104,7 @@ class Progress:
         left = self._left(1.0)
         spent = duration(self._clock() - self._began) + (f", {duration(left)} left" if left else "")
         say_to = [self._title, *_metrics(logs), *self._rate(), spent]
-        tqdm.write("  ".join(say_to), file=self._out)
+        tqdm.write(writable("  ".join(say_to), self._out), file=self._out)
         self._out.flush()
 
     def say(self, text: str) -> None:
@@ -126,7 +134,7 @@ class Progress:
 
     def _draw(self, step: int, logs: Mapping[str, Any]) -> None:
         if self._bar is None:
-            width: dict[str, Any] = {"dynamic_ncols": True} if self._out.isatty() else {"ncols": COLUMNS}
+            width: dict[str, Any] = {"dynamic_ncols": True} if self._terminal else {"ncols": COLUMNS}
             self._bar = _Bar(total=self._steps, file=self._out, leave=False, bar_format=" ", **width)
         part = min(step / self._steps, 1.0) if self._steps else None
         left = None if part is None else self._left(part)
