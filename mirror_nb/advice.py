@@ -18,10 +18,15 @@ _MOSTLY = 0.4
 # Part of a step without which a single process might be as fast as two.
 
 
+def one_process(threads: int) -> str:
+    """Return how that is called which replicas are compared with."""
+    return f"one process with {threads} thread{'s' if threads > 1 else ''}"
+
+
 def slower_than_alone(replicas_ms: float, alone_ms: float, num_replicas: int, alone: str) -> str | None:
     """Say that one process is faster than the replicas; times are of a step on the same global batch.
 
-    `alone` says how it computed: "one process with 2 threads".
+    `alone` says how it computed, as `one_process` does.
     """
     if alone_ms >= WORTH * replicas_ms:
         return None

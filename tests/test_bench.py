@@ -403,6 +403,10 @@ def test_a_gain_that_nobody_would_notice_is_not_worth_a_word():
     assert advice.buckets_too_small(1, 10.0, 2, 9.5) is None
 
 
+def test_one_process_is_told_by_its_threads():
+    assert [advice.one_process(n) for n in (1, 2)] == ["one process with 1 thread", "one process with 2 threads"]
+
+
 def test_small_buckets_are_compared_with_larger_ones(replicas):
     source = """
 import mirror_nb as mnb

@@ -309,7 +309,7 @@ class _Measurement:
             for way, train in ways.items():
                 times[way] += train(count)
         device = self._seat.device
-        alone = f"one process with {cores()} threads" if device.type == "cpu" else f"{device} alone"
+        alone = advice.one_process(cores()) if device.type == "cpu" else f"{device} alone"
         times[alone] = self._train_alone(count * ROUNDS)
         tried = step_times(self._optimizer, largest=math.inf)
         plain_and_fused = None if tried is None else self._largest(tried)

@@ -41,7 +41,7 @@ def advise(place: Place, training: Training) -> tuple[str, ...]:
     if alone is not None:
         # Its optimizer has the same work as each replica's.
         whole = alone + (plain or 0.0)
-        said.append(advice.slower_than_alone(step, whole, seat.num_replicas, f"one process with {cores()} threads"))
+        said.append(advice.slower_than_alone(step, whole, seat.num_replicas, advice.one_process(cores())))
     if plain is not None and fused is not None:
         said.append(advice.could_be_fused(type(training.optimizer).__name__, plain, fused, step))
     if small is not None and large is not None:
