@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from traitlets.config import Config
 
 from mirror_nb import sources
 from mirror_nb.replica.shell import _load_in_place
@@ -18,7 +20,10 @@ TEXT = "VALUE = {0}\ndef told(): return {0}\nclass Kind:\n    def told(self): re
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[int], None]:
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Write the module; how often earlier tests have loaded it anew is forgotten."""
+    monkeypatch.setattr(sources, "_reloads", {})
+
     def written(value: int) -> None:
         # Of another length: Python looks at that and at whole seconds.
         (tmp_path / "mirror_nb_edited.py").write_text(TEXT.format(value) + "#" * value)
@@ -102,39 +107,40 @@ def test_modules_that_have_a_say_of_their_own_are_not_asked(module, monkeypatch)
     assert sources.is_users(module.__name__)
 
 
-CELLS = """
+BEGIN = """
 import mirror_nb_edited as edited, mirror_nb as mnb
 from mirror_nb_edited import told, Kind
 made, strategy = Kind(), mnb.MirroredStrategy(["cpu:0", "cpu:1"])
 def all_of_it(): return edited.VALUE, told(), edited.told()
-#--
-%%mirrored
-print(edited.VALUE, told(), edited.told(), made.told(), flush=True)
-#--
-print(*strategy.run(all_of_it))
 """
-NOTEBOOK = """
-import sys
-from pathlib import Path
-from IPython.core.interactiveshell import InteractiveShell
-from traitlets.config import Config
+LOOKS = (
+    "%%mirrored\nprint(edited.VALUE, told(), edited.told(), made.told(), flush=True)",
+    "print(*strategy.run(all_of_it))",
+)
 
-TEXT, CELLS = {text!r}, {cells!r}.split("#--\\n")
-def write(value): Path("mirror_nb_edited.py").write_text(TEXT.format(value) + "#" * value)
-write(1)
-sys.path.insert(0, "")
-shell = InteractiveShell.instance(config=Config({{"HistoryManager": {{"enabled": False}}}}))
-def run(cell): shell.run_cell(cell).raise_error()
-run("%load_ext mirror_nb\\n%mirror start --devices cpu:0,cpu:1")
-run({first!r})
-for cell in CELLS:
-    run(cell)
-write(2)
-run({then!r})
-for cell in CELLS[1:]:
-    run(cell)
-run("strategy.close()\\n%mirror stop")
-"""
+
+@pytest.fixture
+def run(
+    write: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], list[str]]]:
+    """Run a cell of a new notebook with two replicas, where the module lies; return its lines of numbers."""
+    write(1)
+    monkeypatch.syspath_prepend(tmp_path)
+    shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+
+    def printed(cell: str) -> list[str]:
+        with capture_output() as shown:
+            shell.run_cell(cell).raise_error()
+        return [line for line in shown.stdout.splitlines() if line.replace(" ", "").isdigit()]
+
+    printed("%load_ext mirror_nb\n%mirror start --devices cpu:0,cpu:1")
+    yield printed
+    if "strategy" in shell.user_ns:
+        shell.user_ns["strategy"].close()
+    shell.extension_manager.unload_extension("mirror_nb")
+    InteractiveShell.clear_instance()
+    sys.modules.pop("mirror_nb_edited", None)
+    sources.changed()
 
 
 @pytest.mark.parametrize(
@@ -146,11 +152,10 @@ run("strategy.close()\\n%mirror stop")
     ],
     ids=["autoreload", "reload", "edited alone"],
 )
-def test_an_edited_module_is_the_same_in_cells_and_with_run(tmp_path, first, then, after):
-    script = tmp_path / "notebook.py"
-    script.write_text(NOTEBOOK.format(text=TEXT, cells=CELLS, first=first, then=then))
-    done = subprocess.run([sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    shown = [line for line in done.stdout.splitlines() if line.replace(" ", "").isdigit()]
-    assert shown[:2] == ["1 1 1 1", "1 1 1"]
-    assert shown[2 : 2 + len(after)] == after
+def test_an_edited_module_is_the_same_in_cells_and_with_run(write, run, first, then, after):
+    run(first)
+    run(BEGIN)
+    assert [line for look in LOOKS for line in run(look)] == ["1 1 1 1", "1 1 1"]
+    write(2)
+    run(then)
+    assert [line for look in LOOKS for line in run(look)][: len(after)] == after
