@@ -14,6 +14,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -52,6 +53,22 @@ class Turns:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`: give one process the files that share what takes long to start.
+
+    Each JupyterLab, with a Chromium, a kernel and replicas, costs 25 seconds of a processor.
+    """
+    # Where it is not installed, nobody asks.
+    from xdist.scheduler import LoadFileScheduling
+
+    class BySharing(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "browser" if "/browser/" in nodeid else str(super()._split_scope(nodeid))
+
+    return BySharing(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = {
         "gpu": torch.cuda.is_available(),
@@ -79,9 +96,13 @@ def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     saved, tempfile.tempdir = tempfile.tempdir, str(folder)
     environment = {name: os.environ.get(name) for name in (_MARK, "TMPDIR")}
     os.environ.update({_MARK: mark, "TMPDIR": str(folder)})
-    # A process has one forkserver. Where a test needs it before there are replicas, it has to do for them, too.
+    # A process has one forkserver. Where a test needs it before there are replicas, it has to do for them, too; and
+    # where one has no use for it any more, the next one's replicas need not wait until it has loaded torch again.
     multiprocessing.set_forkserver_preload(local._PRELOAD)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        for place in ("notebook.session", "bench.command", "demo.command"):
+            patch.setattr(f"mirror_nb.{place}.stop_forkserver", lambda: None)
+        yield
     stop_forkserver()
     try:
         eventually(lambda: not started(mark), f"processes left behind: {started(mark)}")

@@ -21,19 +21,9 @@ from mirror_nb.demo.datasets import digits
 from mirror_nb.demo.progress import Evaluated, History, Meter, Predicted, Stepped
 from mirror_nb.demo.terminal import Terminal
 from mirror_nb.devices import Device
-from mirror_nb.pool.local import stop_forkserver
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 TWO = "cpu:0,cpu:1"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_forkserver():
-    # Each demo stops it at its end; here it serves them all.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "stop_forkserver", lambda: None)
-        yield
-    stop_forkserver()
 
 
 @pytest.fixture
