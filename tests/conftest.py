@@ -9,6 +9,7 @@ import importlib.util
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import uuid
@@ -155,8 +156,21 @@ def own_search_path() -> Iterator[None]:
     sys.path[:] = saved
 
 
+@pytest.fixture(scope="session")
+def forkserver() -> None:
+    """Wait until replicas begin with what training needs: those that live long would each load it for two seconds."""
+    if sys.platform == "linux" and not local._forkserver_rests():
+        local.warm_up()
+        # Once it has started a process, it knows the signal.
+        process = multiprocessing.get_context("forkserver").Process(target=int)
+        process.start()
+        process.join()
+        os.kill(local._forkserver_pid(), signal.SIGALRM)
+        eventually(local._forkserver_rests, "the forkserver has loaded all", seconds=60)
+
+
 @pytest.fixture(scope="module")
-def shell() -> Iterator[InteractiveShell]:
+def shell(forkserver: None) -> Iterator[InteractiveShell]:
     """A shell without a kernel whose mirrored cells run on two replicas."""
     config = Config({"HistoryManager": {"enabled": False}, "HistoryAccessor": {"enabled": False}})
     made = InteractiveShell.instance(config=config)
@@ -168,7 +182,7 @@ def shell() -> Iterator[InteractiveShell]:
 
 
 @pytest.fixture(scope="session")
-def replicas() -> Iterator[Callable[[int], LocalPool]]:
+def replicas(forkserver: None) -> Iterator[Callable[[int], LocalPool]]:
     """Give a pool of so many CPU replicas, shared by all tests; each finds it whole, with names of earlier ones."""
     pools: dict[int, LocalPool] = {}
 
@@ -187,7 +201,7 @@ def replicas() -> Iterator[Callable[[int], LocalPool]]:
 
 
 @pytest.fixture(scope="module")
-def crews() -> Iterator[dict[int, Crew]]:
+def crews(forkserver: None) -> Iterator[dict[int, Crew]]:
     """Two and three processes that are replicas without a pool."""
     crews = {size: Crew(size) for size in (2, 3)}
     yield crews
