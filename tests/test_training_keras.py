@@ -21,6 +21,7 @@ from driving import run_cell as run_one
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror_nb as mnb
+from mirror_nb.pool.local import LocalPool
 
 os.environ["KERAS_BACKEND"] = "torch"
 keras = pytest.importorskip("keras", minversion="3.8", reason="needs Keras 3: pip install mirror_nb[keras]")
@@ -30,6 +31,25 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 LONG = 150.0
 # Seconds. The first cell that imports Keras takes some ten on a busy machine.
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[mnb.MirroredStrategy]:
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[mnb.MirroredStrategy]:
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
+        yield strategy
+
+
+@pytest.fixture(scope="module")
+def replicas(replicas, two, three) -> Callable[[int], LocalPool]:
+    """Give a pool for cells: that of a strategy, whose replicas have imported Keras, which costs each five seconds."""
+    strategies = {2: two, 3: three}
+    return lambda n: strategies[n]._place._ready() if n in strategies else replicas(n)
 
 
 def run_cell(pool, source):
@@ -266,18 +286,6 @@ epochs = heard.epochs
 
 
 # ---------------------------------------------------------------------- in a script, or a plain cell
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
-        yield strategy
 
 
 RANDOM = np.random.default_rng(0)
