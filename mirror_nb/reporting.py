@@ -45,6 +45,8 @@ _EVERYWHERE = frozenset(
         ("ignore", "numpy.ufunc size changed", "builtins:Warning"),
         ("ignore", "numpy.dtype size changed", "builtins:Warning"),
         ("always", "", "numpy.exceptions:RankWarning"),
+        # Its name before NumPy 2.
+        ("always", "", "numpy:RankWarning"),
         ("ignore", ".*Trio's signal handling code might have collided.*", "builtins:RuntimeWarning"),
         ("error", "", "IPython.core.completer:ProvisionalCompleterWarning"),
     }
