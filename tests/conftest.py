@@ -182,8 +182,9 @@ def shell(forkserver: None) -> Iterator[InteractiveShell]:
 
 
 @pytest.fixture(scope="session")
-def replicas(forkserver: None) -> Iterator[Callable[[int], LocalPool]]:
+def replicas(nothing_is_left: None, forkserver: None) -> Iterator[Callable[[int], LocalPool]]:
     """Give a pool of so many CPU replicas, shared by all tests; each finds it whole, with names of earlier ones."""
+    # To end before `nothing_is_left` looks, it asks for it: by itself pytest 8.0 goes by who used which last.
     pools: dict[int, LocalPool] = {}
 
     def pool_of(n: int) -> LocalPool:
