@@ -20,7 +20,7 @@ from IPython.core.events import EventManager, available_events
 
 import mirror_nb as mnb
 from mirror_nb import surroundings
-from mirror_nb.reporting import Filter, set_filters, settle
+from mirror_nb.reporting import Filter, filters, set_filters, settle
 from mirror_nb.surroundings import changes, current, follow
 
 
@@ -52,6 +52,14 @@ def test_a_process_that_has_set_nothing_tells_nothing(own):
     fresh = "from mirror_nb import Model, surroundings as it; print(it.changes(it.at_start(), it.current()))"
     done = subprocess.run([sys.executable, "-c", fresh], capture_output=True, text=True, timeout=120)
     assert done.stdout == "None\n", done.stderr
+
+
+@pytest.mark.parametrize("module", ["numpy", "numpy.exceptions"], ids=["NumPy 1", "NumPy 2"])
+def test_what_numpy_filters_by_itself_is_not_told(module):
+    before = filters()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", type("RankWarning", (UserWarning,), {"__module__": module}))
+        assert filters() == before
 
 
 def test_what_has_changed_is_told_and_followed(own, tmp_path, monkeypatch):
