@@ -33,6 +33,16 @@ from mirror_nb.telemetry.samples import BLOCKING, Kind, Operation
 
 MEGABYTE = 1 << 20
 START = "%mirror start --devices cpu:0,cpu:1"
+KEPT = """
+import time
+from mirror_nb.notebook import session
+from mirror_nb.pool import local
+# All of this file's replicas begin with what training needs, which each would take two seconds to load.
+session.stop_forkserver = lambda: None
+local.warm_up()
+while not local._forkserver_rests():
+    time.sleep(0.1)
+"""
 DATA = """
 import torch
 from torch import nn
@@ -53,8 +63,8 @@ for epoch in range(4):
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     made = Notebook(tmp_path_factory.mktemp("notebook"))
-    begun = made.run(f"%load_ext mirror_nb\n{START}\nimport mirror_nb\n{DATA}")
-    assert begun.error is None
+    begun = made.run(f"%load_ext mirror_nb\n{KEPT}\n{START}\nimport mirror_nb\n{DATA}")
+    assert begun.error is None, begun.error
     yield made
     family = made.family()
     made.shut_down()
