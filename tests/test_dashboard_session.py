@@ -34,13 +34,13 @@ from mirror_nb.telemetry.samples import BLOCKING, Kind, Operation
 MEGABYTE = 1 << 20
 START = "%mirror start --devices cpu:0,cpu:1"
 KEPT = """
-import time
+import sys, time
 from mirror_nb.notebook import session
 from mirror_nb.pool import local
 # All of this file's replicas begin with what training needs, which each would take two seconds to load.
 session.stop_forkserver = lambda: None
 local.warm_up()
-while not local._forkserver_rests():
+while sys.platform == "linux" and not local._forkserver_rests():
     time.sleep(0.1)
 """
 DATA = """

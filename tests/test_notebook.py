@@ -633,6 +633,14 @@ def test_pushing_pulling_status_and_restart(notebook):
 # ---------------------------------------------------------------------- the end
 
 
+def ours(pid: int) -> bool:
+    """Whether it still runs, and is not Python's own tracker of resources, which ends with the kernel."""
+    try:
+        return not gone(pid) and "resource_tracker" not in " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
+
+
 def test_a_first_cell_starts_the_replicas_and_a_restart_of_the_kernel_leaves_nothing(tmp_path):
     notebook = Notebook(tmp_path)
     try:
@@ -646,6 +654,10 @@ def test_a_first_cell_starts_the_replicas_and_a_restart_of_the_kernel_leaves_not
         notebook.client.wait_for_ready(timeout=CELL_SECONDS)
         eventually(lambda: all(map(gone, family)), "replicas, their children, forkserver and nanny end", DEADLINE)
         assert notebook.run("%load_ext mirror_nb\n%mirror start --devices cpu:0,cpu:1").error is None
+        family = notebook.family()
+        assert notebook.run("%mirror stop").error is None
+        eventually(lambda: not any(map(ours, family)), "%mirror stop leaves nothing", DEADLINE)
+        assert notebook.run("%mirror start --devices cpu:0,cpu:1").error is None
         family = notebook.family()
         os.kill(notebook.pid, 9)
         eventually(lambda: all(map(gone, family)), "kill -9 of the kernel leaves nothing", DEADLINE)
