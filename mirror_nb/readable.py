@@ -57,7 +57,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def writable(text: str, stream: TextIO) -> str:
-    """Return it with other signs for those that the stream's encoding lacks: `12 \\xb5s` on a terminal of ASCII."""
+    """Return the text with other signs for those that the stream's encoding lacks: `12 \\xb5s` in ASCII."""
     # What a program puts in the place of standard output may be able to write and no more.
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
