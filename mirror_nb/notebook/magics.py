@@ -191,12 +191,9 @@ def _tell_where_bound(ran: ExecutionResult) -> None:
     """Say below the NameError of an ordinary cell that its name is one of a mirrored cell's."""
     error = ran.error_in_exec
     if isinstance(error, NameError) and error.name in RESERVED:
-        here = "; `strategy = mirror_nb.MirroredStrategy(...)` makes one for cells without it"
-        print(
-            f"{error.name!r} is bound in mirrored cells: begin the cell with %%mirrored"
-            f"{here if error.name == 'strategy' else ''}.",
-            file=sys.stderr,
-        )
+        print(f"{error.name!r} is bound in mirrored cells: begin the cell with %%mirrored.", file=sys.stderr)
+        if error.name == "strategy":
+            print("`strategy = mirror_nb.MirroredStrategy(...)` makes one for cells without it.", file=sys.stderr)
 
 
 def _check_options(given: Any) -> None:
