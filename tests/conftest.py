@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import driving
 import psutil
 import pytest
 import torch
@@ -45,8 +46,11 @@ class Turns:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        with open(__file__, "rb") as file:
+        with open(driving.__file__, "rb") as queue, open(__file__, "rb") as file:
+            # Who waits to be alone holds it: other tests would begin before the last one has ended, for minutes.
+            fcntl.flock(queue, fcntl.LOCK_EX)
             fcntl.flock(file, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+            fcntl.flock(queue, fcntl.LOCK_UN)
             try:
                 return (yield)
             finally:
