@@ -1,4 +1,4 @@
-"""Numbers and lists as people read them, in one way everywhere. Knows nothing of what they count."""
+"""Numbers and lists as people read them, in one way and on every console. Knows nothing of what they count."""
 
 from __future__ import annotations
 

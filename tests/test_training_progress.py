@@ -210,7 +210,17 @@ class Tee:
         pass
 
 
-@pytest.mark.parametrize("console", [None, io.TextIOWrapper(io.BytesIO(), "ascii"), Tee()])
+class Terminal(io.TextIOWrapper):
+    """One that has no more than ASCII's signs."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), "ascii")
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("console", [None, io.TextIOWrapper(io.BytesIO(), "ascii"), Terminal(), Tee()])
 def test_any_console_or_none_does(monkeypatch, console):
     monkeypatch.setattr(sys, "stdout", console)
     clock = Clock()

@@ -142,7 +142,8 @@ class Progress:
         right = [*([f"{duration(left)} left"] if left else []), *_metrics(logs), *self._rate()]
         done = f"step {step}" if part is None else f"{part:4.0%} {{bar}} {step}/{self._steps}"
         # What comes from outside may have braces.
-        texts = ("  ".join(some).replace("{", "{{").replace("}", "}}") for some in ([self._title], right))
+        each = (writable("  ".join(some), self._out) for some in ([self._title], right))
+        texts = (text.replace("{", "{{").replace("}", "}}") for text in each)
         self._bar.bar_format = "  ".join([next(texts), done, next(texts)])
         self._bar.n = step
         self._bar.refresh()
