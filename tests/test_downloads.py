@@ -359,6 +359,6 @@ def test_who_downloads_and_who_waits_can_be_interrupted(replicas, tmp_path):
             answer.set()
     assert ran.errors == {0: "KeyboardInterrupt", 1: "KeyboardInterrupt"}
     assert not ran.report.deaths
-    # Who waits may get its turn before its own interrupt reaches it: it asks too, then.
-    assert set(asked) == {"/"}
+    # Who waits may get its turn before its own interrupt reaches it, and has asked then, once.
+    assert asked in (["/"], ["/", "/"])
     assert os.listdir(tmp_path) == []
