@@ -13,7 +13,19 @@ import mirror_nb
 PACKAGE = Path(mirror_nb.__file__).parent
 FLOORS = (
     {"errors"},
-    {"devices", "cores", "telemetry", "replaced", "imported", "handles", "nameless", "readable", "layouts"},
+    {
+        "devices",
+        "control_groups",
+        "cores",
+        "memory",
+        "telemetry",
+        "replaced",
+        "imported",
+        "handles",
+        "nameless",
+        "readable",
+        "layouts",
+    },
     {
         "messages",
         "channel",

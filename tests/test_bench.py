@@ -30,6 +30,7 @@ from mirror_nb.collectives.handles import Finished
 from mirror_nb.collectives.measuring import Trial
 from mirror_nb.devices import resolve
 from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.memory import Memory
 from mirror_nb.pool.local import LocalPool
 
 OPS = ("shared_memory", "hierarchical_copy", "one_device", "gloo")
@@ -89,7 +90,7 @@ def test_every_op_that_fits_is_timed_and_its_sums_are_checked(replicas: Callable
 
 def test_without_a_word_it_goes_to_256_mib_or_as_far_as_memory_allows(monkeypatch):
     def largest(devices: str, gib: float) -> int:
-        monkeypatch.setattr(collectives, "memory_bytes", lambda: int(gib * 2**30))
+        monkeypatch.setattr(collectives, "usable", lambda: Memory(int(gib * 2**30), 0))
         return collectives._sizes(None, resolve(devices, 8))[-1] >> 20
 
     assert [largest("cpu:0,cpu:1", gib) for gib in (24, 4, 3.9, 2, 0.9)] == [256, 256, 64, 64, 16]

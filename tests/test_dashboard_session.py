@@ -23,6 +23,7 @@ from torch import nn
 import mirror_nb
 from mirror_nb import ContextError
 from mirror_nb.errors import TrainingStopped
+from mirror_nb.memory import usable
 from mirror_nb.messages import Done, Failure, Word
 from mirror_nb.notebook.dashboard.frame import Phase
 from mirror_nb.notebook.dashboard.widget import NOTHING, TEXT
@@ -661,7 +662,7 @@ def test_memory_and_processor_are_the_operating_systems(strategy, live, shell):
     for replica_id, pid in enumerate(pids):
         (reading, *_) = frame.histories()[replica_id]
         assert reading.memory_used == pytest.approx(psutil.Process(pid).memory_info().rss, rel=0.05)
-        assert reading.memory_total == psutil.virtual_memory().total
+        assert reading.memory_total == usable().total
 
 
 def test_a_replaced_replica_is_read_by_its_new_process(live, strategy, model):

@@ -14,6 +14,7 @@ from driving import eventually
 
 from mirror_nb.cores import cores
 from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.memory import Memory
 from mirror_nb.telemetry import machine
 from mirror_nb.telemetry.machine import HOT, Gpus, Host
 
@@ -120,16 +121,16 @@ def test_a_real_gpu_tells_its_memory():
     assert 0 < reading.memory_used < reading.memory_total
 
 
-def test_memory_of_a_cpu_replica_is_what_the_system_says(monkeypatch, tmp_path):
-    # Whether or not this runs in a container with a limit.
-    monkeypatch.setattr(machine, "CONTAINERS_LIMIT", tmp_path / "none")
+def test_memory_of_a_cpu_replica_is_what_the_system_says(monkeypatch):
+    container = Memory(2**31, 2**30)
+    monkeypatch.setattr(machine, "usable", lambda: container)
     host = Host({"cpu:0": os.getpid()})
     time.sleep(0.11)
     mine, whole = host.read()
     host.close()
     assert (mine.device, whole.device) == ("cpu:0", "host")
     assert mine.memory_used == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
-    assert whole.memory_total == psutil.virtual_memory().total
+    assert (mine.memory_total, whole.memory_total, whole.memory_used) == (2**31, 2**31, 2**30)
     assert 0 <= whole.utilisation <= 1
     assert mine.temperature is None
     assert whole.cores == cores()
@@ -148,13 +149,3 @@ def test_a_replica_that_has_died_has_no_reading():
         process.communicate(b"\n")
     assert [reading.device for reading in host.read()] == ["cpu:1", "host"]
     assert [reading.device for reading in Host({"cpu:0": process.pid}).read()] == ["host"]
-
-
-@pytest.mark.parametrize(("said", "bytes_"), [("2147483648\n", 2**31), ("max\n", 2**35), (None, 2**35)])
-def test_a_container_has_the_memory_that_it_is_given(monkeypatch, tmp_path, said, bytes_):
-    limit = tmp_path / "memory.max"
-    if said is not None:
-        limit.write_text(said)
-    monkeypatch.setattr(machine, "CONTAINERS_LIMIT", limit)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**35))
-    assert machine.memory_bytes() == bytes_

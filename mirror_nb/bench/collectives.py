@@ -24,7 +24,7 @@ from mirror_nb.collectives.measuring import Trial, compare
 from mirror_nb.collectives.options import AUTO, IMPLEMENTATIONS, check, fitting, named
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
-from mirror_nb.telemetry.machine import memory_bytes
+from mirror_nb.memory import usable
 
 if TYPE_CHECKING:
     from mirror_nb.pool.base import Pool
@@ -235,7 +235,7 @@ def sizes_to(largest: int) -> tuple[int, ...]:
 
 def _sizes(sizes: int | Sequence[int] | None, devices: Sequence[Device]) -> tuple[int, ...]:
     if sizes is None:
-        room = math.inf if devices[0].kind == "cuda" else memory_bytes() // (COPIES * len(devices))
+        room = math.inf if devices[0].kind == "cuda" else usable().total // (COPIES * len(devices))
         # Of all memory, not of what is free: in a cell each replica asks for itself.
         return tuple(size for size in sizes_to(LARGEST) if size <= max(room, SMALLEST))
     sizes = [sizes] if isinstance(sizes, int) else list(sizes)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from mirror_nb.memory import usable
 from mirror_nb.readable import size
 
 _CPU = "DefaultCPUAllocator: can't allocate memory"
@@ -41,8 +42,8 @@ def memory(error: BaseException, device: torch.device) -> str:
             f"torch has reserved {size(reserved)}, {size(held)} in use",
         ]
     else:
-        there = psutil.virtual_memory()
-        parts += [f"{size(there.available)} of {size(there.total)} free"]
+        there = usable()
+        parts += [f"{size(there.free)} of {size(there.total)} free"]
         process = psutil.Process().memory_info()
         parts += [f"this replica has {size(process.rss)}"]
         limit = _limit()

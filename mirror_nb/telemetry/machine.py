@@ -6,7 +6,6 @@ import abc
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, final
 
@@ -14,10 +13,10 @@ import psutil
 
 from mirror_nb.cores import cores
 from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.memory import usable
 from mirror_nb.telemetry.samples import clock
 
 T = TypeVar("T")
-CONTAINERS_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _SLOWED = {
     # nvml.h, nvmlClocksEventReason*: why clocks are lower than they could be. A power cap is everyday on a busy GPU.
     0x04: "power cap",
@@ -172,16 +171,16 @@ class Host(Machine):
         told = clock() - self._asked >= SHORTEST * 1e9
         if told:
             self._asked = clock()
-        memory = psutil.virtual_memory()
+        whole = usable()
         busy = psutil.cpu_percent(interval=None) / 100 if told else None
-        used = memory.total - memory.available
-        host = replace(_on_cpu("host", f"{psutil.cpu_count()} CPUs", busy, used, memory.total), cores=cores())
+        used = whole.total - whole.free
+        host = replace(_on_cpu("host", f"{psutil.cpu_count()} CPUs", busy, used, whole.total), cores=cores())
         found = []
         for device, process in self._processes.items():
             # A replica that has died has no reading.
             with contextlib.suppress(psutil.Error), process.oneshot():
                 busy = process.cpu_percent(interval=None) / 100 if told else None
-                found.append(_on_cpu(device, f"process {process.pid}", busy, process.memory_info().rss, memory.total))
+                found.append(_on_cpu(device, f"process {process.pid}", busy, process.memory_info().rss, whole.total))
         return (*found, host)
 
     def close(self) -> None:
@@ -211,12 +210,3 @@ def _load_nvml() -> ModuleType:
     except ImportError as error:
         raise UsageError("readings of GPUs need nvidia-ml-py: pip install nvidia-ml-py") from error
     return pynvml
-
-
-def memory_bytes() -> int:
-    """Return how much memory this process may use: the machine's, or what its container has of it."""
-    total = psutil.virtual_memory().total
-    with contextlib.suppress(OSError, ValueError):
-        # "max" where there is no limit.
-        return min(total, int(CONTAINERS_LIMIT.read_text()))
-    return total
