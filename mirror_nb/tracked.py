@@ -12,6 +12,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import TensorWeakRef
 
 from mirror_nb.errors import ReplicaError
@@ -61,6 +62,8 @@ class Tracked:
             raise ReplicaError(f"parameter {self.name} was deleted during its own backward pass")
         return parameter
 
+    # Or to save such a tensor (`torch.save(weights, path)`) would warn the user of a hook of ours.
+    @unserializable_hook
     def before_accumulation(self, gradient: Tensor) -> None:
         # torch.autograd.grad comes here too, and goes away with `gradient`, which therefore stays as it is.
         synchronizer = self.synchronizer

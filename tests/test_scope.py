@@ -634,6 +634,7 @@ def test_the_tensors_of_an_optimizer_that_arrives_are_synchronised():
 @pytest.mark.parametrize(
     "again", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copied", "loaded"]
 )
+@pytest.mark.filterwarnings("error")
 def test_the_tensors_of_an_optimizer_that_is_copied_are_synchronised(again):
     gradients = GradientSynchronizer(0, 2)
     with Scope(0, 2, CPU, gradients, 0):
