@@ -226,7 +226,8 @@ when_imported("torch._dynamo", "mirror_nb.compiled:leave_us_out")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # What Tab lists in a notebook: not the modules that this one imports.
+    return sorted(__all__)
 
 
 def load_ipython_extension(shell: Any) -> None:

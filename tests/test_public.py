@@ -55,7 +55,7 @@ def run_python(source: str, cwd: Path | None = None) -> str:
 def test_the_readme_lists_every_public_name_once():
     cells = re.findall(r"^\| (`.*?) \|", section("Names"), re.MULTILINE)
     listed = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
-    assert sorted(listed) == sorted(mnb.__all__)
+    assert sorted(listed) == dir(mnb) == sorted(mnb.__all__)
 
 
 def test_the_example_of_the_readme_runs_as_it_stands():
