@@ -17,7 +17,9 @@ from mirror_nb.errors import ContextError, UsageError
 from mirror_nb.strategies.context import get_strategy, has_strategy, in_cross_replica_context
 
 
-def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Tensor:
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | Tensor | None = None
+) -> Tensor:
     """Return this replica's part of the mean loss over the global batch: the sum of its losses / `global_batch_size`.
 
     `per_example_loss`: shape [local examples, …]. `sample_weight`: a number, or weights for each example, which lack

@@ -107,8 +107,8 @@ class Variable(torch.Tensor):
         initial_value: Any,
         *,
         trainable: bool | None = None,
-        aggregation: Any = VariableAggregation.NONE,
-        synchronization: Any = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         dtype: torch.dtype | None = None,
         name: str | None = None,
     ) -> Variable:

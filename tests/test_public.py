@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,12 @@ TF_NAMES = [
 def test_arguments_have_the_names_that_tensorflow_gives_them(method, names):
     own = list(inspect.signature(method).parameters)[1:]
     assert own[: len(names.split())] == names.split()
+
+
+def test_type_checkers_take_its_types_from_an_installation_too():
+    settings = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert settings["tool"]["setuptools"]["package-data"]["mirror_nb"] == ["py.typed"]
+    assert (Path(mnb.__file__).parent / "py.typed").is_file()
 
 
 def test_to_import_the_package_starts_nothing_and_needs_no_jupyter():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -21,6 +21,9 @@ from mirror_nb.strategies.reductions import in_order
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.values import DistributedValues, ReduceOp
+
+if TYPE_CHECKING:
+    from mirror_nb.strategies.input import InputContext, InputOptions, ValueContext
 
 
 class Strategy(ABC):
@@ -128,7 +131,7 @@ class Strategy(ABC):
 
     # ------------------------------------------------------------------ from many values one
 
-    def reduce(self, reduce_op: Any, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
         """Return `value`, a nest, reduced over the replicas.
 
         `reduce_op`: ReduceOp.SUM or MEAN, or their names. With `axis` each replica's tensor is reduced over that axis
@@ -170,7 +173,7 @@ class Strategy(ABC):
     def distribute_dataset(
         self,
         dataset: Any,
-        options: Any = None,
+        options: InputOptions | None = None,
         *,
         batch_size: int | None = None,
         shuffle: bool = False,
@@ -190,7 +193,9 @@ class Strategy(ABC):
             dataset, options=options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
         )
 
-    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
         """Return an iterable over the batches of `dataset_fn(InputContext)`, which batches per replica itself.
 
         In a step replica 0 gets the next batch, replica 1 the one after it, and so on; where they run out, batches
@@ -199,7 +204,7 @@ class Strategy(ABC):
         self._place.check_open()
         return self._place.distribute_datasets_from_function(dataset_fn, options)
 
-    def distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Return a PerReplica of `value_fn(ValueContext)` for each replica.
 
         Raises UsageError for what is no function, and where the values differ in structure.
@@ -262,7 +267,7 @@ class Strategy(ABC):
         """
         self._place.close()
 
-    def __enter__(self) -> Strategy:
+    def __enter__(self) -> Self:
         self._place.check_open()
         return self
 

@@ -49,7 +49,7 @@ class ReplicaContext:
         """Number of replicas that gradients are aggregated over."""
         return self._strategy.num_replicas_in_sync
 
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Return `value`, a nest of tensors, reduced over all replicas; differentiable.
 
         `reduce_op`: ReduceOp.SUM or MEAN, or their names. Every replica gives the same structure, shapes and dtypes.
@@ -66,7 +66,12 @@ class ReplicaContext:
         """
         return self._strategy._place.all_gather(value, axis)
 
-    def merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Call `merge_fn(strategy, *args, **kwargs)` in cross-replica context, PerReplica values as arguments.
 
         Every replica calls it and gets its part of the result; of a value that it assigns to a Variable and that

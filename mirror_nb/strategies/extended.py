@@ -72,7 +72,7 @@ class StrategyExtended:
         self,
         var: Any,
         fn: Callable[..., Any],
-        args: tuple[Any, ...] = (),
+        args: tuple[Any, ...] | list[Any] = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
@@ -89,7 +89,7 @@ class StrategyExtended:
         results = self._strategy._place.update(var, update_in(self._strategy, fn), tuple(args), kwargs or {})
         return regroup(results) if group else results
 
-    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
+    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None) -> Any:
         """Return `value` reduced over the replicas; destinations hold the same value, so they make no difference.
 
         `destinations`: a device of the strategy's or the CPU, or a Variable, a tensor or a PerReplica, for where that
@@ -101,7 +101,7 @@ class StrategyExtended:
         return self._strategy._place.reduce(ReduceOp.of(reduce_op, "reduce_op"), value, None, "*")
 
     def batch_reduce_to(
-        self, reduce_op: Any, value_destination_pairs: Sequence[Any], options: Any = None
+        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[Any], options: Any = None
     ) -> list[Any]:
         """Return the reduced value of each (value, destination) pair."""
         given = value_destination_pairs

@@ -13,7 +13,7 @@ import torch
 
 from mirror_nb import devices as device_names
 from mirror_nb.collectives.base import CrossDeviceOps
-from mirror_nb.collectives.options import AUTO, chosen
+from mirror_nb.collectives.options import AUTO, CommunicationOptions, chosen
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.strategies import input
 from mirror_nb.strategies.base import Strategy
@@ -51,10 +51,10 @@ class MirroredStrategy(Strategy):
     def __init__(
         self,
         devices: Sequence[object] | str | int | None = None,
-        cross_device_ops: Any = None,
+        cross_device_ops: CrossDeviceOps | str | None = None,
         *,
-        gradient_reduction: Any = None,
-        communication_options: Any = None,
+        gradient_reduction: ReduceOp | str | None = None,
+        communication_options: CommunicationOptions | None = None,
         seed: int = 0,
     ) -> None:
         reduction = None
@@ -74,7 +74,7 @@ class MirroredStrategy(Strategy):
         return self._place.communication.ops
 
     @cross_device_ops.setter
-    def cross_device_ops(self, ops: Any) -> None:
+    def cross_device_ops(self, ops: CrossDeviceOps | str) -> None:
         place = self._place
         place.communicate(chosen(ops, place.communication.options, tuple(map(device_names.parse, place.devices))))
 

@@ -21,9 +21,9 @@ class OneDeviceStrategy(Strategy):
     Source: tf.distribute.OneDeviceStrategy. Raises DeviceError for a device that is not there, and for several.
     """
 
-    def __init__(self, device: object) -> None:
+    def __init__(self, device: str | int | torch.device) -> None:
         one = [device] if isinstance(device, torch.device) else device
-        found = devices.resolve(one, torch.cuda.device_count())  # type: ignore[arg-type]
+        found = devices.resolve(one, torch.cuda.device_count())
         if len(found) != 1 or device is None:
             raise DeviceError(
                 f"OneDeviceStrategy wants one device, not {device!r}; for several there is MirroredStrategy"
