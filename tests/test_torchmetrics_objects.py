@@ -179,6 +179,9 @@ def test_cells_count_and_the_notebook_reads(shell):
     assert run("%%mirrored\nseen.compute()") == 3
     run("%%mirrored\nif replica_id == 0: seen.update(1.0)")
     assert run("seen.compute()") == 4
+    # Its group is no more, and no cell has formed a new one: all the same they end with what they have counted.
+    with pytest.raises(ZeroDivisionError):
+        run("%%mirrored\nif replica_id == 1: 1 / 0\nstrategy.reduce('sum', 1.0)")
     run("%mirror restart")
     for metric in ("here", "there"):
         assert run(f"%%mirrored\n{metric}.compute()") == plain(accuracy(), 7)

@@ -168,7 +168,7 @@ class Lent:
         self.take_changes(self._asked(pool, [lead], _nothing, ()), lead)
 
     def keep(self, pool: Pool, also: Callable[[], None]) -> None:
-        """Bring all states here, since the replicas are about to end, and forget who had what; `also` asks too."""
+        """Bring all states here, since the replicas are about to end, and forget who had what; `also` asks all of them."""
 
         def living() -> Pool:
             for death in pool.dead():
@@ -176,10 +176,15 @@ class Lent:
                 self.forget_replica(death.replica_id)
             return pool
 
+        def together() -> None:
+            # What all compute together needs them whole again after one's error, and as many of them.
+            self._ready = before if len(pool.dead()) < pool.size else living
+            also()
+
         before, self._ready, self._timeout = self._ready, living, KEEP_SECONDS
         try:
             living()
-            for lost in kept([*self._learned(), ("metrics", also)]):
+            for lost in kept([*self._learned(), ("metrics", together)]):
                 warnings.warn(f"the replicas ended without the latest values of {lost}", stacklevel=users_level())
         finally:
             self._ready, self._timeout = before, None
