@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -378,7 +379,9 @@ def test_a_backward_pass_that_uses_no_mirrored_parameter_is_told_of(two):
 def test_a_replica_that_does_not_run_the_cell_is_not_waited_for(three):
     ran = run_cell(three, BEGIN + "dist.all_reduce(torch.ones(3))", replicas=[0, 2])
     assert set(ran.errors.values()) == {"PeerFailed"}
-    assert "but replica 1 has come to the end without it" in shown(three, ran, PeerFailed)
+    text = shown(three, ran, PeerFailed)
+    assert "which needs replica 1, but --replicas leaves it out of this cell" in text
+    assert re.search(r"^1 +cpu:1 +not in this cell$", text, re.MULTILINE)
     goes_on(three)
 
 
@@ -520,14 +523,28 @@ def at(line: str, *waits: Wait, request: int | None = 7, threads: bool = False, 
 
 def test_a_replica_that_works_on_or_has_threads_of_the_users_may_still_come():
     waits = at("loss.backward()", Wait(4, "all_reduce of float32[9]", 3.0, (1,)), begun=4)
-    assert hangs.uneven({0: waits, 1: at("")}, idle={1}, running={0}) is None
-    assert hangs.uneven({0: waits, 1: at("", request=None, threads=True)}, idle={1}, running={0}) is None
-    assert hangs.uneven({0: waits, 1: at("", request=None, begun=4)}, idle={1}, running={0}) is None
-    assert hangs.uneven({0: waits}, idle={1}, running={0}) is None
-    said = hangs.uneven({0: waits, 1: at("", request=None)}, idle={1}, running={0})
+    assert hangs.uneven({0: waits, 1: at("")}, idle={1}, running={0}, asked={0, 1}) is None
+    assert hangs.uneven({0: waits, 1: at("", request=None, threads=True)}, idle={1}, running={0}, asked={0, 1}) is None
+    assert hangs.uneven({0: waits, 1: at("", request=None, begun=4)}, idle={1}, running={0}, asked={0, 1}) is None
+    assert hangs.uneven({0: waits}, idle={1}, running={0}, asked={0, 1}) is None
+    said = hangs.uneven({0: waits, 1: at("", request=None)}, idle={1}, running={0}, asked={0, 1})
     assert said is not None
     counts = "(replica 1 has begun all_reduce 3 times, replica 0 4 times)"
     assert f"replica 1 has come to the end without it {counts}" in said
+
+
+def test_who_waits_for_a_replica_that_the_cell_leaves_out_is_told_so_and_of_no_counts():
+    waits = at("m.compute()", Wait(4, "barrier", 0.6, (1,)), begun=4)
+    found = {0: waits, 1: at("", request=None)}
+    assert hangs.uneven(found, idle={1}, running={0}, asked={0}) == (
+        "replica 0 waits in barrier at m.compute(), which needs replica 1, but --replicas leaves it out of this cell"
+    )
+    assert hangs.explain(found, {0}, DEVICES) == [
+        "where the replicas were:",
+        "replica  device  where                                 at",
+        "0        cuda:0  waits 0.6 s in barrier for replica 1  m.compute()",
+        "1        cuda:1  not in this cell",
+    ]
 
 
 def test_the_table_of_four():
@@ -539,7 +556,7 @@ def test_the_table_of_four():
         ),
         3: hangs.Silent("is stopped by a signal", (), "all_reduce of 36 bytes in step 2, ended 9.0 s ago"),
     }
-    assert "\n".join(hangs.explain(found, {1}, DEVICES)) == textwrap.dedent("""\
+    assert "\n".join(hangs.explain(found, {0, 1, 2, 3}, DEVICES)) == textwrap.dedent("""\
         where the replicas were:
         replica  device  where                                                       at
         0        cuda:0  waits 12.3 s in all_reduce of float32[9] for replicas 2, 3  Cell In[5], line 9: backward()

@@ -168,7 +168,7 @@ class Lent:
         self.take_changes(self._asked(pool, [lead], _nothing, ()), lead)
 
     def keep(self, pool: Pool, also: Callable[[], None]) -> None:
-        """Bring all states here, since the replicas are about to end, and forget who had what; `also` asks all of them."""
+        """Bring all states here, since the replicas are about to end, and forget who had what; `also` asks all."""
 
         def living() -> Pool:
             for death in pool.dead():

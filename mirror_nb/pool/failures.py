@@ -64,7 +64,7 @@ def _where(report: Report, devices: Sequence[Device]) -> list[str]:
     several = len(report.answers) > 1
     if not found or not (report.uneven or hangs.hangs(found) or (report.timed_out and several)):
         return []
-    return hangs.explain(found, report.answers.keys() - found.keys(), devices)
+    return hangs.explain(found, set(report.answers), devices)
 
 
 def _raise_users(

@@ -276,7 +276,9 @@ class Following:
         if self._reason is not None:
             return
         failed = {r for r, answer in self._answers.items() if answer.done is None or answer.failure is not None}
-        reason = hangs.uneven(self._standings, self._asked - self._pending - failed, self._pending)
+        reason = hangs.uneven(
+            self._standings, self._asked - self._pending - failed, self._pending, set(self._requests)
+        )
         if reason is not None:
             self._uneven = True
             self._fail(reason, abort_after=0.0)

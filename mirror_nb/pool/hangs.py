@@ -49,24 +49,24 @@ def hangs(found: Mapping[int, Found]) -> bool:
     )
 
 
-def explain(found: Mapping[int, Found], ended: Set[int], devices: Sequence[Device]) -> list[str]:
-    """Return a table of where the replicas are, and what differs; `ended`: those that are done with the request."""
+def explain(found: Mapping[int, Found], asked: Set[int], devices: Sequence[Device]) -> list[str]:
+    """Return a table of where the replicas are, and what differs; `asked`: those that were to run the request."""
     rows = [("replica", "device", "where", "at")]
     below: list[str] = []
-    for r in sorted({*found, *ended}):
+    for r in sorted({*found, *asked}):
         one = found.get(r)
-        where, at = ("has ended", "") if r in ended or one is None else _row(one)
+        where, at = _row(one) if r in asked else ("not in this cell", "")
         rows.append((str(r), str(devices[r]), where, at))
         if isinstance(one, Silent):
             below += [f"replica {r} {one.how}" + (":" if one.stack else ""), *(f"  {line}" for line in one.stack)]
             below += [f"replica {r}'s last record: {one.last}"] if one.last else []
-    return ["where the replicas were:", *aligned(rows), *below, *_differences(found)]
+    return ["where the replicas were:", *aligned(rows), *below, *_differences(found, asked)]
 
 
-def uneven(found: Mapping[int, Found], idle: Set[int], running: Set[int]) -> str | None:
+def uneven(found: Mapping[int, Found], idle: Set[int], running: Set[int], asked: Set[int]) -> str | None:
     """Say that a replica waits in a collective for one that is done and will never come; None if none does.
 
-    `idle`: replicas that have ended the request, or were never asked to run it.
+    `idle`: replicas that have ended the request, or are not among those that were `asked` to run it.
     """
     for r in sorted(running):
         one = found.get(r)
@@ -83,7 +83,8 @@ def uneven(found: Mapping[int, Found], idle: Set[int], running: Set[int]) -> str
                 continue
             gone = [p for p in group.replicas if p in idle and _will_not_come(found.get(p), group.group, wait.number)]
             if gone and isinstance(one, Whereabouts):
-                return _uneven(r, one, wait, gone, found)
+                left_out = [p for p in gone if p not in asked]
+                return _left_out(r, one, wait, left_out) if left_out else _uneven(r, one, wait, gone, found)
     return None
 
 
@@ -139,11 +140,19 @@ def _uneven(r: int, one: Whereabouts, wait: Wait, gone: Sequence[int], found: Ma
     return f"replica {r} waits in {wait.collective}{_at(one)}, but {gone_without}; {why}"
 
 
+def _left_out(r: int, one: Whereabouts, wait: Wait, others: Sequence[int]) -> str:
+    # Nothing but a cell is run by some of the replicas alone.
+    out = f"needs {_replicas(others)}, but --replicas leaves {'them' if others[1:] else 'it'} out of this cell"
+    return f"replica {r} waits in {wait.collective}{_at(one)}, which {out}"
+
+
 def _waits(one: Found | None) -> list[tuple[Collectives, Wait]]:
     return [(group, wait) for group in one.groups for wait in group.waits] if isinstance(one, Whereabouts) else []
 
 
-def _row(one: Found) -> tuple[str, str]:
+def _row(one: Found | None) -> tuple[str, str]:
+    if one is None:
+        return "has ended", ""
     if isinstance(one, Silent):
         return one.how, one.stack[0].strip() if one.stack else ""
     if one.request is None:
@@ -156,13 +165,13 @@ def _row(one: Found) -> tuple[str, str]:
     return (f"in {one.inside}" if one.inside else "runs"), told(one.line)
 
 
-def _differences(found: Mapping[int, Found]) -> list[str]:
-    """Return what some replicas have begun and others have not, by the first that waits for others."""
-    counts = _counts(found)
+def _differences(found: Mapping[int, Found], asked: Set[int]) -> list[str]:
+    """Return what some of those `asked` have begun and others have not, by the first that waits for others."""
+    counts = _counts({r: one for r, one in found.items() if r in asked})
     lines = [f"in this cell or call, {counts}"] if counts else []
     for one in found.values():
         for group, wait in _waits(one):
-            for late in wait.late:
+            for late in [r for r in wait.late if r in asked]:
                 last = _last(group, late)
                 lines.append(
                     f"replica {late} has not come to {wait.collective}" + (f"; its last was {last}" if last else "")
