@@ -296,7 +296,7 @@ def test_push_and_pull_by_hand(run, shell):
     assert "sent a (" in run("%mirror push a")[1]
     run("%%mirrored --quiet\nbig = 'x' * 3_000_000")
     assert "in the replicas" in repr(shell.user_ns["big"])
-    assert "pulled big" in run("%mirror pull big")[1]
+    assert run("%mirror pull big")[1] == "pulled big (2.86 MiB) from replica 0\n"
     assert len(shell.user_ns["big"]) == 3_000_000
 
 
@@ -444,6 +444,12 @@ def test_a_push_that_is_interrupted_leaves_no_descriptor(run_on_two, shell, monk
     with pytest.raises(KeyboardInterrupt):
         run_on_two("%mirror push f")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_pull_says_which_replicas_it_is_from(run_on_two):
+    run_on_two("%%mirrored --quiet\nfew = {replica_id}")
+    assert run_on_two("%mirror pull few")[1].endswith(" from replicas 0–1\n")
+    assert run_on_two("%mirror pull few --replica 1")[1].endswith(" from replica 1\n")
 
 
 def test_what_cannot_be_rebuilt_here_is_not_pulled(run_on_two):

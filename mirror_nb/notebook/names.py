@@ -203,9 +203,10 @@ class Names:
             torchmetrics_objects.forget(metric)
             return torchmetrics_objects.asked(metric, method)
         if lacking := replicas - have:
+            some = f"replicas {spans(lacking)} lack" if len(lacking) > 1 else f"replica {spans(lacking)} lacks"
             raise UsageError(
-                f"{type(metric).__name__}.{method}() is a matter of all replicas, and replica {spans(lacking)} lacks "
-                "this one: name it in a mirrored cell that runs on all of them"
+                f"{type(metric).__name__}.{method}() is a matter of all replicas, and {some} this one: name it in a "
+                "mirrored cell that runs on all of them"
             )
         return self.lent.ask_all(torchmetrics_objects.asked, (metric, method), self._token)
 

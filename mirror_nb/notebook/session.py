@@ -548,7 +548,7 @@ class Session:
         self._names.shared.put_back({name: standing[name] for name in stayed})
         for name, value in stayed.items():
             _check_brought(name, value)
-        whence = f"replica {spans(replicas)}"
+        whence = f"replica{'s' if len(replicas) > 1 else ''} {spans(replicas)}"
         return f"pulled {shortened(returned.bound)} ({size(returned.nbytes)}) from {whence}"
 
     def fetch(self, name: str, replica_id: int) -> Any:
