@@ -642,7 +642,8 @@ class Done:
     files: tuple[str, ...] = ()
     # That the user's code has opened to write, whole paths.
     undivided: tuple[tuple[str, int], ...] = ()
-    # Loaders that a cell has trained on as a whole: their names, and prints of their data.
+    # Loaders that the user's code has trained on as a whole: their names, and prints of their data. Of a call that has
+    # trained on arguments which nobody has divided an empty name, and a print of its loss.
     collectives: int = -1
     # How many of the default group it has begun; -1: nobody has counted.
     interrupted: bool = False

@@ -1,8 +1,10 @@
-"""Loaders on which every replica trains as a whole, since nobody gave each its share: told once, and no others."""
+"""Data on which every replica trains as a whole, since nobody gave each its share: told once, and no other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ import torch
 from driving import run_cell
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
-from torch.utils.data import Subset, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
+import mirror_nb as mnb
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.replica.undivided import _DEPTH, _print_of
 
@@ -117,3 +121,75 @@ def test_the_print_of_data_tells_its_parts_apart():
     assert again == [prints[0], prints[4]]
     odd = [torch.tensor(1), torch.zeros(0, 3), torch.ones(2, 2).to_sparse(), np.array(None), {1: {2}}, range(0), None]
     assert all(repr(_print_of(one, _DEPTH)) for one in odd)
+
+
+# ---------------------------------------------------------------------- in strategy.run
+
+INPUTS, TARGETS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 1)
+
+
+@pytest.fixture
+def step(forkserver: None) -> Iterator[Callable[..., Any]]:
+    """Train a network on two replicas, with what is given, by a function that is known as `step`."""
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(batches: Any, part: Callable[[Any], Any] = lambda tensor: tensor, told: bool = True) -> Any:
+            for a, b in batches:
+                loss = nn.functional.mse_loss(model(part(a)), part(b))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            return loss.detach() if told else None
+
+        step.__qualname__ = "step"
+        yield lambda *args: strategy.run(step, args=args)
+
+
+def test_a_whole_batch_that_all_replicas_train_on_is_told_once(step):
+    with pytest.warns(UserWarning, match="the same examples") as caught:
+        step([(INPUTS, TARGETS)])
+    with warnings.catch_warnings(action="error"):
+        step([(INPUTS, TARGETS)])
+    (warning,) = caught
+    assert str(warning.message) == (
+        "step trained all 2 replicas on the same examples: as much work for each as on one device. To divide them, go "
+        "through strategy.distribute_dataset(loader) and give its batches to `run`"
+    )
+    assert warning.filename == __file__
+
+
+def test_a_loader_that_a_function_goes_through_as_a_whole_is_told(step):
+    with pytest.warns(UserWarning, match="step trained all 2 replicas on the same examples"):
+        step(DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=4))
+
+
+def of_this_replica(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[mnb.get_replica_context().replica_id_in_sync_group :: 2]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "given",
+    [
+        ([(mnb.PerReplica([INPUTS[:4], INPUTS[4:]]), mnb.PerReplica([TARGETS[:4], TARGETS[4:]]))],),
+        # Each takes its part of what all are given, as its loss shows.
+        ([(INPUTS, TARGETS)], of_this_replica),
+        ([(INPUTS[:1], TARGETS[:1])],),
+        # Nobody can tell.
+        ([(INPUTS, TARGETS)], of_this_replica, False),
+    ],
+    ids=["shares", "parts by hand", "one example", "no loss"],
+)
+def test_what_may_be_divided_is_not_told(step, given):
+    step(*given)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_not_trained_on_is_not_told(forkserver):
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = nn.Linear(4, 1)
+        assert len(strategy.run(lambda x: model(x).mean().detach(), args=(INPUTS,)).values) == 2

@@ -420,6 +420,7 @@ class Replica:
             args, kwargs, weighed = _on_device(self.identity.device, args, kwargs, weighed)
         versions = [(leaf, leaf._version) for leaf in visitors.leaves]
         copies = None if call.plain else Copies(function, self.namespace.has, (args, kwargs), unchanging=call.kept)
+        passes = self.gradients.undivided_passes
         try:
             reporting.settle()
             reporting.forget_warned(call.moment)
@@ -442,6 +443,8 @@ class Replica:
         finally:
             self.gradients.clear_shares()
             self.scope.settle()
+        if self.undivided is not None and not call.plain:
+            self.undivided.called(passes, (args, kwargs), value)
         lost = copies.changed() if copies is not None else ()
         return None, pack(value, reference=self.namespace.reference), lost
 

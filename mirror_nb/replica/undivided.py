@@ -1,9 +1,11 @@
-"""Loaders that this replica trains on as a whole: who wrote the loop may have forgotten `distribute_dataset`.
+"""Data that this replica trains on as a whole: who wrote the loop may have forgotten `distribute_dataset`.
 
     for x, y in loader:          iterated ─▶ backward passes with no share of a batch ─▶ noted
         loss.backward()
+    strategy.run(step, (x, y))   called   ─▶ the same ─▶ noted, by what it returned
 
-The controller compares what the replicas note: a loader over each replica's own part of the data has another print.
+The controller compares what the replicas note: a loader over each replica's own part of the data has another print,
+and so has the loss of one that takes its part of what all are given.
 Knows torch's loaders; knows no replicas and no channel.
 """
 
@@ -12,11 +14,12 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, final
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import sampler as samplers
 
@@ -40,11 +43,27 @@ class Undivided:
         self._gradients = gradients
         self._live: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], Any, int]] = {}
         # By the id of its iterator: that, the loader, what is in it, and the passes before it.
-        self._found: list[tuple[weakref.ref[Any], Any]] = []
+        self._found: list[tuple[Callable[[], Any], Any]] = []
+        # Loaders, and what is in them; of a call what it returned.
+        self._noted_call = False
         Replaced(DataLoader, "__iter__", result=self._iterated)
 
+    def called(self, passes: int, given: Any, value: Any) -> None:
+        """A function that was called with what it was `given`, after so many passes, has returned `value`.
+
+        The first that trains on examples that nobody has divided is noted: to look at a loss waits for a GPU.
+        """
+        if self._noted_call or self._gradients.undivided_passes == passes:
+            return
+        if any(map(_has_rows, pytree.tree_leaves(given))) and any(map(_is_a_loss, pytree.tree_leaves(value))):
+            self._noted_call = True
+            self._found.append((_no_loader, value))
+
     def taken(self, names: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-        """Return the loaders that were trained on since this was asked last: their name, and a print of their data."""
+        """Return what was trained on since this was asked last: the name of a loader, and a print of its data.
+
+        Of a call an empty name, and a print of what it returned.
+        """
         if not self._live and not self._found:
             return ()
         for key in list(self._live):
@@ -76,6 +95,18 @@ def _is_undivided(loader: DataLoader[Any]) -> bool:
     # Workers that stay keep their iterator.
     kept = loader.persistent_workers
     return type(loader) is DataLoader and plain and not kept and not isinstance(loader.dataset, IterableDataset)
+
+
+def _no_loader() -> None:
+    """What a call has in the place of a loader."""
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0 and len(leaf) > 1
+
+
+def _is_a_loss(leaf: Any) -> bool:
+    return isinstance(leaf, float) or (isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
 
 
 def _name_of(value: Any, names: Mapping[str, Any]) -> str:

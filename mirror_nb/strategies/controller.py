@@ -42,6 +42,7 @@ from mirror_nb.strategies.misuse import (
     refuse_steps,
     warn_of_lost,
     warn_of_mixed,
+    warn_of_undivided,
 )
 from mirror_nb.strategies.objects import optimizer_of
 from mirror_nb.strategies.place import Mended, Place
@@ -98,6 +99,7 @@ class ControllerPlace(Place):
         # Made by the notebook floor, when it is asked for.
         self._replaced: dict[int, str] = {}
         self._survived = True
+        self._told_of_undivided = False
         # Since `mend` told it.
         self._references = References(lambda strategy: strategy._place is self, lambda: reading.release(self))
         self._objects = self._references.objects
@@ -304,7 +306,7 @@ class ControllerPlace(Place):
         finally:
             for sent in packed:
                 sent.close()
-        return self._taken(fn, report)
+        return self._taken(fn, report, plain)
 
     def _prepared(
         self,
@@ -367,7 +369,7 @@ class ControllerPlace(Place):
         self._send_objects([w for w in wanted if isinstance(w, nn.Module) or not self._objects.is_sent(w)])
         self._push_groups(wanted)
 
-    def _taken(self, fn: Callable[..., Any], report: Report) -> list[Any]:
+    def _taken(self, fn: Callable[..., Any], report: Report, plain: bool) -> list[Any]:
         """Take over what a call has changed, and return its results. Raises what the replicas raised."""
         # Of a call that failed, too: networks here show what it did before that, and so do learning rates.
         self._take_settings(report)
@@ -382,6 +384,9 @@ class ControllerPlace(Place):
         mixed = report.mixed_files()
         if mixed:
             warn_of_mixed(fn, mixed)
+        if not (plain or self._told_of_undivided) and report.undivided_loaders():
+            self._told_of_undivided = True
+            warn_of_undivided(fn, self.num_replicas)
         return results
 
     def _follow(self, pool: LocalPool) -> None:

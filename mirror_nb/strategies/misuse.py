@@ -78,6 +78,16 @@ def warn_of_mixed(fn: Any, paths: list[str]) -> None:
     )
 
 
+def warn_of_undivided(fn: Any, num_replicas: int) -> None:
+    """Warn, at the line of strategy.run, that all replicas did the same work; called where `run` has its results."""
+    warnings.warn(
+        f"{getattr(fn, '__qualname__', fn)} trained all {num_replicas} replicas on the same examples: as much work "
+        "for each as on one device. To divide them, go through strategy.distribute_dataset(loader) and give its "
+        "batches to `run`",
+        stacklevel=users_level(),
+    )
+
+
 def refuse_steps(optimizer: torch.optim.Optimizer) -> None:
     """Have an optimizer that lives in the replicas refuse to step here."""
 
