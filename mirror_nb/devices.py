@@ -64,7 +64,9 @@ def resolve(devices: Sequence[object] | str | int | None, num_gpus: int) -> tupl
     missing = [str(d) for d in chosen if d.kind == "cuda" and d.index >= num_gpus]
     if missing:
         there = ", ".join([f"cuda:{i}" for i in range(num_gpus)] + ["cpu:0, cpu:1, … (CPU replicas)"])
-        raise DeviceError(f"{', '.join(missing)} not found; visible here: {there}")
+        # As Lightning's `devices=2` is.
+        counted = f"; {devices} is the number of one GPU, for several list them" if isinstance(devices, int) else ""
+        raise DeviceError(f"{', '.join(missing)} not found; visible here: {there}{counted}")
     return chosen
 
 

@@ -74,6 +74,8 @@ def test_a_gpu_that_is_not_there_is_an_error_that_lists_those_that_are():
         resolve([0, 2, 7], 2)
     with pytest.raises(DeviceError, match="cuda:0 not found; visible here: cpu:0"):
         resolve("cuda:0", 0)
+    with pytest.raises(DeviceError, match="; 2 is the number of one GPU, for several list them"):
+        resolve(2, 2)
 
 
 def test_a_device_named_twice_is_an_error_under_any_spelling():
