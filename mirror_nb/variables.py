@@ -260,8 +260,11 @@ class Variable(torch.Tensor):
             return None
         targets = _targets(name, args, kwargs)
         if name == "copy_" and targets and isinstance(targets[0], SyncOnReadVariable):
-            # What load_state_dict does: the value that was read from outside comes back as such.
-            targets[0].assign(args[1])
+            # What load_state_dict does: the value that was read from outside comes back as such, in the Variable's
+            # dtype, which that of a mean is not.
+            whole = component(targets[0])
+            torch.Tensor.copy_(whole, *args[1:], **kwargs)
+            targets[0].assign(whole)
             return targets[0]
         written = {id(target): _to_write(target) for target in targets}
         args, kwargs = _current(args, written), _current(kwargs, written)

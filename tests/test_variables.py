@@ -351,6 +351,39 @@ differing = strategy.run(lambda: turned.assign_add(1j * mine)).item()
         assert differing == 1 + 5j
 
 
+def test_a_mean_of_whole_numbers_is_assigned_where_it_is_whole(replicas):
+    source = """
+count, flag = Variable(0, aggregation="MEAN"), Variable(False, aggregation="MEAN")
+same = strategy.run(lambda: count.assign_add(1)).item()
+flags = strategy.run(lambda: flag.assign(torch.tensor(True))).item()
+large = strategy.run(lambda: count.assign(torch.tensor(2**53 + 1))).item()
+apart = raised(lambda: strategy.run(lambda: count.assign(torch.tensor(replica_id))))
+mixed = raised(lambda: strategy.run(lambda: flag.assign(torch.tensor(replica_id == 0))))
+(same, flags, large, apart, mixed, count.read_value().item())
+"""
+    for same, flags, large, apart, mixed, count in cell(replicas(2), source):
+        assert (same, flags, large, count) == (1, True, 2**53 + 1, 2**53 + 1)
+        assert apart[0] == mixed[0] == "UsageError"
+        assert apart[1].startswith(
+            "cannot assign 0.5, the mean of the replicas' values, to Variable of torch.int64: it is not whole"
+        )
+
+
+def test_what_is_synchronised_on_read_takes_a_copy_and_its_own_state_as_any_tensor_does(replicas):
+    source = """
+module = torch.nn.Module()
+module.register_buffer("counts", Variable([0, 0], synchronization="ON_READ", aggregation="MEAN"))
+strategy.run(lambda: module.counts.assign([2 * replica_id] * 2))
+state = module.state_dict()
+module.load_state_dict(state)
+restored = module.counts.read_value()
+module.counts.copy_(torch.tensor(3.7))
+values((state["counts"], restored, module.counts.values[0]))
+"""
+    for state, restored, copied in cell(replicas(2), source):
+        assert (state, restored, copied) == ([1.0, 1.0], [1.0, 1.0], [3, 3])
+
+
 def test_a_variable_that_is_trained_after_its_copies_diverged_is_named_once_at_the_users_line(replicas):
     source = """
 v = Variable(1.0, name="scale")

@@ -131,10 +131,23 @@ class ReplicaHome:
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return self._peers.first(tensor)
         if variable.aggregation is VariableAggregation.MEAN:
-            return self._peers.reduced(ReduceOp.MEAN, [tensor])[0].to(variable.dtype)
+            return self._mean(variable, how, tensor)
         if literal and value != 0 and len(set(seen)) == 1:
             raise not_distributed(value, ReduceOp.SUM)
         return self._peers.reduced(ReduceOp.SUM, [tensor])[0]
+
+    def _mean(self, variable: Variable, how: str, tensor: Tensor) -> Tensor:
+        """Return the mean of the replicas' values, or raise the same error on all where it does not fit."""
+        if tensor.is_floating_point() or tensor.is_complex():
+            return self._peers.reduced(ReduceOp.MEAN, [tensor])[0]
+        # Torch's mean of whole numbers is a float, which does not hold all of them.
+        n, total = self._peers.num_replicas, self._peers.reduced(ReduceOp.SUM, [widened(tensor)])[0]
+        if (total % n).any():
+            raise UsageError(
+                f"cannot {how} {total / n}, the mean of the replicas' values, to {variable.name} of {variable.dtype}: "
+                "it is not whole; make the Variable of a float dtype, or with another aggregation"
+            )
+        return (total // n).to(tensor.dtype)
 
     # ------------------------------------------------------------------ from outside
 
