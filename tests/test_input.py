@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from driving import eventually
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from mirror_nb.data import Loaders
@@ -864,6 +865,15 @@ def test_nests_of_values_are_nests_of_per_replica():
     assert ValueContext() == ValueContext(0, 1)
     with pytest.raises(UsageError, match=r"returned \[\] for replica 0 but \[1\] for replica 1"):
         values_from_function(lambda context: [1] * context.replica_id_in_sync_group, 2)
+
+
+def test_values_from_a_function_are_those_of_their_keys_and_sequences_stay_packed():
+    packed = pack_sequence([torch.ones(2)])
+    value = values_from_function(
+        lambda context: [{"a": 1, "b": packed}, {"b": packed, "a": 3}][context.replica_id_in_sync_group], 2
+    )
+    assert value["a"].values == (1, 3)
+    assert value["b"].values == (packed, packed)
 
 
 # ---- mistakes -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
@@ -247,6 +248,23 @@ def test_the_structure_of_a_class_that_shows_nothing_but_its_address_is_the_same
     # Replicas compare these words: all_reduce of such an object was an error.
     assert structure(Output(1, {"z": 2, "a": [3]})) == "Output(*, {'a': [*], 'z': *})"
     assert structure({"b": Pt(Output(1, 2), (None,))}) == "{'b': Pt(x=Output(*, *), y=(*,))}"
+
+
+class Positive(namedtuple("Positive", "value")):
+    """A class of the user's that checks what it is made of."""
+
+    def __new__(cls, value):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"a tensor is needed, not {value!r}")
+        return super().__new__(cls, value)
+
+
+def test_structures_of_classes_that_check_their_members_and_of_packed_sequences_are_named():
+    packed = pack_sequence([torch.ones(2)])
+    assert structure([packed, Positive(t(1))]) == "[*, Positive(*)]"
+    assert in_order([packed, 3])[0] == [packed, 3]
+    with pytest.raises(UsageError, match=r"structure: \[\*\] on replica 0, \[\] on replica 1"):
+        regroup([[packed], []])
 
 
 @pytest.mark.parametrize(

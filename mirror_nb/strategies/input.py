@@ -21,7 +21,6 @@ from typing import Any, Never, Self, cast, final
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from mirror_nb import data
@@ -30,6 +29,7 @@ from mirror_nb.data import Distributed, GlobalBatches, Loaders, Share, Underway
 from mirror_nb.errors import TransferError, UsageError, users_level
 from mirror_nb.prefetch import ahead
 from mirror_nb.strategies.context import on_one_replica
+from mirror_nb.strategies.reductions import in_order, structure
 from mirror_nb.strategies.specs import spec_of
 from mirror_nb.values import PerReplica
 
@@ -146,16 +146,15 @@ def values_from_function(value_fn: Callable[[ValueContext], Any], num_replicas: 
     Raises UsageError where the values differ in structure.
     """
     values = [value_fn(ValueContext(i, num_replicas)) for i in range(num_replicas)]
-    flat = [pytree.tree_flatten(value) for value in values]
-    structure = flat[0][1]
-    for replica_id, (_, other) in enumerate(flat):
-        if other != structure:
+    shapes = [structure(value) for value in values]
+    for replica_id, shape in enumerate(shapes):
+        if shape != shapes[0]:
             raise UsageError(
                 f"`value_fn` returned {values[0]!r} for replica 0 but {values[replica_id]!r} for replica "
                 f"{replica_id}; their structures must be equal"
             )
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([PerReplica(column) for column in columns], structure)
+    leaves, _, made = zip(*map(in_order, values), strict=True)
+    return made[0]([PerReplica(column) for column in zip(*leaves, strict=True)])
 
 
 @final

@@ -340,7 +340,11 @@ def _in_words(nest: Any) -> Any:
     if shown_by is object.__repr__:
         # Its address would differ between replicas.
         return _Word(f"{type(nest).__qualname__}({', '.join(map(repr, members))})")
-    return pytree.tree_unflatten(members, spec)
+    try:
+        return pytree.tree_unflatten(members, spec)
+    except Exception:
+        # A class that checks what it is made of.
+        return _Word(f"{type(nest).__qualname__}({', '.join(map(repr, members))})")
 
 
 def in_order(
@@ -352,8 +356,11 @@ def in_order(
     """
     if type(nest) is Tensor:
         return [nest], ["*"], lambda made: made[0]
-    found = _placed(nest, is_leaf or (lambda node: False))
-    spec = pytree.tree_structure(nest, is_leaf=is_leaf)
+
+    def ends(node: Any) -> bool:
+        return _is_packed(node) or (is_leaf is not None and is_leaf(node))
+
+    found, spec = _placed(nest, ends), pytree.tree_structure(nest, is_leaf=ends)
     order = sorted(range(len(found)), key=lambda i: [_rank(key) for key in found[i][0]])
 
     def made(leaves: Sequence[Any]) -> Any:
@@ -390,7 +397,7 @@ def _rank(key: Any) -> tuple[int, str]:
 
 def _children(nest: Any) -> tuple[list[Any], Any]:
     """Return the members of a container and how to make it of them; a leaf has (itself, None)."""
-    if isinstance(nest, Tensor) or nest is None:
+    if isinstance(nest, Tensor) or nest is None or _is_packed(nest):
         return [nest], None
     children, spec = pytree.tree_flatten(nest, is_leaf=lambda node: node is not nest)
     return (children, None) if len(children) == 1 and children[0] is nest else (children, spec)
