@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from mirror_nb import slab as slabs
 from mirror_nb.compiled import reduce_compiled
 from mirror_nb.ddp import begun, reduce_ddp
-from mirror_nb.errors import TransferError, UsageError
+from mirror_nb.errors import MirrorError, TransferError, UsageError
 from mirror_nb.event_files import reduce_writer
 from mirror_nb.keras_objects import reduce_keras, repairing
 from mirror_nb.nest import Nest, NotSimpleError, dressed
@@ -686,6 +686,19 @@ def unpack(
         raise NotRebuilt(opener.at, reason) from reason
     finally:
         _opening = before
+
+
+def note_not_made_again(error: Exception, what: str) -> None:
+    """Note on what a class of the user's has raised while it was unpickled that it was then, and inside of what."""
+    if not isinstance(error, _SAYS_ENOUGH):
+        error.add_note(
+            f"raised while {what} was made again from its pickle: an object in it is pickled, but not unpickled. Give "
+            "its class a __reduce__ that its __init__ takes, or pass numbers, tensors and containers of them"
+        )
+
+
+_SAYS_ENOUGH = (MirrorError, ImportError, OSError, MemoryError, RuntimeError)
+# Of ours, of a module that is not there, and of memory, a GPU's too.
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,31 @@ def test_a_strategy_that_a_replica_gives_back_is_the_replicas_again_where_it_is_
     with pytest.raises(AttributeError, match=r"`reduce` of a strategy that a replica gave back.* given to `run`"):
         given.reduce("sum", 1)
     assert two.run(lambda: given is mnb.get_strategy() and given.num_replicas_in_sync) == 2
+
+
+def test_a_replica_context_that_a_function_gives_back_prints(two):
+    assert "1: <ReplicaContext: replica 1>" in repr(two.run(mnb.get_replica_context))
+
+
+class Measured(Exception):
+    """Pickle calls it with its message alone."""
+
+    def __init__(self, value, limit):
+        super().__init__(f"{value} of {limit}")
+
+
+@pytest.mark.parametrize(
+    ("call", "inside"),
+    [
+        (lambda two: two.run(lambda: Measured(2, 1)), "what the function returned"),
+        (lambda two: two.run(str, args=(Measured(2, 1),)), "what the function captures or is given"),
+    ],
+)
+def test_an_object_that_is_pickled_but_not_unpickled_says_so(two, call, inside):
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'limit'") as error:
+        call(two)
+    assert f"raised while {inside} was made again from its pickle" in "".join(traceback.format_exception(error.value))
+    assert two.run(lambda: 1) == 1
 
 
 def test_run_inside_a_replica_function_is_an_error(two):

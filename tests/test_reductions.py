@@ -140,6 +140,8 @@ def test_a_single_value_is_reduced_as_tf_does_but_a_number_counts_once_a_replica
     assert reduce_local(MEAN, Mirrored([1.0, 1.0]), None, 2) == 1
     with pytest.raises(ValueError, match=r"A non-DistributedValues value .* cannot be reduced .* ReduceOp\.SUM"):
         reduce_local(SUM, t(5.0), None, 2)
+    with pytest.raises(UsageError, match=r"cannot reduce a NoneType \(None\): only tensors, arrays, numbers"):
+        reduce_local(SUM, None, None, 2)
 
 
 def test_results_are_grouped_leaf_by_leaf():

@@ -45,7 +45,7 @@ from mirror_nb.mirrors import (
     mirrored_values,
     told_by_all,
 )
-from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, pack, unpack
+from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, note_not_made_again, pack, unpack
 from mirror_nb.pickler import TooLarge, label_class
 from mirror_nb.readable import size
 from mirror_nb.replica.changes import Before, Changes, meant
@@ -203,7 +203,11 @@ class Namespace:
 
     def open_call(self, payload: Payload, slab: int | None) -> tuple[Any, Arrivals]:
         """Rebuild a call's function or arguments; return too what came as a copy."""
-        value, arrivals = unpack(payload, slab, resolve=self._resolve, device=self._device, own=self._own())
+        try:
+            value, arrivals = unpack(payload, slab, resolve=self._resolve, device=self._device, own=self._own())
+        except Exception as error:
+            note_not_made_again(error, "what the function captures or is given")
+            raise
         for module in arrivals.modules:
             self._scope.adopt(module)
         return value, arrivals

@@ -82,7 +82,9 @@ class ReplicaContext:
         return self._strategy._place.merge_call(self._strategy, merge_fn, tuple(args), kwargs or {})
 
     def __repr__(self) -> str:
-        return f"<ReplicaContext: replica {self._replica_id} of {self.num_replicas_in_sync}>"
+        # A strategy that a replica gave back does not know it here.
+        many = getattr(self._strategy, "num_replicas_in_sync", None)
+        return f"<ReplicaContext: replica {self._replica_id}{'' if many is None else f' of {many}'}>"
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from mirror_nb.errors import ContextError, ReplicaDied, UsageError, users_level
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
 from mirror_nb.mirrors import absorb_states, called
-from mirror_nb.payload import Packed, Weighed, pack
+from mirror_nb.payload import Packed, Weighed, note_not_made_again, pack
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
 from mirror_nb.pool.recovery import compare, recover
@@ -401,8 +401,12 @@ class ControllerPlace(Place):
             self._objects.take_settings(handle, settings)
 
     def _results(self, report: Report) -> list[Any]:
-        with closing(report):
-            return [result for result, _ in report.unpacked(self._references.resolve).values()]
+        try:
+            with closing(report):
+                return [result for result, _ in report.unpacked(self._references.resolve).values()]
+        except Exception as error:
+            note_not_made_again(error, "what the function returned")
+            raise
 
     # ------------------------------------------------------------------ objects by reference
 

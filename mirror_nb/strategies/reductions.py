@@ -82,7 +82,7 @@ def reduce_local(op: ReduceOp, value: Any, axis: tuple[int, ...] | None, num_rep
     if isinstance(value, DistributedValues):
         check_size(value, num_replicas)
         return reduce_values(op, value.values, axis)
-    if op is ReduceOp.SUM and num_replicas > 1 and not is_number(value):
+    if op is ReduceOp.SUM and num_replicas > 1 and isinstance(value, Tensor | np.ndarray):
         raise not_distributed(value, op)
     return reduce_values(op, [value] * num_replicas, axis)
 
