@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
+from mirror_nb.layouts import is_block, rows_of, sizes
 
 Together = Callable[[list[Any]], Any]
 # Makes one value of one leaf's parts, one a replica.
@@ -37,12 +38,14 @@ def share_of(total: int, replica_id: int, num_replicas: int) -> slice:
 def cut(batch: Any, share: slice, total: int) -> Any:
     """The part `share` of a collated batch of `total` examples, in the same structure.
 
-    Tensors and arrays are cut along dimension 0, lists of one item an example are cut as lists, of a packed sequence
-    its sequences; what does not have `total` items stays. A tuple, list or dict whose members are all batches is a
-    structure: so a list of images counts as one item an example unless each image has as many rows as there are
-    examples.
+    Tensors, sparse and nested ones too, and arrays are cut along dimension 0, lists of one item an example are cut as
+    lists, of a packed sequence its sequences; what does not have `total` items stays. A tuple, list or dict whose
+    members are all batches is a structure: so a list of images counts as one item an example unless each image has as
+    many rows as there are examples.
     """
-    if isinstance(batch, (torch.Tensor, np.ndarray)):
+    if isinstance(batch, torch.Tensor):
+        return rows_of(batch, share) if is_batched(batch, total) else batch
+    if isinstance(batch, np.ndarray):
         return batch[share] if is_batched(batch, total) else batch
     if isinstance(batch, PackedSequence):
         return _cut_packed(batch, share) if is_batched(batch, total) else batch
@@ -69,7 +72,7 @@ def spread(batch: Any, parts: Sequence[slice], total: int, together: Together) -
     A structure that torch's pytrees do not open (a dataclass, say) is one leaf, and so is a list of examples.
     A leaf that is no batch and no tensor, a name for instance, stays as it is.
     """
-    if type(batch) in (tuple, list) and all(type(item) is torch.Tensor and is_batched(item, total) for item in batch):
+    if type(batch) in (tuple, list) and all(_is_usual(item) and is_batched(item, total) for item in batch):
         # The usual batch, in a fifth of the time.
         return type(batch)(together([item[part] for part in parts]) for item in batch)
     if _is_open(batch) and not lists_examples(batch, total):
@@ -77,6 +80,10 @@ def spread(batch: Any, parts: Sequence[slice], total: int, together: Together) -
     pieces = [cut(batch, part, total) for part in parts]
     whole = not isinstance(batch, torch.Tensor) and all(piece is batch for piece in pieces)
     return batch if whole else together(pieces)
+
+
+def _is_usual(item: Any) -> bool:
+    return type(item) is torch.Tensor and item.layout is torch.strided and not item.is_nested
 
 
 def joined(batches: Sequence[Any], totals: Sequence[int], together: Together) -> Any:
@@ -110,7 +117,10 @@ def lists_examples(batch: Any, total: int) -> bool:
 
 def is_batched(value: Any, total: int) -> bool:
     """Whether a value, or each member of a structure, has `total` items along its first dimension."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if isinstance(value, torch.Tensor):
+        # Nested ones have no shape.
+        return value.ndim > 0 and value.size(0) == total
+    if isinstance(value, np.ndarray):
         return value.ndim > 0 and value.shape[0] == total
     if isinstance(value, PackedSequence):
         return _sequences(value) == total
@@ -126,7 +136,8 @@ def count(batch: Any) -> int:
     Raises UsageError where they differ or there is none.
     """
     found = leaves(batch)
-    shapes = [tuple(leaf.shape) for leaf in found if isinstance(leaf, (torch.Tensor, np.ndarray))]
+    shapes: list[tuple[Any, ...]] = [sizes(leaf) for leaf in found if isinstance(leaf, torch.Tensor)]
+    shapes += [leaf.shape for leaf in found if isinstance(leaf, np.ndarray)]
     shapes += [(_sequences(leaf),) for leaf in found if isinstance(leaf, PackedSequence)]
     lengths = {shape[0] for shape in shapes if shape}
     if not shapes or not all(shapes) or len(lengths) > 1:
@@ -155,9 +166,9 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 def _can_be_pinned(tensor: torch.Tensor) -> bool:
     """Whether a copy in pinned memory is the same: not of another class, nor part of a graph, expanded or sparse."""
-    if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.is_quantized:
+    if type(tensor) is not torch.Tensor or tensor.requires_grad or not is_block(tensor):
         return False
-    return tensor.layout is torch.strided and tensor.is_contiguous() and 0 < tensor.nbytes <= PINNED_BYTES
+    return tensor.is_contiguous() and 0 < tensor.nbytes <= PINNED_BYTES
 
 
 def leaves(value: Any) -> list[Any]:

@@ -641,6 +641,15 @@ def _is_column(leaf: Any) -> bool:
 
 def _column(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
+        if leaf.is_nested:
+            raise UsageError(
+                "cannot take rows of a nested tensor; make a DataLoader of them: DataLoader(list(tensor.unbind()), "
+                "batch_size=..., collate_fn=torch.nested.nested_tensor)"
+            )
+        if leaf.layout not in (torch.strided, torch.sparse_coo):
+            raise UsageError(
+                f"cannot take rows of a tensor in layout {leaf.layout}; give it as .to_sparse() or .to_dense()"
+            )
         return leaf
     if not isinstance(leaf, np.ndarray):
         raise UsageError(

@@ -5,7 +5,11 @@ Knows torch alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from mirror_nb.errors import UsageError
 
 
 def is_block(tensor: torch.Tensor) -> bool:
@@ -38,3 +42,44 @@ def nbytes(tensor: torch.Tensor) -> int:
 def address(tensor: torch.Tensor) -> int:
     """Return where a tensor lies in memory; 0 where it is not in one place."""
     return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+def sizes(tensor: torch.Tensor) -> tuple[int | None, ...]:
+    """Return a tensor's sizes; None for those in which the tensors in a nested one may differ."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return (tensor.size(0), *(None,) * (tensor.ndim - 1))
+    # A size that stands for many is no int, but to type checkers.
+    return tuple(size if type(size) is int else None for size in tensor.shape)
+
+
+def rows_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return rows of a tensor, in its layout: of a nested one, tensors in it. `rows` begin and end inside, by ones.
+
+    Raises UsageError for a layout by columns or blocks.
+    """
+    if tensor.is_nested:
+        return _nested_rows(tensor, rows)
+    if tensor.layout is torch.strided:
+        return tensor[rows]
+    if tensor.layout is torch.sparse_coo:
+        return tensor.narrow_copy(0, rows.start, rows.stop - rows.start)
+    if tensor.layout is torch.sparse_csr and tensor.ndim == _MATRIX:
+        ends = tensor.crow_indices()[rows.start : rows.stop + 1]
+        begin, end = int(ends[0]), int(ends[-1])
+        parts = (ends - begin, tensor.col_indices()[begin:end], tensor.values()[begin:end])
+        return torch.sparse_csr_tensor(*parts, (rows.stop - rows.start, tensor.shape[1]))
+    raise UsageError(
+        f"cannot cut a tensor in layout {tensor.layout} of shape {tuple(tensor.shape)} by its examples; give it as "
+        ".to_sparse() or .to_dense()"
+    )
+
+
+def _nested_rows(tensor: Any, rows: slice) -> torch.Tensor:
+    parts = list(tensor.unbind())[rows]
+    if parts or tensor.layout is not torch.jagged:
+        return torch.nested.as_nested_tensor(parts, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
+    # Torch makes no jagged tensor of no tensors.
+    return torch.nested.nested_tensor_from_jagged(tensor.values()[:0], tensor.offsets().new_zeros(1))
+
+
+_MATRIX = 2

@@ -8,7 +8,7 @@ import os
 import random
 import weakref
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -244,6 +244,52 @@ def test_of_a_packed_sequence_whole_sequences_are_cut(enforce_sorted):
     assert cut(packed, slice(0, 1), 7) is packed
     assert count({"x": packed}) == 4
     assert to_device(packed, torch.device("cpu")).batch_sizes.tolist() == packed.batch_sizes.tolist()
+
+
+def _ragged(rows: list[int], layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.full((row + 1,), row) for row in rows], layout=layout)
+
+
+LAYOUTS: dict[str, Callable[[list[int]], torch.Tensor]] = {
+    "COO": lambda rows: torch.eye(6)[rows].to_sparse(),
+    "CSR": lambda rows: torch.eye(6)[rows].to_sparse_csr(),
+    "nested": lambda rows: _ragged(rows, torch.strided),
+    "jagged": lambda rows: _ragged(rows, torch.jagged),
+}
+
+
+def _listed(tensor: torch.Tensor) -> list[Any]:
+    if not tensor.is_nested:
+        return list(tensor.to_dense().tolist())
+    return [row.tolist() for row in tensor.unbind()] if tensor.size(0) else []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_sparse_and_ragged_batches_are_cut_in_their_layout(make):
+    loader = DataLoader(range(6), batch_size=4, collate_fn=lambda rows: {"x": make(rows), "y": torch.tensor(rows)})
+    whole, last = (batch["x"] for batch in loader)
+    (first, rest), (one, nothing) = (
+        [cut(x, share_of(n, i, 2), n) for i in range(2)] for x, n in ((whole, 4), (last, 2))
+    )
+    assert {part.layout for part in (first, rest, one, nothing)} == {whole.layout}
+    assert _listed(first) + _listed(rest) == _listed(whole)
+    assert (_listed(one) + _listed(nothing), count({"x": last})) == (_listed(last), 2)
+    assert [[_listed(batch["x"]) for batch in epoch] for (epoch,) in run(Session(3), loader)] == [
+        [_listed(make([0, 1])), _listed(make([4]))],
+        [_listed(make([2, 3])), _listed(make([5]))],
+        [[], []],
+    ]
+    assert _listed(to_device(first, CPU)) == _listed(first)
+
+
+def test_layouts_of_which_no_rows_are_taken_are_refused():
+    with pytest.raises(UsageError, match=r"layout torch\.sparse_csc of shape \(3, 3\).*\.to_sparse\(\)"):
+        cut(torch.eye(3).to_sparse_csc(), slice(0, 1), 3)
+    _refused(torch.eye(3).to_sparse_csr(), r"layout torch\.sparse_csr; give it as \.to_sparse\(\)", batch_size=2)
+    _refused(_ragged([1, 2], torch.strided), "rows of a nested tensor; make a DataLoader", batch_size=2)
+    rows = [batch.to_dense().tolist() for batch in run(Session(1), torch.eye(3).to_sparse(), batch_size=2)[0][0]]
+    assert rows == [[[1, 0, 0], [0, 1, 0]], [[0, 0, 1]]]
 
 
 # ---- the same batches as plain PyTorch ----------------------------------------------------------------

@@ -285,6 +285,12 @@ def test_a_strategy_that_a_replica_gives_back_is_the_replicas_again_where_it_is_
     assert two.run(lambda: given is mnb.get_strategy() and given.num_replicas_in_sync) == 2
 
 
+def test_a_function_of_a_batch_may_give_back_a_nested_tensor(two):
+    (batch,) = two.distribute_dataset(torch.arange(4.0), batch_size=4)
+    given = two.run(lambda x: torch.nested.nested_tensor([x[:1], x]), args=(batch,))
+    assert [[row.tolist() for row in own.unbind()] for own in given] == [[[0], [0, 1]], [[2], [2, 3]]]
+
+
 def test_a_replica_context_that_a_function_gives_back_prints(two):
     assert "1: <ReplicaContext: replica 1>" in repr(two.run(mnb.get_replica_context))
 

@@ -709,7 +709,7 @@ def _of_batch(results: Any, shares: tuple[int, ...] | None) -> Any:
 
 
 def _examples(value: Any) -> int | None:
-    return len(value) if isinstance(value, torch.Tensor) and value.dim() else None
+    return value.size(0) if isinstance(value, torch.Tensor) and value.dim() else None
 
 
 class _Listener:

@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from mirror_nb.batches import is_batched, lists_examples, map_examples, spread
+from mirror_nb.layouts import sizes
 
 
 @final
@@ -70,8 +71,8 @@ def spec_of(batch: Any, total: int, num_replicas: int = 1) -> Any:
 
 def _leaf_spec(leaf: Any, total: int) -> Any:
     if isinstance(leaf, (torch.Tensor, np.ndarray)):
-        sizes = tuple(leaf.shape)
-        return TensorSpec((None, *sizes[1:]) if is_batched(leaf, total) else sizes, leaf.dtype)
+        known = sizes(leaf) if isinstance(leaf, torch.Tensor) else leaf.shape
+        return TensorSpec((None, *known[1:]) if is_batched(leaf, total) else known, leaf.dtype)
     if lists_examples(leaf, total):
         return TensorSpec((None,), type(leaf[0]) if total else object)
     # What is no batch stays, as in `spread`.
