@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from mirror_nb.collectives.options import CommunicationOptions
 from mirror_nb.errors import ContextError, DeviceError, PoolClosed
 from mirror_nb.strategies.context import (
     get_replica_context,
@@ -50,6 +51,20 @@ def test_a_per_replica_of_another_number_of_values_is_refused(strategy):
             strategy.run(lambda x: x, **given)
         with pytest.raises(ValueError, match="this PerReplica has 2 values, but the strategy has 1 replicas"):
             strategy.extended.update(Variable(1.0), lambda own, x: x, **given)
+
+
+def test_what_is_given_as_options_and_is_none_is_refused(strategy):
+    def calls(options):
+        context, one = get_replica_context(), torch.ones(1)
+        yield lambda: context.all_reduce("sum", one, options)
+        yield lambda: context.all_gather(one, 0, options)
+        yield lambda: strategy.extended.reduce_to("sum", one, one, options)
+        yield lambda: strategy.extended.batch_reduce_to("sum", [(one, one)], options)
+
+    assert [call() for call in calls(CommunicationOptions())] == [1, 1, 1, [1]]
+    for call in calls(3):
+        with pytest.raises(ValueError, match=r"`options` must be CommunicationOptions\(\.\.\.\) or None, not 3"):
+            call()
 
 
 def test_an_async_function_is_refused(strategy):

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
+from mirror_nb.collectives.options import CommunicationOptions
 from mirror_nb.errors import ContextError, UsageError
 from mirror_nb.values import ReduceOp
 from mirror_nb.variables import provide_replica, provide_scope
@@ -53,17 +54,21 @@ class ReplicaContext:
         """Return `value`, a nest of tensors, reduced over all replicas; differentiable.
 
         `reduce_op`: ReduceOp.SUM or MEAN, or their names. Every replica gives the same structure, shapes and dtypes.
-        The gradient of a sum over replicas is the sum of the gradients (of a mean: their mean).
+        The gradient of a sum over replicas is the sum of the gradients (of a mean: their mean). `options` are
+        tf.distribute's CommunicationOptions; those of the strategy hold for all of its calls.
 
         Raises UsageError where the replicas' structures, shapes or dtypes differ, on every replica.
         """
+        check_options(options)
         return self._strategy._place.all_reduce(ReduceOp.of(reduce_op, "reduce_op"), value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Return the replicas' tensors joined along `axis`, a nest at a time; differentiable.
 
-        Sizes may differ along `axis` alone. Raises UsageError where others differ, on every replica.
+        Sizes may differ along `axis` alone. `options`: see `all_reduce`. Raises UsageError where others differ, on
+        every replica.
         """
+        check_options(options)
         return self._strategy._place.all_gather(value, axis)
 
     def merge_call(
@@ -270,6 +275,12 @@ def check_call(argument: str, fn: Any, args: Any, kwargs: Any) -> None:
         raise UsageError(f"positional args must be a list or tuple, got {type(args)}; write args=(x,)")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise UsageError(f"keyword args must be a dict, got {type(kwargs)}")
+
+
+def check_options(options: Any) -> None:
+    """Raise UsageError for what is given as the options of a reduction and is none."""
+    if options is not None and not isinstance(options, CommunicationOptions):
+        raise UsageError(f"`options` must be CommunicationOptions(...) or None, not {options!r}")
 
 
 def updates_component() -> bool:

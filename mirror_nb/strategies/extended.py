@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mirror_nb.devices import parse
 from mirror_nb.errors import DeviceError, UsageError
-from mirror_nb.strategies.context import check_call, require_cross_replica, update_in
+from mirror_nb.strategies.context import check_call, check_options, require_cross_replica, update_in
 from mirror_nb.strategies.reductions import regroup
 from mirror_nb.values import DistributedValues, ReduceOp
 
@@ -93,8 +93,10 @@ class StrategyExtended:
         """Return `value` reduced over the replicas; destinations hold the same value, so they make no difference.
 
         `destinations`: a device of the strategy's or the CPU, or a Variable, a tensor or a PerReplica, for where that
-        is. Raises DeviceError for another device, UsageError for no destination.
+        is. `options` are tf.distribute's CommunicationOptions; those of the strategy hold for all of its calls. Raises
+        DeviceError for another device, UsageError for no destination.
         """
+        check_options(options)
         require_cross_replica("StrategyExtended.reduce_to", "use get_replica_context().all_reduce() instead")
         self._strategy._place.check_open()
         self._check_destination(destinations)
@@ -103,7 +105,8 @@ class StrategyExtended:
     def batch_reduce_to(
         self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[Any], options: Any = None
     ) -> list[Any]:
-        """Return the reduced value of each (value, destination) pair."""
+        """Return the reduced value of each (value, destination) pair; see `reduce_to`."""
+        check_options(options)
         given = value_destination_pairs
         pairs = list(given) if isinstance(given, Iterable) else [given]
         for pair in pairs:

@@ -61,8 +61,8 @@ def warn_of_lost(fn: Any, paths: list[str]) -> None:
     named = ", ".join(f"`{path}`" for path in paths[:LOST_SHOWN]) + (", …" if len(paths) > LOST_SHOWN else "")
     warnings.warn(
         f"{getattr(fn, '__qualname__', fn)} changed {named} in the replicas, on a copy that is gone: here nothing has "
-        "changed. Return from the function what you want here, make a number a mnb.Variable, or have the replicas "
-        "keep an object with strategy.mirror(obj)",
+        "changed. Return from the function what you want here, make a number a mnb.Variable in the scope, or have "
+        "the replicas keep an object with strategy.mirror(obj)",
         stacklevel=users_level(),
     )
 
