@@ -144,6 +144,10 @@ class GradientSynchronizer:
                 hooks[key] = Deferred(tracked, hook)
                 self._has_deferred = True
 
+    def tracks(self, parameter: Tensor) -> bool:
+        """Whether a parameter takes part."""
+        return self._agreement.find(parameter) is not None
+
     def synchronized(self) -> dict[str, nn.Parameter]:
         """Return the parameters that all replicas have synchronised by now, in an order that is the same on all.
 

@@ -192,3 +192,62 @@ def test_a_script_that_seeds_again_with_the_seed_of_before_makes_the_same_again(
     exec(SEEDED_AGAIN, names)
     alone = names["made"](mnb.OneDeviceStrategy("cpu:0"))
     assert found == [[alone, alone]] * 2
+
+
+OUTSIDE = """
+import json, os, sys, warnings
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import mirror_nb as mnb
+
+strategy = mnb.MirroredStrategy()
+x = torch.arange(8.0).view(4, 2)
+
+def made():
+    torch.manual_seed(0)
+    network = nn.Linear(2, 1)
+    return network, torch.optim.SGD(network.parameters(), 0.01)
+
+def train(network, optimizer, by_run):
+    def step(x):
+        optimizer.zero_grad()
+        (network(x) ** 2).mean().backward()
+        optimizer.step()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for (batch,) in strategy.distribute_dataset((x,), batch_size=2):
+            strategy.run(step, args=(batch,)) if by_run else step(batch)
+    said = [str(one.message) for one in said if "outside this strategy's scope" in str(one.message)]
+    rows = strategy.gather(network.weight.detach(), 0)
+    return said, torch.equal(rows[0], rows[1])
+
+found = [train(*made(), by_run) for by_run in (True, False)]
+with strategy.scope():
+    found.append(train(*made(), True))
+network, optimizer = made()
+strategy.mirror(network)
+found.append(train(network, optimizer, False))
+network, optimizer = made()
+wrapped = DistributedDataParallel(network)
+found.append(train(network, optimizer, False)[:1])
+network, optimizer = made()
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    network(x).sum().backward()
+    optimizer.step()
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump(found, file)
+strategy.close()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_script_that_trains_what_it_has_made_outside_the_scope_is_told_so_once(tmp_path):
+    for rank, (by_run, by_loop, inside, mirrored, wrapped) in enumerate(written_by_two(tmp_path, OUTSIDE)):
+        for said, equal in (by_run, by_loop):
+            assert (len(said), equal) == (1 - rank, False)
+            assert all("the SGD trains a Parameter of shape (1, 2) that was made outside" in words for words in said)
+        assert inside == mirrored == [[], True]
+        assert wrapped == [[]]

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import re
 import sys
 import time
+import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mirror_nb import seeds
 from mirror_nb.collectives.base import Member
 from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.devices import Device
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import UsageError, users_level
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.pickler import label_class
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
+from mirror_nb.sharded import is_sharded
 from mirror_nb.steering import Steering
+from mirror_nb.strategies.context import get_strategy, on_one_replica
 
 REST_SECONDS = 2.0
 # At the end of a process.
@@ -106,11 +113,54 @@ def standalone(seed: int = 0) -> Standalone:
     one_machine = _number("LOCAL_WORLD_SIZE", 0) == num_replicas
     by = chosen(None if one_machine else "gloo" if device.type == "cpu" else "nccl", None, devices)
     recorder = Recorder(device)
-    replica = Standalone(
-        identity, gradients, scope, _nothing if joined else _leave, by, recorder, Steering(recorder.mark)
-    )
+    watch = register_optimizer_step_pre_hook(Outsiders(gradients))
+
+    def leave() -> None:
+        watch.remove()
+        if not joined:
+            _leave()
+
+    replica = Standalone(identity, gradients, scope, leave, by, recorder, Steering(recorder.mark))
     replica.communicate(by)
     return replica
+
+
+@final
+class Outsiders:
+    """Warns, once for each, of optimizers that train on the replicas' shares what was made outside of the scope.
+
+    In a script nothing else tells: the controller refuses them, and to a cell all that is made in it belongs.
+    """
+
+    def __init__(self, gradients: GradientSynchronizer) -> None:
+        self._gradients = gradients
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        gradients = self._gradients
+        if gradients.replica_id or gradients.num_replicas == 1 or optimizer in self._seen:
+            return
+        if gradients.shares is None and not (on_one_replica() and get_strategy().num_replicas_in_sync > 1):
+            return
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not trained:
+            return
+        self._seen.add(optimizer)
+        apart = [p for p in trained if not gradients.tracks(p) and not is_sharded(p)]
+        if apart and not _in_ddp().issuperset(map(id, apart)):
+            warnings.warn(
+                f"the {type(optimizer).__name__} trains a {type(apart[0]).__name__} of shape {tuple(apart[0].shape)} "
+                "that was made outside this strategy's scope: its gradients are each replica's own, and the copies "
+                "part ways, unless the script sums them itself. Create the network and its optimizer inside `with "
+                "strategy.scope():`, or call strategy.mirror(network) before it is trained",
+                stacklevel=users_level(),
+            )
+
+
+def _in_ddp() -> set[int]:
+    """Return the ids of the parameters that `DistributedDataParallel` synchronises; looks at all objects there are."""
+    wrappers: list[Any] = [obj for obj in gc.get_objects() if issubclass(type(obj), DistributedDataParallel)]
+    return {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
 
 
 def _number(name: str, default: Any = None) -> int:
@@ -135,10 +185,6 @@ def _device(local: int) -> torch.device:
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _leave() -> None:
