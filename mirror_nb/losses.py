@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror_nb.errors import ContextError, UsageError
+from mirror_nb.errors import ContextError, UsageError, users_level
 from mirror_nb.strategies.context import get_strategy, has_strategy, in_cross_replica_context
 
 
@@ -55,18 +55,19 @@ def scale_regularization_loss(regularization_loss: Any) -> Tensor:
     """
     _require_replica("scale_regularization_loss")
     losses = regularization_loss if isinstance(regularization_loss, (list, tuple)) else [regularization_loss]
-    total = sum((_given(loss, "regularization_loss").sum() for loss in losses), start=torch.zeros(()))
+    parts = [_given(loss, "regularization_loss").sum() for loss in losses]
+    total = sum(parts[1:], start=parts[0]) if parts else torch.zeros(())
     return total / get_strategy().num_replicas_in_sync
 
 
 def _check_reduction() -> None:
     strategy = get_strategy()
-    if strategy.num_replicas_in_sync > 1 and getattr(strategy._place, "reduction", "sum") == "mean":
+    if strategy.num_replicas_in_sync > 1 and strategy._place.reduction == "mean":
         warnings.warn(
             "compute_average_loss divides by the global batch size, which belongs to summed gradients, but this "
             f"strategy averages them: they come out {strategy.num_replicas_in_sync} times too small. Make it with "
             "gradient_reduction=ReduceOp.SUM, or take a plain mean loss",
-            stacklevel=3,
+            stacklevel=users_level(),
         )
 
 

@@ -68,6 +68,12 @@ def test_a_regularization_loss_is_divided_by_the_replicas():
 
 
 @pytest.mark.usefixtures("replica")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_regularization_loss_keeps_its_dtype(dtype):
+    assert scale_regularization_loss([torch.ones((), dtype=dtype)] * 2).dtype is dtype
+
+
+@pytest.mark.usefixtures("replica")
 def test_a_list_of_losses_keeps_its_gradients():
     weights = [torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)]
     scale_regularization_loss([weight**2 for weight in weights]).backward()

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -222,11 +223,26 @@ def test_sum_is_tensorflows_rule():
 
         def gradient(x: torch.Tensor) -> torch.Tensor:
             model.zero_grad()
-            mnb.compute_average_loss(model(x).flatten(), global_batch_size=4).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                mnb.compute_average_loss(model(x).flatten(), global_batch_size=4).backward()
             return model.weight.grad.clone()
 
         batch = next(iter(strategy.distribute_dataset(torch.tensor([[1.0], [2.0], [3.0], [6.0]]), batch_size=4)))
         assert [float(g) for g in strategy.run(gradient, args=(batch,)).values] == [3.0, 3.0]
+
+
+def test_a_loss_for_gradients_that_are_summed_warns_where_they_are_averaged(two):
+    def said() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses = torch.ones(2, requires_grad=True)
+            mnb.compute_average_loss(losses).backward()
+            mnb.compute_average_loss(losses.detach())
+        return [str(warning.message) for warning in caught]
+
+    (words,) = two.run(said)
+    assert "this strategy averages them: they come out 2 times too small" in words
 
 
 def test_a_script_needs_no_guard(tmp_path: Path):

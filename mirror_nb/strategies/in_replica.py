@@ -166,6 +166,11 @@ class ReplicaPlace(Place):
         """What gradients are reduced by, and how."""
         return self._replica.communication
 
+    @property
+    def reduction(self) -> str:  # type: ignore[override]
+        """How gradients become one: "mean" or "sum"."""
+        return self._replica.gradients.reduction
+
     def communicate(self, by: Communication) -> None:
         self._replica.communicate(by)
         self._replica.emit(Reduces(name_of(by.ops), type(by.ops).__name__))

@@ -48,6 +48,8 @@ class Place(ABC):
     # What gradients are reduced by, and how.
     seat: Seat | None
     # Of the replica that this is, for functions given to `command`; None in the controller.
+    reduction: str | None = None
+    # How replicas' gradients become one where this is a replica: by "mean" or "sum".
     closed = False
     # Whether `close` has ended it.
 
