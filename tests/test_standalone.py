@@ -198,6 +198,7 @@ OUTSIDE = """
 import json, os, sys, warnings
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 import mirror_nb as mnb
 
@@ -218,19 +219,24 @@ def train(network, optimizer, by_run):
         warnings.simplefilter("always")
         for (batch,) in strategy.distribute_dataset((x,), batch_size=2):
             strategy.run(step, args=(batch,)) if by_run else step(batch)
-    said = [str(one.message) for one in said if "outside this strategy's scope" in str(one.message)]
+    return [str(one.message) for one in said if "outside this strategy's scope" in str(one.message)]
+
+def compared(network, optimizer, by_run):
+    said = train(network, optimizer, by_run)
     rows = strategy.gather(network.weight.detach(), 0)
     return said, torch.equal(rows[0], rows[1])
 
-found = [train(*made(), by_run) for by_run in (True, False)]
+found = [compared(*made(), by_run) for by_run in (True, False)]
 with strategy.scope():
-    found.append(train(*made(), True))
+    found.append(compared(*made(), True))
 network, optimizer = made()
 strategy.mirror(network)
-found.append(train(network, optimizer, False))
+found.append(compared(network, optimizer, False))
 network, optimizer = made()
 wrapped = DistributedDataParallel(network)
-found.append(train(network, optimizer, False)[:1])
+found.append(train(wrapped, optimizer, False))
+sharded = FullyShardedDataParallel(made()[0], use_orig_params=True, device_id=torch.device("cpu"))
+found.append(train(sharded, torch.optim.SGD(sharded.parameters(), 0.01), False))
 network, optimizer = made()
 with warnings.catch_warnings():
     warnings.simplefilter("error")
@@ -245,9 +251,9 @@ os._exit(0)
 
 
 def test_a_script_that_trains_what_it_has_made_outside_the_scope_is_told_so_once(tmp_path):
-    for rank, (by_run, by_loop, inside, mirrored, wrapped) in enumerate(written_by_two(tmp_path, OUTSIDE)):
+    for rank, (by_run, by_loop, inside, mirrored, *wrapped) in enumerate(written_by_two(tmp_path, OUTSIDE)):
         for said, equal in (by_run, by_loop):
             assert (len(said), equal) == (1 - rank, False)
             assert all("the SGD trains a Parameter of shape (1, 2) that was made outside" in words for words in said)
         assert inside == mirrored == [[], True]
-        assert wrapped == [[]]
+        assert wrapped == [[], []]

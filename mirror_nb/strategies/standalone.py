@@ -147,7 +147,7 @@ class Outsiders:
             return
         self._seen.add(optimizer)
         apart = [p for p in trained if not gradients.tracks(p) and not is_sharded(p)]
-        if apart and not _in_ddp().issuperset(map(id, apart)):
+        if apart and not _in_wrappers().issuperset(map(id, apart)):
             warnings.warn(
                 f"the {type(optimizer).__name__} trains a {type(apart[0]).__name__} of shape {tuple(apart[0].shape)} "
                 "that was made outside this strategy's scope: its gradients are each replica's own, and the copies "
@@ -157,9 +157,11 @@ class Outsiders:
             )
 
 
-def _in_ddp() -> set[int]:
-    """Return the ids of the parameters that `DistributedDataParallel` synchronises; looks at all objects there are."""
-    wrappers: list[Any] = [obj for obj in gc.get_objects() if issubclass(type(obj), DistributedDataParallel)]
+def _in_wrappers() -> set[int]:
+    """Return the ids of the parameters that torch's wrappers synchronise; looks at all objects there are."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = (DistributedDataParallel, *(() if fsdp is None else (fsdp.FullyShardedDataParallel,)))
+    wrappers: list[Any] = [obj for obj in gc.get_objects() if issubclass(type(obj), kinds)]
     return {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
 
 
