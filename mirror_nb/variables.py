@@ -86,8 +86,9 @@ class Variable(torch.Tensor):
     in torch's arithmetic and autograd as any tensor, and what comes out is a plain tensor; a trainable one of
     floating point requires gradients, and a module that holds it has it among its parameters.
 
-    `aggregation` tells what becomes of the values that replicas assign in `strategy.run`: SUM or MEAN of them, replica
-    0's (ONLY_FIRST_REPLICA), or each its own (NONE). Trainable is the default, but with ON_READ.
+    `aggregation` tells what becomes of the values that replicas assign in `strategy.run`: SUM or MEAN of them (of
+    whole numbers one that is whole), replica 0's (ONLY_FIRST_REPLICA), or each its own (NONE). Trainable is the
+    default, but with ON_READ.
 
     Raises UsageError for a trainable ON_READ Variable, for `synchronization` NONE and for values that are no tensor.
     Source: tf.Variable, tf.distribute's MirroredVariable and SyncOnReadVariable.
@@ -490,11 +491,9 @@ def component(variable: Variable) -> Tensor:
 
 
 def update_component(variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `fn` with the component in this process, or with what is no Variable; return the result, no Variable."""
-
+    """Call `fn` with the component in this process, or with what is no Variable; its result has no Variables."""
     own = component_variable(variable) if isinstance(variable, Variable) else variable
-    result = fn(own, *args, **kwargs)
-    return component(result) if isinstance(result, Variable) else result
+    return pytree.tree_map_only(Variable, component, fn(own, *args, **kwargs))
 
 
 def read_component(variable: Variable) -> Tensor:

@@ -53,6 +53,11 @@ def test_a_per_replica_of_another_number_of_values_is_refused(strategy):
             strategy.extended.update(Variable(1.0), lambda own, x: x, **given)
 
 
+def test_what_an_update_returns_has_no_variables_in_it(strategy):
+    own, (added, number) = strategy.extended.update(Variable(1.0), lambda own: [own, (own.assign_add(1.0), 5)])
+    assert (type(own), type(added), own.item(), added.item(), number) == (torch.Tensor, torch.Tensor, 2, 2, 5)
+
+
 def test_what_is_given_as_options_and_is_none_is_refused(strategy):
     def calls(options):
         context, one = get_replica_context(), torch.ones(1)
