@@ -206,6 +206,12 @@ class Variable(torch.Tensor):
     def _assign(self, how: str, value: Any) -> Any:
         if self._home is not None:
             return self._home.assign(self, how, value)
+        if self._aggregation is not VariableAggregation.NONE and _of_several():
+            raise UsageError(
+                f"cannot {how} to {self.name} on one of several replicas: it was made outside this strategy's scope, "
+                f"where nothing makes their values one by {self._aggregation.value}. Make it inside `with "
+                "strategy.scope():`, or without `aggregation` to let each replica keep its own"
+            )
         apply_assign(self, how, value)
         # As with several replicas: what `run` returns is the value of now.
         return component(self) if _is_on_replica() else self
@@ -386,6 +392,7 @@ Make = Callable[..., Variable]
 _scope: Callable[[], Make | None] | None = None
 _arrival: Make | None = None
 _on_replica: Callable[[], bool] | None = None
+_replicas: Callable[[], int] | None = None
 
 
 def provide_scope(find: Callable[[], Make | None]) -> None:
@@ -394,14 +401,18 @@ def provide_scope(find: Callable[[], Make | None]) -> None:
     _scope = find
 
 
-def provide_replica(ask: Callable[[], bool]) -> None:
-    """Say how it is found whether the caller's code is one replica's alone, in `strategy.run`."""
-    global _on_replica
-    _on_replica = ask
+def provide_replica(ask: Callable[[], bool], count: Callable[[], int]) -> None:
+    """Say how it is found whether the caller's code is one replica's alone, in `strategy.run`, and of how many."""
+    global _on_replica, _replicas
+    _on_replica, _replicas = ask, count
 
 
 def _is_on_replica() -> bool:
     return _on_replica is not None and _on_replica()
+
+
+def _of_several() -> bool:
+    return _is_on_replica() and _replicas is not None and _replicas() > 1
 
 
 def provide_arrivals(make: Make) -> None:

@@ -301,6 +301,13 @@ def test_a_strategy_that_a_replica_gives_back_is_the_replicas_again_where_it_is_
     assert two.run(lambda: given is mnb.get_strategy() and given.num_replicas_in_sync) == 2
 
 
+def test_a_variable_from_outside_the_scope_has_nobody_who_aggregates_it(two):
+    outside = mnb.Variable(0.0, aggregation="sum")
+    with pytest.raises(ValueError, match=r"cannot assign_add to Variable on one of .* outside this .* one by SUM"):
+        two.run(lambda: outside.assign_add(torch.tensor(1.0)))
+    assert outside.assign_add(1.0).item() == 1
+
+
 def test_a_function_of_a_batch_may_give_back_a_nested_tensor(two):
     (batch,) = two.distribute_dataset(torch.arange(4.0), batch_size=4)
     given = two.run(lambda x: torch.nested.nested_tensor([x[:1], x]), args=(batch,))

@@ -242,6 +242,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("error")
     network(x).sum().backward()
     optimizer.step()
+total, own = mnb.Variable(0.0, aggregation="sum"), mnb.Variable(1.0)
+try:
+    strategy.run(lambda: total.assign_add(torch.tensor(1.0)))
+except ValueError as error:
+    found.append([str(error), strategy.run(lambda: own.assign(2.0)).item(), total.assign(3.0).item()])
 with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     json.dump(found, file)
 strategy.close()
@@ -251,9 +256,11 @@ os._exit(0)
 
 
 def test_a_script_that_trains_what_it_has_made_outside_the_scope_is_told_so_once(tmp_path):
-    for rank, (by_run, by_loop, inside, mirrored, *wrapped) in enumerate(written_by_two(tmp_path, OUTSIDE)):
+    for rank, (by_run, by_loop, inside, mirrored, *wrapped, total) in enumerate(written_by_two(tmp_path, OUTSIDE)):
         for said, equal in (by_run, by_loop):
             assert (len(said), equal) == (1 - rank, False)
             assert all("the SGD trains a Parameter of shape (1, 2) that was made outside" in words for words in said)
         assert inside == mirrored == [[], True]
         assert wrapped == [[], []]
+        assert "nothing makes their values one by SUM" in total[0]
+        assert total[1:] == [2, 3]

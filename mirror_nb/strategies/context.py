@@ -313,7 +313,7 @@ def _maker_of_scope() -> Callable[..., Any] | None:
 
 
 provide_scope(_maker_of_scope)
-provide_replica(on_one_replica)
+provide_replica(on_one_replica, lambda: get_strategy().num_replicas_in_sync)
 
 _defaults: list[Strategy] = []
 
