@@ -41,8 +41,7 @@ def compute_average_loss(
         _require_replica("compute_average_loss")
         global_batch_size = losses.shape[0] * get_strategy().num_replicas_in_sync
     size = _size(global_batch_size)
-    if losses.requires_grad:
-        _check_reduction()
+    _check_reduction(losses, "compute_average_loss divides by the global batch size", "take a plain mean loss")
     total = losses.sum()
     # No examples: 0, with its gradient, where 0 / 0 would be NaN.
     return total / size if size else total * 0
@@ -57,16 +56,17 @@ def scale_regularization_loss(regularization_loss: Any) -> Tensor:
     losses = regularization_loss if isinstance(regularization_loss, (list, tuple)) else [regularization_loss]
     parts = [_given(loss, "regularization_loss").sum() for loss in losses]
     total = sum(parts[1:], start=parts[0]) if parts else torch.zeros(())
+    _check_reduction(total, "scale_regularization_loss divides by the replicas", "add the loss as it is")
     return total / get_strategy().num_replicas_in_sync
 
 
-def _check_reduction() -> None:
+def _check_reduction(loss: Tensor, what: str, instead: str) -> None:
     strategy = get_strategy()
-    if strategy.num_replicas_in_sync > 1 and strategy._place.reduction == "mean":
+    if loss.requires_grad and strategy.num_replicas_in_sync > 1 and strategy._place.reduction == "mean":
         warnings.warn(
-            "compute_average_loss divides by the global batch size, which belongs to summed gradients, but this "
-            f"strategy averages them: they come out {strategy.num_replicas_in_sync} times too small. Make it with "
-            "gradient_reduction=ReduceOp.SUM, or take a plain mean loss",
+            f"{what}, which belongs to summed gradients, but this strategy averages them: they come out "
+            f"{strategy.num_replicas_in_sync} times too small. Make it with gradient_reduction=ReduceOp.SUM, or "
+            f"{instead}",
             stacklevel=users_level(),
         )
 

@@ -237,12 +237,15 @@ def test_a_loss_for_gradients_that_are_summed_warns_where_they_are_averaged(two)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             losses = torch.ones(2, requires_grad=True)
-            mnb.compute_average_loss(losses).backward()
-            mnb.compute_average_loss(losses.detach())
+            for scaled in (mnb.compute_average_loss, mnb.scale_regularization_loss):
+                scaled(losses).backward()
+                scaled(losses.detach())
         return [str(warning.message) for warning in caught]
 
-    (words,) = two.run(said)
-    assert "this strategy averages them: they come out 2 times too small" in words
+    average, regularization = two.run(said)
+    assert average.startswith("compute_average_loss divides by the global batch size, which belongs to summed grad")
+    assert regularization.startswith("scale_regularization_loss divides by the replicas, which belongs to summed grad")
+    assert "this strategy averages them: they come out 2 times too small" in average
 
 
 def test_a_script_needs_no_guard(tmp_path: Path):
