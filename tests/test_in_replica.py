@@ -308,6 +308,30 @@ values([x.grad, y.grad])
     assert cell(replicas(2), source) == [[[4, 8], [[], []]], [[12, 16], [[3], [3]]]]
 
 
+def test_a_hook_that_torch_runs_in_a_thread_of_its_own_stands_where_the_replica_does(replicas):
+    # As all hooks of what is on a GPU do; on a CPU torch takes one when backward passes lie some sixty deep.
+    source = """
+import threading
+
+def hooked(deeper):
+    def hook(gradient):
+        if deeper:
+            return hooked(deeper - 1)
+        threads.add(threading.current_thread() is threading.main_thread())
+        return get_replica_context().all_reduce(ReduceOp.SUM, mine)
+
+    with torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        leaf.register_hook(hook)
+        (leaf * 1).backward()
+    return leaf.grad
+
+threads = set()
+[hooked(99).item(), strategy.run(hooked, args=(99,)).item(), threads]
+"""
+    assert cell(replicas(2), source) == [[3, 3, {False}]] * 2
+
+
 def test_a_nest_is_reduced_leaf_by_leaf(replicas):
     # Golden: all_reduce/SUM/nest.
     source = """

@@ -108,7 +108,7 @@ class _Frame:
         return not self.cross or self.replica is None
 
 
-class _Stack(threading.local):
+class _Stack:
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         self.chosen: Strategy | None = None
@@ -117,16 +117,32 @@ class _Stack(threading.local):
         self.ground: _Frame | None = None
         # Of a script that a launcher started once per device: below every scope.
 
+    def top(self) -> _Frame | None:
+        if self.frames:
+            return self.frames[-1]
+        if self.chosen is not None:
+            return _Frame(self.chosen, None, True)
+        return self.ground
 
-_stack = _Stack()
+
+_main = _Stack()
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        thread = threading.current_thread()
+        self.stack = _main if thread is threading.main_thread() else _Stack()
+        # No code in Python started it, but torch: hooks, `backward` functions and checkpoints of what is on a GPU run
+        # in such a thread, while the main one waits in `backward()`.
+        self.is_of_torch = isinstance(thread, threading._DummyThread)
+
+
+_here = _OfThread()
 
 
 def _top() -> _Frame | None:
-    if _stack.frames:
-        return _stack.frames[-1]
-    if _stack.chosen is not None:
-        return _Frame(_stack.chosen, None, True)
-    return _stack.ground
+    top = _here.stack.top()
+    return _main.top() if top is None and _here.is_of_torch else top
 
 
 @final
@@ -147,14 +163,14 @@ class entered:  # noqa: N801
         top, strategy = _top(), self._frame.strategy
         if top is not None and top.is_scope and top.strategy._place is not strategy._place:
             raise ContextError(f"Mixing different mirror_nb Strategy objects: {top.strategy!r} is not {strategy!r}")
-        self._depth = len(_stack.frames)
-        _stack.frames.append(self._frame)
+        self._depth = len(_here.stack.frames)
+        _here.stack.frames.append(self._frame)
         return strategy
 
     def __exit__(self, *exception: object) -> None:
         # With what was entered inside and never left, `strategy.scope().__enter__()` alone: the next cell or call of
         # this process would find it instead of its own.
-        del _stack.frames[self._depth :]
+        del _here.stack.frames[self._depth :]
 
 
 @final
@@ -200,13 +216,13 @@ class StrategyScope(ContextDecorator):
 
 def stand_on(strategy: Strategy, replica: ReplicaContext) -> None:
     """Say that this whole process is one replica: code outside every scope stands in both contexts."""
-    _stack.ground = _Frame(strategy, replica, True)
+    _here.stack.ground = _Frame(strategy, replica, True)
 
 
 def stand_nowhere(place: Place) -> None:
     """Take that back for strategies of this place."""
-    if _stack.ground is not None and _stack.ground.strategy._place is place:
-        _stack.ground = None
+    if _here.stack.ground is not None and _here.stack.ground.strategy._place is place:
+        _here.stack.ground = None
 
 
 def get_strategy() -> Strategy:
@@ -239,17 +255,17 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     None takes it back.
     Raises RuntimeError inside a scope, UsageError for what is no strategy.
     """
-    if _stack.frames:
+    if _here.stack.frames:
         raise ContextError("Must not be called inside a `Strategy` scope.")
     if strategy is not None and not hasattr(strategy, "_place"):
         raise UsageError(f"`strategy` must be a strategy, as MirroredStrategy(...) is, or None, not {strategy!r}")
-    scope, _stack.chosen_scope, _stack.chosen = _stack.chosen_scope, None, None
+    scope, _here.stack.chosen_scope, _here.stack.chosen = _here.stack.chosen_scope, None, None
     if scope is not None:
         scope.__exit__(None, None, None)
     if strategy is not None:
         scope = strategy._place.scope()
         scope.__enter__()
-        _stack.chosen_scope, _stack.chosen = scope, strategy
+        _here.stack.chosen_scope, _here.stack.chosen = scope, strategy
 
 
 set_strategy = experimental_set_strategy
@@ -308,7 +324,8 @@ def on_one_replica() -> bool:
 def _maker_of_scope() -> Callable[..., Any] | None:
     """Return what makes a Variable where the caller stands; None outside every scope."""
     # To stand on a replica is not to be in a scope: a script under torchrun enters one, as elsewhere.
-    in_scope = has_strategy() and _top() is not _stack.ground
+    top = _top()
+    in_scope = has_strategy() and top is not _here.stack.ground and top is not _main.ground
     return get_strategy()._place.make_variable if in_scope else None
 
 
