@@ -33,6 +33,7 @@ from mirror_nb.insides import closed_over
 from mirror_nb.layouts import address, is_block
 from mirror_nb.pickler import Limited
 from mirror_nb.sources import is_users
+from mirror_nb.told import is_told, told_of
 
 WATCHED_BYTES = 1 << 16
 # A value up to this size, pickled, is compared whole; of a larger container only which objects it holds.
@@ -181,7 +182,10 @@ def _is_own(value: object) -> bool:
     plain = (
         kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind) or library == "pandas"
     )
-    return plain or isinstance(value, collections.abc.MutableMapping) or is_users(kind.__module__)
+    if not (plain or isinstance(value, collections.abc.MutableMapping) or is_users(kind.__module__)):
+        return False
+    # Of an optimizer of the user's class each side hears by itself what the other changes, as of torch's.
+    return not is_told(value) or told_of(value) is None
 
 
 def keeps(value: object) -> bool:

@@ -215,6 +215,26 @@ def test_a_scheduler_made_here_later_drives_the_optimizer_there(notebook):
     assert notebook.user_ns["lr"] == 0.5
 
 
+OWN_CLASSES = """
+class Signs(torch.optim.SGD):
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+class Halves(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self):
+        return [rate / 2**self.last_epoch for rate in self.base_lrs]
+"""
+
+
+def test_what_optimizers_and_schedulers_of_ones_own_classes_keep_is_no_change_that_only_the_replicas_have(notebook):
+    notebook.here(
+        f"{NET}{OWN_CLASSES}optimizer = Signs(net.parameters(), lr=1.0)\nscheduler = Halves(optimizer)\n"
+        "class Other: at = 0\nother = Other()"
+    )
+    returned = notebook.cell("net; optimizer.step(); scheduler.step(); other.at = 1")
+    assert returned.altered == ["other"]
+
+
 def test_a_part_of_a_network_under_a_name_of_its_own_stays_a_part(notebook):
     notebook.here(f"{NET}\nhead = net[1]")
     notebook.cell("net")
