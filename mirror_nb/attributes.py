@@ -2,20 +2,22 @@
 
     model.temperature = 0.5    model.dropout.p = 0.1    self.losses.append(loss)
 
-Knows torch; knows no replicas and no channel.
+And which of the others have a name besides: self.config = config. Knows torch; knows no replicas and no channel.
 """
 
 from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import nn
 
 from mirror_nb import plain
+from mirror_nb.contents import WITHOUT_IDENTITY
+from mirror_nb.told import is_told
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _ATOMS = plain.ATOMS | {torch.dtype}
@@ -86,3 +88,47 @@ def set_attributes(module: nn.Module, changes: torch.Tensor) -> None:
     for i, values in pickle.loads(changes.numpy().tobytes()).items():
         if i < len(parts):
             vars(parts[i]).update(values)
+
+
+def names_by_id(names: Iterable[tuple[str, object]]) -> dict[int, list[str]]:
+    """Return the names by the ids of their values, of those that a network may have as an attribute."""
+    found: dict[int, list[str]] = {}
+    for name, value in names:
+        if type(value) not in WITHOUT_IDENTITY:
+            found.setdefault(id(value), []).append(name)
+    return found
+
+
+def named_attributes(network: nn.Module, named: Mapping[int, Sequence[str]]) -> Iterator[tuple[str, str, str]]:
+    """Yield where the parts of a network have a value that has a name: the part's path, the attribute and the name.
+
+    `named` are the names by the values' ids. Not of plain values, which `Attributes` tells of, nor of parts.
+    """
+    for path, part in network.named_modules():
+        yield from ((path, attribute, name) for attribute, name in _named_of(part, named))
+
+
+def names_in(network: nn.Module, named: Mapping[int, Sequence[str]]) -> set[str]:
+    """Return which of these names the network's attributes have."""
+    return {name for part in network.modules() for _, name in _named_of(part, named)}
+
+
+def _named_of(part: nn.Module, named: Mapping[int, Sequence[str]]) -> Iterable[tuple[str, str]]:
+    # Not one by one: networks have thousands, and this is done for every cell.
+    if named.keys().isdisjoint(map(id, vars(part).values())) or _is_others(type(part)):
+        return ()
+    held = ((attribute, value) for attribute, value in vars(part).items() if id(value) in named)
+    return [(attribute, name) for attribute, value in held if _is_apart(value) for name in named[id(value)]]
+
+
+def _is_apart(value: object) -> bool:
+    if isinstance(value, (nn.Module, torch.Tensor)) or is_told(value):
+        return False
+    return plain.copied(value, _ATOMS) is plain.NOT_PLAIN
+
+
+def set_named(network: nn.Module, path: str, attribute: str, value: object) -> None:
+    """Give a part of a network the value that has a name, in the place of its copy of that."""
+    part = dict(network.named_modules()).get(path)
+    if part is not None and type(vars(part).get(attribute)) is type(value):
+        part.__dict__[attribute] = value

@@ -264,3 +264,52 @@ def test_an_object_that_a_cell_has_changed_stays_the_one_that_holders_of_its_hav
     assert notebook.user_ns["same"] is True
     notebook.cell("same = configs[0] is more['config'] is config, config.rate")
     assert notebook.user_ns["same"] == (True, 2)
+
+
+NET = """
+class Net(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.head = nn.Linear(1, 1)
+        self.head.config = config
+"""
+
+
+@pytest.mark.parametrize(
+    ("here", "cell"),
+    [
+        ("config = Config(); net = Net(config)", "net, config"),
+        ("config = Config()", "net = Net(config)"),
+        ("config = Config()", "other = [Net(config)]; net = other[0]"),
+        ("", "config = Config(); net = Net(config)"),
+        ("config = Config(); net = Net(config)", "net.more = nn.Linear(1, 1)"),
+    ],
+    ids=["here", "in a cell", "in a list", "both in a cell", "here, and of other parts since"],
+)
+def test_a_network_has_the_configuration_that_has_a_name(notebook, here, cell):
+    notebook.here(NET + here)
+    notebook.cell(cell)
+    notebook.here("same = net.head.config is config; config.rate = 2")
+    assert notebook.user_ns["same"]
+    # The cell names the network alone.
+    notebook.cell("there = net.head.config.rate")
+    assert notebook.user_ns["there"] == 2
+    assert notebook.there("net", 1).head.config is notebook.there("config", 1)
+    assert notebook.cell("net.head.config.rate = 3").altered == ["config"]
+
+
+def test_a_network_keeps_a_copy_of_a_configuration_whose_name_the_notebook_has_bound_anew(notebook):
+    notebook.here(f"{NET}config = Config(); config.rate = 2")
+    notebook.cell("config")
+    notebook.here("config = Config()")
+    notebook.cell("net = Net(globals()['config'])")
+    notebook.here("mine = net.head.config.rate")
+    assert notebook.user_ns["mine"] == 2
+
+
+def test_what_a_network_got_after_it_was_sent_need_not_be_fit_to_travel(notebook):
+    notebook.here(f"import threading\n{NET}net = Net(None)")
+    notebook.cell("net")
+    notebook.here("lock = threading.Lock(); net.head.lock = lock")
+    notebook.cell("there = hasattr(net.head, 'lock')")
+    assert notebook.user_ns["there"] is False

@@ -5,6 +5,7 @@ Knows payloads, networks and the replicas' ids; sends nothing itself and shows n
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mirror_nb import torchmetrics_objects
+from mirror_nb.attributes import names_by_id, names_in, set_named
 from mirror_nb.contents import (
     Content,
     class_content,
@@ -300,11 +302,16 @@ class Names:
         """Names that functions, classes and objects among these read in turn."""
         needed: set[str] = set()
         queue = list(names)
+        # Of networks' attributes those that went with them, to notice what has changed inside: later ones stay here.
+        named = names_by_id((n, value) for n, value in list(self.user_ns.items()) if self.shared.is_there(n, value))
         while queue:
             name = queue.pop()
             found = names_read(self.user_ns[name], self.user_ns)
             found |= self.shared.needs(name)
             found |= self._names_of(data_sets(self.user_ns[name]))
+            for handle in self._inside.get(name, ()):
+                network = self.mirrors.find(handle)
+                found |= set() if network is None else names_in(network, named)
             for more in found:
                 if more not in needed and more not in names and self.travels(more):
                     needed.add(more)
@@ -445,6 +452,7 @@ class Names:
         # Held until names have them.
         objects = self._absorb_objects(opened, owner, inside)
         self._absorb_names(names - trained, opened, owner, returned, pulled, altered)
+        self._join(opened, owner)
         for found in (returned.bound, returned.stayed, returned.loose):
             found.sort()
         returned.altered = self.shared.alter(altered)
@@ -520,6 +528,14 @@ class Names:
                 torchmetrics_objects.arrived([module], counts=False)
                 torchmetrics_objects.watch(module, self._ask)
         absorb_states(self.mirrors, {r: exports.states for r, exports in opened.items()}, owner)
+
+    def _join(self, opened: dict[int, Exports], owner: int) -> None:
+        """Give networks that came the values that have names here, in the place of copies."""
+        for handle, path, attribute, name in opened[owner].named if owner in opened else ():
+            network = self.mirrors.find(handle)
+            with contextlib.suppress(Undelivered):
+                if network is not None:
+                    set_named(network, path, attribute, self._held(name, owner))
 
     def _absorb_objects(self, opened: dict[int, Exports], owner: int, inside: dict[str, Any]) -> list[Any]:
         objects = []

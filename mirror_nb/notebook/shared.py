@@ -110,6 +110,10 @@ class SharedNames:
         shared = self.of(replica_id, name)
         return shared is not None and shared.value is value
 
+    def is_there(self, name: str, value: object) -> bool:
+        """Whether a replica has this very value by the name."""
+        return any(self.shares(replica_id, name, value) for replica_id in self._sent)
+
     def there(self, replica_id: int) -> frozenset[str]:
         """Return the names that the replica has, of whatever value."""
         return frozenset(self._there.get(replica_id, ()))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, cast, final
 
 from torch import nn
 
+from mirror_nb.attributes import names_by_id, names_in
 from mirror_nb.contents import (
     WITHOUT_IDENTITY,
     Content,
@@ -21,6 +22,7 @@ from mirror_nb.contents import (
     stays_itself,
 )
 from mirror_nb.data import Distributed
+from mirror_nb.insides import inside
 from mirror_nb.messages import travels
 from mirror_nb.reads import reached
 
@@ -68,12 +70,9 @@ class Before:
         self._remember(list(reached(mentioned, names)), set(bound))
 
     def _remember(self, queue: list[str], bound: Collection[str]) -> None:
-        named: dict[int, list[str]] = {}
         # What a cell changes in values that the notebook has let go of is not for the names that it had there.
         apart = {*queue, *self._outdated}
-        for name, value in self._objects.items():
-            if type(value) not in WITHOUT_IDENTITY and travels(name) and name not in apart:
-                named.setdefault(id(value), []).append(name)
+        named = names_by_id((n, value) for n, value in self._objects.items() if travels(n) and n not in apart)
 
         def inside(obj: object) -> None:
             # By what holds it, a cell may change what another name has.
@@ -84,6 +83,10 @@ class Before:
             held = self._content(self._names[name], large=name in bound, sought=named, seen=inside)
             if held is not None:
                 self._contents[name] = held
+            # By a network that has it as an attribute, too.
+            for network in networks_in(meant(self._names[name])):
+                for other in names_in(network, named):
+                    queue.extend(named.pop(id(self._names[other]), ()))
 
     def _content(
         self,
@@ -154,6 +157,11 @@ class Before:
                 if is_unchanging(value) if held is None else held.complete and held.same(now):
                     return known
         return None
+
+
+def networks_in(value: object) -> list[nn.Module]:
+    """Return the networks that a value is or holds."""
+    return cast(list[nn.Module], inside(value, lambda obj: isinstance(obj, nn.Module)))
 
 
 def meant(value: object) -> object:

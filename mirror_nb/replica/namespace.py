@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mirror_nb import torchmetrics_objects, variables
+from mirror_nb.attributes import named_attributes, names_by_id
 from mirror_nb.checksums import bits, checksums, mixed
 from mirror_nb.contents import REFILLED, has_an_identity, is_trained, refill
 from mirror_nb.data import Underway
@@ -325,7 +326,8 @@ class Namespace:
         )
         if owner:
             exports.modules.update(fresh.networks)
-            exports = dataclasses.replace(exports, moved=tuple(self.mirrors.moved(fresh.networks.values())))
+            moved = tuple(self.mirrors.moved(fresh.networks.values()))
+            exports = dataclasses.replace(exports, moved=moved, named=tuple(self._named_in(fresh.networks)))
         told = components_in if owner else told_by_all
         exports.states.update({handle: told(module) for handle, module in fresh.networks.items()})
         for handle, (_, payload) in fresh.objects.items():
@@ -348,9 +350,17 @@ class Namespace:
             if module is not None:
                 # It may have been collected meanwhile.
                 self.mirrors.mark(module)
-        without = dataclasses.replace(exports, names={}, modules={}, states={}, result=None, objects={}, moved=())
+        without = dataclasses.replace(
+            exports, names={}, modules={}, states={}, result=None, objects={}, moved=(), named=()
+        )
         self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole, changes)
         return packed
+
+    def _named_in(self, networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, str, str]]:
+        """Yield where networks have values that names have too: here as there it is to be one value."""
+        named = names_by_id((name, value) for name, value in self.names.items() if travels(name)) if networks else {}
+        for handle, network in networks.items():
+            yield from ((handle, *found) for found in named_attributes(network, named))
 
     def export_again(self, *, tag: int, owner: bool) -> Packed:
         """Pack once more what `export` has packed last, without its result; networks from another owner."""
