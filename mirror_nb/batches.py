@@ -130,6 +130,16 @@ def is_batched(value: Any, total: int) -> bool:
     return bool(children) and all(is_batched(child, total) for child in children)
 
 
+def is_cuttable(batch: Any, total: int) -> bool:
+    """Whether `cut` leaves no tensor or array in a batch of `total` examples whole, but for scalars and single rows.
+
+    It does where sequences were joined to one tensor, with their offsets beside it, and where time comes first.
+    """
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return batch.ndim == 0 or batch.shape[0] in (1, total)
+    return lists_examples(batch, total) or all(is_cuttable(child, total) for child in _children(batch) or ())
+
+
 def count(batch: Any) -> int:
     """The number of examples in a batch that nobody counted: the first dimension of all of its tensors.
 

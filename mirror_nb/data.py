@@ -15,6 +15,7 @@ batches by themselves). A source whose batches are made for one replica each is 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import operator
 import pickle
@@ -24,13 +25,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, final
+from typing import Any, NamedTuple, Protocol, cast, final
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from mirror_nb.batches import count, cut, leaves, map_leaves, share_of, to_device
+from mirror_nb.batches import count, cut, is_cuttable, leaves, map_leaves, share_of, to_device
 from mirror_nb.errors import UsageError
 from mirror_nb.prefetch import ahead
 from mirror_nb.sampling import (
@@ -39,8 +40,10 @@ from mirror_nb.sampling import (
     draws_only_at_first,
     index_sampler,
     iterates_plainly,
+    left_as_they_are,
     length_of,
     name_of,
+    process_streams,
     random_streams,
 )
 
@@ -57,7 +60,16 @@ class Share:
     global_examples: int
     """Number of examples of the global batch, over all replicas."""
     batch: Any
-    """The examples, collated; with 0 examples its structure, dtypes and trailing shapes are kept."""
+    """The examples, collated; with 0 examples its structure, dtypes and trailing shapes are kept.
+
+    `Parts`, where it is a whole batch that is to be cut and cannot be.
+    """
+
+
+class Parts(NamedTuple):
+    """A global batch that cannot be cut once it is collated: each replica's examples, collated by themselves."""
+
+    by_replica: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,8 @@ class _Place:
     # Each replica gets a batch of its own in turn, instead of its part of every batch.
     pin_memory: bool | None = None
     # None: as the DataLoader says.
+    cut_later: int = 1
+    # Into so many replicas' parts whole batches are cut by who gets them.
 
     def share(self, total: int) -> slice:
         return share_of(total, self.replica_id, self.num_replicas)
@@ -253,7 +267,8 @@ class GlobalBatches:
     """The global batches of a source, whole, counted and on the CPU; each `iter()` is a new epoch.
 
     What a single process would see, with the same random numbers drawn in the same places. `source` and its
-    options as for DistributedDataset; `num_replicas` only tells whether a sharded DataLoader is a mistake.
+    options as for DistributedDataset; `num_replicas` tells whether a sharded DataLoader is a mistake. `cut`: the
+    batches are to be cut for so many replicas; those that cannot be come as `Parts`.
     """
 
     def __init__(
@@ -264,11 +279,13 @@ class GlobalBatches:
         batch_size: int | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
+        cut: bool = False,
     ) -> None:
         self._loader = _loader_of(source, num_replicas, batch_size, shuffle, drop_last)
         self._loaders = Loaders()
         # Pinning needs a GPU's driver, and these batches still have to travel to another process.
-        self._place = _Place(0, 1, contextlib.nullcontext, pin_memory=False)
+        later = num_replicas if cut else 1
+        self._place = _Place(0, 1, contextlib.nullcontext, pin_memory=False, cut_later=later)
 
     def __len__(self) -> int:
         """The number of batches in an epoch; TypeError where the source does not know."""
@@ -284,12 +301,8 @@ class GlobalBatches:
 
 def _sample(loader: DataLoader[Any]) -> tuple[Any, int]:
     """A batch that shows what the others look like: one example where that can be, random streams untouched."""
-    streams = {name: (stream, stream.get()) for name, stream in random_streams(loader).items()}
-    try:
+    with left_as_they_are(random_streams(loader)):
         return _first_of(loader)
-    finally:
-        for stream, state in streams.values():
-            stream.set(state)
 
 
 def _first_of(loader: DataLoader[Any]) -> tuple[Any, int]:
@@ -363,6 +376,8 @@ class _IndexShares:
         else:
             sampling = {"batch_sampler": self._order}
         dataset, collate = _by_rows(loader)
+        if loader.batch_sampler is not None:
+            collate = _by_shares(collate, place.cut_later)
         self._loader: DataLoader[Any] | _RowsHere
         if isinstance(dataset, _Rows) and not (settings["num_workers"] or settings["pin_memory"]):
             self._loader = _RowsHere(dataset, self._order, settings["generator"])
@@ -482,7 +497,9 @@ class _BatchShares:
         sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         if not isinstance(loader.dataset, IterableDataset):
             sampling["sampler"] = loader.sampler
-        collate = _Counted(loader.collate_fn) if self._counted else loader.collate_fn
+        num_replicas = place.cut_later if place.dealt else max(place.num_replicas, place.cut_later)
+        by_shares = _by_shares(loader.collate_fn, num_replicas)
+        collate = _Counted(by_shares) if self._counted else loader.collate_fn
         self._loader = DataLoader(loader.dataset, collate_fn=collate, **sampling, **_settings(loader, place))
 
     def begin(self) -> Generator[Share, None, None]:
@@ -508,7 +525,10 @@ class _BatchShares:
             mine = self._place.replica_id < len(step)
             total, batch = step[self._place.replica_id] if mine else step[0]
             share = slice(0, total if mine else 0)
-        part = batch if share == slice(0, total) else cut(batch, share, total)
+        if isinstance(batch, Parts) and self._place.num_replicas > 1:
+            part = batch.by_replica[self._place.replica_id]
+        else:
+            part = batch if share == slice(0, total) else cut(batch, share, total)
         return Share(share.stop - share.start, sum(examples for examples, _ in step), part)
 
 
@@ -521,6 +541,54 @@ class _Counted:
 
     def __call__(self, examples: list[Any]) -> tuple[int, Any]:
         return len(examples), self.collate(examples)
+
+
+@final
+class _ByShares:
+    """A collate_fn that collates each replica's examples by themselves where a batch of all could not be cut.
+
+    On each of the replicas all: what collating draws is drawn from the random stream that they have in common.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], num_replicas: int) -> None:
+        self._collate = collate
+        self._num_replicas = num_replicas
+        self._needed: bool | None = None
+
+    def __call__(self, examples: Any) -> Any:
+        if not isinstance(examples, list) or not examples:
+            return self._collate(examples)
+        if self._needed is None:
+            self._needed = not self._cuts(examples[0])
+        kept = list(map(_taken_apart, examples))
+        if not self._needed:
+            batch = self._collate(examples)
+            if is_cuttable(batch, len(kept)):
+                return batch
+            self._needed = True
+        shares = [share_of(len(kept), i, self._num_replicas) for i in range(self._num_replicas)]
+        return Parts([self._part(kept[share], kept[:1]) for share in shares])
+
+    def _cuts(self, example: Any) -> bool:
+        # Of one: a batch may have as many time steps as it has examples.
+        with left_as_they_are(process_streams()), contextlib.suppress(Exception):
+            return is_cuttable(self._collate([_taken_apart(example)]), 1)
+        return True
+
+    def _part(self, mine: list[Any], first: list[Any]) -> Any:
+        part = self._collate(list(map(_taken_apart, mine or first)))
+        return part if mine else cut(part, slice(0, 0), 1)
+
+
+def _taken_apart(example: Any) -> Any:
+    """Return an example as it is for another collation: the first may pop from it."""
+    return copy.copy(example) if isinstance(example, (dict, list)) else example
+
+
+def _by_shares(collate: Callable[[Any], Any], num_replicas: int) -> Callable[[Any], Any]:
+    # What torch stacks can always be cut.
+    stacks = any(collate is one for one in (default_collate, _as_it_is))
+    return collate if stacks or num_replicas == 1 else _ByShares(collate, num_replicas)
 
 
 def _settings(loader: DataLoader[Any], place: _Place) -> dict[str, Any]:

@@ -6,7 +6,8 @@ Knows PyTorch's DataLoader and the marks that other libraries' sharding leaves o
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,17 +122,33 @@ def describe(loader: DataLoader[Any]) -> str:
     return f"{sizes} ({order}, {loader.num_workers} workers)"
 
 
+def process_streams() -> dict[str, Stream]:
+    """The global streams of this process."""
+    return {
+        "torch": Stream(torch.get_rng_state, torch.set_rng_state),
+        "random": Stream(random.getstate, random.setstate),
+        "numpy": Stream(np.random.get_state, np.random.set_state),
+    }
+
+
+@contextmanager
+def left_as_they_are(streams: Mapping[str, Stream]) -> Iterator[None]:
+    """In this context these streams may be drawn from: afterwards they stand where they stood."""
+    states = {name: stream.get() for name, stream in streams.items()}
+    try:
+        yield
+    finally:
+        for name, state in states.items():
+            streams[name].set(state)
+
+
 def random_streams(loader: DataLoader[Any]) -> dict[str, Stream]:
     """The global streams, the loader's generator, and those that its samplers hold as attributes.
 
     A dataset's own are among them only where every replica loads the whole global batch; where it loads
     its share, what a dataset draws is meant to differ.
     """
-    streams = {
-        "torch": Stream(torch.get_rng_state, torch.set_rng_state),
-        "random": Stream(random.getstate, random.setstate),
-        "numpy": Stream(np.random.get_state, np.random.set_state),
-    }
+    streams = process_streams()
     holders = {f"sampler {i}": sampler for i, sampler in enumerate(samplers(loader))}
     if isinstance(loader.dataset, IterableDataset):
         holders["dataset"] = loader.dataset

@@ -283,6 +283,79 @@ def test_a_structure_that_torch_does_not_open_is_one_leaf():
     assert all(isinstance(leaf, PerReplica) for leaf in torch.utils._pytree.tree_leaves(got))
 
 
+class Texts(Dataset[Any]):
+    """Texts of so many tokens."""
+
+    LENGTHS = (2, 3, 1, 4, 2)
+
+    def __len__(self) -> int:
+        return len(self.LENGTHS)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"tokens": torch.full((self.LENGTHS[index],), index)}
+
+
+class Told(IterableDataset[Any]):
+    """The same, one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(Texts().__getitem__, range(len(Texts.LENGTHS)))
+
+
+def one_after_the_other(texts: list[Any]) -> dict[str, Any]:
+    """Join texts to one tensor, and say where each begins, as EmbeddingBag takes them."""
+    tokens = [text.pop("tokens") for text in texts]
+    lengths = torch.tensor([0, *map(len, tokens[:-1])])
+    return {"tokens": torch.cat(tokens), "begins": lengths.cumsum(0)}
+
+
+def over_time(texts: list[Any]) -> dict[str, Any]:
+    """Pad texts, time first."""
+    tokens = [text.pop("tokens") for text in texts]
+    return {"tokens": torch.nn.utils.rnn.pad_sequence(tokens), "lengths": torch.tensor(list(map(len, tokens)))}
+
+
+JOINED = {
+    one_after_the_other: [
+        ({"tokens": [0, 0], "begins": [0]}, {"tokens": [1, 1, 1], "begins": [0]}),
+        ({"tokens": [2], "begins": [0]}, {"tokens": [3, 3, 3, 3], "begins": [0]}),
+    ],
+    over_time: [
+        ({"tokens": [[0], [0]], "lengths": [2]}, {"tokens": [[1], [1], [1]], "lengths": [3]}),
+        ({"tokens": [[2]], "lengths": [1]}, {"tokens": [[3], [3], [3], [3]], "lengths": [4]}),
+    ],
+}
+
+
+def of_each(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{name: value[i].tolist() for name, value in batch.items()} for i in range(2)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("source", [Texts, Told])
+@pytest.mark.parametrize(("collate", "wanted"), JOINED.items())
+def test_of_a_batch_that_cannot_be_cut_each_replicas_examples_are_collated(collate, wanted, source, workers):
+    dataset = controller(DataLoader(source(), batch_size=2, collate_fn=collate, num_workers=workers), 2)
+    for _ in range(2):
+        *full, last = dataset
+        assert [of_each(batch) for batch in full] == list(map(list, wanted))
+        assert all(value.shares == (1, 1) for batch in full for value in batch.values())
+        # The last one has a single example.
+        assert of_each(last)[0]["tokens"] in ([4, 4], [[4], [4]])
+        assert [len(part) for name, value in last.items() if name != "tokens" for part in value] == [1, 0]
+
+
+def test_collating_draws_as_often_as_in_a_plain_loop_where_batches_can_be_cut():
+    def mixed(items: list[int]) -> Any:
+        return torch.tensor(items) + torch.rand(())
+
+    loader = DataLoader(Range(6), batch_size=3, collate_fn=mixed)
+    torch.manual_seed(0)
+    plain = [batch.tolist() for batch in loader]
+    torch.manual_seed(0)
+    assert [whole(batch) for batch in controller(loader, 2)] == plain
+
+
 def test_shares_do_not_travel_and_do_not_show():
     value = PerReplica([1, 2], shares=(3, 4))
     assert repr(value) == repr(PerReplica([1, 2]))
@@ -764,6 +837,14 @@ def test_prefetching_in_a_replica_leaves_the_shuffled_batches_as_they_were(optio
     steps = as_lists(Replicas(2).run(lambda own: ReplicaDataset(loader(), own, options)))
     torch.manual_seed(9)
     assert [[i for part in step for i in part] for step in steps] == [batch.tolist() for batch in loader()]
+
+
+@pytest.mark.parametrize(("collate", "wanted"), JOINED.items())
+def test_of_a_streams_batch_that_cannot_be_cut_a_replica_gets_its_examples_collated(collate, wanted):
+    loader = DataLoader(Told(), batch_size=2, collate_fn=collate)
+    steps = Replicas(2).run(lambda own: ReplicaDataset(loader, own))
+    got = [[{name: value.tolist() for name, value in part.items()} for part in step] for step in steps]
+    assert got[:2] == list(map(list, wanted))
 
 
 @pytest.mark.parametrize("kind", ["loader", "stream", "list", "arrays"])

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mirror_nb import data
 from mirror_nb.batches import count, cut, joined, share_of, spread
-from mirror_nb.data import Distributed, GlobalBatches, Loaders, Share, Underway
+from mirror_nb.data import Distributed, GlobalBatches, Loaders, Parts, Share, Underway
 from mirror_nb.errors import TransferError, UsageError, users_level
 from mirror_nb.prefetch import ahead
 from mirror_nb.strategies.context import on_one_replica
@@ -336,6 +336,7 @@ class ControllerDataset(DistributedDataset):
             batch_size=batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
+            cut=True,
         )
 
     @classmethod
@@ -371,6 +372,9 @@ class ControllerDataset(DistributedDataset):
             return batch
         parts = [share_of(total, i, self._num_replicas) for i in range(self._num_replicas)]
         sizes = tuple(part.stop - part.start for part in parts)
+        if isinstance(batch, Parts):
+            # Not with their sizes: a tuple of as many tensors as there are examples is no list of examples here.
+            return joined(batch.by_replica, [0] * len(sizes), lambda pieces: PerReplica(pieces, shares=sizes))
         found = spread(batch, parts, total, lambda pieces: PerReplica(pieces, shares=sizes))
         if found is batch and not self._warned:
             self._warned = True
