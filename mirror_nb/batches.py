@@ -136,7 +136,7 @@ def is_cuttable(batch: Any, total: int) -> bool:
     It does where sequences were joined to one tensor, with their offsets beside it, and where time comes first.
     """
     if isinstance(batch, (torch.Tensor, np.ndarray)):
-        return batch.ndim == 0 or batch.shape[0] in (1, total)
+        return batch.ndim == 0 or is_batched(batch, total) or is_batched(batch, 1)
     return lists_examples(batch, total) or all(is_cuttable(child, total) for child in _children(batch) or ())
 
 
