@@ -127,8 +127,7 @@ def _is_apart(value: object) -> bool:
     return plain.copied(value, _ATOMS) is plain.NOT_PLAIN
 
 
-def set_named(network: nn.Module, path: str, attribute: str, value: object) -> None:
+def set_named(part: nn.Module, attribute: str, value: object) -> None:
     """Give a part of a network the value that has a name, in the place of its copy of that."""
-    part = dict(network.named_modules()).get(path)
-    if part is not None and type(vars(part).get(attribute)) is type(value):
+    if type(vars(part).get(attribute)) is type(value):
         part.__dict__[attribute] = value

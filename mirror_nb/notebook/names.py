@@ -531,11 +531,15 @@ class Names:
 
     def _join(self, opened: dict[int, Exports], owner: int) -> None:
         """Give networks that came the values that have names here, in the place of copies."""
+        parts: dict[str, dict[str, nn.Module]] = {}
         for handle, path, attribute, name in opened[owner].named if owner in opened else ():
             network = self.mirrors.find(handle)
+            if handle not in parts and network is not None:
+                parts[handle] = dict(network.named_modules())
+            part = parts.get(handle, {}).get(path)
             with contextlib.suppress(Undelivered):
-                if network is not None:
-                    set_named(network, path, attribute, self._held(name, owner))
+                if part is not None:
+                    set_named(part, attribute, self._held(name, owner))
 
     def _absorb_objects(self, opened: dict[int, Exports], owner: int, inside: dict[str, Any]) -> list[Any]:
         objects = []
