@@ -116,6 +116,12 @@ def test_progress_bars_do_not_make_outputs_differ():
     )
 
 
+def test_a_replica_that_was_silent_while_the_first_drew_a_bar_says_so():
+    # Of `fit` replica 0 alone shows how it goes: each of its lines is written over a bar.
+    assert closing("\r50%|#\repoch 1/1\n", "", "")["text/plain"].splitlines()[1] == "replicas 1–2: no output"
+    assert closing("", "\r50%|#", "")["text/plain"].splitlines()[1].startswith("replica 1: 1 line, differing")
+
+
 def test_a_quiet_cell_adds_nothing(capsys):
     shown, publisher = view(2, quiet=True)
     shown.take(0, text("a"))

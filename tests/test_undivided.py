@@ -155,14 +155,14 @@ def test_a_whole_batch_that_all_replicas_train_on_is_told_once(step):
         step([(INPUTS, TARGETS)])
     (warning,) = caught
     assert str(warning.message) == (
-        "step trained all 2 replicas on the same examples: as much work for each as on one device. To divide them, go "
+        "step trained both replicas on the same examples: as much work for each as on one device. To divide them, go "
         "through strategy.distribute_dataset(loader) and give its batches to `run`"
     )
     assert warning.filename == __file__
 
 
 def test_a_loader_that_a_function_goes_through_as_a_whole_is_told(step):
-    with pytest.warns(UserWarning, match="step trained all 2 replicas on the same examples"):
+    with pytest.warns(UserWarning, match="step trained both replicas on the same examples"):
         step(DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=4))
 
 

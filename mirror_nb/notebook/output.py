@@ -86,6 +86,8 @@ class Folded:
         """Equal for equal output."""
         digest = self._digest.copy()
         digest.update(_compared([self._partial]))
+        # What has shown bars alone is not compared, but not equal to what has shown nothing.
+        digest.update(bytes([self.empty]))
         return digest.digest()
 
     def tail(self) -> str:

@@ -80,10 +80,10 @@ def warn_of_mixed(fn: Any, paths: list[str]) -> None:
 
 def warn_of_undivided(fn: Any, num_replicas: int) -> None:
     """Warn, at the line of strategy.run, that all replicas did the same work; called where `run` has its results."""
+    which = "both replicas" if num_replicas == 2 else f"all {num_replicas} replicas"
     warnings.warn(
-        f"{getattr(fn, '__qualname__', fn)} trained all {num_replicas} replicas on the same examples: as much work "
-        "for each as on one device. To divide them, go through strategy.distribute_dataset(loader) and give its "
-        "batches to `run`",
+        f"{getattr(fn, '__qualname__', fn)} trained {which} on the same examples: as much work for each as on one "
+        "device. To divide them, go through strategy.distribute_dataset(loader) and give its batches to `run`",
         stacklevel=users_level(),
     )
 
