@@ -302,21 +302,28 @@ class Names:
         """Names that functions, classes and objects among these read in turn."""
         needed: set[str] = set()
         queue = list(names)
-        # Of networks' attributes those that went with them, to notice what has changed inside: later ones stay here.
-        named = names_by_id((n, value) for n, value in list(self.user_ns.items()) if self.shared.is_there(n, value))
         while queue:
             name = queue.pop()
             found = names_read(self.user_ns[name], self.user_ns)
             found |= self.shared.needs(name)
             found |= self._names_of(data_sets(self.user_ns[name]))
-            for handle in self._inside.get(name, ()):
-                network = self.mirrors.find(handle)
-                found |= set() if network is None else names_in(network, named)
+            found |= self._names_in_networks(name)
             for more in found:
                 if more not in needed and more not in names and self.travels(more):
                     needed.add(more)
                     queue.append(more)
         return needed
+
+    def _names_in_networks(self, name: str) -> set[str]:
+        """Names that networks below this one have as attributes, by which it is noticed what has changed inside them.
+
+        Of those that went with them alone: later ones stay here.
+        """
+        networks = [network for h in self._inside.get(name, ()) if (network := self.mirrors.find(h)) is not None]
+        # Most names have none: for the others the names need not be gone through.
+        named = names_by_id(list(self.user_ns.items())) if networks else {}
+        found = {n for network in networks for n in names_in(network, named)}
+        return {n for n in found if self.shared.is_there(n, self.user_ns[n])}
 
     def _names_of(self, objects: list[object]) -> set[str]:
         """Names of these objects, by which it is noticed that something has changed inside them."""
