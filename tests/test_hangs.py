@@ -539,6 +539,11 @@ def test_who_waits_for_a_replica_that_the_cell_leaves_out_is_told_so_and_of_no_c
     assert hangs.uneven(found, idle={1}, running={0}, asked={0}) == (
         "replica 0 waits in barrier at m.compute(), which needs replica 1, but --replicas leaves it out of this cell"
     )
+    sends = at("dist.send(x, 1)", Wait(1, "send of float32[2]", 0.6, (), partner=1))
+    assert hangs.uneven({0: sends, 1: found[1]}, idle={1}, running={0}, asked={0}) == (
+        "replica 0 waits in send of float32[2] at dist.send(x, 1), which needs replica 1, but --replicas leaves it "
+        "out of this cell"
+    )
     assert hangs.explain(found, {0}, DEVICES) == [
         "where the replicas were:",
         "replica  device  where                                 at",

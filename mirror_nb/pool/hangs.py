@@ -74,6 +74,8 @@ def uneven(found: Mapping[int, Found], idle: Set[int], running: Set[int], asked:
             if wait.partner is not None:
                 lacking = _without_its_half(found.get(wait.partner), group.group, r, wait)
                 if lacking and wait.partner in idle and isinstance(one, Whereabouts):
+                    if wait.partner not in asked:
+                        return _left_out(r, one, wait, [wait.partner])
                     return f"replica {r} waits in {wait.collective}{_at(one)}, but {lacking}"
                 continue
             if wait.collective.startswith("recv"):
