@@ -169,6 +169,7 @@ class Lent:
 
     def keep(self, pool: Pool, also: Callable[[], None]) -> None:
         """Bring all states here, since the replicas are about to end, and forget who had what; `also` asks all."""
+        before = self._ready
 
         def living() -> Pool:
             for death in pool.dead():
@@ -181,7 +182,7 @@ class Lent:
             self._ready = before if len(pool.dead()) < pool.size else living
             also()
 
-        before, self._ready, self._timeout = self._ready, living, KEEP_SECONDS
+        self._ready, self._timeout = living, KEEP_SECONDS
         try:
             living()
             for lost in kept([*self._learned(), ("metrics", together)]):

@@ -50,7 +50,7 @@ class ReplicaContext:
         """Number of replicas that gradients are aggregated over."""
         return self._strategy.num_replicas_in_sync
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Return `value`, a nest of tensors, reduced over all replicas; differentiable.
 
         `reduce_op`: ReduceOp.SUM or MEAN, or their names. Every replica gives the same structure, shapes and dtypes.
@@ -62,7 +62,7 @@ class ReplicaContext:
         check_options(options)
         return self._strategy._place.all_reduce(ReduceOp.of(reduce_op, "reduce_op"), value)
 
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Return the replicas' tensors joined along `axis`, a nest at a time; differentiable.
 
         Sizes may differ along `axis` alone. `options`: see `all_reduce`. Raises UsageError where others differ, on

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
+from mirror_nb.collectives.options import CommunicationOptions
 from mirror_nb.devices import parse
 from mirror_nb.errors import DeviceError, UsageError
 from mirror_nb.strategies.context import check_call, check_options, require_cross_replica, update_in
@@ -89,7 +90,9 @@ class StrategyExtended:
         results = self._strategy._place.update(var, update_in(self._strategy, fn), tuple(args), kwargs or {})
         return regroup(results) if group else results
 
-    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None) -> Any:
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
+    ) -> Any:
         """Return `value` reduced over the replicas; destinations hold the same value, so they make no difference.
 
         `destinations`: a device of the strategy's or the CPU, or a Variable, a tensor or a PerReplica, for where that
@@ -103,7 +106,10 @@ class StrategyExtended:
         return self._strategy._place.reduce(ReduceOp.of(reduce_op, "reduce_op"), value, None, "*")
 
     def batch_reduce_to(
-        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[Any], options: Any = None
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[Any],
+        options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Return the reduced value of each (value, destination) pair; see `reduce_to`."""
         check_options(options)
