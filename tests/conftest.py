@@ -37,6 +37,9 @@ _MARK = "MIRROR_NB_TEST_SESSION"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell has what its scripts start with & ignore Ctrl-C: tests press it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Not as a hook of this file: what is measured waits for the notebooks' cells, too.
     config.pluginmanager.register(Turns())
 
