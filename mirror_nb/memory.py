@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -12,6 +13,7 @@ from mirror_nb import control_groups
 
 _FILES = ["memory.max", "memory.current", "memory.stat"]
 _FILES_OF_V1 = ["memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"]
+MACHINE = Path("/proc/vmstat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,21 @@ def usable() -> Memory:
     machine = psutil.virtual_memory()
     found = [Memory(machine.total, machine.available), *_limits()]
     return Memory(min(each.total for each in found), max(0, min(each.free for each in found)))
+
+
+def ended() -> int:
+    """Return how many processes the system has ended for want of memory: of this process's container, or of all."""
+    groups = control_groups.told("memory", ["memory.events"], ["memory.oom_control"])
+    words = next(groups, None) or _words_of_the_machine()
+    # Old kernels count none.
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+
+
+def _words_of_the_machine() -> list[str]:
+    try:
+        return MACHINE.read_text().split()
+    except OSError:
+        return []
 
 
 def _limits() -> Iterator[Memory]:

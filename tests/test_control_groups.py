@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from mirror_nb import control_groups
+from mirror_nb import control_groups, memory
 from mirror_nb.cores import cores
-from mirror_nb.memory import Memory, usable
+from mirror_nb.memory import Memory, ended, usable
 
 GIB = 2**30
 
@@ -21,6 +21,7 @@ def groups(tmp_path, monkeypatch):
     """Write what the system says of this process's control groups: its own, and the files of each."""
     monkeypatch.setattr(control_groups, "GROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(control_groups, "OWN", tmp_path / "own")
+    monkeypatch.setattr(memory, "MACHINE", tmp_path / "vmstat")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=32 * GIB, available=20 * GIB))
 
@@ -114,3 +115,33 @@ def test_the_first_version_of_control_groups_counts_the_files_of_groups_in_a_gro
 def test_a_system_without_control_groups_has_what_the_machine_has(groups):
     assert cores() == 64
     assert usable() == Memory(32 * GIB, 20 * GIB)
+
+
+EVENTS = "low 0\nhigh 0\nmax 70\noom 3\noom_kill {}\noom_group_kill 0\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "found"),
+    [
+        ("0::/", {"memory.events": EVENTS.format(2)}, 2),
+        # Of another notebook in the pod nobody wants to hear.
+        ("0::/pod/mine", {"pod/memory.events": EVENTS.format(7), "pod/mine/memory.events": EVENTS.format(1)}, 1),
+        (
+            "5:memory:/docker/f00",
+            {"memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"},
+            3,
+        ),
+        # Linux before 4.13.
+        ("5:memory:/docker/f00", {"memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"}, 0),
+        # The root of all groups has no such file.
+        ("0::/", {}, 5),
+    ],
+)
+def test_who_was_ended_for_want_of_memory_is_counted_as_near_as_can_be(groups, own, files, found):
+    groups(own + "\n", files)
+    memory.MACHINE.write_text("nr_free_pages 12\noom_kill 5\n")
+    assert ended() == found
+
+
+def test_a_system_that_counts_nobody_who_was_ended_for_want_of_memory_has_ended_none(groups):
+    assert ended() == 0

@@ -27,6 +27,7 @@ import pytest
 import torch
 from driving import DEADLINE, doing, eventually, gone, opened, press_ctrl_c, run_cell, with_a_spare
 
+from mirror_nb import memory
 from mirror_nb.cores import cores
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
@@ -295,6 +296,16 @@ def test_only_the_dead_replica_is_replaced_and_the_others_keep_their_names(three
     ran = run_cell(three, "left = 'mine' in globals()\nn = int(strategy.reduce('sum', 1.0))")
     assert [ran.values[r]["left"] for r in range(3)] == [True, True, False]
     assert ran.values[2]["n"] == 3
+
+
+def test_one_that_the_system_ended_for_want_of_memory_says_so_and_a_later_kill_does_not(two, monkeypatch):
+    ended = memory.ended()
+    monkeypatch.setattr(memory, "ended", lambda: ended + 1)
+    for told in ("the system was out of memory (", "kill -9, or the system was out of memory"):
+        os.kill(pids(two)[1], signal.SIGKILL)
+        eventually(two.dead, "the death is noticed")
+        assert f"was killed by signal 9 (SIGKILL): {told}" in two.status()[1].how
+        two.mend()
 
 
 def test_a_replica_that_ends_itself_says_its_exit_code(two):
@@ -964,7 +975,9 @@ def test_semaphores_that_a_kill_left_half_made_go_with_the_session():
 def test_a_death_reads_well():
     device = Device("cuda", 3)
     assert str(Death(3, device, 77, -9)).endswith("(SIGKILL): kill -9, or the system was out of memory")
-    assert str(Death(3, device, 77, -11)).endswith("(SIGSEGV): a crash in native code")
+    short = Death(3, device, 77, -9, short_of=2 * 2**30)
+    assert str(short).endswith("the system was out of memory (2 GiB for all processes here)")
+    assert str(Death(3, device, 77, -11, short_of=2**30)).endswith("(SIGSEGV): a crash in native code")
     assert str(Death(3, device, 77, 0)) == "replica 3 (cuda:3, pid 77) ended with exit code 0"
     assert str(Death(3, device, 77, None)) == "replica 3 (cuda:3, pid 77) ended"
     assert str(Death(3, device, 77, -64)) == "replica 3 (cuda:3, pid 77) was killed by signal 64 (SIGRTMAX)"

@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from mirror_nb import memory
 from mirror_nb.channel import Channel, ChannelClosed, Frame
 from mirror_nb.cores import cores
 from mirror_nb.devices import Device
@@ -127,6 +128,8 @@ class LocalPool(Pool):
         self._selector.register(self._interrupts.readable, selectors.EVENT_READ)
         self._store: Any = None
         self._port = 0
+        self._out_of_memory = 0
+        # How many processes the system had ended for that when replicas were started last.
         self._nanny: subprocess.Popen[bytes] | None = None
         _guard_this_process()
         _open_pools.add(self)
@@ -138,6 +141,7 @@ class LocalPool(Pool):
             self._store, self._port = _listen()
         if self._nanny is None:
             self._nanny = _start_nanny()
+        self._out_of_memory = memory.ended()
         for replica_id in ids:
             # The dead one stays until another is there: where that cannot be started, it is to be replaced still.
             dead = self._members.get(replica_id)
@@ -286,7 +290,10 @@ class LocalPool(Pool):
         code = _wait_for(member.process)
         self._end_session(member)
         last_words = member.last_words.take()
-        member.death = Death(replica_id, self.devices[replica_id], member.process.pid, code, member.killed, last_words)
+        short_of = memory.usable().total if memory.ended() > self._out_of_memory else 0
+        member.death = Death(
+            replica_id, self.devices[replica_id], member.process.pid, code, member.killed, last_words, short_of
+        )
         # Last: an interrupt before this, outside of a request, leaves a death that is seen again.
         self._stop_watching(member)
         return replica_id, member.death, None

@@ -16,6 +16,7 @@ from mirror_nb.devices import Device
 from mirror_nb.messages import Done, Failure
 from mirror_nb.payload import Arrivals, unpack
 from mirror_nb.pool import hangs
+from mirror_nb.readable import size
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Death:
     # It would not stop and was killed by the pool.
     last_words: tuple[str, ...] = ()
     # Lines: what its C code wrote to stderr at the end, and the stack of a crash.
+    short_of: int = 0
+    # Bytes that processes here may use, where the system has ended some for want of memory.
 
     def __str__(self) -> str:
         return f"replica {self.replica_id} ({self.device}, pid {self.pid}) {self._how()}"
@@ -46,8 +49,9 @@ class Death:
             name = signal.Signals(-self.exit_code).name
         except ValueError:
             name = f"signal {-self.exit_code}"
+        short = f"the system was out of memory ({size(self.short_of)} for all processes here)"
         hint = {
-            "SIGKILL": ": kill -9, or the system was out of memory",
+            "SIGKILL": f": {short}" if self.short_of else ": kill -9, or the system was out of memory",
             "SIGSEGV": ": a crash in native code",
             "SIGABRT": ": native code gave up",
         }.get(name, "")
