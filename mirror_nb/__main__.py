@@ -80,7 +80,7 @@ def _add_demo(commands: _Commands) -> None:
     demo.add_argument(
         "--data", metavar="DIR", help="Fashion-MNIST's four idx files; default: scikit-learn's handwritten digits"
     )
-    demo.add_argument("--epochs", type=int, metavar="N", help="default: 20 for the digits, 4 for Fashion-MNIST")
+    demo.add_argument("--epochs", type=int, metavar="N", help="default: 20 for the digits, 3 for Fashion-MNIST")
     demo.add_argument("--picture", metavar="FILE", default="demo.png", help="default: demo.png")
     demo.add_argument("--seed", type=int, default=0, help="of initial values and random draws; default: 0")
 

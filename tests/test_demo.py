@@ -100,6 +100,14 @@ def test_without_a_command_the_commands_are_told(capsys):
     assert "e.g. 4M; default: 256M, or what memory allows" in told
 
 
+def test_the_help_tells_the_usual_epochs(few_images, capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    digits_, fashion = (command._lesson(Options(data=data)).usual_epochs for data in (None, str(few_images)))
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"default: {digits_} for the digits, {fashion} for Fashion-MNIST" in told
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
