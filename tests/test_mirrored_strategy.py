@@ -524,6 +524,34 @@ def test_what_is_written_to_a_sum_in_place_is_the_whole_of_it_before_and_after_t
         assert two.run(lambda: total.tolist()) == [1.0, 5.0]
 
 
+def test_copies_that_are_to_be_one_and_differ_are_told_where_they_are_read(two):
+    rules = "sum", "mean", "only_first_replica", "none"
+    with two.scope():
+        counts = {rule: mnb.Variable(0.0, aggregation=rule, trainable=False, name=rule) for rule in rules}
+        on_read = mnb.Variable(0.0, aggregation="sum", synchronization="on_read", name="on_read")
+
+    def step(more):
+        for count in counts.values():
+            count.add_(more)
+        on_read.assign_add(more)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # What all write alike leaves one value.
+        two.run(step, args=(torch.tensor(1.0),))
+        assert [float(count) for count in (*counts.values(), on_read)] == [1, 1, 1, 1, 2]
+    two.run(step, args=(mnb.PerReplica([torch.tensor(2.0), torch.tensor(5.0)]),))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert [float(count) for count in (*counts.values(), on_read)] == [3, 3, 3, 3, 9]
+    assert [str(warning.message).split("differ")[0] for warning in caught] == [
+        f"the copies of {rule} " for rule in rules[:3]
+    ]
+    assert {warning.filename for warning in caught} == {__file__}
+    assert "VariableAggregation.ONLY_FIRST_REPLICA: each replica has written" in str(caught[2].message)
+
+
 def test_a_variable_made_in_inference_mode_is_written_as_any_other(two):
     with two.scope(), torch.inference_mode():
         value = mnb.Variable([1.0, 2.0])

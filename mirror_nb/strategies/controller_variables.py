@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mirror_nb.aggregation import aggregate, check_parts, from_outside
 from mirror_nb.errors import UsageError
+from mirror_nb.strategies.misuse import warn_of_parted
 from mirror_nb.strategies.reductions import check_size, select
 from mirror_nb.values import DistributedValues, PerReplica, VariableAggregation, same
 from mirror_nb.variables import (
@@ -93,8 +94,7 @@ class ControllerHome:
         components = self.components(variable)
         variable._kept = {i: component_variable(variable, own) for i, own in components.items()}  # type: ignore[attr-defined]
         if not variable.is_read_together:
-            apply_assign(variable, "assign", components[0])
-            self._settle(variable)
+            self._take_first(variable, components)
 
     def components(self, variable: Variable) -> Mapping[int, Tensor]:
         self.wrote(variable)
@@ -147,9 +147,17 @@ class ControllerHome:
         seen: int = getattr(variable, "_seen", NEVER)
         if seen == self._replicas.calls or not self._replicas.has_sent(variable):
             return
-        apply_assign(variable, "assign", self.components(variable)[0])
-        self._settle(variable)
+        self._take_first(variable, self.components(variable))
         variable._seen = self._replicas.calls  # type: ignore[attr-defined]
+
+    def _take_first(self, variable: Variable, components: Mapping[int, Tensor]) -> None:
+        first, *others = components.values()
+        apply_assign(variable, "assign", first)
+        self._settle(variable)
+        apart = variable.is_read_together or variable.aggregation is VariableAggregation.NONE
+        if not (apart or variable.warned or all(same(first, other) for other in others)):
+            variable.warned = True
+            warn_of_parted(variable)
 
     def wrote(self, variable: Variable) -> None:
         known = variable._writes  # type: ignore[attr-defined]

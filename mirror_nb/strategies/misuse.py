@@ -88,6 +88,16 @@ def warn_of_undivided(fn: Any, num_replicas: int) -> None:
     )
 
 
+def warn_of_parted(variable: Variable) -> None:
+    """Warn, where a Variable is read, that its copies differ though they are to be one."""
+    warnings.warn(
+        f"the copies of {variable.name} differ between the replicas, though it was made with VariableAggregation."
+        f"{variable.aggregation.name}: each replica has written to its own (v.add_(x), v += x, v[i] = x, v.data). "
+        "Read here is replica 0's; v.assign_add(x), assign_sub and assign aggregate what replicas give them",
+        stacklevel=users_level(),
+    )
+
+
 def refuse_steps(optimizer: torch.optim.Optimizer) -> None:
     """Have an optimizer that lives in the replicas refuse to step here."""
 
