@@ -175,6 +175,26 @@ def test_another_strategy_that_is_set_takes_the_place_of_the_first(two):
         mnb.set_strategy("cpu:0")
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda strategy: strategy.run(lambda: 1),
+        lambda strategy: strategy.reduce("sum", 1.0),
+        lambda strategy: strategy.gather(torch.ones(1), 0),
+        lambda strategy: strategy.extended.reduce_to("sum", 1.0, "cpu"),
+        lambda strategy: strategy.extended.update(mnb.Variable(1.0), lambda component: None),
+    ],
+    ids=["run", "reduce", "gather", "reduce_to", "update"],
+)
+def test_in_a_scope_another_strategy_does_nothing(two, call):
+    with mnb.MirroredStrategy(["cpu:0"]) as one:
+        for other in (one, mnb.OneDeviceStrategy("cpu:0")):
+            with two.scope(), pytest.raises(RuntimeError, match=r"Mixing different .* is not .*cpu:0>"):
+                call(other)
+        with one.scope():
+            call(one)
+
+
 def test_values_of_another_number_of_replicas_are_refused(two):
     three = mnb.PerReplica([torch.ones(1)] * 3)
     for call in (

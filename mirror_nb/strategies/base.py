@@ -123,9 +123,12 @@ class Strategy(ABC):
         replica there is no PerReplica.
 
         Raises UsageError where `fn` is async or `args` no tuple or list, and where the replicas' results differ in
-        structure, RuntimeError inside a replica, and what `fn` raised on a replica, with its own type.
+        structure, RuntimeError inside a replica and in another strategy's scope, and what `fn` raised on a replica,
+        with its own type.
         """
-        require_cross_replica("Strategy.run", "use get_replica_context().merge_call(), or call the function itself")
+        require_cross_replica(
+            "Strategy.run", "use get_replica_context().merge_call(), or call the function itself", self
+        )
         check_call("fn", fn, args, kwargs)
         return self._place.run(self, fn, tuple(args), kwargs or {})
 
@@ -139,9 +142,10 @@ class Strategy(ABC):
         tensors, of equal shapes, are added element by element, and the mean divides by the replicas. Of a Variable
         each replica's component counts.
 
-        Raises UsageError for shapes that differ or an axis that is not there, RuntimeError inside a replica.
+        Raises UsageError for shapes that differ or an axis that is not there, RuntimeError inside a replica and in
+        another strategy's scope.
         """
-        require_cross_replica("Strategy.reduce", "use get_replica_context().all_reduce() instead")
+        require_cross_replica("Strategy.reduce", "use get_replica_context().all_reduce() instead", self)
         self._place.check_open()
         which = ReduceOp.of(reduce_op, "reduce_op")
         axes = None if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
@@ -153,10 +157,7 @@ class Strategy(ABC):
         A tensor that is one for all replicas is returned as it is. Raises UsageError where other sizes differ,
         RuntimeError inside a replica.
         """
-        require_cross_replica(
-            "Strategy.gather method",
-            "use get_replica_context().all_gather() instead",
-        )
+        require_cross_replica("Strategy.gather method", "use get_replica_context().all_gather() instead", self)
         self._place.check_open()
         return _map(lambda leaf, where: self._place.gather(leaf, axis, where), value)
 

@@ -162,7 +162,7 @@ class entered:  # noqa: N801
     def __enter__(self) -> Strategy:
         top, strategy = _top(), self._frame.strategy
         if top is not None and top.is_scope and top.strategy._place is not strategy._place:
-            raise ContextError(f"Mixing different mirror_nb Strategy objects: {top.strategy!r} is not {strategy!r}")
+            raise _mixed(top.strategy, strategy)
         self._depth = len(_here.stack.frames)
         _here.stack.frames.append(self._frame)
         return strategy
@@ -271,11 +271,19 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 set_strategy = experimental_set_strategy
 
 
-def require_cross_replica(what: str, instead: str) -> None:
-    """Raise RuntimeError inside `strategy.run`, naming what serves there."""
+def require_cross_replica(what: str, instead: str, strategy: Strategy | None = None) -> None:
+    """Raise RuntimeError inside `strategy.run`, naming what serves there, and in a scope of another strategy."""
     top = _top()
-    if top is not None and top.replica is not None and not top.cross:
+    if top is None:
+        return
+    if top.replica is not None and not top.cross:
         raise ContextError(f"{what} requires being in cross-replica context; {instead}")
+    if strategy is not None and top.is_scope and top.strategy._place is not strategy._place:
+        raise _mixed(top.strategy, strategy)
+
+
+def _mixed(current: Strategy, other: Strategy) -> ContextError:
+    return ContextError(f"Mixing different mirror_nb Strategy objects: {current!r} is not {other!r}")
 
 
 def check_call(argument: str, fn: Any, args: Any, kwargs: Any) -> None:

@@ -84,7 +84,8 @@ class StrategyExtended:
         one entry a replica; on a replica its own alone. Raises UsageError where `fn` is async or no function, where
         `args` is no tuple or list, and for a PerReplica of another number of replicas.
         """
-        require_cross_replica("StrategyExtended.update", "use get_replica_context().merge_call() around it")
+        instead = "use get_replica_context().merge_call() around it"
+        require_cross_replica("StrategyExtended.update", instead, self._strategy)
         check_call("fn", fn, args, kwargs)
         self._strategy._place.check_open()
         results = self._strategy._place.update(var, update_in(self._strategy, fn), tuple(args), kwargs or {})
@@ -100,7 +101,8 @@ class StrategyExtended:
         DeviceError for another device, UsageError for no destination.
         """
         check_options(options)
-        require_cross_replica("StrategyExtended.reduce_to", "use get_replica_context().all_reduce() instead")
+        instead = "use get_replica_context().all_reduce() instead"
+        require_cross_replica("StrategyExtended.reduce_to", instead, self._strategy)
         self._strategy._place.check_open()
         self._check_destination(destinations)
         return self._strategy._place.reduce(ReduceOp.of(reduce_op, "reduce_op"), value, None, "*")
