@@ -12,8 +12,11 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, TypeGuard, final
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+
+from mirror_nb import plain
 
 _Told = torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler | torch.Generator
 
@@ -26,9 +29,10 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return an optimizer's settings (learning rate and the like), group by group, without its parameters."""
+    """Return an optimizer's settings (learning rate and the like), group by group, as far as they are plain values."""
     return [
-        {name: _plain(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        _plain_part({name: value for name, value in group.items() if name != "params"})
+        for group in optimizer.param_groups
     ]
 
 
@@ -133,8 +137,8 @@ def note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def told_of(obj: _Told) -> Any:
     """Return what is told of an optimizer: its settings, and whether it has made a step, or schedulers would warn.
 
-    Of a scheduler or a scaler, where it stands: its `state_dict()`, and whether it has begun; None if more than
-    numbers, strings and the like is in it. Of a generator the bytes of its state.
+    Of a scheduler or a scaler, where it stands: its `state_dict()`, as far as that is plain values, and whether it has
+    begun; None where there is none. Of a generator the bytes of its state.
     """
     if isinstance(obj, torch.Generator):
         return obj.get_state().numpy().tobytes()
@@ -142,7 +146,7 @@ def told_of(obj: _Told) -> Any:
         return settings_of(obj), getattr(obj, "_opt_called", False)
     # A user's own class may refuse.
     with contextlib.suppress(Exception):
-        return _copied(obj.state_dict()), isinstance(obj, torch.amp.GradScaler) and _has_begun(obj)
+        return _plain_part(obj.state_dict()), isinstance(obj, torch.amp.GradScaler) and _has_begun(obj)
     return None
 
 
@@ -157,8 +161,8 @@ def take_told(obj: _Told, told: Any) -> None:
             obj._opt_called = True  # type: ignore[attr-defined]
     elif told is not None:
         state, begun = told
-        # It takes apart what it is given.
-        obj.load_state_dict(_copied(state))
+        # It takes apart what it is given. What was not told, a function of its own say, each side keeps.
+        obj.load_state_dict({**obj.state_dict(), **_plain_part(state)})
         if isinstance(obj, torch.amp.GradScaler) and begun:
             _begin(obj)
 
@@ -223,18 +227,27 @@ def _same(some: list[object], others: list[object]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+def _plain_part(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return copies of those of the entries that are nests of plain values: others may be nothing that travels."""
+    copies = {}
+    for name, value in entries.items():
+        with contextlib.suppress(TypeError, RecursionError):
+            copies[name] = _copied(value)
+    return copies
 
 
 def _copied(value: Any) -> Any:
     """Copy a nest of plain values. Raises TypeError for others."""
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        value = value.item()
     kind = type(value)
     if kind in (dict, Counter):
-        return kind({key: _copied(item) for key, item in value.items()})
-    if kind in (list, tuple):
-        return kind(_copied(item) for item in value)
-    value = _plain(value)
-    if value is None or isinstance(value, str | int | float):
+        return kind({_copied(key): _copied(item) for key, item in value.items()})
+    if kind in (list, tuple, set, frozenset):
+        return kind(map(_copied, value))
+    if kind in _ATOMS:
         return value
     raise TypeError(f"{kind.__name__} is no plain value")
+
+
+_ATOMS = plain.ATOMS | {torch.dtype, torch.device}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +20,7 @@ from mirror_nb.errors import TransferError
 from mirror_nb.mirrors import Mirrors, averaged_statistics, graft, load, structure, tensors
 from mirror_nb.payload import pack, unpack
 from mirror_nb.strategies.reading import Reading
-from mirror_nb.told import Told, told_of
+from mirror_nb.told import Told, take_told, told_of
 
 
 def net() -> nn.Sequential:
@@ -262,6 +264,19 @@ def test_what_changes_in_an_optimizer_is_told_once(change):
     assert told.changes(find) == ()
 
 
+def test_settings_that_do_not_travel_are_left_out():
+    told, optimizer = Told(), an_optimizer()
+    for _ in range(2):
+        optimizer.param_groups[0] |= {"decay": lambda step: 0.9, "mask": torch.ones(3), "table": np.ones(2)}
+        told.know("o", optimizer)
+        optimizer.param_groups[0]["mask"] = torch.zeros(3)
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] / 2
+        ((_, (settings, _)),) = told.changes({"o": optimizer}.get)
+        assert settings[0]["lr"] == optimizer.param_groups[0]["lr"]
+        assert settings[0].keys().isdisjoint({"params", "decay", "mask", "table"})
+        assert pickle.loads(pickle.dumps(settings)) == settings
+
+
 def test_settings_that_change_in_place_are_told():
     told, optimizer = Told(), an_optimizer(lr=torch.tensor(0.1))
     optimizer.param_groups[0]["mine"] = []
@@ -281,6 +296,39 @@ def test_a_scheduler_that_steps_is_told_with_its_optimizer():
     optimizer.step()
     scheduler.step()
     assert {handle for handle, _ in told.changes(objects.get)} == {"o", "s"}
+
+
+class Warmup(torch.optim.lr_scheduler.LRScheduler):
+    """Keeps more than numbers."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Any) -> None:
+        self.factor, self.table = factor, np.linspace(0, 1, 3)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        return [rate * self.factor(self.last_epoch) for rate in self.base_lrs]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=np.int64(10)),  # type: ignore[arg-type]
+        lambda o: torch.optim.lr_scheduler.MultiStepLR(o, np.arange(3), gamma=np.float32(0.5)),  # type: ignore[arg-type]
+        lambda o: Warmup(o, lambda epoch: 1 / (epoch + 1)),
+    ],
+    ids=["a number of NumPy's", "an array's numbers", "a function and an array"],
+)
+def test_where_a_scheduler_stands_is_told_whatever_else_it_keeps(make):
+    here, there = make(an_optimizer()), make(an_optimizer())
+    told = Told()
+    told.know("s", here)
+    here.optimizer.step()
+    here.step()
+    ((_, now),) = told.changes({"s": here}.get)
+    take_told(there, pickle.loads(pickle.dumps(now)))
+    assert there.last_epoch == here.last_epoch == 1
+    assert there.get_last_lr() == pytest.approx(here.get_last_lr())
+    assert vars(there).keys() == vars(here).keys()
 
 
 def test_nothing_is_told_of_what_is_gone_or_forgotten():
