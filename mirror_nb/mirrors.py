@@ -6,9 +6,10 @@ place. Knows payloads and torch, no replicas and no channel.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -378,7 +379,7 @@ class Mirrors:
         names |= set() if same_mode and now[2::3] == was[2::3] else {FLAGS}
         before = dict(zip(map(id, mark.tensors), zip(was[::3], was[1::3], strict=True), strict=True))
         own = [(name, tensor) for name, tensor in kept_equal(module) if not is_lazy(tensor)]
-        return names | {name for name, t in own if before.get(id(t)) != (t._version, address(t))}
+        return names | {name for name, t in own if before.get(id(t)) != tuple(_versions([t])[:2])}
 
     def reference(self, obj: object) -> Any:
         """For `pack`: a token for a network, or a parameter of one, that the other side has; else None."""
@@ -489,15 +490,23 @@ def _set_flags(module: nn.Module, flags: list[int]) -> None:
             parameter.requires_grad = bool(flag)
 
 
-def _versions(watched: Iterable[torch.Tensor]) -> list[int]:
+def _versions(watched: Sequence[torch.Tensor]) -> list[int]:
     """Return autograd's count of writes of each tensor, its address, and whether it is trained."""
     counts: list[int] = []
     # Past subclasses' own ways: those that have no values yet have no address, either.
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor in watched:
-            # Together: where to find each of them takes longer than to read it.
-            counts += (tensor._version, address(tensor), tensor.requires_grad)
+        try:
+            for tensor in watched:
+                # Together: where to find each of them takes longer than to read it.
+                counts += (tensor._version, address(tensor), tensor.requires_grad)
+        except RuntimeError:
+            # Of what was made in inference mode nobody counts the writes.
+            counts = [each for t in watched for each in (_writes_to(t), address(t), t.requires_grad)]
     return counts
+
+
+def _writes_to(tensor: torch.Tensor) -> int:
+    return _sums([tensor])[0] if tensor.is_inference() else tensor._version
 
 
 def _sums(watched: Iterable[torch.Tensor]) -> list[int]:
@@ -525,7 +534,9 @@ def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
         # The other side has what all components make together.
         take_from_outside(tensor, value)
     elif tensor.dtype == value.dtype and tensor.shape == value.shape:
-        tensor.copy_(value)
+        # What was made in inference mode is written to in that alone.
+        with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
+            tensor.copy_(value)
     else:
         # It was converted on the other side, by `module.double()` for instance, or has grown there.
         gradient, tensor.grad = tensor.grad, None

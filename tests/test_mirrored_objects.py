@@ -476,6 +476,55 @@ def test_a_function_runs_in_the_modes_that_run_was_called_in(two, mode):
     assert two.run(seen) == seen()
 
 
+def grown(model: nn.Sequential) -> None:
+    model.append(nn.Linear(2, 2))
+
+
+def converted(model: nn.Sequential) -> None:
+    model.double()
+
+
+@pytest.mark.parametrize("change", [grown, converted, None], ids=["a part", "another dtype", "a shape"])
+def test_what_is_read_in_inference_mode_is_trained_all_the_same(two, change):
+    with two.scope():
+        model = nn.Sequential(nn.Linear(2, 2) if change else nn.LazyLinear(2))
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2, dtype=model[0].weight.dtype)).sum().backward()
+        optimizer.step()
+
+    two.run(lambda: change(model) if change else model(torch.ones(1, 2)).sum().item())
+    two.run(step)
+    with torch.inference_mode():
+        model.state_dict(), optimizer.state_dict()
+    two.run(step)
+    assert not any(tensor.is_inference() for tensor in model.parameters())
+    assert float(optimizer.state_dict()["state"][0]["step"]) == 2
+    assert optimizer.state != {}
+    model(torch.ones(1, 2, dtype=model[0].weight.dtype)).sum().backward()
+
+
+def test_a_network_that_got_a_tensor_in_inference_mode_goes_on(two):
+    with two.scope():
+        model = nn.Linear(2, 1)
+        model.register_buffer("cache", torch.zeros(2))
+
+    def remember(value: float) -> None:
+        with torch.inference_mode():
+            model.cache = torch.full((2,), value)
+
+    for value in (1.0, 2.0):
+        two.run(remember, args=(value,))
+        assert model.cache.tolist() == [value, value]
+    model.cache = torch.full((2,), 3.0)
+    assert two.run(lambda: model.cache.tolist()) == [3.0, 3.0]
+    with torch.inference_mode():
+        model.cache += 1
+    assert two.run(lambda: model.cache.tolist()) == [4.0, 4.0]
+
+
 def test_a_call_brings_no_values_back_whatever_modules_were_made_since(two, monkeypatch):
     model = trained(two)
     refreshed: list[int] = []

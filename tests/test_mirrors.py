@@ -72,6 +72,45 @@ def test_a_network_with_a_new_part_is_another_network():
     assert again[2].out_features == 7
 
 
+def test_a_network_that_got_its_memory_is_another_network():
+    with torch.device("meta"):
+        module = net()
+    here, _, _ = sent(module)
+    module.to_empty(device="cpu")
+    assert here.known(module) is None
+
+
+def test_a_converted_network_of_buffers_alone_is_written_to():
+    module = nn.BatchNorm1d(2, affine=False)
+    here, _, _ = sent(module)
+    module.float()
+    assert not here.changed(module)
+    module.double()
+    assert here.changed(module)
+    assert {"running_mean", "running_var"} <= here.written(module)
+    here.mark(module)
+    assert not here.changed(module)
+
+
+def test_a_write_to_what_was_made_in_inference_mode_is_noticed_and_followed():
+    module = net()
+    with torch.inference_mode():
+        module.register_buffer("cache", torch.zeros(2))
+    here, there, arrived = sent(module)
+    assert not here.changed(module)
+    with torch.inference_mode():
+        module.cache += 1
+    assert here.changed(module)
+    assert here.written(module) == {"cache"}
+    load(arrived, here.given(module))
+    assert arrived.cache.tolist() == [1, 1]
+    assert not here.changed(module)
+    # And the other way round.
+    arrived.cache += 1
+    load(module, there.given(arrived))
+    assert module.cache.tolist() == [2, 2]
+
+
 def test_a_reference_to_a_network_that_is_gone_says_so():
     module = net()
     here, there, arrived = sent(module)

@@ -482,10 +482,12 @@ class ControllerPlace(Place):
             anew, self._half_read = self._half_read, True
             report = self._fetched(anew)
             states = {}
-            for replica_id, (exports, arrivals) in report.unpacked(self._references.resolve).items():
-                states[replica_id] = exports.states
-                self._references.graft(exports.modules, arrivals, exports.moved)
-            absorb_states(self._references.mirrors, states, 0)
+            # Who reads a network in inference mode goes on to train it.
+            with torch.inference_mode(False):
+                for replica_id, (exports, arrivals) in report.unpacked(self._references.resolve).items():
+                    states[replica_id] = exports.states
+                    self._references.graft(exports.modules, arrivals, exports.moved)
+                absorb_states(self._references.mirrors, states, 0)
             # Only now: after a read that was interrupted the next one has to ask again.
             self.stale = self._half_read = False
             self._references.mirrors.remember()

@@ -102,7 +102,9 @@ class States:
         keeper = self._asked(optimizer)
         if keeper is None or self._read_at.get(optimizer) == keeper.calls:
             return
-        state = keeper.state_of(optimizer)
+        # Who asks in inference mode goes on to train.
+        with torch.inference_mode(False):
+            state = keeper.state_of(optimizer)
         parameters = parameters_of(optimizer)
         if any(isinstance(key, int) and key >= len(parameters) for key in state):
             raise UsageError(
@@ -157,7 +159,7 @@ def _looked_at(name: str) -> Callable[..., Any]:
     return looked_at
 
 
-_LOOKS = ("__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__", "__or__")
+_LOOKS = ("__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne__", "__repr__", "__or__")
 _WRITES = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
 for _name in (*_LOOKS, *_WRITES, "copy", "get", "items", "keys", "values"):
     setattr(_State, _name, _looked_at(_name))
