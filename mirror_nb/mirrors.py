@@ -41,6 +41,8 @@ class _Mark:
     structure: tuple[int, ...]
     registrations: int
     # How many parts had been registered anywhere by then: while that stays, no structure can have changed.
+    conversions: int
+    # How often a network had been converted anywhere: while that stays, all have the buffers of then.
     names: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...]
     # As `tensors` yields them.
@@ -55,10 +57,10 @@ class _Mark:
 
 
 class _Registrations:
-    """Counts every part that any network of the process registers or lets go of."""
+    """Counts every part that any network of the process registers or lets go of, and conversions of networks."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.conversions = 0
         self._watching = False
 
     def watch(self) -> None:
@@ -67,19 +69,26 @@ class _Registrations:
             hooks.register_module_module_registration_hook(self._registered)
             hooks.register_module_parameter_registration_hook(self._registered)
             hooks.register_module_buffer_registration_hook(self._registered)
-            # There are no hooks for what goes, nor for a parameter that is None.
-            for owner, name in _LETS_GO:
+            # There are no hooks for what goes or is put between, nor for a parameter that is None.
+            for owner, name in _UNTOLD:
                 Replaced(owner, name, after=self._registered)
+            # `network.double()` and the like put other buffers in the place of those that there are.
+            Replaced(nn.Module, "_apply", after=self._converted)
 
     def _registered(self, *_: object) -> None:
         self.count += 1
 
+    def _converted(self, *_: object, **__: object) -> None:
+        self.conversions += 1
 
-_LETS_GO = (
+
+_UNTOLD = (
     (nn.Module, "__delattr__"),
     (nn.Module, "register_parameter"),
     (nn.ModuleDict, "__delitem__"),
     (nn.ModuleDict, "clear"),
+    (nn.ModuleList, "insert"),
+    (nn.Sequential, "insert"),
 )
 _registrations = _Registrations()
 
@@ -213,6 +222,11 @@ class Mirrors:
             if mark.structure != structure(module):
                 return None
             self._marks[handle] = replace(mark, registrations=_registrations.count)
+        elif mark.conversions != _registrations.conversions:
+            # Of what was on the meta device the parameters are others, too.
+            own = _parameters(list(map(vars, module.modules())))
+            if list(map(id, own)) != list(map(id, mark.trained)):
+                return None
         return handle
 
     def all(self) -> dict[str, nn.Module]:
@@ -240,6 +254,7 @@ class Mirrors:
             self._marks[handle] = _Mark(
                 structure(module),
                 _registrations.count,
+                _registrations.conversions,
                 tuple(named),
                 watched,
                 _versions(watched),
@@ -287,7 +302,17 @@ class Mirrors:
         mark = self._marks.get(handle)
         if mark is None or mark.versions != _versions(mark.tensors) or mark.training != _training(mark.parts):
             return True
-        return mark.attributes.changed() or bool(self._overwritten(handle, mark))
+        return mark.attributes.changed() or self._exchanged(handle, module) or bool(self._overwritten(handle, mark))
+
+    def _exchanged(self, handle: str, module: nn.Module) -> bool:
+        """Whether a conversion has given the network other tensors than at `mark`."""
+        mark = self._marks[handle]
+        if mark.conversions == _registrations.conversions:
+            return False
+        if mark.structure != structure(module):
+            return True
+        self._marks[handle] = replace(mark, conversions=_registrations.conversions)
+        return False
 
     def _overwritten(self, handle: str, mark: _Mark) -> set[str]:
         """Return the names of tensors that hold something else than at `remember`."""
@@ -320,7 +345,7 @@ class Mirrors:
         """The other side has these networks with other parts or tensors, which are not here."""
         for handle in handles:
             if handle in self._marks:
-                self._marks[handle] = _Mark((), -1, (), (), [], [], [], [], {}, Attributes(()))
+                self._marks[handle] = _Mark((), -1, -1, (), (), [], [], [], [], {}, Attributes(()))
 
     def forget_replica(self, replica_id: int) -> None:
         """The replica is no more: what it told last of networks does not count."""
@@ -374,7 +399,7 @@ class Mirrors:
         was, now, same_mode = mark.versions, _versions(mark.tensors), mark.training == _training(mark.parts)
         names = {ATTRIBUTES} if mark.attributes.changed() else set()
         names |= self._overwritten(handle, mark)
-        if now == was and same_mode:
+        if now == was and same_mode and not self._exchanged(handle, module):
             return names
         names |= set() if same_mode and now[2::3] == was[2::3] else {FLAGS}
         before = dict(zip(map(id, mark.tensors), zip(was[::3], was[1::3], strict=True), strict=True))

@@ -78,6 +78,11 @@ def activation(network: Any) -> None:
     network[1] = nn.ReLU()
 
 
+def between(network: Any) -> None:
+    # Without tensors: torch tells nobody that it is there.
+    network.insert(1, nn.ReLU())
+
+
 def cut(network: Any) -> None:
     del network[2]
 
@@ -98,7 +103,7 @@ def evaluates(network: Any) -> None:
     network[0].eval()
 
 
-@pytest.mark.parametrize("last", [head, activation, cut, no_bias, parameter, pruned])
+@pytest.mark.parametrize("last", [head, activation, between, cut, no_bias, parameter, pruned])
 @pytest.mark.parametrize("first", [freeze, zero, checkpoint, assigned, evaluates])
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_was_changed_here_beside_the_parts_is_there(two, first, last, order):
@@ -201,7 +206,7 @@ def test_what_a_forward_pass_makes_in_the_replicas_is_here(two):
     assert float(network.late.weight.detach().mean()) != 3.0
 
 
-@pytest.mark.parametrize("change", [pruned, head, cut, no_bias, parameter])
+@pytest.mark.parametrize("change", [pruned, head, between, cut, no_bias, parameter])
 def test_what_a_call_makes_of_a_network_is_here(two, change):
     network = used(two, sequential)
     first = network[0]
@@ -336,6 +341,14 @@ def test_a_network_that_was_cut_up_costs_the_others_nothing(two):
     cut(network)
     assert two.run(lambda: other(X).shape) == (8, 2)
     assert list(network.state_dict()) == ["steps", "0.weight", "0.bias"]
+
+
+def test_a_network_of_buffers_alone_is_converted_on_both_sides(two):
+    network = used(two, lambda: nn.BatchNorm1d(4, affine=False))
+    network.double()
+    assert two.run(lambda: str(network.running_mean.dtype)) == "torch.float64"
+    two.run(lambda: network.half() and None)
+    assert network.running_mean.dtype is torch.float16
 
 
 def test_graft_keeps_parts_tensors_and_what_is_tied():
