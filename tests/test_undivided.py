@@ -119,8 +119,31 @@ def test_the_print_of_data_tells_its_parts_apart():
     assert len(set(prints)) == len(prints)
     again = [repr(_print_of(TensorDataset(whole.clone()[::2]), _DEPTH)), repr(_print_of(Files(files[::3]), _DEPTH))]
     assert again == [prints[0], prints[4]]
-    odd = [torch.tensor(1), torch.zeros(0, 3), torch.ones(2, 2).to_sparse(), np.array(None), {1: {2}}, range(0), None]
+    odd = [torch.tensor(1), torch.zeros(0, 3), np.array(None), {1: {2}}, range(0), None, torch.ones(3, device="meta")]
     assert all(repr(_print_of(one, _DEPTH)) for one in odd)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: torch.nested.nested_tensor([x, x[:2]]),
+        lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+        lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.qint8),
+        lambda x: torch.complex(x, -x).conj(),
+        lambda x: x.to(torch.bfloat16),
+        lambda x: x.to(torch.float8_e4m3fn),
+    ],
+    ids=["sparse", "rows", "nested", "ragged", "quantized", "complex", "short", "shorter"],
+)
+def test_the_print_of_data_in_any_layout_tells_its_parts_apart(make):
+    whole = torch.arange(12.0).reshape(6, 2)
+    with warnings.catch_warnings(action="ignore"):
+        parts = [make(whole[i::2]) for i in (0, 1, 0)]
+    with warnings.catch_warnings(action="error"):
+        prints = [repr(_print_of(part, _DEPTH)) for part in parts]
+    assert prints[0] == prints[2] != prints[1]
 
 
 # ---------------------------------------------------------------------- in strategy.run

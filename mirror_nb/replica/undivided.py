@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import sampler as samplers
 
+from mirror_nb.layouts import blocks, is_block, sizes
 from mirror_nb.replaced import Replaced, called_by_us
 
 _DEPTH = 4
@@ -115,7 +116,9 @@ def _name_of(value: Any, names: Mapping[str, Any]) -> str:
 
 def _print_of(value: Any, depth: int) -> Any:
     """Return something short and printable that tells apart what parts of data differ in; it need not tell all."""
-    if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and value.layout is torch.strided):
+    if isinstance(value, torch.Tensor) and not is_block(value):
+        return type(value).__name__, sizes(value), [_print_of(block, depth) for block in blocks(value)]
+    if isinstance(value, (torch.Tensor, np.ndarray)):
         rows = [value[i] for i in _some(len(value))] if value.ndim else [value]
         return tuple(value.shape), [zlib.crc32(_in_numpy(row).tobytes()) for row in rows]
     if isinstance(value, (str, int, float, bool, bytes)):
@@ -134,4 +137,7 @@ def _some(length: int) -> list[int]:
 
 
 def _in_numpy(row: Any) -> Any:
-    return row.detach().cpu().double().numpy() if isinstance(row, torch.Tensor) else np.asarray(row)
+    if not isinstance(row, torch.Tensor):
+        return np.asarray(row)
+    # By its bytes: NumPy has not every dtype.
+    return row.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
