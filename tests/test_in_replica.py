@@ -701,6 +701,25 @@ values((strategy.reduce("mean", small), inside))
     assert cell(replicas(2), source) == [([200.0], [200.0])] * 2
 
 
+def test_a_batch_that_is_empty_for_all_is_handed_out_and_weighs_alike(replicas):
+    source = """
+class Batches(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from (torch.ones(n, 2) for n in (4, 0, 3))
+
+layer = torch.nn.Linear(2, 1, bias=False)
+found = []
+for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(Batches(), batch_size=None)):
+    layer.zero_grad()
+    (layer(batch).sum() + layer.weight.sum() * (replica_id + 1)).backward()
+    found.append((len(batch), layer.weight.grad.tolist()))
+found
+"""
+    for replica_id, found in enumerate(cell(replicas(2), source)):
+        assert [length for length, _ in found] == [[2, 0, 2], [2, 0, 1]][replica_id]
+        assert found[1][1] == [[1.5, 1.5]]
+
+
 def test_means_of_short_floats_are_finite_where_their_sums_are_not(replicas):
     # 100 elements are more than travel with the agreement.
     source = """

@@ -441,7 +441,9 @@ class ReplicaPlace(Place):
     def _on_batch(self, local_examples: int, global_examples: int, batch: Any) -> None:
         self._replica.recorder.arrived(local_examples)
         self._replica.scope.start_running()
-        self._weighing.handed_out(batch, (local_examples, global_examples))
+        # Of a batch that is empty for all each is a part as large as any.
+        shares = (local_examples, global_examples) if global_examples else (1, self.num_replicas)
+        self._weighing.handed_out(batch, shares)
 
     # ------------------------------------------------------------------ Variables
 
