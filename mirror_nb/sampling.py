@@ -40,7 +40,8 @@ class Stream:
 
 def iterates_plainly(loader: DataLoader[Any]) -> bool:
     """Whether no subclass has its own idea of what iterating over the loader gives."""
-    return type(loader).__iter__ is DataLoader.__iter__
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
 
 def check_unsharded(loader: DataLoader[Any]) -> None:

@@ -600,8 +600,13 @@ def test_a_loader_class_with_its_own_iteration_is_iterated_itself():
         def __iter__(self) -> Any:
             return (batch * 2 for batch in super().__iter__())
 
-    replicas = run(Session(2), Doubling(Numbers(7), batch_size=4))
-    assert glued(replicas) == [[0, 2, 4, 6], [8, 10, 12]]
+    class Tripling(DataLoader[Any]):
+        def _get_iterator(self) -> Any:
+            return (batch * 3 for batch in super()._get_iterator())
+
+    for loader, factor in ((Doubling, 2), (Tripling, 3)):
+        replicas = run(Session(2), loader(Numbers(7), batch_size=4))
+        assert glued(replicas) == [[0, factor, 2 * factor, 3 * factor], [4 * factor, 5 * factor, 6 * factor]]
 
 
 # ---- devices ------------------------------------------------------------------------------------------
