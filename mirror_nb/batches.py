@@ -111,8 +111,26 @@ def _layout(value: Any) -> tuple[Any, ...]:
 
 
 def lists_examples(batch: Any, total: int) -> bool:
-    """Whether a batch of `total` examples is a list with one item an example, such as strings."""
-    return _is_sequence(batch) and len(batch) == total and not all(is_batched(item, total) for item in batch)
+    """Whether a batch of `total` examples is a list with one item an example, such as strings.
+
+    Items of an example each are alike, where columns differ: tensors and a length, or None, as many as there are
+    examples, are columns; so many pairs of an image and its class are examples.
+    """
+    if not _is_sequence(batch) or len(batch) != total:
+        return False
+    if not all(is_batched(item, total) for item in batch):
+        return len(set(_kinds(batch))) == 1 or not any(_is_array(item) and is_batched(item, total) for item in batch)
+    first = _kinds(batch[0]) if total and _is_sequence(batch[0]) else []
+    alike = len(set(first)) > 1 and all(_is_sequence(item) and _kinds(item) == first for item in batch)
+    return alike and not all(is_batched(part, total) for item in batch for part in item)
+
+
+def _kinds(items: Sequence[Any]) -> list[Any]:
+    return [(type(item), item.dtype, item.ndim) if _is_array(item) else type(item) for item in items]
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray))
 
 
 def is_batched(value: Any, total: int) -> bool:

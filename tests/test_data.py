@@ -36,6 +36,7 @@ from mirror_nb import batches as batches_module
 from mirror_nb.batches import count, cut, share_of, to_device
 from mirror_nb.data import DistributedDataset, GlobalBatches, Loaders
 from mirror_nb.errors import UsageError
+from mirror_nb.values import same
 
 CPU = torch.device("cpu")
 
@@ -227,6 +228,26 @@ def test_a_list_of_examples_of_different_sizes_is_cut_as_a_list():
     batch = (images, [{"boxes": torch.zeros(4, 4)}, {"boxes": torch.zeros(1, 4)}], torch.tensor([7, 8]))
     left = cut(batch, slice(0, 1), 2)
     assert (len(left[0]), left[0][0].shape, len(left[1]), left[2].tolist()) == (1, (3, 5, 4), 1, [7])
+
+
+IMAGES, PAIR = [torch.zeros(3, 5, 4), torch.zeros(3, 2, 7)], torch.arange(2.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "left"),
+    [
+        ((PAIR, None), (PAIR[:1], None)),
+        ([PAIR, 5], [PAIR[:1], 5]),
+        (([IMAGES[0], 3], [IMAGES[1], 4]), ([IMAGES[0], 3],)),
+        ([("a", 1), ("b", 2)], [("a", 1)]),
+        ([("a", "b"), (1, 2)], [("a",), (1,)]),
+        ([[PAIR, ("a", "b")], [PAIR, ("c", "d")]], [[PAIR[:1], ("a",)], [PAIR[:1], ("c",)]]),
+        (["a", 1], ["a"]),
+    ],
+    ids=["nothing", "a length", "examples", "texts' examples", "columns of texts", "pairs of columns", "mixed"],
+)
+def test_as_many_columns_as_examples_are_no_examples(batch, left):
+    assert same(cut(batch, slice(0, 1), 2), left)
 
 
 @pytest.mark.parametrize("enforce_sorted", [True, False])
