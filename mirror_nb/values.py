@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import dataclasses
 import enum
@@ -16,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import ReplicaError, UsageError
+from mirror_nb.layouts import blocks, sizes
 
 Shares = tuple[int, int]
 # A replica's examples of a batch, and all replicas'.
@@ -197,6 +199,13 @@ class PerReplica(DistributedValues):
 
     __hash__ = object.__hash__
 
+    def __copy__(self) -> PerReplica:
+        return PerReplica(self._values, shares=self.shares)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PerReplica:
+        # A copy of a batch weighs gradients as the batch does.
+        return PerReplica(copy.deepcopy(self._values, memo), shares=self.shares)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _in_arithmetic()
@@ -354,23 +363,39 @@ def same(first: Any, second: Any) -> bool:
 def _same_leaf(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
-    if isinstance(a, torch.Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        return torch.equal(a, b) or (a.is_floating_point() and bool(torch.isclose(a, b, 0, 0, equal_nan=True).all()))
-    if isinstance(a, np.ndarray):
-        floating = a.dtype.kind in "fc"
-        return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(a, b, equal_nan=floating)
     try:
+        if isinstance(a, torch.Tensor):
+            return _same_tensors(a, b)
+        if isinstance(a, np.ma.MaskedArray):
+            # Equal to NumPy are those that are so where neither is masked.
+            return same(a.__getstate__(), b.__getstate__())
+        if isinstance(a, np.ndarray):
+            floating = a.dtype.kind in "fc"
+            return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(a, b, equal_nan=floating)
         if isinstance(a, types.FunctionType):
             return a is b or (a.__code__ == b.__code__ and same(_kept(a), _kept(b)))
         if _held_alone(type(a)):
             return a is b or same(object.__reduce_ex__(a, 2)[2], object.__reduce_ex__(b, 2)[2])
         return bool(a == b) or bool(a != a and b != b)
     except Exception:
-        # An == that gives no truth value (a data frame), or an object that holds itself: their pickles were compared
-        # before.
+        # An == that gives no truth value (a data frame, an array of arrays), or an object that holds itself: their
+        # pickles were compared before.
         return False
+
+
+def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if (a.dtype, a.layout, sizes(a)) != (b.dtype, b.layout, sizes(b)):
+        return False
+    # Two that are quantized alike have one scale, too.
+    pairs = [(a, b)] if a.is_quantized else zip(blocks(a), blocks(b), strict=True)
+    return all(_same_blocks(*pair) for pair in pairs)
+
+
+def _same_blocks(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    fractions = a.is_floating_point() or a.is_complex()
+    return torch.equal(a, b) or (fractions and bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
 def _kept(function: types.FunctionType) -> Any:

@@ -42,6 +42,24 @@ def test_a_tensor_of_any_layout_travels_and_cells_that_read_it_go_on(notebook, m
     assert bits([notebook.user_ns["made"]]) == bits([notebook.there("made")]) == bits([notebook.there("own")])
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        "(torch.eye(2) * (replica_id + 1)).to_sparse()",
+        "(torch.eye(2) * (replica_id + 1)).to_sparse_csr()",
+        "torch.full((2, 3), replica_id + 1.0).to_mkldnn()",
+        "torch.nested.nested_tensor([torch.full((2,), replica_id + 1.0), torch.ones(3)])",
+        "torch.full((2,), replica_id + 1, dtype=torch.complex32)",
+        "torch.quantize_per_tensor(torch.ones(3), 0.1 * (replica_id + 1), 0, torch.qint8)",
+    ],
+    ids=["COO", "CSR", "mkldnn", "nested", "complex32", "quantized"],
+)
+def test_a_tensor_of_any_layout_comes_from_each_replica_where_it_differs(notebook, make):
+    notebook.cell(f"import torch\nmade = {make}\nafter = 1")
+    assert [bits([one]) for one in notebook.user_ns["made"]] == [bits([notebook.there("made", i)]) for i in range(2)]
+    assert notebook.user_ns["after"] == 1
+
+
 @pytest.mark.parametrize("layout", ["COO", "CSR"])
 def test_what_is_written_to_a_sparse_tensor_is_seen_on_the_other_side(notebook, layout):
     notebook.here(f"own = {TENSORS[layout]}")

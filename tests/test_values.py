@@ -53,6 +53,14 @@ def test_a_per_replica_value_can_be_pickled_and_copied():
     assert copy.deepcopy(value)[1] == 3
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_batch_weighs_as_the_batch_does(copied):
+    batch = PerReplica([torch.ones(2), torch.ones(1)], shares=(2, 1))
+    again = copied({"x": batch})["x"]
+    assert again.shares == (2, 1)
+    assert (again[0] is batch[0]) is (copied is copy.copy)
+
+
 def test_a_checkpoint_with_a_per_replica_value_is_read_as_it_stands():
     file = io.BytesIO()
     torch.save({"losses": PerReplica([torch.ones(2), 3])}, file)
@@ -73,6 +81,11 @@ EQUAL = [
     (None, None),
     ({1, 2}, {2, 1}),
     (torch.empty(0), torch.empty(0)),
+    (torch.tensor([complex(NAN, 1), 2]), torch.tensor([complex(NAN, 1), 2])),
+    (torch.tensor([1.0, NAN]).to(torch.float8_e4m3fn), torch.tensor([1.0, NAN]).to(torch.float8_e4m3fn)),
+    (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
+    (torch.empty(2, device="meta"), torch.empty(2, device="meta")),
+    (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[0, 1])),
     (torch.tensor([True]), torch.tensor([True])),
 ]
 DIFFERENT = [
@@ -87,6 +100,11 @@ DIFFERENT = [
     ([1], [1, 1]),
     ({"a": 1}, {"b": 1}),
     (torch.tensor([1.0, NAN]), torch.tensor([NAN, 1.0])),
+    (torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()),
+    (torch.eye(2).to_sparse(), torch.eye(2)),
+    (torch.empty(2, device="meta"), torch.empty(3, device="meta")),
+    (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[0, 0])),
+    (np.array([np.ones(2), np.ones(3)], dtype=object), np.array([np.ones(2), np.zeros(3)], dtype=object)),
 ]
 
 
