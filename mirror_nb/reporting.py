@@ -272,7 +272,9 @@ def set_tensor_options(wanted: tuple[Any, ...]) -> None:
 
 def array_options() -> dict[str, Any]:
     """Return how NumPy prints arrays; functions of the user's own are left out."""
-    return {name: value for name, value in np.get_printoptions().items() if name != "formatter"}
+    return {
+        name: value for name, value in np.get_printoptions().items() if name != "formatter" and not callable(value)
+    }
 
 
 def set_array_options(wanted: dict[str, Any]) -> None:

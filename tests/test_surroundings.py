@@ -104,6 +104,19 @@ REPORTS = {
 }
 
 
+def test_a_function_of_ones_own_that_prints_arrays_stays(own):
+    if "override_repr" not in np.get_printoptions():
+        pytest.skip("needs NumPy 2.1")
+    before = current()
+    try:
+        np.set_printoptions(precision=2, override_repr=lambda array: "an array")
+        told = changes(before, current())
+        assert told is not None
+        assert pickle.loads(pickle.dumps(told)).others["arrays"]["precision"] == 2
+    finally:
+        np.set_printoptions(override_repr=None)
+
+
 @pytest.mark.parametrize(("name", "change"), REPORTS.values(), ids=REPORTS)
 def test_how_a_process_reports_is_told_alone_and_followed(own, name, change):
     with warnings.catch_warnings():
