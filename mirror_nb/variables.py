@@ -613,9 +613,11 @@ def _writes(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
-_IN_PLACE = frozenset(f"__{name}__" for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")) | {
-    "__setitem__"
-}
+_IN_PLACE = frozenset(
+    {"__setitem__"}
+    | {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+    | {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift")}
+)
 
 
 def _targets(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[Variable]:

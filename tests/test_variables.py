@@ -658,6 +658,19 @@ def test_with_one_replica_what_is_synchronised_on_read_reads_as_with_several(rep
         assert eval(last, names) == expected
 
 
+@pytest.mark.parametrize("write", ["v |= 4", "v ^= 4", "v <<= 2", "v += 4", "v &= 4"])
+@pytest.mark.parametrize("synchronization", ["ON_READ", "AUTO"])
+def test_operators_in_place_write_to_a_variable_from_outside(replicas, write, synchronization):
+    source = f"""
+v = same = Variable(5, aggregation="MEAN", synchronization={synchronization!r}, trainable=False)
+{write}
+values([v is same, v.read_value(), strategy.run(v.read_value)])
+"""
+    names = {"v": 5}
+    exec(write, names)
+    assert cell(replicas(2), source) == [[True, names["v"], names["v"]]] * 2
+
+
 def test_nothing_is_subtracted_from_flags():
     flags = Variable([True, False])
     with pytest.raises(UsageError, match="cannot assign_sub to Variable, which holds flags"):
