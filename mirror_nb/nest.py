@@ -83,7 +83,7 @@ class Nest:
 
     def _bytes_of(self, tensor: torch.Tensor) -> pickle.PickleBuffer:
         code = _CODES.get(tensor.dtype)
-        if code is None or self._reference(tensor) is not None:
+        if code is None or vars(tensor) or self._reference(tensor) is not None:
             raise NotSimpleError
         try:
             array: Any = tensor.numpy()

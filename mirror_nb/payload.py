@@ -133,6 +133,11 @@ def _open_tensor(
     return _leaf(tensor.requires_grad_()) if requires_grad else tensor
 
 
+def _hang_on(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    # Past `__setstate__`, by which torch means something else.
+    vars(tensor).update(attributes)
+
+
 def _open_parameter(make: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
     return _leaf(make(*args))
 
@@ -429,15 +434,10 @@ class _Packer(Pickler):
             raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
             self._storages[key] = _Storage(raw)
         leaf_grad = tensor.requires_grad and tensor.is_leaf
-        return _open_tensor, (
-            self._storages[key],
-            data.dtype,
-            tuple(data.shape),
-            tuple(data.stride()),
-            leaf_grad,
-            on_device,
-            offset,
-        )
+        form = data.dtype, tuple(data.shape), tuple(data.stride())
+        opened = _open_tensor, (self._storages[key], *form, leaf_grad, on_device, offset)
+        # As a state: what hangs on a tensor may have the tensor.
+        return (*opened, dict(vars(tensor)), None, None, _hang_on) if vars(tensor) else opened
 
 
 def _wrapped_by_torch(function: types.FunctionType) -> bool:

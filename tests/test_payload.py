@@ -112,6 +112,17 @@ def test_any_view_arrives_as_the_same_view(shape, order, offset, reverse_last):
     assert arrived.stride() == tensor.stride()
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_hangs_on_a_tensor_arrives_with_it(nested):
+    tensor: Any = nn.Buffer(torch.ones(2))
+    tensor.tag, tensor.me = "x", tensor
+    arrived = travel([tensor, {1}] if nested else tensor)
+    arrived = arrived[0] if nested else arrived
+    assert isinstance(arrived, nn.Buffer)
+    assert (arrived.tolist(), arrived.tag, arrived.persistent) == ([1, 1], "x", True)
+    assert arrived.me is arrived
+
+
 def test_only_the_part_that_a_view_shows_travels():
     whole = torch.zeros(1_000_000)
     assert pack(whole[:10]).payload.nbytes < 5000
