@@ -72,6 +72,20 @@ def test_a_model_keeps_what_it_learned_when_its_strategy_is_closed():
     assert model.weight.sum() == 2.0
 
 
+def test_a_training_goes_on_in_this_process_once_its_strategy_is_closed():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            mirrored = with_adam()
+        strategy.run(adam_step, args=(mirrored,))
+        with pytest.raises(RuntimeError, match=r"call it inside the function given to strategy\.run"):
+            mirrored[1].step()
+    alone = with_adam()
+    adam_step(alone)
+    for one in (mirrored, alone):
+        adam_step(one)
+    assert_equal_states(states(mirrored), states(alone))
+
+
 def held() -> tuple[int, int]:
     """Return how many descriptors and how many children this process has, zombies among them."""
     gc.collect()

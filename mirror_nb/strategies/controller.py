@@ -142,7 +142,9 @@ class ControllerPlace(Place):
         if not self._objects.has(made):
             self._objects.add(made)
             if isinstance(made, torch.optim.Optimizer):
-                refuse_steps(made)
+                # Weakly: it may outlive the strategy, and is then an optimizer like any other.
+                place = weakref.ref(self)
+                refuse_steps(made, lambda: (known := place()) is not None and not known.closed)
                 self._states.watch(made)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,13 +99,14 @@ def warn_of_parted(variable: Variable) -> None:
     )
 
 
-def refuse_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer that lives in the replicas refuse to step here."""
+def refuse_steps(optimizer: torch.optim.Optimizer, lives_there: Callable[[], bool]) -> None:
+    """Have an optimizer refuse to step here, as long as it lives in the replicas."""
 
     def refuse(stepping: torch.optim.Optimizer, *_: object) -> None:
-        raise ContextError(
-            f"{type(stepping).__name__}.step() of a mirrored optimizer in cross-replica context would change the copy "
-            "here alone; call it inside the function given to strategy.run"
-        )
+        if lives_there():
+            raise ContextError(
+                f"{type(stepping).__name__}.step() of a mirrored optimizer in cross-replica context would change the "
+                "copy here alone; call it inside the function given to strategy.run"
+            )
 
     optimizer.register_step_pre_hook(refuse)
