@@ -300,6 +300,15 @@ def test_push_and_pull_by_hand(run, shell):
     assert len(shell.user_ns["big"]) == 3_000_000
 
 
+def test_what_is_not_sent_is_not_said_to_be_pushed(run, shell):
+    run("device = 'cpu'; a = 1")
+    with pytest.raises(UsageError, match="`device` is not sent: each replica has one of its own"):
+        run("%mirror push a device")
+    run("%%mirrored --quiet\nbig = 'x' * 3_000_000")
+    with pytest.raises(UsageError, match=r"`big` .* is in the replicas, not in the notebook"):
+        run("%mirror push big")
+
+
 def test_what_is_pushed_stays_one_with_what_holds_it_in_the_replicas(run, shell):
     run("class Config: rate = 1\nlosses = []; config = Config(); held = {'loss': losses, 'config': config}")
     run("%%mirrored --quiet\nheld['config'].rate = 2; losses")

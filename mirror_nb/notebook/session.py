@@ -510,6 +510,8 @@ class Session:
         lacking = [name for name in names if name not in self._shell.user_ns]
         if lacking or not names:
             raise UsageError(f"the notebook has no name `{'`, `'.join(lacking)}`" if lacking else "push which names?")
+        for name in names:
+            self._check_sent(name)
         for replica_id in range(pool.size):
             self._names.shared.outdate(replica_id, names)
         parcels = self._names.prepare(names, range(pool.size))
@@ -527,6 +529,13 @@ class Session:
             nbytes += self._give(LoadModules, values, range(pool.size))
         self._lent.send_again([self._shell.user_ns[name] for name in names])
         return f"sent {shortened(list(names))} ({size(nbytes)}) to {_replicas(pool.devices)}"
+
+    def _check_sent(self, name: str) -> None:
+        """Raise UsageError for a name that is not sent, whatever it holds, and for a stand-in."""
+        if not self._names.travels(name):
+            value = self._shell.user_ns[name]
+            own = f"`{name}` is not sent: each replica has one of its own; give the value another name"
+            raise UsageError(value.where() if isinstance(value, Remote) else own)
 
     def pull(self, names: Sequence[str], replica: int | None = None) -> str:
         """Bind in the notebook what the replicas' names hold, whatever its size."""
