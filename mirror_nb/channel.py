@@ -197,9 +197,15 @@ class Channel:
         pickled = view[begin:end]
         # Copies: the memory is used again for the next message.
         buffers = [bytearray(view[end : (end := end + length)]) for length in lengths]
-        message = _unflat(pickle.loads(pickled, buffers=buffers))
+        # First: one that cannot be opened must not be met again.
         self._begin += end
-        return message, self._descriptors.popleft() if with_slab else None
+        slab = self._descriptors.popleft() if with_slab else None
+        try:
+            return _unflat(pickle.loads(pickled, buffers=buffers)), slab
+        except BaseException:
+            if slab is not None:
+                os.close(slab)
+            raise
 
     def close(self) -> None:
         """Close this end, and the descriptors of slabs that nobody took."""

@@ -31,7 +31,7 @@ from mirror_nb import memory
 from mirror_nb.cores import cores
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
-from mirror_nb.messages import Done, Interrupt, Steps
+from mirror_nb.messages import Display, Done, Interrupt, Steps
 from mirror_nb.pool import following, interrupts, local, nanny
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.recovery import recover
@@ -81,6 +81,25 @@ def without_a_spare(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------------- start
+
+
+def test_what_a_cell_shows_of_classes_of_its_own_comes_plain(two):
+    ran = run_cell(
+        two,
+        "from IPython.display import JSON\n"
+        "class Own(dict): pass\n"
+        "class Text(str): pass\n"
+        "class Odd:\n    def _repr_mimebundle_(self, **_): return {'text/plain': Text('odd'), 'odd/odd': len}\n"
+        "display(JSON(Own(a=[Own(b=1), (True, 2.5, None)])))\n"
+        "Odd()",
+    )
+    assert ran.errors == {}
+    (shown,) = [message.data for message in ran.messages[0] if isinstance(message, Display)]
+    assert shown["application/json"] == {"a": [{"b": 1}, [True, 2.5, None]]}
+    done = ran.report.answers[0].done
+    assert done is not None
+    assert done.result == {"text/plain": "odd", "odd/odd": "<built-in function len>"}
+    assert run_cell(two, "after = 1").errors == {}
 
 
 def test_replicas_look_like_torchruns_workers(two):

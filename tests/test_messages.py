@@ -44,6 +44,24 @@ def test_a_message_arrives_as_it_was_sent(ends):
     assert ends[1].receive() == (Request(7, Snapshot()), None)
 
 
+class _Gone:
+    """What cannot be made again from its pickle."""
+
+    def __reduce__(self) -> object:
+        return int, ("no number",)
+
+
+def test_a_message_that_cannot_be_opened_is_met_once(ends):
+    slab, before = slab_of(b"abc"), descriptors()
+    ends[0].send(_Gone(), slab)
+    ends[0].send(Interrupt(1))
+    with pytest.raises(ValueError, match="no number"):
+        ends[1].receive()
+    assert ends[1].receive() == (Interrupt(1), None)
+    assert descriptors() == before
+    os.close(slab)
+
+
 @pytest.mark.parametrize(
     "message",
     [

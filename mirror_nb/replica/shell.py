@@ -5,16 +5,18 @@ The only module below the notebook floor that imports IPython.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import importlib
 import inspect
 import linecache
+import numbers
 import os
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,26 @@ class CellEnd:
     # That value as MIME types; None when there is none to show.
 
 
+def for_front_end(value: Any) -> Any:
+    """Return what of a value comes to a front end, as JSON: of plain classes, which the controller has, too."""
+    match value:
+        case None | bool() | datetime.date():
+            return value
+        case str():
+            return str.__str__(value)
+        case numbers.Integral():
+            return int(value)
+        case numbers.Real():
+            return float(value)
+        case bytes() | bytearray() | memoryview():
+            return bytes(value)
+        case Mapping():
+            return {for_front_end(key): for_front_end(item) for key, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return list(map(for_front_end, value))
+    return repr(value)
+
+
 class _Publisher(DisplayPublisher):
     emit: Any = AnyTrait()
 
@@ -59,7 +81,7 @@ class _Publisher(DisplayPublisher):
         update: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.emit(Display(data, metadata or {}, transient or {}, update))
+        self.emit(Display(for_front_end(data), for_front_end(metadata or {}), for_front_end(transient or {}), update))
 
     def clear_output(self, wait: bool = False) -> None:
         self.emit(ClearOutput(wait))
@@ -74,7 +96,8 @@ class _Hook(DisplayHook):
         if result is None or self.end is None:
             return
         self.end.value = result
-        self.end.bundle, _ = self.compute_format_data(result)
+        bundle, _ = self.compute_format_data(result)
+        self.end.bundle = for_front_end(bundle)
         if self.shell is not None:
             self.shell.user_ns["_"] = result
 
@@ -302,8 +325,9 @@ class Comms:
                 buffers: Any = None,
                 **keys: Any,
             ) -> None:
-                content = dict(comm_id=self.comm_id, data=data or {}, **keys)
-                emit(CommSent(msg_type, content, metadata or {}, tuple(bytes(b) for b in buffers or ())))
+                content = for_front_end(dict(comm_id=self.comm_id, data=data or {}, **keys))
+                sent = tuple(bytes(b) for b in buffers or ())
+                emit(CommSent(msg_type, content, for_front_end(metadata or {}), sent))
 
         self._manager = CommManager()
         comm.create_comm = ReplicaComm
