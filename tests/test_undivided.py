@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -121,6 +122,16 @@ def test_the_print_of_data_tells_its_parts_apart():
     assert again == [prints[0], prints[4]]
     odd = [torch.tensor(1), torch.zeros(0, 3), np.array(None), {1: {2}}, range(0), None, torch.ones(3, device="meta")]
     assert all(repr(_print_of(one, _DEPTH)) for one in odd)
+
+
+class Refusing(list[int]):
+    def __getitem__(self, i: Any) -> Any:
+        raise LookupError
+
+
+def test_what_raises_when_it_is_looked_at_has_a_print_all_the_same():
+    held = {"gone": weakref.proxy(Refusing()), "refuses": Refusing([1])}
+    assert _print_of(held, _DEPTH) == [("gone", weakref.ProxyType.__name__), ("refuses", "Refusing")]
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,14 @@ def _name_of(value: Any, names: Mapping[str, Any]) -> str:
 
 def _print_of(value: Any, depth: int) -> Any:
     """Return something short and printable that tells apart what parts of data differ in; it need not tell all."""
+    try:
+        return _looked_at(value, depth)
+    except Exception:
+        # The user's own, or a proxy of what is gone: it may raise whatever it is asked.
+        return type(value).__name__
+
+
+def _looked_at(value: Any, depth: int) -> Any:
     if isinstance(value, torch.Tensor) and not is_block(value):
         return type(value).__name__, sizes(value), [_print_of(block, depth) for block in blocks(value)]
     if isinstance(value, (torch.Tensor, np.ndarray)):
