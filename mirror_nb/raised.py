@@ -1,4 +1,7 @@
-"""Exceptions as bytes: of their own class on the other side, whatever their constructors take. Knows no channel."""
+"""Exceptions as text, and as bytes: of their own class on the other side, whatever their constructors take.
+
+Knows no channel.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,14 @@ import types
 from typing import Any, final
 
 import cloudpickle
+
+
+def text(error: BaseException) -> str:
+    """Return what an exception says, as Python's tracebacks have it where its class cannot say it."""
+    try:
+        return str.__str__(str(error))
+    except Exception:
+        return "<exception str() failed>"
 
 
 def dumped(error: BaseException) -> bytes:

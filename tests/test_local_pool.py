@@ -83,6 +83,13 @@ def without_a_spare(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------- start
 
 
+@pytest.mark.parametrize("base", ["Exception", "RuntimeError"])
+def test_an_exception_that_cannot_say_what_it_is_has_its_own_type(two, base):
+    ran = run_cell(two, f"class Mute({base}):\n    def __str__(self): raise LookupError\nraise Mute")
+    assert ran.errors == {0: "Mute", 1: "Mute"}
+    assert ran.report.failures[0].message == "<exception str() failed>"
+
+
 def test_what_a_cell_shows_of_classes_of_its_own_comes_plain(two):
     ran = run_cell(
         two,

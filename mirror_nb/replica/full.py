@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from mirror_nb.memory import usable
+from mirror_nb.raised import text
 from mirror_nb.readable import size
 
 _CPU = "DefaultCPUAllocator: can't allocate memory"
@@ -24,7 +25,7 @@ def cause(error: BaseException | None) -> BaseException | None:
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return error
-        if isinstance(error, RuntimeError) and _CPU in str(error):
+        if isinstance(error, RuntimeError) and _CPU in text(error):
             return error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
@@ -32,7 +33,7 @@ def cause(error: BaseException | None) -> BaseException | None:
 
 def memory(error: BaseException, device: torch.device) -> str:
     """Say what was asked, what is free and what is reserved, as of now: before what failed is let go."""
-    asked = _asked(str(error))
+    asked = _asked(text(error))
     parts = [f"asked for {size(asked)}" if asked is not None else "it does not say how much was asked for"]
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info(device)

@@ -513,7 +513,7 @@ class Replica:
                 delattr(sys, name)
         return Failure(
             type_name=type(error).__name__,
-            message=str(error),
+            message=raised.text(error),
             traceback=lines,
             pickled=pickled,
             interrupted=isinstance(error, KeyboardInterrupt),
