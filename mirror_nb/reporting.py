@@ -161,7 +161,8 @@ def loggers() -> tuple[Logger, ...]:
     """Return those that were set up; of handlers those that write to the screen or into a file."""
     manager = logging.Logger.manager
     known = [("root", logging.root), *list(manager.loggerDict.items())]
-    found = [Logger("", manager.disable, True, False, ())] if manager.disable else []
+    # Levels may be of a class of the user's, that of an enumeration.
+    found = [Logger("", int(manager.disable), True, False, ())] if manager.disable else []
     for name, logger in known:
         if not isinstance(logger, logging.Logger):
             continue
@@ -174,10 +175,10 @@ def loggers() -> tuple[Logger, ...]:
         if package in sys.modules:
             # It makes its handlers wherever it is imported.
             if logger.level != logging.NOTSET or logger.disabled:
-                found.append(Logger(name, logger.level, None, logger.disabled, ()))
+                found.append(Logger(name, int(logger.level), None, logger.disabled, ()))
             continue
         handlers = (told for handler in logger.handlers if (told := _told(handler)) is not None)
-        one = Logger(name, logger.level, logger.propagate, logger.disabled, tuple(handlers))
+        one = Logger(name, int(logger.level), logger.propagate, logger.disabled, tuple(handlers))
         if one != _fresh(name):
             found.append(one)
     return tuple(found)
@@ -220,7 +221,7 @@ def _told(handler: logging.Handler) -> Handler | None:
         to = _STREAMS.get(getattr(handler.stream, "name", ""), "")
     else:
         to = ""
-    return Handler(to, handler.level, _pickled(handler.formatter)) if to not in ("", os.devnull) else None
+    return Handler(to, int(handler.level), _pickled(handler.formatter)) if to not in ("", os.devnull) else None
 
 
 def _pickled(formatter: logging.Formatter | None) -> bytes | None:

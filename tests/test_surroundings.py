@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import logging
 import os
@@ -91,10 +92,15 @@ class Own(UserWarning):
     pass
 
 
+class Level(enum.IntEnum):
+    LOUD = 5
+
+
 REPORTS = {
     "nothing is warned of": ("warnings", lambda: warnings.simplefilter("ignore")),
     "some warnings": ("warnings", lambda: warnings.filterwarnings("error", "odd .*", Own, "mine", 3)),
     "a level": ("logging", lambda: logging.getLogger("mirror_nb_test").setLevel(logging.INFO)),
+    "a level of one's own": ("logging", lambda: logging.getLogger("mirror_nb_test").setLevel(Level.LOUD)),
     "an import's level": ("logging", lambda: logging.getLogger("torch_of_mine").setLevel(logging.INFO)),
     "nothing is logged": ("logging", lambda: logging.disable(logging.ERROR)),
     "a logger is off": ("logging", lambda: setattr(logging.getLogger("mirror_nb_test"), "disabled", True)),
@@ -128,7 +134,10 @@ def test_how_a_process_reports_is_told_alone_and_followed(own, name, change):
         assert back is not None
         assert list(told.others) == [name]
         assert (told.settings, told.environment, told.path) == ({}, {}, ())
-        told, back = pickle.loads(pickle.dumps((told, back)))
+        pickled = pickle.dumps((told, back))
+        # The other side has no class of this side's.
+        assert Level.__name__.encode() not in pickled
+        told, back = pickle.loads(pickled)
         # Followed alone it takes nothing away that was here.
         follow(told)
         assert current() == now
