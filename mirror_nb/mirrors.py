@@ -39,6 +39,8 @@ class _Mark:
     """What a network was when both sides held equal values."""
 
     structure: tuple[int, ...]
+    places: tuple[object, ...]
+    # As `places` tells them.
     registrations: int
     # How many parts had been registered anywhere by then: while that stays, no structure can have changed.
     conversions: int
@@ -219,7 +221,7 @@ class Mirrors:
         if mark is None or handle is None:
             return None
         if mark.registrations != _registrations.count:
-            if mark.structure != structure(module):
+            if mark.structure != structure(module) or mark.places != places(module):
                 return None
             self._marks[handle] = replace(mark, registrations=_registrations.count)
         elif mark.conversions != _registrations.conversions:
@@ -253,6 +255,7 @@ class Mirrors:
             parts = [weakref.ref(part) for part in module.modules()]
             self._marks[handle] = _Mark(
                 structure(module),
+                places(module),
                 _registrations.count,
                 _registrations.conversions,
                 tuple(named),
@@ -327,7 +330,7 @@ class Mirrors:
         return None if mark is None else mark.attributes.since(everything)
 
     def rebuilt(self, module: nn.Module) -> bool:
-        """Whether the network has other parts than at its `mark`, or its tensors other names."""
+        """Whether the network has other parts than at its `mark`, or has them, or its tensors, in other places."""
         mark = self._marks.get(self.find_handle(module) or "")
         if mark is None or self.known(module) is not None:
             return False
@@ -335,7 +338,7 @@ class Mirrors:
         now = dict(kept_equal(module))
         # What was on the meta device and has got memory is another tensor.
         moved = [tensor.is_meta for tensor in mark.tensors] != [tensor.is_meta for tensor in now.values()]
-        return not same or mark.names != tuple(now) or moved
+        return not same or mark.names != tuple(now) or mark.places != places(module) or moved
 
     def outgrown(self, module: nn.Module) -> bool:
         """Whether the other side has the network, but with other parts or tensors."""
@@ -345,7 +348,7 @@ class Mirrors:
         """The other side has these networks with other parts or tensors, which are not here."""
         for handle in handles:
             if handle in self._marks:
-                self._marks[handle] = _Mark((), -1, -1, (), (), [], [], [], [], {}, Attributes(()))
+                self._marks[handle] = _Mark((), (), -1, -1, (), (), [], [], [], [], {}, Attributes(()))
 
     def forget_replica(self, replica_id: int) -> None:
         """The replica is no more: what it told last of networks does not count."""
@@ -471,6 +474,20 @@ def structure(module: nn.Module) -> tuple[int, ...]:
     return (*map(id, parts), *dict.fromkeys(found))
 
 
+def places(module: nn.Module) -> tuple[object, ...]:
+    """Return what is where in the network: a part, or a tensor, may be in several places."""
+    parts, chain = list(map(vars, module.modules())), itertools.chain.from_iterable
+    # What torch has scripted keeps its parts in something else.
+    children, parameters, buffers = (
+        [held for part in parts if isinstance(held := part.get(kind), dict)] for kind in _HELD
+    )
+    order: dict[int, int] = {}
+    # Which tensors they are, `structure` tells.
+    seen = [order.setdefault(own, len(order)) for own in map(id, chain(map(dict.values, (*parameters, *buffers))))]
+    return (*chain((*children, *parameters, *buffers)), *map(id, chain(map(dict.values, children))), *seen)
+
+
+_HELD = ("_modules", "_parameters", "_buffers")
 FLAGS = "flags()"
 # A name that no tensor of a network has: under it is which of its parts are in training mode, and what is trained.
 ATTRIBUTES = "attributes()"

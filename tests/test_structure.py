@@ -343,6 +343,58 @@ def test_a_network_that_was_cut_up_costs_the_others_nothing(two):
     assert list(network.state_dict()) == ["steps", "0.weight", "0.bias"]
 
 
+def in_two_places() -> nn.Sequential:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    return nn.Sequential(first, last, last)
+
+
+def tied() -> nn.Sequential:
+    made = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    made[2].weight = made[1].weight  # type: ignore[assignment]
+    return made
+
+
+def once_more(network: Any) -> None:
+    network.append(network[0])
+
+
+def another_place(network: Any) -> None:
+    network[2] = network[0]
+
+
+def another_tie(network: Any) -> None:
+    network[2].weight = network[0].weight
+
+
+def another_name(network: Any) -> None:
+    network.last = network[2]
+    del network[2]
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [(in_two_places, once_more), (in_two_places, another_place), (tied, another_tie), (tied, another_name)],
+    ids=["once more", "another place", "another tie", "another name"],
+)
+def test_a_part_that_is_in_other_places_is_so_on_both_sides(two, make, change, where):
+    network = used(two, make)
+
+    def look() -> tuple[list[Any], list[int]]:
+        parts = [(name, type(part).__name__) for name, part in network.named_modules(remove_duplicate=False)]
+        known: dict[int, int] = {}
+        places = network.named_parameters(remove_duplicate=False)
+        return parts, [known.setdefault(id(tensor), len(known)) for _, tensor in places]
+
+    if where == "here":
+        change(network)
+    else:
+        two.run(lambda: change(network))
+        network.state_dict()
+    assert two.local_results(two.run(look))[0] == look()
+    assert torch.equal(network(X), two.local_results(two.run(lambda: network(X).detach()))[0])
+
+
 def test_a_network_of_buffers_alone_is_converted_on_both_sides(two):
     network = used(two, lambda: nn.BatchNorm1d(4, affine=False))
     network.double()
