@@ -5,6 +5,7 @@ Knows no tensors and no slab.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import enum
 import functools
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from mirror_nb import submodules
+from mirror_nb.raised import reduce_raised
 from mirror_nb.reporting import warned_of
 
 submodules.install()
@@ -53,6 +55,12 @@ class Pickler(cloudpickle.Pickler):
             here = obj.__globals__
             anew = {name: here[name] for name in ("__package__", "__name__", "__path__", "__file__") if name in here}
             self.globals_ref[id(here)] = anew | {"__warningregistry__": _Warned(str(here.get("__name__")))}
+        if type(obj) is types.FunctionType and obj.__code__ is _DISPATCHES and not travels_by_name(obj):
+            # What it has found out, it keeps by weak references.
+            kinds: dict[Any, Any] = dict(vars(obj)["registry"])
+            return _dispatching, (kinds.pop(object), kinds)
+        if isinstance(obj, BaseException) and (made := reduce_raised(obj)) is not None:
+            return made
         if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
             # By its name, as it wants to, it would be looked for in another __main__. What it remembers stays here.
             return _cached, (obj.__wrapped__, obj.cache_parameters())
@@ -68,8 +76,29 @@ class Pickler(cloudpickle.Pickler):
         ):
             # By value. To a class that is there already cloudpickle only adds.
             make, args, state, *_, put = reduced
-            return make, _with_slots(obj, args), (put, _without_members(obj, state)), None, None, _set_class
+            arguments = make, *_with_slots(obj, args)
+            return _made_again, arguments, (put, _without_members(obj, state)), None, None, _set_class
         return reduced
+
+
+def _made_again(make: Callable[..., type], constructor: Any, name: str, bases: tuple[Any, ...], *rest: Any) -> type:
+    """Make a class as `make` does, past what classes like it do with each new one (`__init_subclass__`).
+
+    That was done where it was made, and came with them: here it would be done once more, before the names are there
+    that it needs.
+    """
+    with contextlib.ExitStack() as stack:
+        for kind in {kind: None for base in bases if isinstance(base, type) for kind in base.__mro__}:
+            own = vars(kind).get("__init_subclass__")
+            if own is not None and not travels_by_name(kind):
+                # Past what their own class may say to that.
+                stack.callback(type.__setattr__, kind, "__init_subclass__", own)
+                type.__setattr__(kind, "__init_subclass__", classmethod(_leave))
+        return make(constructor, name, bases, *rest)
+
+
+def _leave(kind: type, /, **_: object) -> None:
+    """Do nothing with a new class."""
 
 
 def _with_slots(kind: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -104,6 +133,16 @@ def _set_class(kind: type, state: tuple[Callable[[type, Any], object], Any]) -> 
     for name in [name for name in vars(kind) if name not in own and not name.startswith("_")]:
         if not isinstance(vars(kind)[name], types.MemberDescriptorType):
             delattr(kind, name)
+
+
+_DISPATCHES = vars(types.FunctionType)["__code__"].__get__(functools.singledispatch(len))
+
+
+def _dispatching(function: Any, others: dict[type, Any]) -> Any:
+    made = functools.singledispatch(function)
+    for kind, other in others.items():
+        made.register(kind, other)
+    return made
 
 
 def _cached(function: Any, parameters: dict[str, Any]) -> Any:

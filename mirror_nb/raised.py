@@ -30,9 +30,13 @@ def dumped(error: BaseException) -> bytes:
 @final
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, BaseException) and _has_its_own_constructor(type(obj)):
-            return _made, (type(obj), obj.args), vars(obj)
-        return super().reducer_override(obj)
+        own = reduce_raised(obj) if isinstance(obj, BaseException) else None
+        return super().reducer_override(obj) if own is None else own
+
+
+def reduce_raised(error: BaseException) -> tuple[Any, ...] | None:
+    """Return how pickle shall take an exception whose class has a constructor of its own; None: as it does."""
+    return (_made, (type(error), error.args), vars(error)) if _has_its_own_constructor(type(error)) else None
 
 
 def _has_its_own_constructor(kind: type[BaseException]) -> bool:

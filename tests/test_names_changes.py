@@ -566,3 +566,18 @@ def test_a_view_and_what_it_looks_at_share_their_memory_in_the_replicas(notebook
     notebook.here("flat = torch.zeros(100); head = flat[:10]")
     notebook.cell("flat += 1\nfound = float(head[0])")
     assert notebook.user_ns["found"] == 1
+
+
+def test_what_a_class_does_with_each_new_one_like_it_is_done_once(notebook):
+    base = (
+        "class Base:\n    known = []\n    def __init_subclass__(cls, *, of): Base.known.append((cls.__name__, of))\n"
+    )
+    notebook.here(f"{base}class Own(Base, of=1): pass\nown = Own()")
+    notebook.cell("found = list(type(own).known)")
+    assert notebook.user_ns["found"] == [("Own", 1)]
+    notebook.cell("class More(Base, of=2): pass\nmore = More()\nfound = list(Base.known)")
+    assert notebook.user_ns["found"] == [("Own", 1), ("More", 2)]
+    assert notebook.user_ns["Base"].known == [("Own", 1), ("More", 2)]
+    # Of those that are made here it hears as before.
+    notebook.here("class Last(Base, of=3): pass")
+    assert notebook.user_ns["Base"].known[-1] == ("Last", 3)

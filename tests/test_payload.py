@@ -611,6 +611,31 @@ class Circle:
     assert (there["circle"].area, there["circle"].radius()) == (3, 1)
 
 
+@pytest.mark.parametrize("mine", [None, {"__name__": "__main__"}])
+def test_functions_that_choose_by_the_class_of_their_argument_travel(mine):
+    names: dict[str, Any] = {"__name__": "__main__"} if mine is None else mine
+    exec(
+        "import functools\n@functools.singledispatch\ndef kind(value): return 'any'\n"
+        "@kind.register\ndef _(value: int): return 'int'\n"
+        "@kind.register\ndef _(value: list): return [kind(item) for item in value]",
+        names,
+    )
+    packed = pack(names["kind"], namespace=mine)
+    arrived = unpack(packed.payload, packed.slab, namespace=mine)[0]
+    assert arrived is not names["kind"]
+    assert arrived(["a", 1, [2]]) == ["any", "int", ["int"]]
+
+
+def test_exceptions_travel_whatever_their_constructors_take():
+    class Own(Exception):
+        def __init__(self, what: str, why: object) -> None:
+            super().__init__(what)
+            self.why = why
+
+    arrived = travel({"error": Own("it", {"a": torch.ones(2)})})["error"]
+    assert (arrived.args, arrived.why["a"].tolist()) == (("it",), [1, 1])
+
+
 def test_a_generator_goes_on_where_it_stood():
     dice = torch.Generator().manual_seed(3)
     torch.rand(5, generator=dice)
