@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,7 +21,8 @@ from mirror_nb.contents import WITHOUT_IDENTITY
 from mirror_nb.told import is_told
 
 _INTERNAL = frozenset(vars(nn.Module()))
-_ATOMS = plain.ATOMS | {torch.dtype}
+_ATOMS = plain.ATOMS | {torch.dtype} | {np.dtype(code).type for code in np.typecodes["All"] if code not in "OV"}
+# NumPy's numbers too: what the mean of a list is, say.
 _OTHERS = ("keras.", "torchmetrics.", "mirror_nb.", "torch._dynamo.", "torch.jit.")
 # Packages whose networks keep in attributes what only goes with other states of theirs.
 
@@ -65,13 +67,13 @@ class _Part:
                 if type(value) in _ATOMS:
                     self.names.append(name)
                     self.atoms.append(value)
-                elif (copy := plain.copied(value, _ATOMS)) is not plain.NOT_PLAIN:
+                elif (copy := plain.copied(value, _ATOMS, plain.LIKE_THEM)) is not plain.NOT_PLAIN:
                     self.copies[name] = copy
 
     def since(self, everything: bool) -> dict[str, Any]:
         before = {**dict(zip(self.names, self.atoms, strict=True)), **self.copies}
         changed = (
-            (name, plain.copied(value, _ATOMS))
+            (name, plain.copied(value, _ATOMS, plain.LIKE_THEM))
             for name, value in self.held.items()
             if name not in _INTERNAL and (everything or name not in before or not plain.same(value, before[name]))
         )
@@ -124,7 +126,7 @@ def _named_of(part: nn.Module, named: Mapping[int, Sequence[str]]) -> Iterable[t
 def _is_apart(value: object) -> bool:
     if isinstance(value, (nn.Module, torch.Tensor)) or is_told(value):
         return False
-    return plain.copied(value, _ATOMS) is plain.NOT_PLAIN
+    return plain.copied(value, _ATOMS, plain.LIKE_THEM) is plain.NOT_PLAIN
 
 
 def set_named(part: nn.Module, attribute: str, value: object) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,8 @@ from mirror_nb.plain import ITEMS
 def network() -> nn.Sequential:
     made = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU()))
     made.losses, made.settings, made.kind = [1.0], {"a": (1, {2})}, torch.float32  # type: ignore[assignment]
+    made.window, made.counts, made.order = deque([1.0], 2), Counter("a"), OrderedDict(x=1, y=2)  # type: ignore[assignment]
+    made.lists = defaultdict(list)  # type: ignore[assignment]
     return made
 
 
@@ -35,6 +39,11 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a new one of a part that has none": lambda net: setattr(net[2], "name", "inner"),
     "a list in place": lambda net: net.losses.append(2.0),
     "deep inside": lambda net: net.settings["a"][1].add(3),
+    "a number of NumPy's": lambda net: setattr(net, "best", np.mean([1.0, 2.0])),
+    "the last ones": lambda net: net.window.append(np.float32(2)),
+    "counts": lambda net: net.counts.update("ab"),
+    "an order": lambda net: net.order.move_to_end("x"),
+    "a default": lambda net: net.lists["x"].append(1),
     "a list that becomes a number": lambda net: setattr(net, "losses", 3),
     "an object that becomes plain": lambda net: setattr(net, "kind", None),
 }
@@ -52,6 +61,8 @@ def test_what_has_changed_is_noticed_and_comes_to_a_copy(change: Callable[[Any],
     assert told is not None
     set_attributes(there, told)
     assert plain(there) == plain(here)
+    assert there.window.maxlen == 2  # type: ignore[union-attr]
+    assert there.lists["new"] == []  # type: ignore[index]
     assert not attributes(here).changed()
 
 
