@@ -302,6 +302,26 @@ def test_synchronised_batch_norm_is_one_devices(strategy, size):
     same(model, network, atol=1e-5)
 
 
+class Logarithm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log()
+
+
+def logarithmic() -> nn.Module:
+    return nn.Sequential(Logarithm(), nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def test_synchronised_batch_norm_of_a_network_that_makes_no_numbers_of_zeros(three):
+    # The last batch is of two examples: the third replica has none, and goes through the network all the same.
+    model, network = made(
+        three, logarithmic, optimizer=("sgd", {"lr": 0.1}), loss="cross_entropy", sync_batch_norm=True
+    )
+    x, y = X[:8].exp(), CLASSES[:8]
+    model.fit(x, y, batch_size=6, epochs=2, shuffle=False, verbose=0)
+    train(network, torch.optim.SGD(network.parameters(), 0.1), cross_entropy, batches(x, y, size=6))
+    same(model, network, atol=1e-5)
+
+
 def test_batch_norm_of_shares_is_averaged_where_it_is_read(three):
     model, _ = made(three, convolution, optimizer=("sgd", {"lr": 0.1}), loss="cross_entropy")
     model.fit(X, CLASSES, batch_size=7, epochs=2, verbose=0)

@@ -150,7 +150,9 @@ class _Synchronized(torch.autograd.Function):
         values, eps = x.to(mean.dtype), ctx.eps
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         dx, of_weight, of_bias = _constant_backward(dy.to(mean.dtype), values, mean, variance, scale, eps)
-        together = ctx.all_reduce(torch.cat([of_bias, of_weight]).double()) / count.clamp(min=1)
+        mine = torch.cat([of_bias, of_weight]).double()
+        # What is absent may have come to no numbers on its way here, and NaN * 0 is NaN.
+        together = ctx.all_reduce(torch.zeros_like(mine) if ctx.absent else mine) / count.clamp(min=1)
         if not ctx.absent:
             # What was absent has no part in the statistics, so they hand it no gradient.
             by_mean, by_variance = together.to(mean.dtype).chunk(2)

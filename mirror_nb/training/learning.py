@@ -299,8 +299,9 @@ class Training(Scoring):
             self._without_examples()
             self._seat.take_part()
             return zero, 1
-        # Statistics of the global batch are added up on the way through the network, there and back.
-        with self._norms.absent(), self._autocast():
+        # Statistics of the global batch are added up on the way through the network, there and back. What comes of it
+        # weighs nothing, also where the network makes no numbers of one example of zeros (a logarithm).
+        with self._norms.absent(), self._seat.weighed(0, share.global_examples), self._autocast():
             if self._own_step is not None:
                 outputs = self._own_step(_one_example(share.batch))
             else:
