@@ -487,3 +487,39 @@ def test_nothing_warns_of_a_recovery(strategies, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(made(strategies(2), tmp_path, ((1, 2, "forward"),)), epochs=1)
+
+
+class Graph(nn.Module):
+    """A layer whose links fade."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("links", torch.eye(4).roll(1, 0).to_sparse())
+        self.register_buffer("steps", torch.ones(2, dtype=torch.float8_e4m3fn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.links.mul_(0.9)
+            self.steps.copy_(self.steps.float() * 1.25)
+        return self.linear(torch.sparse.mm(self.links, x.T).T)
+
+
+def test_buffers_that_are_sparse_or_of_eight_bits_are_those_of_an_undisturbed_training(strategies, tmp_path):
+    found = []
+    for strikes in ((), ((1, 4, "forward"),)):
+        folder = tmp_path / str(len(strikes))
+        folder.mkdir()
+        torch.manual_seed(3)
+        with strategies(2).scope():
+            model = mnb.Model(nn.Sequential(Graph(), Struck(folder, strikes), nn.Linear(2, 2)))
+            model.compile(("sgd", {"lr": 0.1}), "cross_entropy")
+        torch.manual_seed(9)
+        history = model.fit(X, Y, batch_size=7, epochs=2, verbose=0)
+        state = {name: value.float().to_dense().clone() for name, value in model.state_dict().items()}
+        assert len(list(folder.iterdir())) == len(strikes)
+        found.append((history.history, state))
+    (history, state), (other, its_state) = found
+    assert history == other
+    for name, value in state.items():
+        assert torch.equal(its_state[name], value), name

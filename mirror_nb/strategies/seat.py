@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from mirror_nb.checksums import checksums
-from mirror_nb.collectives.base import word_device
+from mirror_nb.collectives.base import as_sent, word_device
 from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.layouts import is_block
 from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
 from mirror_nb.steering import Steering
@@ -208,9 +209,13 @@ class PeerSeat(Seat):
         if self.num_replicas == 1:
             return
         for tensor in tensors:
-            whole = self._carried(tensor.detach()).contiguous()
-            dist.broadcast(whole, source)
-            if whole is not tensor and self.replica_id != source:
+            if not is_block(tensor):
+                # Sparse, say: its parts may be of another length on each replica.
+                whole = self.collect(tensor.detach() if self.replica_id == source else None)[source]
+            else:
+                whole = self._carried(tensor.detach()).contiguous()
+                dist.broadcast(as_sent(whole), source)
+            if self.replica_id != source:
                 tensor.detach().copy_(whole)
 
     def shared_randomness(self) -> AbstractContextManager[None]:

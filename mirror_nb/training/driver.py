@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from mirror_nb import layouts
 from mirror_nb.errors import JobLost, MirrorError, ReplicaDied
 from mirror_nb.told import settings_of
 from mirror_nb.training import job
@@ -461,7 +462,7 @@ def _where(found: Whereabouts) -> tuple[int, int]:
 def _buffer_bytes(model: Model) -> int:
     # Not by buffers(): that would bring the replicas' values here first.
     parts = [part._buffers.values() for part in model.modules()]
-    return sum(buffer.nbytes for buffers in parts for buffer in buffers if buffer is not None)
+    return sum(layouts.nbytes(buffer) for buffers in parts for buffer in buffers if buffer is not None)
 
 
 def _is_cpu(device: str) -> bool:

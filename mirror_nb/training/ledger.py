@@ -12,6 +12,7 @@ replica's work. Where there is no such memory, or an entry is too large, there i
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import io
 import pickle
 import struct
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from mirror_nb.collectives.segments import Address, Segment
 from mirror_nb.errors import ReplicaError
+from mirror_nb.layouts import is_block
 from mirror_nb.training.loop import Totals
 
 ENTRY_BYTES = 1 << 16
@@ -110,7 +112,7 @@ def _pickled(content: Any) -> bytes:
     # A tensor by its array, or its number: by torch's own reducer it would take ten times as long.
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=5)
-    pickler.dispatch_table = {torch.Tensor: _reduced}
+    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduced}
     pickler.dump(content)
     return file.getvalue()
 
@@ -119,15 +121,20 @@ def _reduced(tensor: Tensor) -> tuple[Any, ...]:
     code = _CODES.get(tensor.dtype) if not tensor.ndim else None
     if code is not None:
         return _as_scalar, (tensor.item(), code)
-    if tensor.dtype is torch.bfloat16:
-        # NumPy has none.
-        return _as_bfloat16, (tensor.detach().float().numpy(),)
-    return torch.from_numpy, (tensor.detach().numpy(),)
+    whole = tensor.detach()
+    if not is_block(whole):
+        # Sparse, say; what it is made of comes here again.
+        return whole.__reduce_ex__(5)
+    try:
+        return torch.from_numpy, (whole.numpy(),)
+    except TypeError:
+        # Of a dtype that NumPy has not: bfloat16, float8.
+        return _of_bytes, (whole.reshape(-1).view(torch.uint8).numpy(), whole.dtype, tuple(whole.shape))
 
 
 def _as_scalar(number: float, code: int) -> Tensor:
     return torch.tensor(number, dtype=_SCALARS[code], device="cpu")
 
 
-def _as_bfloat16(array: Any) -> Tensor:
-    return torch.from_numpy(array).bfloat16()
+def _of_bytes(array: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(array).view(dtype).reshape(shape)
