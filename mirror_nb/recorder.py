@@ -265,6 +265,13 @@ class Recorder:
             else:
                 self._writer.scalar(name, float(value), self.step)
 
+    def measured(self, values: dict[str, Any]) -> None:
+        """Write what a fit has measured, under any names: what a ring has no room for is not kept, and ends no fit."""
+        writer = self._writer
+        if writer is not None:
+            known = {writer.known_as(name): value for name, value in values.items()}
+            self.log({name: value for name, value in known.items() if name is not None})
+
     def _catch_up(self, before: int) -> None:
         """Write what a GPU has finished since; its times in steps, of those below `before`."""
         self.record_ended()

@@ -230,6 +230,20 @@ def test_names_are_interned_up_to_a_limit_that_the_error_tells(ring):
         writer.scalar("another", 0.0, 1)
 
 
+def test_of_a_name_that_is_too_long_the_end_is_known_and_of_one_too_many_nothing(ring):
+    writer, reader = Writer(ring.descriptor), Reader(ring.descriptor)
+    assert writer.known_as("loss") == "loss"
+    long = writer.known_as("x" * NAME_BYTES + "accuracy")
+    assert long is not None
+    assert long.endswith("xaccuracy")
+    for i in range(2, NAMES):
+        assert writer.known_as(f"of part {i}") == f"of part {i}"
+    assert writer.known_as("another") is None
+    assert writer.known_as("loss") == "loss"
+    writer.scalar(long, 0.0, 1)
+    assert len(reader.names()) == NAMES
+
+
 def test_a_ring_needs_no_memfd(monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     with Ring.create(8) as ring:

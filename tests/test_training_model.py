@@ -294,6 +294,37 @@ def test_a_training_step_without_a_loss_is_told_so(place):
         model.fit(X, Y, verbose=0)
 
 
+class SaysMore(mnb.Model):
+    def __init__(self, more: dict[str, Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.more = more
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return {"loss": F.cross_entropy(self.linear(x), y), **self.more}
+
+
+def says(strategy: Any, **more: Any) -> mnb.Model:
+    with strategy.scope():
+        model = SaysMore(more)
+        model.compile("sgd")
+    return model
+
+
+def test_a_training_step_may_tell_numbers_of_any_kind_under_any_names(place):
+    more = {"whole": 3, "flag": True, "half": torch.full((1,), 0.5), "…" * 40: 1.0}
+    more |= {f"of part {i}": float(i) for i in range(600)}
+    history = says(place, **more).fit(X, Y, batch_size=10, epochs=2, verbose=0).history
+    assert {name: history[name] for name in more} == {name: [float(value)] * 2 for name, value in more.items()}
+
+
+@pytest.mark.parametrize("told", ["a word", torch.ones(3), None], ids=["word", "vector", "nothing"])
+def test_a_training_step_that_tells_no_number_is_told_so(place, told):
+    with pytest.raises(mnb.UsageError, match=r"training_step returned a .* as 'told'; beside the loss there are"):
+        says(place, told=told).fit(X, Y, verbose=0)
+
+
 def test_outputs_that_have_no_row_for_each_example_cannot_be_predicted(place):
     class Sum(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -705,7 +736,7 @@ def test_a_gan_steps_by_itself(two, size):
             model.compile(optimizer=None)
         history = model.fit(X[:22], batch_size=size, epochs=2, shuffle=False, verbose=0)
         assert set(history.history) == {"loss", "made"}
-        states.append((weights(model), history.history["loss"][-1]))
+        states.append((weights(model), [history.history[name][-1] for name in ("loss", "made")]))
     (alone, one), (mirrored, many) = states
     for name, value in alone.items():
         torch.testing.assert_close(mirrored[name], value, rtol=1e-4, atol=1e-5)

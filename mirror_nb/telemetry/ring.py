@@ -233,11 +233,16 @@ class Writer:
         place = _RECORDS_AT + (n & self._mask) * 64
         self._pack(self._memory, place, Kind.CHECKSUM, 0, number, step, checksum, 0, at, 0, 0.0, n)
 
+    def known_as(self, name: str) -> str | None:
+        """Return the name under which a scalar is kept, of a long one the end; None where there is no room for it."""
+        if name in self._names:
+            return name
+        short = _short(name)
+        return None if self._number_of(short, NAMES) is None else short
+
     def _number_of(self, parameter: str, room: int = NAMES - SCALARS) -> int | None:
         """Return the number of a parameter's name; None where there is no more room for it."""
-        text = parameter.encode()
-        if len(text) > NAME_BYTES:
-            parameter = "…" + text[3 - NAME_BYTES :].decode(errors="ignore")
+        parameter = _short(parameter)
         number = self._names.get(parameter)
         return self._intern(parameter) if number is None and len(self._names) < room else number
 
@@ -351,6 +356,12 @@ class Reader:
             return rows[: int(np.argmin(there))]
         self.torn += int((~there).sum())
         return rows[there]
+
+
+def _short(name: str) -> str:
+    """Return a name that a ring can keep: of a long one its end."""
+    text = name.encode()
+    return name if len(text) <= NAME_BYTES else "…" + text[3 - NAME_BYTES :].decode(errors="ignore")
 
 
 def _mapped(descriptor: int, protection: int) -> tuple[mmap.mmap, int]:

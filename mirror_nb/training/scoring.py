@@ -112,13 +112,26 @@ class Scoring(Job):
                 f"{self._step_name} returned {told(result)}; return the loss, a scalar tensor that is the mean over "
                 "the batch's examples, or a dict with it under 'loss' and metrics beside it"
             )
-        self._named = {name: torch.as_tensor(value, device=self._device) for name, value in named.items()}
+        self._named = {name: self._number(name, value) for name, value in named.items()}
         for name, value in self._named.items():
             self._add(self._named_sums, name, value, share.examples)
         return loss.reshape(()) * (share.examples / share.global_examples)
 
+    def _number(self, name: str, value: Any) -> Tensor:
+        try:
+            number = torch.as_tensor(value, device=self._device)
+        except (TypeError, ValueError, RuntimeError):
+            number = None
+        if number is None or number.numel() != 1 or number.is_complex():
+            raise UsageError(
+                f"{self._step_name} returned {told(value)} as {name!r}; beside the loss there are numbers to log, or "
+                "tensors of one element, means over the batch's examples"
+            )
+        return number.reshape(())
+
     def _add(self, sums: dict[str, Tensor], name: str, value: Tensor, weight: int) -> None:
-        if not self._counting:
+        # What no examples gave may be no number, and NaN * 0 is NaN.
+        if not self._counting or not weight:
             return
         if name not in sums:
             sums[name] = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -137,7 +150,7 @@ class Scoring(Job):
         if recorder.enabled:
             measured = {m.name: m.latest() for m in (*self._plain_metrics, *self._weighted_metrics)}
             known = {name: value for name, value in (measured | self._named).items() if value is not None}
-            recorder.log({"loss": loss} | {name: value.detach() for name, value in known.items()})
+            recorder.measured({"loss": loss} | {name: value.detach() for name, value in known.items()})
 
     def _measure(self, outputs: Any, share: Share) -> None:
         if self._own_step is not None or not (self._plain_metrics or self._weighted_metrics) or not self._counting:
