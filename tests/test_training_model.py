@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -213,6 +214,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"x": None}, "`x` is None"),
     ({"y": Y[:-1]}, "49"),
     ({"steps_per_epoch": 0}, "`steps_per_epoch` is 0"),
+    ({"steps_per_epoch": 2.0}, "`steps_per_epoch` is 2.0"),
+    ({"validation_freq": 0}, "`validation_freq` is 0"),
+    ({"validation_freq": "epoch"}, "`validation_freq` is 'epoch'"),
     ({"callbacks": ["EarlyStopping"]}, "EarlyStopping"),
     ({"verbose": 7}, "7"),
 ]
@@ -223,6 +227,24 @@ def test_wrong_arguments_say_what_was_given(arguments, words):
     model = made(mnb.OneDeviceStrategy("cpu:0"))
     with pytest.raises(mnb.UsageError, match=words.replace("(", r"\(")):
         model.fit(**{"x": X, "y": Y, "verbose": 0, **arguments})
+
+
+def test_numbers_of_numpy_are_numbers():
+    model = made(mnb.OneDeviceStrategy("cpu:0"), clip_norm=np.float32(1.0), accumulate_steps=np.int64(2))
+    history = model.fit(
+        X,
+        Y,
+        batch_size=np.int64(10),
+        epochs=np.int64(3),
+        initial_epoch=np.int64(1),
+        steps_per_epoch=np.int64(2),
+        validation_split=np.float32(0.5),
+        validation_steps=np.int64(1),
+        validation_freq=np.int64(2),
+        verbose=0,
+    )
+    assert history.epoch == [1, 2]
+    assert len(history.history["val_loss"]) == 1
 
 
 def test_a_distributed_loader_is_divided_by_fit_itself(place):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tup
         )
     columns = checked_arrays(x, y, sample_weight)
     total = len(leaves(columns[0])[0])
-    at = int(total * (1 - fraction)) if isinstance(fraction, (int, float)) and 0 < fraction < 1 else 0
+    at = int(total * (1 - fraction)) if isinstance(fraction, int | float | Real) and 0 < fraction < 1 else 0
     if not 0 < at < total:
         raise UsageError(
             f"validation_split={fraction!r} of {total} examples leaves nothing to train on or nothing to validate "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -264,9 +265,11 @@ class Model(nn.Module):
             raise UsageError(f"`on_failure` is {on_failure!r}; it is 'recover' or 'raise'")
         if x is None:
             raise UsageError("`x` is None; give tensors, arrays, a Dataset or a DataLoader")
-        _check_counts(epochs=epochs, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
-        if not isinstance(initial_epoch, int) or initial_epoch < 0:
-            raise UsageError(f"`initial_epoch` is {initial_epoch!r}; it is a number of epochs from 0")
+        epochs, initial_epoch = _count("epochs", epochs), _count("initial_epoch", initial_epoch, least=0)
+        steps = _steps("steps_per_epoch", steps_per_epoch)
+        validation_steps = _steps("validation_steps", validation_steps)
+        if isinstance(validation_freq, str) or not isinstance(validation_freq, Collection):
+            validation_freq = _count("validation_freq", validation_freq)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
         seed = self.strategy._place.draw_seed()
@@ -275,7 +278,7 @@ class Model(nn.Module):
             validation=_validation_feed(validation_data, validation_batch_size or batch_size),
             epochs=epochs,
             initial_epoch=initial_epoch,
-            steps=steps_per_epoch,
+            steps=steps,
             validation_steps=validation_steps,
             validation_freq=validation_freq,
             seed=seed,
@@ -303,7 +306,7 @@ class Model(nn.Module):
         `return_dict`: a dict by name instead. Arguments as for `fit`. Raises UsageError for those that do not fit.
         """
         _ = self.compiled_settings
-        _check_counts(steps=steps)
+        steps = _steps("steps", steps)
         data = _feed(x, y, sample_weight, batch_size=batch_size)
         logs = evaluating.evaluate(self, data, steps=steps, verbose=verbose, callbacks=callbacks)
         if return_dict:
@@ -323,7 +326,7 @@ class Model(nn.Module):
         `batch_size`: of the global batch; 32 if None. Batches of a loader that are (inputs, targets) give their
         inputs. Raises UsageError for a network whose outputs have no row for each example.
         """
-        _check_counts(steps=steps)
+        steps = _steps("steps", steps)
         data = _feed(x, None, None, batch_size=batch_size)
         return evaluating.predict(self, data, steps=steps, verbose=verbose, callbacks=callbacks)
 
@@ -547,10 +550,14 @@ def _validation_feed(data: Any, batch_size: int | None) -> Feed | None:
     return _feed(x, y, weight, batch_size=batch_size)
 
 
-def _check_counts(**counts: int | None) -> None:
-    for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise UsageError(f"`{name}` is {value!r}; it is a whole number from 1")
+def _count(name: str, value: Any, least: int = 1) -> int:
+    if not isinstance(value, int | Integral) or isinstance(value, bool) or value < least:
+        raise UsageError(f"`{name}` is {value!r}; it is a whole number from {least}")
+    return int(value)
+
+
+def _steps(name: str, value: Any) -> int | None:
+    return None if value is None else _count(name, value)
 
 
 def _checked_class_weight(weights: Mapping[int, float] | None, settings: CompileSettings) -> dict[int, float] | None:

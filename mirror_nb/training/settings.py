@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, final
 
@@ -86,11 +87,11 @@ class CompileSettings:
     def _check_numbers(self) -> None:
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            number = isinstance(value, int | float | Real) and not isinstance(value, bool)
             if value is not None and not (number and value > 0):
                 raise UsageError(f"`{name}` is {value!r}; it is a number above 0, or None")
         steps = self.accumulate_steps
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        if not isinstance(steps, int | Integral) or isinstance(steps, bool) or steps < 1:
             raise UsageError(f"`accumulate_steps` is {steps!r}; it is a whole number of global batches from 1")
 
 
