@@ -446,6 +446,10 @@ LOADER = DataLoader(Squares(), batch_size=2)
         (lambda: feed(Squares(), numbers(10)), "y given together with a Squares"),
         (lambda: feed(Squares(0)), r"len\(\) of the Squares is 0"),
         (lambda: feed(DataLoader(Squares(0))), r"len\(\) of the Squares is 0"),
+        (
+            lambda: feed(DataLoader(Squares(3), batch_size=4, drop_last=True)),
+            r"DataLoader is 0 \(3 examples.*drop_last",
+        ),
         (lambda: feed(Itself()), r"Itself has no len\(\)"),
     ],
 )

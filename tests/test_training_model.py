@@ -358,6 +358,16 @@ def test_outputs_that_have_no_row_for_each_example_cannot_be_predicted(place):
         model.predict(X, verbose=0)
 
 
+class Nothing(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def test_an_evaluation_of_nothing_says_so(place):
+    with pytest.raises(mnb.UsageError, match="evaluate was given no examples"):
+        made(place).evaluate(DataLoader(Nothing(), batch_size=4), verbose=0)
+
+
 def test_lbfgs_refuses_what_it_cannot_do():
     model = made(mnb.OneDeviceStrategy("cpu:0"), optimizer="lbfgs", accumulate_steps=2)
     with pytest.raises(mnb.UsageError, match="LBFGS goes over each batch several times"):

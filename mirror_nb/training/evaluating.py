@@ -76,6 +76,8 @@ def _evaluated_alone(
     finally:
         with contextlib.suppress(MirrorError):
             running.end()
+    if not logs:
+        raise UsageError("evaluate was given no examples")
     return logs, logs
 
 

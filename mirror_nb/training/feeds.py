@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from mirror_nb.batches import leaves, map_leaves
 from mirror_nb.data import Distributed
 from mirror_nb.errors import UsageError
-from mirror_nb.sampling import length_of
+from mirror_nb.sampling import describe, length_of
 from mirror_nb.training.array_feed import ArrayFeed
 from mirror_nb.training.columns import checked_arrays
 from mirror_nb.training.loader_feed import LoaderFeed, feed_of_dataset
@@ -134,6 +134,11 @@ def _check_loader(loader: DataLoader[Any], y: Any, sample_weight: Any, batch_siz
     _check_alone(loader, y, sample_weight)
     if not isinstance(loader.dataset, IterableDataset):
         _check_length(loader.dataset)
+    if length_of(loader) == 0:
+        raise UsageError(
+            f"no batches: len() of the DataLoader is 0 ({describe(loader)}); drop_last=True leaves out a batch that "
+            "is not full"
+        )
 
 
 def _check_alone(source: Any, y: Any, sample_weight: Any) -> None:
