@@ -719,7 +719,7 @@ def test_an_evaluation_is_written_against_the_steps_done(tensorboard, tmp_path):
     several = CallbackList([board], model=Model(), params={"steps": 5})
     several.on_train_begin()
     several.on_epoch_begin(1)
-    several.on_test_end({"loss": 3.0, "several": torch.ones(2)})
+    several.on_test_end({"loss": 3.0, "several": torch.ones(2), "note": "as before", "nothing": None})
     several.close()
     assert scalars(tmp_path / "validation") == {"evaluation_loss_vs_iterations": [(10, 3)]}
 

@@ -140,6 +140,8 @@ def test_the_notebooks_table_marks_the_best_and_has_no_colour_of_its_own():
         (3, "3"),
         (math.nan, "nan"),
         ([1.0, 2.0], "2 values"),
+        ("as before", "as before"),
+        (None, "None"),
     ],
 )
 def test_numbers_are_shown_with_what_can_be_told(value, text):

@@ -174,7 +174,8 @@ def shown(value: Any) -> str:
     """Return a metric's value as a table or a line shows it: four decimals, or four digits of what is small."""
     if isinstance(value, list | tuple):
         return f"{len(value)} values"
-    if isinstance(value, int) and not isinstance(value, bool):
+    if not isinstance(value, float | bool):
+        # Whole numbers, and whatever else a callback has put into the logs.
         return str(value)
     number = float(value)
     return f"{number:.4f}" if number == 0 or not 0 < abs(number) < 1e-2 else f"{number:#.4g}"

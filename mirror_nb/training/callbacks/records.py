@@ -15,6 +15,7 @@ import torch
 from mirror_nb.errors import MirrorError, UsageError
 from mirror_nb.training.callbacks.base import Callback, Logs
 from mirror_nb.training.callbacks.watching import Steps
+from mirror_nb.training.history import plain
 
 
 @final
@@ -161,8 +162,9 @@ class TensorBoard(Callback):
 
     def _write(self, part: str, values: Mapping[str, Any], step: int) -> None:
         for name, value in values.items():
-            if self.leads and getattr(value, "ndim", 0) == 0 and not isinstance(value, list | tuple):
-                self._writer(part).add_scalar(name, float(value), step)
+            number = plain(value)
+            if self.leads and isinstance(number, int | float):
+                self._writer(part).add_scalar(name, float(number), step)
 
     def _write_histograms(self, epoch: int) -> None:
         for name, value in self.model.state_dict().items():
