@@ -96,6 +96,37 @@ def test_a_cell_shows_progress_and_calls_back_once(replicas):
     assert ran.text[1] == ""
 
 
+def test_in_a_cell_one_replica_may_say_more_than_the_others(replicas):
+    source = BODY + "\nhistory = made(strategy).fit(X, Y, epochs=3, verbose=2 if replica_id == 0 else 0).history"
+    ran = run_cell(replicas(2), source)
+    assert ran.errors == {}
+    assert ran.values[0]["history"] == ran.values[1]["history"]
+
+
+BY_ITS_CLOCK = """
+class ByItsClock(mnb.callbacks.Callback):
+    calls = 0
+
+    def {hook}(self, number, logs=None):
+        self.calls += 1
+        self.model.stop_training = self.calls >= 2 + replica_id
+
+history = made(strategy).fit(X, Y, epochs=5, batch_size=7, verbose=0, callbacks=[ByItsClock()])
+epochs, loss = history.epoch, history.history["loss"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("hook", "epochs"),
+    [("on_epoch_begin", 2), ("on_train_batch_end", 1), ("on_train_batch_begin", 1), ("on_epoch_end", 2)],
+)
+def test_in_a_cell_the_first_replica_whose_time_is_up_stops_all(replicas, hook, epochs):
+    ran = run_cell(replicas(2), BODY + BY_ITS_CLOCK.format(hook=hook))
+    assert ran.errors == {}
+    assert ran.values[0]["epochs"] == ran.values[1]["epochs"] == list(range(epochs))
+    assert ran.values[0]["loss"] == ran.values[1]["loss"]
+
+
 SAVED = """
 model = made(strategy)
 torch.manual_seed(9)

@@ -241,7 +241,7 @@ class Fit:
 
     def _run_epochs(self) -> dict[str, Any]:
         logs: dict[str, Any] = {}
-        while self._epoch < self._plan.epochs and not self._model.stop_training:
+        while self._epoch < self._plan.epochs and not self._is_to_stop():
             try:
                 logs = self._run_epoch()
             except ReplicaDied as died:
@@ -385,16 +385,22 @@ class Fit:
             if every is not None and self._step > begun:
                 self._callbacks.on_train_batch_end(self._step - 1, logs)
             self._progress.update(self._step, logs, self._examples_before + advanced[0].examples)
-            if ended or self._model.stop_training:
+            stops = every is not None and self._is_to_stop()
+            if ended or stops:
                 return logs
+
+    def _is_to_stop(self) -> bool:
+        """Whether a callback has stopped the training: on one replica for all, since it may go by a clock."""
+        self._model.stop_training = any(self._place.every([bool(self._model.stop_training)]))
+        return self._model.stop_training
 
     def _advise(self, seconds: float) -> None:
         """After the first epoch of a long training, once for a model: say what would make it faster, as measured."""
         plan, model = self._plan, self._model
-        if self._epoch != plan.initial_epoch or model._advised or plan.verbose == 0 or model.stop_training:
+        if self._epoch != plan.initial_epoch or model._advised:
             return
-        left = (plan.epochs - self._epoch - 1) * self._step
-        # What replica 0 found holds for all: they try it together or not at all.
+        left = 0 if plan.verbose == 0 or model.stop_training else (plan.epochs - self._epoch - 1) * self._step
+        # What replica 0 found holds for all, which may be told to say less: they try it together or not at all.
         if not self._place.every([left >= ADVISE_STEPS and left * seconds / self._step >= ADVISE_SECONDS])[0]:
             return
         model._advised = True
