@@ -769,6 +769,19 @@ def test_a_handler_of_native_code_stays(two, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_an_interrupt_that_the_process_ignores_ends_nothing(two):
+    # As in the background of a shell's script.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        ran = run_cell(two, "import time; time.sleep(0.4); done = True")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ran.report.clean
+    assert not ran.report.interrupted
+    assert ran.values[0]["done"]
+
+
 def test_an_interrupt_while_a_dead_replica_is_replaced_leaves_it_to_be_replaced(two, monkeypatch):
     before, launch = pids(two), LocalPool._launch
     without_a_spare(two, monkeypatch)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,7 @@ from mirror_nb.errors import DeviceError
 from mirror_nb.messages import Done, Form, Rendezvous, Request
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.hangs import Silent
+from mirror_nb.pool.interrupts import answered
 from mirror_nb.pool.report import Death, Incoming, ReplicaStatus
 from mirror_nb.replica.runtime import Identity, Replica
 
@@ -122,7 +122,7 @@ class InProcessPool(Pool):
 @contextlib.contextmanager
 def _interruptible(number: int) -> Iterator[None]:
     """Let Ctrl-C raise in user code, as in any function call; outside it, the pool only takes note of it."""
-    if threading.current_thread() is not threading.main_thread():
+    if not answered():
         yield
         return
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

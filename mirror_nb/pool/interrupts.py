@@ -35,7 +35,7 @@ class Interrupts:
         # One that came after the last look must not wake this request.
         self.taken()
         self.count = 0
-        if _is_ours():
+        if answered():
             self._before = _signal(signal.SIGINT, self._note)
         return self
 
@@ -77,7 +77,7 @@ class Deferred:
         self._before: Any = None
 
     def __enter__(self) -> Deferred:
-        if _is_ours():
+        if answered():
             self._before = _signal(signal.SIGINT, self._note)
         return self
 
@@ -93,6 +93,10 @@ class Deferred:
             _signal(signal.SIGINT, self._before)
 
 
-def _is_ours() -> bool:
-    """Whether this thread may answer Ctrl-C; a handler that is not Python's (None) could not be put back."""
-    return threading.current_thread() is threading.main_thread() and _handler_of(signal.SIGINT) is not None
+def answered() -> bool:
+    """Whether Ctrl-C is answered in this thread: not where the process ignores it, as in the background of a script.
+
+    Nor where the handler is not Python's (None), which could not be put back.
+    """
+    mine = threading.current_thread() is threading.main_thread()
+    return mine and _handler_of(signal.SIGINT) not in (None, signal.SIG_IGN)
