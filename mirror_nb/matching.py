@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from mirror_nb.checksums import checksums
 from mirror_nb.errors import UsageError
 
 
@@ -132,19 +133,10 @@ class Portrait:
     @staticmethod
     def of(parameter: nn.Parameter) -> Portrait:
         shape = tuple(parameter.shape)
-        values = int(checksum(parameter.detach()))
+        (values,) = checksums([parameter])
         return Portrait(shape, parameter.dtype, parameter.device.type, values, is_sparse(parameter.grad))
 
 
 def is_sparse(gradient: Tensor | None) -> bool:
     """Whether a gradient is of some rows only, as `nn.Embedding(sparse=True)` makes them."""
     return gradient is not None and gradient.layout is torch.sparse_coo
-
-
-def checksum(values: Tensor) -> Tensor:
-    """Return the sum of the bits, as whole numbers of the elements' size: one int64, on the same device."""
-    values = values.resolve_conj().resolve_neg()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    return values.view(integers).sum(dtype=torch.int64)

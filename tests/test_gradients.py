@@ -795,6 +795,21 @@ def test_different_initial_values_give_way_to_replica_0s_and_are_named(two: Crew
     assert unsaid == []
 
 
+def test_initial_values_that_are_the_same_numbers_in_another_order_are_different(two: Crew) -> None:
+    def look(r: Replica) -> tuple[Tensor, int]:
+        with r.scope, warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model = nn.Linear(4, 1, bias=False)
+            with torch.no_grad():
+                model.weight.copy_(torch.arange(4.0).roll(r.id))
+            model(torch.ones(1, 4)).sum().backward()
+        return model.weight.detach(), sum("different values" in str(w.message) for w in seen)
+
+    (first, warned), (second, _) = two.run(look)
+    assert warned
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("widths", [(2, 2), (2, 3)], ids=["of one shape", "of two shapes"])
 def test_modules_that_replicas_got_in_another_order_are_known_by_their_values(
     two: Crew, widths: tuple[int, int]

@@ -290,6 +290,31 @@ def test_an_op_that_gives_each_replica_something_else_is_an_error_that_names_it(
     assert "Noisy() gave the replicas different gradients" in ran.report.failures[0].message
 
 
+ROTATED = """
+import torch
+import mirror_nb as mnb
+
+class Rotated(mnb.CrossDeviceOps):
+    def start(self, op, flat):
+        torch.distributed.all_reduce(flat)
+        flat.copy_(flat.div_(self.member.num_replicas).roll(self.member.replica_id))
+    def unfit_for(self, devices):
+        return None
+
+strategy.cross_device_ops = Rotated()
+torch.nn.Linear(3, 1)(torch.tensor([[1.0, 2.0, 3.0]])).sum().backward()
+"""
+
+
+def test_an_op_that_gives_the_replicas_the_same_numbers_in_other_places_is_an_error(replicas):
+    pool = replicas(2)
+    ran = run_cell(pool, ROTATED)
+    pool.mend()
+    run_cell(pool, 'strategy.cross_device_ops = "shared_memory"')
+    assert ran.errors == {0: "UsageError", 1: "UsageError"}
+    assert "Rotated() gave the replicas different gradients" in ran.report.failures[0].message
+
+
 FORGETS = """
 import warnings
 import torch
