@@ -145,7 +145,7 @@ class GradientSynchronizer:
                 self._has_deferred = True
 
     def tracks(self, parameter: Tensor) -> bool:
-        """Whether a parameter takes part."""
+        """Whether the replicas have a parameter in common, which DDP may synchronise in our place."""
         return self._agreement.find(parameter) is not None
 
     def synchronized(self) -> dict[str, nn.Parameter]:
@@ -161,10 +161,6 @@ class GradientSynchronizer:
             tracked = self._agreement.find(parameter)
             if tracked is not None:
                 tracked.owner = weakref.ref(owner)
-
-    def synchronizes(self, parameter: nn.Parameter) -> bool:
-        """Whether the replicas have the parameter in common, which DDP may synchronise in our place."""
-        return self._agreement.find(parameter) is not None
 
     @property
     def weight(self) -> float | None:

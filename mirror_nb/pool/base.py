@@ -23,7 +23,7 @@ from mirror_nb.messages import (
     Stream,
     Word,
 )
-from mirror_nb.pool.following import GRACE, TICK_SECONDS, Followed, Following, numbers, trains_together
+from mirror_nb.pool.following import GRACE, TICK_SECONDS, Followed, Following, trains_together
 from mirror_nb.pool.interrupts import Interrupts
 from mirror_nb.pool.report import Death, ReplicaStatus, Report
 from mirror_nb.surroundings import Surroundings
@@ -261,7 +261,3 @@ class Pool(Followed):
         """Give a replica a message that nobody waits for; once the pool is closed it is dropped."""
         if not self._closed:
             self.send([replica_id], message)
-
-    def next_number(self) -> int:
-        """Return the number of a new request."""
-        return next(numbers)

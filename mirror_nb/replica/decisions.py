@@ -77,7 +77,7 @@ _plateau: Any = ReduceLROnPlateau
 
 
 def _takes_part(gradients: GradientSynchronizer, optimizer: torch.optim.Optimizer) -> bool:
-    return any(map(gradients.synchronizes, parameters_of(optimizer)))
+    return any(map(gradients.tracks, parameters_of(optimizer)))
 
 
 def _summed(value: Any, weight: float, optimizer: torch.optim.Optimizer) -> torch.Tensor:
