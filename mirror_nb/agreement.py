@@ -56,10 +56,6 @@ class Agreement:
         tracked = self._by_id.get(id(parameter))
         return tracked if tracked is not None and tracked.parameter() is parameter else None
 
-    def tracked(self) -> Iterable[Tracked]:
-        """Return all that is tracked, what is gone too."""
-        return self._tracked.values()
-
     def synchronized(self) -> dict[str, nn.Parameter]:
         """Return what was agreed on and lives: "Linear.weight", the further ones of a name "Linear.weight (2)"."""
         found: dict[str, nn.Parameter] = {}

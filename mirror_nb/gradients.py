@@ -227,14 +227,12 @@ class GradientSynchronizer:
         self._end(self._round)
 
     def reset(self) -> None:
-        """Forget everything in flight, after an abort or an error; gradients set aside are put back."""
+        """Forget everything in flight, after an abort or an error."""
         self._round = None
         self._buffers.clear()
         self._unreduced.clear()
         self.accumulating = False
         self.clear_shares()
-        for tracked in self._agreement.tracked():
-            tracked.put_back()
 
     def regroup(self) -> None:
         """The process group was formed anew, maybe with a new process in it: what was agreed on is void."""

@@ -5,6 +5,8 @@ Knows autograd. Knows nothing of the other replicas; what is to be done with a g
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -36,7 +38,7 @@ class Synchronizer(Protocol):
 class Tracked:
     """One parameter's two hooks, and what is known of it on this replica."""
 
-    __slots__ = ("alone", "aside", "name", "number", "ordinal", "owner", "parameter", "round", "synchronizer")
+    __slots__ = ("alone", "aside", "back", "name", "number", "ordinal", "owner", "parameter", "round", "synchronizer")
 
     def __init__(self, synchronizer: Synchronizer, parameter: nn.Parameter, name: str, ordinal: int) -> None:
         self.synchronizer = synchronizer
@@ -49,6 +51,8 @@ class Tracked:
         # No other replica had it when its gradients of `no_sync` were to be reduced. Until it has a number.
         self.owner: Callable[[], object | None] | None = None
         self.aside: Tensor | None = None
+        self.back: object = None
+        # Tells that the pass for which it was set aside is over.
         self.round: object = None
         # In which the gradient was there last.
 
@@ -72,7 +76,10 @@ class Tracked:
         parameter = self.alive()
         if parameter.grad is not None:
             self.aside, parameter.grad = parameter.grad, None
-            at_end_of_backward(self.put_back)
+            back = functools.partial(self.put_back)
+            # Autograd lets go of it when the pass ends, by the exception of another hook, too.
+            self.back = weakref.ref(back, lambda _: self.put_back())
+            at_end_of_backward(back)
 
     def after_accumulation(self, parameter: nn.Parameter) -> None:
         synchronizer = self.synchronizer
@@ -109,7 +116,7 @@ class Tracked:
         parameter = self.parameter()
         if self.aside is not None and parameter is not None and parameter.grad is None:
             parameter.grad = self.aside
-        self.aside = None
+        self.aside = self.back = None
 
 
 @final

@@ -550,6 +550,34 @@ def test_without_synchronisation_gradients_are_the_replicas_own(two: Crew) -> No
     assert [float(gradient) for gradient in two.run(look)] == [1.0, 2.0]
 
 
+def test_a_hook_that_raises_leaves_the_gradient_that_was_there(two: Crew) -> None:
+    def look(r: Replica) -> list[float]:
+        with r.scope:
+            model = nn.Linear(1, 1, bias=False)
+            fails = False
+
+            def check(gradient: Tensor) -> None:
+                if fails:
+                    raise ValueError("no such gradient")
+
+            model.weight.register_hook(check)
+            r.gradients.set_shares(1 + r.id, 3)
+            seen = []
+            for _ in range(2):
+                model.zero_grad()
+                model(torch.full((1, 1), r.id + 1.0)).sum().backward()
+                seen.append(float(model.weight.grad))
+                fails = True
+                with pytest.raises(ValueError, match="no such gradient"):
+                    model(torch.ones(1, 1)).sum().backward()
+                fails = False
+                seen.append(float(model.weight.grad))
+            return seen
+
+    for seen in two.run(look):
+        assert seen == pytest.approx([5 / 3] * 4)
+
+
 def test_reduction_begins_while_the_backward_pass_goes_on(two: Crew) -> None:
     def look(r: Replica) -> list[list[str]]:
         r = r.remade(bytes_per_bucket=64 * 64 * 4, first_bucket_bytes=4)
@@ -994,7 +1022,7 @@ def test_no_process_group_is_an_error_that_says_so() -> None:
             model(torch.ones(1, 2)).sum().backward()
 
 
-def test_reset_gives_back_a_gradient_that_was_set_aside() -> None:
+def test_a_gradient_that_was_set_aside_for_a_pass_that_fails_is_there_again() -> None:
     r = Replica(0, 2)
     with r.scope:
         model = nn.Linear(2, 2)
@@ -1005,8 +1033,6 @@ def test_reset_gives_back_a_gradient_that_was_set_aside() -> None:
         # The weight's gradient is set aside for one that never comes.
         with pytest.raises(ValueError, match="broken layer"):
             torch.autograd.grad(loss, [model.weight, model.bias])
-        assert model.weight.grad is None
-        r.gradients.reset()
         assert torch.equal(model.weight.grad, torch.ones(2, 2))
 
 
