@@ -24,6 +24,8 @@ from mirror_nb.variables import Variable
 
 NAMED = 5
 # Parameters whose names a warning gives.
+SWEPT = 1000
+# So many are tracked at least before those that are gone are looked for.
 
 
 @final
@@ -39,6 +41,7 @@ class Agreement:
         self._tracked: dict[tuple[str, int], Tracked] = {}
         self._by_id: dict[int, Tracked] = {}
         self._registered: dict[str, int] = {}
+        self._sweep_at = SWEPT
 
     def new_ordinal(self, name: str) -> int:
         """Return how many parameters of this name there were before."""
@@ -48,6 +51,10 @@ class Agreement:
 
     def add(self, tracked: Tracked, parameter: nn.Parameter) -> None:
         """Have a parameter be agreed on once it is used."""
+        if len(self._tracked) >= self._sweep_at:
+            # Who copies a network in every step trains none of the copies.
+            self._drop_dead()
+            self._sweep_at = max(SWEPT, 2 * len(self._tracked))
         self._tracked[tracked.key] = tracked
         self._by_id[id(parameter)] = tracked
 

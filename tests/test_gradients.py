@@ -578,6 +578,18 @@ def test_a_hook_that_raises_leaves_the_gradient_that_was_there(two: Crew) -> Non
         assert seen == pytest.approx([5 / 3] * 4)
 
 
+def test_of_networks_that_are_copied_and_not_trained_nothing_stays(two: Crew) -> None:
+    def look(r: Replica) -> int:
+        with r.scope:
+            model = network()
+            for _ in range(agreement.SWEPT):
+                copy.deepcopy(model)
+            return len(r.gradients._agreement._tracked)
+
+    for tracked in two.run(look):
+        assert tracked <= agreement.SWEPT
+
+
 def test_reduction_begins_while_the_backward_pass_goes_on(two: Crew) -> None:
     def look(r: Replica) -> list[list[str]]:
         r = r.remade(bytes_per_bucket=64 * 64 * 4, first_bucket_bytes=4)
