@@ -127,6 +127,34 @@ def test_in_a_cell_the_first_replica_whose_time_is_up_stops_all(replicas, hook, 
     assert ran.values[0]["loss"] == ran.values[1]["loss"]
 
 
+def test_in_a_cell_a_callback_that_only_looks_may_be_one_replicas_alone(replicas):
+    source = """
+steps = []
+looks = mnb.callbacks.LambdaCallback(on_batch_end=lambda batch, logs=None: steps.append(batch))
+model = made(strategy)
+history = model.fit(X, Y, batch_size=7, verbose=0, callbacks=[looks] if replica_id == 1 else []).history
+tests = []
+looks = mnb.callbacks.LambdaCallback(on_test_batch_end=lambda batch, logs=None: tests.append(batch))
+loss = model.evaluate(X, Y, batch_size=20, verbose=0, callbacks=[looks] if replica_id == 1 else [])
+"""
+    ran = run_cell(replicas(2), BODY + source)
+    assert ran.errors == {}
+    assert [values["steps"] for values in ran.values.values()] == [[], list(range(7))]
+    assert [values["tests"] for values in ran.values.values()] == [[], [0, 1, 2]]
+    assert ran.values[0]["loss"] == ran.values[1]["loss"]
+
+
+def test_in_a_cell_a_callback_that_changes_the_model_is_everybodys(replicas):
+    source = """
+rates = mnb.callbacks.LearningRateScheduler(lambda epoch: 0.1)
+made(strategy).fit(X, Y, verbose=0, callbacks=[rates] if replica_id == 0 else [])
+"""
+    ran = run_cell(replicas(2), BODY + source)
+    assert ran.errors == {0: "UsageError", 1: "UsageError"}
+    told = "replica 1 has the callbacks [], but replica 0 ['LearningRateScheduler']: give all replicas the same"
+    assert told in ran.report.failures[0].message
+
+
 SAVED = """
 model = made(strategy)
 torch.manual_seed(9)

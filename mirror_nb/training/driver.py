@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mirror_nb import layouts
-from mirror_nb.errors import JobLost, MirrorError, ReplicaDied
+from mirror_nb.errors import JobLost, MirrorError, ReplicaDied, UsageError
 from mirror_nb.told import settings_of
 from mirror_nb.training import job
 from mirror_nb.training.array_feed import ArrayFeed
@@ -119,6 +119,7 @@ class Fit:
     def run(self) -> History:
         """Train; return the history. Raises what callbacks and users' functions raise, KeyboardInterrupt too."""
         model, callbacks = self._model, self._callbacks
+        self._check_callbacks()
         model._begin_fit(self)
         try:
             asked = model._pending
@@ -139,6 +140,16 @@ class Fit:
         return self.history
 
     # ------------------------------------------------------------------ beginning and end
+
+    def _check_callbacks(self) -> None:
+        """Raise UsageError where replicas of a cell would change or save the model each in its own way."""
+        given = self._place.every([[type(one).__name__ for one in self._callbacks.callbacks if one.together]])
+        for replica_id, theirs in enumerate(given):
+            if theirs != given[0]:
+                raise UsageError(
+                    f"replica {replica_id} has the callbacks {theirs}, but replica 0 {given[0]}: give all replicas "
+                    "the same; what writes files or shows things does so on replica 0 alone"
+                )
 
     def _begin(self, restored: bool) -> None:
         model, plan = self._model, self._plan
@@ -367,7 +378,7 @@ class Fit:
 
     def _train(self, epoch: int) -> dict[str, Any]:
         assert self._training is not None
-        every = self._callbacks.every
+        every = self._training.every(self._callbacks.every)
         logs: dict[str, Any] = {}
         while True:
             begun = self._step

@@ -90,7 +90,7 @@ def evaluated(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Carry an Evaluation out, its callbacks' hooks called."""
-    every = callbacks.every_test
+    every = running.every(callbacks.every_test)
     logs: dict[str, Any] = {}
     step, ended = 0, False
     callbacks.on_test_begin()
@@ -113,8 +113,8 @@ def evaluated(
 def _predicted(
     model: Model, guard: Guard, task: Task, callbacks: CallbackList, progress: Progress
 ) -> tuple[Any, dict[str, Any]]:
-    every = callbacks.every_predict
     running = Running(guard, job.begin_prediction, model, task)
+    every = running.every(callbacks.every_predict)
     step = 0
     advanced: list[Advanced] = []
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -174,6 +175,10 @@ class Running:
     def ask_once(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Do the same without going on when a replica dies."""
         return self._place.every(self._place.command(function, (self._strategy, self.token, *args), changes=False))
+
+    def every(self, steps: int | None) -> int | None:
+        """Return after how many steps to stop for callbacks, which may be others on each replica; None: never."""
+        return math.gcd(*(each for each in self._place.every([steps]) if each is not None)) or None
 
     def end(self) -> dict[str, Any]:
         """Let the replicas forget it; return what replica 0 kept for the next one."""

@@ -32,6 +32,8 @@ class Callback:
     # Callbacks with a higher one are called after those with a lower: what writes the others' state comes last.
     leads = True
     # Whether this process is the one that writes files and shows things: in a `%%mirrored` cell, replica 0.
+    together = False
+    # Whether all replicas of a cell need it: it changes the model, or saves it, which all take part in.
 
     def __init__(self) -> None:
         self.model: Any = None

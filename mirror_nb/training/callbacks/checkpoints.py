@@ -30,6 +30,7 @@ class ModelCheckpoint(Callback):
     """
 
     order = 1
+    together = True
 
     def __init__(
         self,
@@ -139,6 +140,7 @@ class BackupAndRestore(Callback):
     """
 
     order = 2
+    together = True
 
     def __init__(
         self,

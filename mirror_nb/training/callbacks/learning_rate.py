@@ -20,6 +20,8 @@ class LearningRateScheduler(Callback):
     Raises UsageError for a result that is not a number of at least 0.
     """
 
+    together = True
+
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
         super().__init__()
         if not callable(schedule):
@@ -53,6 +55,8 @@ class ReduceLROnPlateau(Callback):
     Logged as `learning_rate`. Raises UsageError for a `factor` of 1 or more, and where `mode="auto"` and the name
     do not tell whether more or less is better.
     """
+
+    together = True
 
     def __init__(
         self,

@@ -20,6 +20,8 @@ class EarlyStopping(Callback):
     name do not tell whether more or less is better.
     """
 
+    together = True
+
     def __init__(
         self,
         monitor: str = "val_loss",
