@@ -146,7 +146,8 @@ class Agreement:
                     + "; create and convert modules alike on every replica"
                 )
             sparse = any(portrait.sparse for _, portrait in there)
-            entry = Agreed(tracked, torch.Size(first.shape), first.dtype, first.device_type, sparse)
+            kinds = first.dtype, first.device_type, first.gradient
+            entry = Agreed(tracked, torch.Size(first.shape), *kinds, sparse)
             if any(portrait.checksum != first.checksum for _, portrait in there):
                 parameter = entry.parameter()
                 if isinstance(parameter, Variable) and parameter.aggregation is VariableAggregation.NONE:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.matching import gradient_dtype
 from mirror_nb.tracked import Tracked
 
 PATIENCE = 4
@@ -40,8 +41,10 @@ class Agreed:
     shape: torch.Size
     dtype: torch.dtype
     device_type: str
+    gradient: torch.dtype
+    # The dtype of its gradients.
     sparse: bool = False
-    # Its gradients are of some rows only, and go by themselves.
+    # They are of some rows only, and go by themselves.
 
     def parameter(self) -> nn.Parameter | None:
         return None if self.tracked is None else self.tracked.parameter()
@@ -51,14 +54,16 @@ class Agreed:
             parameter.dtype is self.dtype
             and parameter.shape == self.shape
             and parameter.device.type == self.device_type
+            and gradient_dtype(parameter) is self.gradient
         )
 
     def like(self) -> Tensor:
-        """Return a tensor of its shape, dtype and device, without memory of that size."""
+        """Return a tensor that is as its gradient in shape, dtype and device, without memory of that size."""
         parameter = self.parameter()
-        if parameter is not None:
+        if parameter is not None and self.gradient is self.dtype:
             return parameter.detach()
-        return torch.empty(1, dtype=self.dtype, device=self.device_type).expand(self.shape)
+        device = self.device_type if parameter is None else parameter.device
+        return torch.empty(1, dtype=self.gradient, device=device).expand(self.shape)
 
     def without_parameter(self) -> Agreed:
         return replace(self, tracked=None)
@@ -96,16 +101,16 @@ class Plan:
         # Of the open ones, in bytes.
         closed: list[list[int]] = []
         for number in sorted(number for number in numbers if not agreed[number].sparse):
-            key = (agreed[number].dtype, agreed[number].device_type)
+            key = (agreed[number].gradient, agreed[number].device_type)
             open_.setdefault(key, []).append(number)
-            sizes[key] = sizes.get(key, 0) + agreed[number].shape.numel() * agreed[number].dtype.itemsize
+            sizes[key] = sizes.get(key, 0) + agreed[number].shape.numel() * agreed[number].gradient.itemsize
             if sizes[key] >= (bytes_each if closed else first_bytes):
                 closed.append(open_.pop(key))
                 del sizes[key]
         slots: dict[tuple[torch.dtype, str], int] = {}
         buckets = []
         for members in [*closed, *open_.values()]:
-            key = (agreed[members[0]].dtype, agreed[members[0]].device_type)
+            key = (agreed[members[0]].gradient, agreed[members[0]].device_type)
             slots[key] = slots.get(key, -1) + 1
             buckets.append(Bucket(tuple(members), agreed, slots[key]))
         bucket_of = {number: i for i, bucket in enumerate(buckets) for number in bucket.numbers}
@@ -135,7 +140,7 @@ class Bucket:
     def __init__(self, numbers: tuple[int, ...], agreed: Sequence[Agreed], slot: int) -> None:
         self.numbers = numbers
         self.shapes = [agreed[number].shape for number in numbers]
-        self.dtype = agreed[numbers[0]].dtype
+        self.dtype = agreed[numbers[0]].gradient
         self.device_type = agreed[numbers[0]].device_type
         self.numel = sum(shape.numel() for shape in self.shapes)
         self.key = (self.dtype, self.device_type, slot)
@@ -224,7 +229,7 @@ class Bucket:
                 continue
             gradient = parameter.grad
             if gradient is None:
-                gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
+                gradient = parameter.grad = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
             place = self._places.get(number)
             if place is not None and _may_move(gradient, parameter):
                 gradient.data = place.tensor

@@ -123,18 +123,27 @@ class Portrait:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
+    gradient: torch.dtype
     checksum: int
     sparse: bool  # the gradient that it has
 
     @property
     def form(self) -> str:
-        return f"{self.dtype} {self.shape} on {self.device_type}"
+        of = "" if self.gradient is self.dtype else f" with gradients of {self.gradient}"
+        return f"{self.dtype} {self.shape} on {self.device_type}{of}"
 
     @staticmethod
     def of(parameter: nn.Parameter) -> Portrait:
         shape = tuple(parameter.shape)
         (values,) = checksums([parameter])
-        return Portrait(shape, parameter.dtype, parameter.device.type, values, is_sparse(parameter.grad))
+        kinds = parameter.dtype, parameter.device.type, gradient_dtype(parameter)
+        return Portrait(shape, *kinds, values, is_sparse(parameter.grad))
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Return the dtype of a parameter's gradients: its own, unless the user has said another."""
+    said: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return parameter.dtype if said is None else said
 
 
 def is_sparse(gradient: Tensor | None) -> bool:

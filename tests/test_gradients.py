@@ -690,6 +690,23 @@ def test_a_model_made_anew_takes_the_place_of_the_old_one(two: Crew) -> None:
     assert two.run(look) == [[4, 4, 4, 4]] * 2
 
 
+@pytest.mark.skipif(not hasattr(torch.ones(1), "grad_dtype"), reason="this torch has gradients of no other dtype")
+def test_gradients_of_another_dtype_than_their_parameter_keep_it_and_all_its_bits(two: Crew) -> None:
+    def look(r: Replica) -> list[tuple[torch.dtype, list[float]]]:
+        with r.scope:
+            model = nn.Linear(2, 1, bias=False).bfloat16()
+            seen = []
+            for dtype in (torch.bfloat16, torch.float32, torch.float32):
+                model.zero_grad()
+                model.weight.grad_dtype = dtype
+                (model.weight * torch.tensor([1.0, 1.0 + r.id * 2.0**-10])).sum().backward()
+                seen.append((model.weight.grad.dtype, model.weight.grad.flatten().tolist()))
+            return seen
+
+    rounded, exact = (torch.bfloat16, [1.0, 1.0]), (torch.float32, [1.0, 1.0 + 2.0**-11])
+    assert two.run(look) == [[rounded, exact, exact]] * 2
+
+
 def test_a_lazy_module_is_tracked_and_equal(two: Crew) -> None:
     def look(r: Replica) -> tuple[Tensor, Tensor, int]:
         with r.scope, warnings.catch_warnings(record=True) as seen:
