@@ -368,6 +368,23 @@ def test_an_evaluation_of_nothing_says_so(place):
         made(place).evaluate(DataLoader(Nothing(), batch_size=4), verbose=0)
 
 
+class Once(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.left = 4
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.left:
+            self.left -= 1
+            yield X[self.left], Y[self.left]
+
+
+def test_an_epoch_without_batches_is_told(place):
+    with pytest.warns(UserWarning, match="epoch 2 had no batches") as told:
+        history = made(place).fit(DataLoader(Once(), batch_size=2), epochs=2, verbose=0)
+    assert len([one for one in told if "had no batches" in str(one.message)]) == 1
+    assert len(history.history["loss"]) == 1
+
+
 def test_lbfgs_refuses_what_it_cannot_do():
     model = made(mnb.OneDeviceStrategy("cpu:0"), optimizer="lbfgs", accumulate_steps=2)
     with pytest.raises(mnb.UsageError, match="LBFGS goes over each batch several times"):

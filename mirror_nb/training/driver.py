@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import os
 import time
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mirror_nb import layouts
-from mirror_nb.errors import JobLost, MirrorError, ReplicaDied, UsageError
+from mirror_nb.errors import JobLost, MirrorError, ReplicaDied, UsageError, users_level
 from mirror_nb.told import settings_of
 from mirror_nb.training import job
 from mirror_nb.training.array_feed import ArrayFeed
@@ -360,6 +361,12 @@ class Fit:
         self._progress.begin_epoch(epoch, plan.epochs, known_steps(plan.feed, plan.steps))
         began = time.monotonic()
         logs = self._train(epoch)
+        if not self._step and self._leads and not self._model.stop_training:
+            warnings.warn(
+                f"epoch {epoch + 1} had no batches, so nothing was learned in it: the data gave none; what can be "
+                "gone through only once is used up after the first epoch",
+                stacklevel=users_level(),
+            )
         self._advise(time.monotonic() - began)
         if self._validates(epoch):
             validated = self._validate(epoch)
