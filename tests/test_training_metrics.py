@@ -282,6 +282,24 @@ def test_a_function_of_one_value_an_example_is_averaged(n):
     assert found == {"far": pytest.approx(float(((SCORES - ANSWERS).abs() > 1).float().mean()))}
 
 
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_function_that_squeezes_a_single_example_is_averaged_all_the_same(size):
+    def far(outputs, targets):
+        return (outputs - targets).abs().squeeze()
+
+    (metric,) = metrics(far)
+    outputs, targets = SCORES[:9, None], ANSWERS[:9, None]
+    # Of four in a share the last one has one; of three none has, and of one all.
+    for first in range(0, 9, size):
+        metric.update(outputs[first : first + size], targets[first : first + size])
+    wanted = float((outputs - targets).abs().mean())
+    assert metric.compute([metric.state()]) == pytest.approx(wanted)
+    # As on replicas of which one has single examples alone.
+    other = metrics(far)[0]
+    other.update(outputs, targets)
+    assert metric.compute([other.state(), metric.state()]) == pytest.approx(wanted)
+
+
 @pytest.mark.filterwarnings("ignore:cov")
 def test_a_function_of_a_scalar_is_called_once_with_all_data_in_order(n):
     calls = []

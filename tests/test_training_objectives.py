@@ -200,6 +200,14 @@ def test_sample_weights_of_a_mean_over_elements(loss):
     torch.testing.assert_close(in_shares(loss, LOGITS, PROBABILITIES, weights)[0], wanted)
 
 
+def test_a_weighted_loss_may_squeeze_a_share_of_one_example():
+    def far(outputs, targets):
+        return (outputs - targets).abs().squeeze()
+
+    loss = objective(far)(torch.full((1, 1), 3.0), torch.ones(1, 1), torch.full((1,), 0.5))
+    assert float(loss.value(1)) == 1.0
+
+
 def test_sample_weights_of_a_sum():
     weights = torch.rand(N)
     wanted = ((LOGITS - PROBABILITIES).square() * weights[:, None]).sum()

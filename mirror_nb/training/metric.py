@@ -145,6 +145,9 @@ class Called(Metric):
     def update(self, outputs: Any, targets: Any, sample_weight: Any = None) -> None:
         # Which kind it is, the first share tells; a kept one need not be computed again.
         values = None if self._outputs else self._call(outputs, targets)
+        if values is not None and not values.ndim and (sample_weight is not None or self._mean.state()):
+            # Of a single example `squeeze` leaves a scalar, too.
+            values = values.reshape(1) if _examples(outputs, targets) == 1 else values
         if values is not None and values.ndim:
             self._mean.update(values, None, sample_weight)
             return
@@ -186,7 +189,12 @@ class Called(Metric):
         if not kept:
             return self._mean.compute(states)
         outputs, targets = (_in_order([state[what] for state in kept]) for what in ("outputs", "targets"))
-        return number(self._call(_joined(outputs), _joined(targets)))
+        values = self._call(_joined(outputs), _joined(targets))
+        if not values.ndim:
+            return number(values)
+        # One for each example, which a first share of a single one did not show.
+        total, count = sums_of(values, None)
+        return self._mean.compute([{"total": total, "count": count}, *(s for s in states if "total" in s)])
 
 
 @final
@@ -255,6 +263,10 @@ def number(value: Any) -> float | Tensor:
     if not isinstance(value, (Tensor, int, float)):
         raise UsageError(f"a metric gave {value!r}, a {type(value).__qualname__}; logs hold numbers: let it give one")
     return float(value)
+
+
+def _examples(outputs: Any, targets: Any) -> int:
+    return next((len(leaf) for leaf in leaves((targets, outputs)) if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
 def _in_order(by_replica: list[list[Any]]) -> list[Any]:

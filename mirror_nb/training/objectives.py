@@ -351,6 +351,8 @@ class MeanTerm(Term):
             function = copy.copy(function)
             function.reduction = "none"  # type: ignore[attr-defined]
         losses = self._values(function, arguments)
+        if losses.ndim == 0 and examples == 1:
+            losses = losses.reshape(1)
         if losses.ndim == 0:
             raise UsageError(
                 f"{self._name} gives one loss for the whole batch, but `sample_weight` and `class_weight` need one "
