@@ -322,6 +322,31 @@ def test_synchronised_batch_norm_of_a_network_that_makes_no_numbers_of_zeros(thr
     same(model, network, atol=1e-5)
 
 
+class Squeezed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.squeeze()
+
+
+def squeezed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1), Squeezed())
+
+
+def test_a_network_that_squeezes_takes_shares_of_one_example(strategy):
+    # The last batch is of two: one device squeezes none of them away.
+    options: dict[str, Any] = {"loss": "binary_cross_entropy", "metrics": ["accuracy"]}
+    model, network = made(strategy, squeezed, optimizer=("sgd", {"lr": 0.3}), **options)
+    targets = (CLASSES > 0).float()
+    model.fit(X, targets, batch_size=7, epochs=2, shuffle=False, verbose=0)
+    loss = lambda network, x, y: F.binary_cross_entropy_with_logits(network(x), y)  # noqa: E731
+    train(network, torch.optim.SGD(network.parameters(), 0.3), loss, batches(X, targets, size=7))
+    same(model, network)
+    with torch.no_grad():
+        outputs = network.eval()(X)
+    torch.testing.assert_close(model.predict(X, batch_size=7, verbose=0), outputs, rtol=1e-4, atol=1e-5)
+    accuracy = model.evaluate(X, targets, batch_size=7, verbose=0)[1]
+    assert accuracy == pytest.approx(float(((outputs > 0) == (targets > 0)).float().mean()))
+
+
 def test_batch_norm_of_shares_is_averaged_where_it_is_read(three):
     model, _ = made(three, convolution, optimizer=("sgd", {"lr": 0.1}), loss="cross_entropy")
     model.fit(X, CLASSES, batch_size=7, epochs=2, verbose=0)

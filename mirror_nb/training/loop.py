@@ -317,6 +317,12 @@ class Job(ABC):
             return self._forward(**inputs)
         return self._forward(*inputs) if isinstance(inputs, (tuple, list)) else self._forward(inputs)
 
+    def _outputs(self, share: Share) -> Any:
+        """Call the network with a share's inputs; of a single example `squeeze` may leave its output no dimension."""
+        outputs = self._call(share.inputs)
+        squeezed = isinstance(outputs, Tensor) and not outputs.ndim and share.examples == 1
+        return outputs.reshape(1) if squeezed else outputs
+
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Modules in evaluation mode, with statistics that are the same on all replicas; then as they were."""

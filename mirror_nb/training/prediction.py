@@ -28,7 +28,7 @@ class Prediction(Job):
 
     def _take(self, share: Share, last: bool) -> None:
         if share.examples:
-            leaves, self._structure = pytree.tree_flatten(self._call(share.inputs))
+            leaves, self._structure = pytree.tree_flatten(self._outputs(share))
             for leaf in leaves:
                 if not isinstance(leaf, Tensor) or leaf.shape[:1] != (share.examples,):
                     raise UsageError(

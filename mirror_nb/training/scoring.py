@@ -86,7 +86,7 @@ class Scoring(Job):
             value = self._loss_of_own_step(share)
             outputs = None
         else:
-            outputs = self._call(share.inputs)
+            outputs = self._outputs(share)
             loss = self._objective(
                 outputs, share.targets, share.sample_weight, self.task.class_weight, examples=share.examples
             )
