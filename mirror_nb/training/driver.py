@@ -417,9 +417,11 @@ class Fit:
         plan, model = self._plan, self._model
         if self._epoch != plan.initial_epoch or model._advised:
             return
-        left = 0 if plan.verbose == 0 or model.stop_training else (plan.epochs - self._epoch - 1) * self._step
+        left = (plan.epochs - self._epoch - 1) * self._step
+        heard = plan.verbose != 0 and not model.stop_training
+        worth = heard and left >= ADVISE_STEPS and left * seconds / self._step >= ADVISE_SECONDS
         # What replica 0 found holds for all, which may be told to say less: they try it together or not at all.
-        if not self._place.every([left >= ADVISE_STEPS and left * seconds / self._step >= ADVISE_SECONDS])[0]:
+        if not self._place.every([worth])[0]:
             return
         model._advised = True
         assert self._training is not None
