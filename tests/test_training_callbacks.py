@@ -112,11 +112,11 @@ def fit(
             several.on_epoch_begin(epoch)
             while model.position[1] < steps and not model.stop_training:
                 done = model.position[1]
-                many = min(several.every or steps, steps - done)
+                many = min(several._every or steps, steps - done)
                 for _ in range(many):
                     model.step()
                 model.position = (epoch, done + many)
-                if several.every:
+                if several._every:
                     several.on_train_batch_end(done + many - 1, dict(step_logs[epoch] if step_logs else {}))
             model.position = (epoch + 1, 0)
             ended = dict(logs[epoch])
@@ -167,19 +167,36 @@ def test_on_batch_end_is_another_name_of_on_train_batch_end():
     assert seen == [0, 1, 2]
 
 
+def test_a_callback_may_have_attributes_of_any_name():
+    class Printing(Callback):
+        def __init__(self) -> None:
+            self.every, self.order, self.leads, self.together, self.tell, self.agree = 2, "down", 1.5, "a", "b", "c"
+            self.seen: list[int] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch % self.every == 0:
+                self.seen.append(batch)
+
+    callback = Printing()
+    fit([callback, TerminateOnNaN()], [{"loss": 1.0}], steps=5)
+    assert callback.seen == [0, 2, 4]
+    assert (callback.every, callback.order, callback.leads) == (2, "down", 1.5)
+    assert (callback.together, callback.tell, callback.agree) == ("a", "b", "c")
+
+
 def test_steps_stay_one_message_an_epoch_unless_a_batch_hook_is_overridden(tmp_path):
     class PerStep(Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None: ...
 
-    assert CallbackList().every is None
+    assert CallbackList()._every is None
     assert (
-        CallbackList([EarlyStopping(), ModelCheckpoint(tmp_path / "m.pt"), CSVLogger(tmp_path / "l.csv")]).every
+        CallbackList([EarlyStopping(), ModelCheckpoint(tmp_path / "m.pt"), CSVLogger(tmp_path / "l.csv")])._every
         is None
     )
-    assert CallbackList([PerStep()]).every == 1
-    assert CallbackList([LambdaCallback(on_train_batch_end=lambda batch, logs: None)]).every == 1
-    assert CallbackList([TerminateOnNaN()]).every == 1
-    assert CallbackList([BackupAndRestore(tmp_path, save_freq=6), TensorBoard(tmp_path, update_freq=4)]).every == 2
+    assert CallbackList([PerStep()])._every == 1
+    assert CallbackList([LambdaCallback(on_train_batch_end=lambda batch, logs: None)])._every == 1
+    assert CallbackList([TerminateOnNaN()])._every == 1
+    assert CallbackList([BackupAndRestore(tmp_path, save_freq=6), TensorBoard(tmp_path, update_freq=4)])._every == 2
     assert CallbackList([LambdaCallback(on_epoch_end=lambda epoch, logs: None)]).every_test is None
     assert CallbackList([LambdaCallback(on_test_batch_end=lambda batch, logs: None)]).every_test == 1
     assert CallbackList([LambdaCallback(on_predict_batch_begin=lambda batch, logs: None)]).every_predict == 1

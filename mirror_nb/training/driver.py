@@ -144,7 +144,7 @@ class Fit:
 
     def _check_callbacks(self) -> None:
         """Raise UsageError where replicas of a cell would change or save the model each in its own way."""
-        given = self._place.every([[type(one).__name__ for one in self._callbacks.callbacks if one.together]])
+        given = self._place.every([[type(one).__name__ for one in self._callbacks.callbacks if one._together]])
         for replica_id, theirs in enumerate(given):
             if theirs != given[0]:
                 raise UsageError(
@@ -385,7 +385,7 @@ class Fit:
 
     def _train(self, epoch: int) -> dict[str, Any]:
         assert self._training is not None
-        every = self._training.every(self._callbacks.every)
+        every = self._training.every(self._callbacks._every)
         logs: dict[str, Any] = {}
         while True:
             begun = self._step

@@ -25,22 +25,22 @@ class Callback:
     the metrics over all replicas: of the epoch so far in a batch hook, of the whole epoch and with `val_` those of the
     validation data in `on_epoch_end`. What a hook puts into the `logs` of `on_epoch_end` goes to the history.
 
-    An epoch is one message to the replicas; with a batch hook overridden, each step is one (`every`).
+    An epoch is one message to the replicas; with a batch hook overridden, each step is one.
     """
 
-    order = 0
+    _order = 0
     # Callbacks with a higher one are called after those with a lower: what writes the others' state comes last.
-    leads = True
+    _leads = True
     # Whether this process is the one that writes files and shows things: in a `%%mirrored` cell, replica 0.
-    together = False
+    _together = False
     # Whether all replicas of a cell need it: it changes the model, or saves it, which all take part in.
 
     def __init__(self) -> None:
         self.model: Any = None
         self.params: dict[str, Any] = {}
-        self.agree: Callable[[Any], Any] = _itself
+        self._agree: Callable[[Any], Any] = _itself
         # Gives replica 0's value on all replicas: for what each would find out at its own time, about a file say.
-        self.tell: Callable[[str], None] = say
+        self._tell: Callable[[str], None] = say
         # Shows a line of text, above the bar and below the line of an epoch that ends.
 
     def set_model(self, model: Any) -> None:
@@ -52,7 +52,7 @@ class Callback:
         self.params = params
 
     @property
-    def every(self) -> int | None:
+    def _every(self) -> int | None:
         """After how many training steps a batch hook has to be called; None: never."""
         return 1 if _overrides(self, _TRAIN_STEP) else None
 
@@ -117,8 +117,8 @@ class Callback:
         """A batch of `predict` has ended."""
 
     def _say(self, text: str) -> None:
-        if self.leads:
-            self.tell(text)
+        if self._leads:
+            self._tell(text)
 
 
 _HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -137,7 +137,7 @@ def _itself(value: T) -> T:
 
 @final
 class CallbackList(Callback):
-    """Several callbacks as one, in the order in which they were given but for their `order`.
+    """Several callbacks as one, in the order in which they were given, those that save last.
 
     `history` takes what each epoch ended with, after the callbacks that add to the logs and before those that save.
     `leads`: whether this process writes and shows. `agree` gives replica 0's value on all replicas, for decisions
@@ -158,11 +158,11 @@ class CallbackList(Callback):
         super().__init__()
         given = [_checked(callback) for callback in _flat(callbacks)]
         recorder = [] if history is None else [_Recorder(history)]
-        self.callbacks = sorted([*given, *recorder], key=lambda callback: callback.order)
+        self.callbacks = sorted([*given, *recorder], key=lambda callback: callback._order)
         for callback in self.callbacks:
-            callback.leads = leads
-            callback.agree = agree
-            callback.tell = tell
+            callback._leads = leads
+            callback._agree = agree
+            callback._tell = tell
         self.set_model(model)
         self.set_params(params or {})
 
@@ -177,12 +177,12 @@ class CallbackList(Callback):
             callback.set_params(params)
 
     @property
-    def every(self) -> int | None:
+    def _every(self) -> int | None:
         """After how many steps from the start of an epoch the batch hooks have to be called, so that all get theirs.
 
         At the end of an epoch they are called too, with the number of its last batch.
         """
-        wanted = [callback.every for callback in self.callbacks]
+        wanted = [callback._every for callback in self.callbacks]
         return math.gcd(*(steps for steps in wanted if steps is not None)) or None
 
     @property

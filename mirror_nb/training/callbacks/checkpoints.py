@@ -29,8 +29,8 @@ class ModelCheckpoint(Callback):
     whether more or less is better.
     """
 
-    order = 1
-    together = True
+    _order = 1
+    _together = True
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ModelCheckpoint(Callback):
         return self._better is not None
 
     @property
-    def every(self) -> int | None:
+    def _every(self) -> int | None:
         return self.save_freq if isinstance(self.save_freq, int) else None
 
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -84,7 +84,7 @@ class ModelCheckpoint(Callback):
         if why is None:
             return
         path = self._path(epoch, fields)
-        if self.leads:
+        if self._leads:
             path.parent.mkdir(parents=True, exist_ok=True)
         self.model.save(path, include_optimizer=not self.save_weights_only)
         if self.verbose:
@@ -139,8 +139,8 @@ class BackupAndRestore(Callback):
     Raises UsageError for an empty `backup_dir`, and for a `save_freq` that is neither 'epoch' nor a number of steps.
     """
 
-    order = 2
-    together = True
+    _order = 2
+    _together = True
 
     def __init__(
         self,
@@ -168,12 +168,12 @@ class BackupAndRestore(Callback):
         return self.backup_dir / "previous.pt"
 
     @property
-    def every(self) -> int | None:
+    def _every(self) -> int | None:
         return self.save_freq if isinstance(self.save_freq, int) else None
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._steps.begin()
-        there = [path for path in (self._latest, self._previous) if self.agree(path.is_file())]
+        there = [path for path in (self._latest, self._previous) if self._agree(path.is_file())]
         while there:
             path = there.pop(0)
             try:
@@ -196,7 +196,7 @@ class BackupAndRestore(Callback):
             self._save()
 
     def _save(self) -> None:
-        if self.leads:
+        if self._leads:
             self.backup_dir.mkdir(parents=True, exist_ok=True)
             if self.double_checkpoint and self._latest.is_file():
                 # Killed here, the next fit finds the previous one alone.
@@ -204,7 +204,7 @@ class BackupAndRestore(Callback):
         self.model.save(self._latest)
 
     def on_train_end(self, logs: Logs = None) -> None:
-        if not (self.delete_checkpoint and self.leads):
+        if not (self.delete_checkpoint and self._leads):
             return
         for path in (self._latest, self._previous):
             path.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ class LearningRateScheduler(Callback):
     Raises UsageError for a result that is not a number of at least 0.
     """
 
-    together = True
+    _together = True
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ReduceLROnPlateau(Callback):
     do not tell whether more or less is better.
     """
 
-    together = True
+    _together = True
 
     def __init__(
         self,

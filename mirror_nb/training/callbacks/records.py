@@ -37,7 +37,7 @@ class CSVLogger(Callback):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._columns = None
-        if not self.leads:
+        if not self._leads:
             return
         self.filename.parent.mkdir(parents=True, exist_ok=True)
         if not self.append:
@@ -47,7 +47,7 @@ class CSVLogger(Callback):
                 self._columns = next(csv.reader(file, delimiter=self.sep), None)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        if not self.leads:
+        if not self._leads:
             return
         logs = logs or {}
         rows: list[dict[str, Any]] = [{"epoch": epoch} | {name: _in_csv(value) for name, value in logs.items()}]
@@ -110,7 +110,7 @@ class TensorBoard(Callback):
         self._began = 0.0
 
     @property
-    def every(self) -> int | None:
+    def _every(self) -> int | None:
         return self.update_freq if isinstance(self.update_freq, int) else None
 
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -163,12 +163,12 @@ class TensorBoard(Callback):
     def _write(self, part: str, values: Mapping[str, Any], step: int) -> None:
         for name, value in values.items():
             number = plain(value)
-            if self.leads and isinstance(number, int | float):
+            if self._leads and isinstance(number, int | float):
                 self._writer(part).add_scalar(name, float(number), step)
 
     def _write_histograms(self, epoch: int) -> None:
         for name, value in self.model.state_dict().items():
-            if self.leads and isinstance(value, torch.Tensor) and value.is_floating_point():
+            if self._leads and isinstance(value, torch.Tensor) and value.is_floating_point():
                 # NumPy, which counts, has no bfloat16.
                 self._writer("train").add_histogram(f"{name.replace('.', '/')}/histogram", value.float().cpu(), epoch)
 

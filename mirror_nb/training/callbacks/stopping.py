@@ -20,7 +20,7 @@ class EarlyStopping(Callback):
     name do not tell whether more or less is better.
     """
 
-    together = True
+    _together = True
 
     def __init__(
         self,
