@@ -117,7 +117,8 @@ class Model(nn.Module):
 
         `batch`: this replica's share of the global batch, as the loader or (x, y) gives it. Return the loss, a scalar
         tensor that is the mean over the share's examples, or a dict with it under "loss" and further scalars to
-        log, means too. It is weighed by the share's examples, and not called where a share has none.
+        log, means too. It is weighed by the share's examples, and not called where a share has
+        none; with `sync_batch_norm` it is then called with one example of zeros, which counts nothing.
 
         With compile(optimizer=None) it calls backward() and its own optimizers itself, which were made in the
         strategy's scope; it is then called for empty shares too, whose gradients count nothing.
