@@ -38,10 +38,14 @@ class Stream:
     set: Callable[[Any], object]
 
 
+_ITERATE = ("__iter__", "_get_iterator")
+# The second is torch's own; where it is not there, nobody overrides it.
+
+
 def iterates_plainly(loader: DataLoader[Any]) -> bool:
     """Whether no subclass has its own idea of what iterating over the loader gives."""
     kind = type(loader)
-    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+    return all(getattr(kind, name, None) is getattr(DataLoader, name, None) for name in _ITERATE)
 
 
 def check_unsharded(loader: DataLoader[Any]) -> None:
