@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mirror_nb.attributes import Attributes, set_attributes
-from mirror_nb.plain import ITEMS
+from mirror_nb.plain import FLAT_ITEMS, ITEMS
 
 
 def network() -> nn.Sequential:
@@ -38,6 +38,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a new one": lambda net: setattr(net, "temperature", 2.0),
     "a new one of a part that has none": lambda net: setattr(net[2], "name", "inner"),
     "a list in place": lambda net: net.losses.append(2.0),
+    "a number for each of many steps": lambda net: net.losses.extend([0.5] * (ITEMS + 1)),
     "deep inside": lambda net: net.settings["a"][1].add(3),
     "a number of NumPy's": lambda net: setattr(net, "best", np.mean([1.0, 2.0])),
     "the last ones": lambda net: net.window.append(np.float32(2)),
@@ -92,7 +93,8 @@ LEFT_ALONE: dict[str, Callable[[Any], object]] = {
     "a device, which is each process's own": lambda net: setattr(net, "device", torch.device("cpu")),
     "a list with an object": lambda net: setattr(net, "losses", [Odd()]),
     "an object put into a list": lambda net: net.losses.append(Odd()),
-    "a large list": lambda net: setattr(net, "losses", [0] * (ITEMS + 1)),
+    "a large list": lambda net: setattr(net, "losses", [0] * (FLAT_ITEMS + 100)),
+    "a large list of lists": lambda net: setattr(net, "losses", [[]] * (ITEMS + 1)),
     "one that has itself": lambda net: net.losses.append(net.losses),
     "a hook": lambda net: net.register_forward_hook(lambda *_: None),
     "the mode": lambda net: net.eval(),
