@@ -557,10 +557,13 @@ def as_value(variable: Variable, how: str, value: Any) -> Tensor:
             f"cannot {how} a value of {tensor.dtype} to {variable.name} of {own.dtype}; make the Variable of that "
             "dtype, or convert the value with .to(dtype)"
         )
-    if not isinstance(value, Tensor) and (own.is_floating_point() or own.is_complex()):
-        # Once more: numbers of Python's became torch's default dtype, which may round them.
+    if isinstance(value, Tensor) or (how != "assign" and not (own.is_floating_point() or own.is_complex())):
+        return tensor.to(own.device, own.dtype)
+    try:
+        # Once more: numbers of Python's became torch's default dtype, which may round them, or hides an overflow.
         return torch.as_tensor(value, dtype=own.dtype, device=own.device)
-    return tensor.to(own.device, own.dtype)
+    except (RuntimeError, OverflowError) as error:
+        raise UsageError(f"cannot {how} {value!r} to {variable.name} of {own.dtype}: {error}") from error
 
 
 # --------------------------------------------------------------------------- as a tensor

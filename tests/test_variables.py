@@ -71,6 +71,7 @@ def test_assigning_returns_the_variable_and_reading_a_copy():
         (lambda v: v.assign([1.0, 2.0]), r"shape \(2,\) to step of shape \(\)"),
         (lambda v: v.assign_add(2.5), "value of torch.float32 to step of torch.int64"),
         (lambda v: v.assign("a"), "cannot assign 'a' to step"),
+        (lambda v: v.assign(2**64), "cannot assign 18446744073709551616 to step"),
     ],
 )
 def test_what_cannot_be_assigned_is_refused_and_changes_nothing(assign, message):
@@ -78,6 +79,13 @@ def test_what_cannot_be_assigned_is_refused_and_changes_nothing(assign, message)
     with pytest.raises(UsageError, match=message):
         assign(variable)
     assert variable == 7
+
+
+def test_a_whole_number_that_is_too_large_is_refused_and_one_below_zero_counts_down():
+    variable = Variable(7, dtype=torch.uint8, name="level")
+    with pytest.raises(UsageError, match=r"cannot assign 300 to level of torch.uint8: .*overflow"):
+        variable.assign(300)
+    assert variable.assign_add(-2) == 5
 
 
 @pytest.mark.parametrize(
