@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from mirror_nb.errors import DeviceError
 
@@ -39,8 +40,8 @@ def parse(name: object) -> Device:
     """
     if isinstance(name, Device):
         return name
-    if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
-        return Device("cuda", name)
+    if isinstance(name, int | Integral) and not isinstance(name, bool) and int(name) >= 0:
+        return Device("cuda", int(name))
     spelled = _SPELLING.match(str(name).strip()) if not isinstance(name, (bool, int, float)) else None
     if spelled is None:
         raise DeviceError(

@@ -631,6 +631,7 @@ def test_the_device_that_reduces_is_found_among_those_of_the_strategy():
     # The same op for another strategy.
     assert options.chosen(op, None, devices[::-1]).ops._root == 0
     assert options.chosen(ReductionToOneDevice(1), None, devices).ops._root == 1
+    assert options.chosen(ReductionToOneDevice(np.int64(1)), None, devices).ops._root == 1
     assert options.chosen(ReductionToOneDevice(), None, devices).ops._root == 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -513,6 +514,13 @@ def test_every_so_many_steps_are_saved_counted_over_epochs(tmp_path):
 def test_a_number_of_steps_longer_than_an_epoch_counts_on(tmp_path):
     fit(ModelCheckpoint(tmp_path / "{epoch}-{batch}.pt", save_freq=5), val_losses(1, 1, 1, 1), steps=2)
     assert [path.name for path in tmp_path.iterdir()] == ["3-2.pt"]
+
+
+def test_numbers_of_numpy_are_numbers_of_steps(tmp_path):
+    fit(ModelCheckpoint(tmp_path / "{epoch}-{batch}.pt", save_freq=np.int64(5)), val_losses(1, 1, 1, 1), steps=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["3-2.pt"]
+    assert BackupAndRestore(tmp_path, save_freq=np.int32(3)).save_freq == 3
+    assert TensorBoard(tmp_path, update_freq=np.int32(3)).update_freq == 3
 
 
 @pytest.mark.parametrize("wrong", ["batch", 0, -1, True, 1.5])

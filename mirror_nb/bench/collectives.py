@@ -238,7 +238,7 @@ def _sizes(sizes: int | Sequence[int] | None, devices: Sequence[Device]) -> tupl
         room = math.inf if devices[0].kind == "cuda" else usable().total // (COPIES * len(devices))
         # Of all memory, not of what is free: in a cell each replica asks for itself.
         return tuple(size for size in sizes_to(LARGEST) if size <= max(room, SMALLEST))
-    sizes = [sizes] if isinstance(sizes, int) else list(sizes)
+    sizes = [sizes] if isinstance(sizes, int | Integral) else list(sizes)
     wrong = [size for size in sizes if not isinstance(size, int | Integral) or size < 4]
     if wrong:
         raise UsageError(f"`sizes` holds {wrong[0]!r}; it takes whole numbers of bytes, and an fp32 takes 4 bytes")

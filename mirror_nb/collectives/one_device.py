@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, final
 
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise UsageError(f"`accumulation_fn` must be a function of a list of tensors, not {accumulation_fn!r}")
         self.accumulation_fn = accumulation_fn
-        self._root = reduce_to_device if isinstance(reduce_to_device, int) else 0
+        self._root = int(reduce_to_device) if isinstance(reduce_to_device, int | Integral) else 0
         # The id of the replica that sums.
 
     def on(self, devices: Sequence[Device]) -> ReductionToOneDevice:
@@ -107,8 +108,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         wanted = self.reduce_to_device
         if wanted is None:
             return 0
-        if isinstance(wanted, int):
-            return wanted if 0 <= wanted < len(devices) else None
+        if isinstance(wanted, int | Integral):
+            return int(wanted) if 0 <= int(wanted) < len(devices) else None
         device = parse(wanted)
         return devices.index(device) if device in devices else None
 

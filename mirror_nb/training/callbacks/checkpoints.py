@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 
 from mirror_nb.errors import MirrorError, UsageError, users_level
 from mirror_nb.training.callbacks.base import Callback, Logs
-from mirror_nb.training.callbacks.watching import Steps, better, check_save_freq, monitored
+from mirror_nb.training.callbacks.watching import Steps, better, monitored, steps_or_epoch
 
 
 @final
@@ -44,13 +44,12 @@ class ModelCheckpoint(Callback):
         initial_value_threshold: float | None = None,
     ) -> None:
         super().__init__()
-        check_save_freq(self, save_freq)
         self._better = better(self, monitor, mode) if save_best_only else None
         self.filepath = os.fspath(filepath)
         self.monitor = monitor
         self.verbose = verbose
         self.save_weights_only = save_weights_only
-        self.save_freq = save_freq
+        self.save_freq = steps_or_epoch("ModelCheckpoint's `save_freq`", save_freq)
         self.best = initial_value_threshold
         self._epoch = 0
         self._steps = Steps()
@@ -150,11 +149,10 @@ class BackupAndRestore(Callback):
         delete_checkpoint: bool = True,
     ) -> None:
         super().__init__()
-        check_save_freq(self, save_freq)
         if not os.fspath(backup_dir):
             raise UsageError("`backup_dir` is empty; name a folder, which is made if it is not there")
         self.backup_dir = Path(backup_dir)
-        self.save_freq = save_freq
+        self.save_freq = steps_or_epoch("BackupAndRestore's `save_freq`", save_freq)
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
         self._steps = Steps()

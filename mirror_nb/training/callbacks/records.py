@@ -14,7 +14,7 @@ import torch
 
 from mirror_nb.errors import MirrorError, UsageError
 from mirror_nb.training.callbacks.base import Callback, Logs
-from mirror_nb.training.callbacks.watching import Steps
+from mirror_nb.training.callbacks.watching import Steps, steps_or_epoch
 from mirror_nb.training.history import plain
 
 
@@ -96,14 +96,11 @@ class TensorBoard(Callback):
         update_freq: int | Literal["epoch", "batch"] = "epoch",
     ) -> None:
         super().__init__()
-        steps = 1 if update_freq == "batch" else update_freq
-        if steps != "epoch" and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-            raise UsageError(f"`update_freq` is 'epoch', 'batch' or a number of steps, not {update_freq!r}")
         self._open = _writer_class()
         self.log_dir = Path(log_dir)
         self.histogram_freq = histogram_freq
         self.write_steps_per_second = write_steps_per_second
-        self.update_freq = steps
+        self.update_freq = 1 if update_freq == "batch" else steps_or_epoch("`update_freq`", update_freq, ", 'batch'")
         self._writers: dict[str, Any] = {}
         self._steps = Steps()
         self._epoch = 0

@@ -6,7 +6,8 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from numbers import Integral
+from typing import Any, Literal
 
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.training.callbacks.base import Callback, Logs
@@ -99,7 +100,10 @@ class Steps:
         self.total, self.since, self._last = state["total"], state["since"], state["last"]
 
 
-def check_save_freq(who: Callback, save_freq: Any) -> None:
-    if save_freq == "epoch" or (isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0):
-        return
-    raise UsageError(f"{type(who).__name__}'s `save_freq` is 'epoch' or a number of steps, not {save_freq!r}")
+def steps_or_epoch(argument: str, value: Any, others: str = "") -> int | Literal["epoch"]:
+    """Return how often a callback does something. `others`: what else the caller knows, for the error."""
+    if isinstance(value, str) and value == "epoch":
+        return "epoch"
+    if not isinstance(value, int | Integral) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{argument} is 'epoch'{others} or a number of steps, not {value!r}")
+    return int(value)
