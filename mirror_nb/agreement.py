@@ -22,6 +22,8 @@ from mirror_nb.tracked import Tracked
 from mirror_nb.values import VariableAggregation
 from mirror_nb.variables import Variable
 
+Keys = tuple[dict[str, int], list[tuple[Any, str, int]]]
+# How many parameters of each name were made, and parameters with their names and which of them they are.
 NAMED = 5
 # Parameters whose names a warning gives.
 SWEPT = 1000
@@ -57,6 +59,23 @@ class Agreement:
             self._sweep_at = max(SWEPT, 2 * len(self._tracked))
         self._tracked[tracked.key] = tracked
         self._by_id[id(parameter)] = tracked
+
+    def keys(self, parameters: Iterable[Tensor]) -> Keys:
+        """Return by what the other replicas know these, those that are tracked, for `take_keys` of one of them."""
+        found = {id(parameter): self.find(parameter) for parameter in parameters}
+        tracked = [(one.parameter(), one.name, one.ordinal) for one in found.values() if one is not None]
+        return dict(self._registered), tracked
+
+    def take_keys(self, keys: Keys) -> None:
+        """Know parameters by what another replica knows them, whose copies they are; nothing is agreed on here yet."""
+        registered, named = keys
+        told = {id(parameter): (name, ordinal) for parameter, name, ordinal in named}
+        mine = list(self._tracked.values())
+        self._registered, self._tracked = dict(registered), {}
+        for tracked in mine:
+            key = told.get(id(tracked.parameter()))
+            tracked.name, tracked.ordinal = key or (tracked.name, self.new_ordinal(tracked.name))
+            self._tracked[tracked.key] = tracked
 
     def find(self, parameter: Tensor) -> Tracked | None:
         """Return what is known of a parameter that is tracked."""

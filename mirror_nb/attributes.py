@@ -44,6 +44,11 @@ class Attributes:
                 return True
         return False
 
+    def settle(self) -> None:
+        """Take what the parts have now for what they had."""
+        for part in self._parts:
+            part.note()
+
     def since(self, everything: bool = False) -> torch.Tensor | None:
         """Return, as bytes, what has changed, or everything, for `set_attributes`; None if there is nothing."""
         found = {i: values for i, part in enumerate(self._parts) if (values := part.since(everything))}
@@ -57,6 +62,9 @@ class _Part:
     def __init__(self, part: nn.Module) -> None:
         # Of others nothing is held, so that nothing changes.
         self.held = {} if _is_others(type(part)) else vars(part)
+        self.note()
+
+    def note(self) -> None:
         self.count = len(self.held)
         self.names: list[str] = []
         self.atoms: list[Any] = []

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mirror_nb.agreement import Agreement
+from mirror_nb.agreement import Agreement, Keys
 from mirror_nb.buckets import REMEMBERED, Bucket, Buffers, History, Plan, for_gradients
 from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, word_device
 from mirror_nb.collectives.headers import Fold
@@ -147,6 +147,14 @@ class GradientSynchronizer:
     def tracks(self, parameter: Tensor) -> bool:
         """Whether the replicas have a parameter in common, which DDP may synchronise in our place."""
         return self._agreement.find(parameter) is not None
+
+    def keys(self, parameters: Iterable[Tensor]) -> Keys:
+        """Return by what the other replicas know these parameters, for `take_keys` of one that gets copies of them."""
+        return self._agreement.keys(parameters)
+
+    def take_keys(self, keys: Keys) -> None:
+        """Know the copies that have arrived by what all others know their originals."""
+        self._agreement.take_keys(keys)
 
     def synchronized(self) -> dict[str, nn.Parameter]:
         """Return the parameters that all replicas have synchronised by now, in an order that is the same on all.

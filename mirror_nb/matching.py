@@ -92,7 +92,8 @@ def _columns(used: list[list[int]], values: list[dict[int, list[int]]]) -> list[
 def _by_value(used: list[list[int]], values: list[dict[int, list[int]]]) -> list[tuple[int, ...]] | None:
     """Return the ordinals by replica of every parameter that one used; None if one lacks its like somewhere.
 
-    Of equal ones, the first is like the first.
+    Of equal ones, a network's and its copy's say, the first that is used is like the first that is used elsewhere;
+    where not all used equally many, the first is like the first.
     """
     found: dict[tuple[int, ...], None] = {}
     for i, mine in enumerate(values):
@@ -102,6 +103,9 @@ def _by_value(used: list[list[int]], values: list[dict[int, list[int]]]) -> list
             everywhere = [there.get(checksum, []) for there in values]
             if {len(others) for others in everywhere} != {len(alike)}:
                 return None
+            in_use = [[n for n in mine if n in others] for mine, others in zip(used, everywhere, strict=True)]
+            if len(set(map(len, in_use))) == 1:
+                everywhere = in_use
             found.update((column, None) for column in zip(*everywhere, strict=True) if column[i] in used[i])
     return list(found) if values else None
 

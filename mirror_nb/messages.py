@@ -617,6 +617,8 @@ class Exports:
     moved: tuple[tuple[Any, str, str], ...] = ()
     # Parameters of the networks above that have another place or name since the controller got theirs: whose they were
     # then, by handle, and under which name.
+    replacing: tuple[Any, ...] = ()
+    # Parameters of them that have come in the places of others.
     named: tuple[tuple[str, str, str, str], ...] = ()
     # Where these networks have values that have names: the network's handle, the part's path, the attribute, the name.
 

@@ -148,12 +148,16 @@ class Mirrors:
             self._gone.append(handle)
 
     def graft(
-        self, modules: Mapping[str, nn.Module], arrivals: Arrivals, moved: Iterable[Moved] = ()
+        self,
+        modules: Mapping[str, nn.Module],
+        arrivals: Arrivals,
+        moved: Iterable[Moved] = (),
+        replacing: Iterable[nn.Parameter] = (),
     ) -> dict[str, nn.Module]:
         """Have networks that are here, and arrived anew since they have other parts, stay who they are; return those.
 
-        So do their parts that are here, and the tensors of these: others may have them. `moved` is what `moved` told
-        there.
+        So do their parts that are here, and the tensors of these: others may have them. `moved` and `replacing` are
+        what these methods told there.
         """
         known = {id(part): self.find(handle) for handle, part in arrivals.handles.items()}
         same = [
@@ -163,7 +167,7 @@ class Mirrors:
             for known_as, tensor in zip(self._marks[handle].names, self._marks[handle].tensors, strict=True)
             if known_as == name
         ]
-        became = graft(modules.values(), lambda part: known.get(id(part)), same)
+        became = graft(modules.values(), lambda part: known.get(id(part)), same, replacing)
         arrivals.replace(became)
         return {handle: became[id(module)] for handle, module in modules.items()}
 
@@ -172,16 +176,33 @@ class Mirrors:
 
         As `prune.l1_unstructured(layer, "weight")` makes `weight_orig` of the weight, which optimizers have.
         """
+        places = self._places()
+        for part, name, parameter in _all_parameters(modules):
+            known = places.get(id(parameter), [])
+            if known and (self.find_handle(part), name) not in known:
+                yield parameter, *known[0]
+
+    def replacing(self, modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+        """Yield parameters of these that the other side has not got, in the places of some that it has.
+
+        As `layer.weight = nn.Parameter(…)` puts them: who has the old one, an optimizer say, keeps that.
+        """
+        places = self._places()
+        for part, name, parameter in _all_parameters(modules):
+            mark = self._marks.get(self.find_handle(part) or "")
+            if id(parameter) not in places and mark is not None and mark.own.get(name) is not None:
+                yield parameter
+
+    def _places(self) -> dict[int, list[tuple[str, str]]]:
+        """Return where the other side has tensors, by their ids: handles and names.
+
+        By the names that whole networks have for them, too: their own part may be gone since.
+        """
         places: dict[int, list[tuple[str, str]]] = {}
-        # By the names that whole networks have for them, too: their own part may be gone since.
         for handle, mark in self._marks.items():
             for name, tensor in zip(mark.names, mark.tensors, strict=True):
                 places.setdefault(id(tensor), []).append((handle, name))
-        for part in dict.fromkeys(part for module in modules for part in module.modules()):
-            for name, parameter in part._parameters.items():
-                known = [] if parameter is None else places.get(id(parameter), [])
-                if parameter is not None and known and (self.find_handle(part), name) not in known:
-                    yield parameter, *known[0]
+        return places
 
     def take(self, arrivals: Arrivals) -> None:
         """Remember every network of a payload that came with a handle."""
@@ -340,7 +361,8 @@ class Mirrors:
         now = dict(kept_equal(module))
         # What was on the meta device and has got memory is another tensor.
         moved = [tensor.is_meta for tensor in mark.tensors] != [tensor.is_meta for tensor in now.values()]
-        return not same or mark.names != tuple(now) or mark.places != places(module) or moved
+        replaced = list(map(id, mark.trained)) != list(map(id, _parameters(list(map(vars, module.modules())))))
+        return not same or replaced or mark.names != tuple(now) or mark.places != places(module) or moved
 
     def outgrown(self, module: nn.Module) -> bool:
         """Whether the other side has the network, but with other parts or tensors."""
@@ -367,16 +389,24 @@ class Mirrors:
         if mark is None or self.known(module) is not None:
             return {}
         now, training = _versions(mark.tensors), _training(mark.parts)
+        overwritten = self._overwritten(handle, mark)
+        if overwritten:
+            self._held[handle] = _sums(mark.tensors)
         values = {
             name: tensor.detach()
             for i, (name, tensor) in enumerate(zip(mark.names, mark.tensors, strict=True))
-            if now[3 * i : 3 * i + 2] != mark.versions[3 * i : 3 * i + 2] and not is_lazy(tensor)
+            if (now[3 * i : 3 * i + 2] != mark.versions[3 * i : 3 * i + 2] or name in overwritten)
+            and not is_lazy(tensor)
         }
         if training != mark.training or now[2::3] != mark.versions[2::3]:
             modes = [2 if mode is None else mode for mode in training]
             values[FLAGS] = torch.tensor(
                 [*modes, *(p.requires_grad for p in mark.trained)], dtype=torch.uint8, device="cpu"
             )
+        attributes = mark.attributes.since()
+        if attributes is not None:
+            values[ATTRIBUTES] = attributes
+            mark.attributes.settle()
         if values:
             self._marks[handle] = replace(mark, versions=now, training=training)
         return values
@@ -436,10 +466,10 @@ class Mirrors:
         """For `unpack`: the object here that the other side's token means. Raises TransferError if it is gone."""
         found: Any = self.find(token[1]) if isinstance(token, tuple) and len(token) > 1 else None
         if found is not None and token[0] == "parameter":
-            found = found._parameters.get(token[2])
-            if found is None and token[1] in self._marks:
-                # It has another place or name here since, as `moved` tells the other side.
-                found = self._marks[token[1]].own.get(token[2])
+            # The one of `mark`, as the other side means it: here it may have another place or name since.
+            mark = self._marks.get(token[1])
+            own = mark.own.get(token[2]) if mark is not None else None
+            found = found._parameters.get(token[2]) if own is None else own
         if found is None:
             raise TransferError(f"the payload refers to {token!r}, which no longer exists here; bind it anew")
         return found
@@ -465,6 +495,12 @@ def kept_equal(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _all_values(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return itertools.chain(tensors(module), attribute_variables(module))
+
+
+def _all_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield each parameter of each part of these, with the part and its name there."""
+    for part in dict.fromkeys(part for module in modules for part in module.modules()):
+        yield from ((part, name, held) for name, held in part._parameters.items() if held is not None)
 
 
 def structure(module: nn.Module) -> tuple[int, ...]:
@@ -594,16 +630,17 @@ def graft(
     new: Iterable[nn.Module],
     here: Callable[[nn.Module], nn.Module | None],
     moved: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+    replacing: Iterable[torch.Tensor] = (),
 ) -> dict[int, nn.Module]:
     """Make the networks that are here what the `new` ones are, with their own parts and tensors.
 
     `here` gives what stands for a part of a new one already, None: nothing does. `moved` are parameters of new ones,
-    each with the one that stands for it, of another place. Returns what became of the new ones' parts, by the id of
-    each. All at once: they may share parts, or have exchanged some.
+    each with the one that stands for it, of another place; for those `replacing` none does. Returns what became of
+    the new ones' parts, by the id of each. All at once: they may share parts, or have exchanged some.
     """
     new = list(new)
     became: dict[int, nn.Module] = {}
-    tensors_of: dict[int, torch.Tensor] = {}
+    tensors_of = {id(parameter): parameter for parameter in replacing}
     stands: dict[int, nn.Module | None] = {}
     # By the id of a new part: what stands for it already.
 

@@ -24,10 +24,11 @@ def reduce_parametrized(module: nn.Module) -> tuple[Any, ...] | None:
         return None
     own: Any = parametrize.type_before_parametrizations(module)
     names = tuple(module.parametrizations)  # type: ignore[arg-type]
-    return _parametrized, (own, names), own.__getstate__(module)
+    return make_parametrized, (own, names), own.__getstate__(module)
 
 
-def _parametrized(own: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+def make_parametrized(own: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """Make a module of a class with these parametrizations, without its state."""
     module = own.__new__(own)
     getattr(parametrize, _CLASS)(module)
     for name in names:

@@ -6,6 +6,7 @@ Knows nothing of sockets, replicas or notebooks.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import importlib
 import io
 import os
@@ -29,7 +30,7 @@ from mirror_nb.errors import MirrorError, TransferError, UsageError
 from mirror_nb.event_files import reduce_writer
 from mirror_nb.keras_objects import reduce_keras, repairing
 from mirror_nb.nest import Nest, NotSimpleError, dressed
-from mirror_nb.parametrized import reduce_parametrized
+from mirror_nb.parametrized import make_parametrized, reduce_parametrized
 from mirror_nb.pickler import Limited, Pickler, TooLarge, global_names, label_class, module_by_name
 from mirror_nb.pytree_nodes import reduce_registered
 from mirror_nb.sharded import refuse
@@ -185,9 +186,37 @@ def _begun_ddp(kind: Any) -> nn.Module:
     return begun(kind, alone=_opening is not None and _opening.device is None)
 
 
+def _once(handle: str | None, make: Any, args: Any) -> tuple[Any, Any]:
+    """Return how to make an object, or to find it: the receiver may have it by the handle, as it was earlier.
+
+    Not what its class, or Keras, makes in a way of its own: that may refer to the very object that it makes.
+    """
+    plainly = make is copyreg.__newobj__ or make is make_parametrized  # type: ignore[attr-defined]
+    return (_found_or_made, (handle, make, args)) if handle is not None and plainly else (make, args)
+
+
+def _found_or_made(handle: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    made = make(*args)
+    known = _opening.known(handle) if _opening is not None else None
+    if known is None:
+        return made
+    was = known, type(known), dict(vars(known))
+    try:
+        known.__class__ = type(made)
+    except TypeError:
+        # Python does not let it be one.
+        return made
+    assert _opening is not None
+    _opening.were[handle] = was
+    return known
+
+
 def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
     values, handle = state
     if values is not None:
+        if _opening is not None and handle in _opening.were:
+            # Of an optimizer stays what belongs to this process: its state comes without that.
+            vars(module).clear()
         module.__setstate__(values)
     if _opening is not None:
         _opening.arrivals.modules.append(module)
@@ -217,6 +246,20 @@ class Begins:
 def _begins(name: str) -> None:
     if _opening is not None:
         _opening.at = name
+
+
+class Last:
+    """Stands for what is made only when all that stands before it in a payload has been packed."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        self._make = make
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self._make(),)
+
+
+def _itself(value: object) -> object:
+    return value
 
 
 class NotRebuilt(TransferError):
@@ -401,7 +444,8 @@ class _Packer(Pickler):
         make, args, *rest = reduced
         # Without a state: the network's class has a say of its own in how it is rebuilt.
         state = rest[0] if rest else None
-        return make, args, (state, self._handle(module)), None, None, _set_module_state
+        handle = self._handle(module)
+        return *_once(handle, make, args), (state, handle), None, None, _set_module_state
 
     def _reduce_told(self, obj: Any) -> Any:
         reduced = obj.__reduce_ex__(5)
@@ -414,7 +458,8 @@ class _Packer(Pickler):
         if not is_told(obj):
             return make, args, whole_state(obj, state)
         state = whole_state(obj, state if self._states else without_moments(obj, state))
-        return make, args, (state, self._lend(obj)), None, None, _set_told_state
+        handle = self._lend(obj)
+        return *_once(handle, make, args), (state, handle), None, None, _set_told_state
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         data = tensor.detach()
@@ -599,15 +644,26 @@ class _Opener(pickle.Unpickler):
         device: torch.device | None,
         lenient: bool,
         own: tuple[int, int] | None,
+        known: Callable[[str], Any],
     ) -> None:
         super().__init__(io.BytesIO(pickled), buffers=buffers)
         self._lenient = lenient
         self.arrivals = Arrivals()
         self.device = device
         self.own = own
+        self.known = known
+        self.were: dict[str, tuple[Any, type, dict[str, Any]]] = {}
+        # By handle what is here and comes again: itself, its class and its attributes of before.
         self.at = ""
         self._namespace = namespace
         self._resolve = resolve
+
+    def put_back(self) -> None:
+        """Let all be what it was that is here already."""
+        for obj, kind, attributes in self.were.values():
+            obj.__class__ = kind
+            vars(obj).clear()
+            vars(obj).update(attributes)
 
     def find_class(self, module: str, name: str) -> Any:
         """For pickle: the class or function of that name, or what stands for it."""
@@ -650,12 +706,16 @@ def unpack(
     device: torch.device | None = None,
     lenient: bool = False,
     own: tuple[int, int] | None = None,
+    known: Callable[[str], Any] = lambda handle: None,
 ) -> tuple[Any, Arrivals]:
     """Rebuild what `pack` was given, and tell which modules arrived in it. Takes over `slab` and closes it.
 
     Tensors and arrays look at the slab's pages; writing to them changes this process's copy alone. Tensors
     that were on a GPU go to `device` (None: they stay on the CPU). `resolve` turns a reference into its object.
     With `own`, a replica's id and the number of replicas, a PerReplica of so many is that replica's value.
+
+    `known(handle)` gives what is here by a handle: a network, an optimizer or the like that comes again, with other
+    parts say, becomes what it is there; so whatever has it here has it still. None of them does if rebuilding fails.
 
     With `lenient`, what cannot be imported here does not fail: see `Arrivals.lacking`, of which no network is told.
 
@@ -671,7 +731,7 @@ def unpack(
     if payload.simple:
         bare, forms = pickle.loads(pickled, buffers=buffers)
         return dressed(bare, iter(forms)) if forms else bare, Arrivals()
-    opener = _Opener(pickled, buffers, namespace, resolve, device, lenient, own)
+    opener = _Opener(pickled, buffers, namespace, resolve, device, lenient, own, known)
     before, _opening = _opening, opener
     try:
         with repairing(), arriving():
@@ -680,8 +740,9 @@ def unpack(
                 # Any of them may hold what is not there.
                 arrivals.modules, arrivals.handles = [], {}
             return value, arrivals
-    except Exception as reason:
-        if not opener.at:
+    except BaseException as reason:
+        opener.put_back()
+        if not opener.at or not isinstance(reason, Exception):
             raise
         raise NotRebuilt(opener.at, reason) from reason
     finally:

@@ -36,6 +36,16 @@ def test_equal_values_are_told_apart_by_their_order() -> None:
     assert match([offer(("a", 2), a=3), offer(("a", 1), a=2)], values) == [(("a", 2), ("a", 1))]
 
 
+def test_of_equal_values_those_in_use_are_alike_whatever_was_made_first() -> None:
+    # A network and its copy, which a new process got in the other order.
+    values = [{("a", (2,), "f"): {7: [0, 1, 2]}}, {("a", (2,), "f"): {7: [0, 1, 2]}}]
+    offers = [offer(("a", 2), ("a", 0), a=3), offer(("a", 1), ("a", 2), a=4)]
+    assert match(offers, values) == [(("a", 2), ("a", 1)), (("a", 0), ("a", 2))]
+    # Here it is not clear: one uses fewer.
+    offers = [offer(("a", 2), a=3), offer(a=4)]
+    assert match(offers, values) == [(("a", 2), ("a", 2))]
+
+
 def test_values_that_one_replica_lacks_are_matched_in_order_of_use() -> None:
     values = [{("a", (2,), "f"): {7: [1], 8: [2]}}, {("a", (2,), "f"): {7: [0], 9: [1]}}]
     offers = [offer(("a", 1), ("a", 2), a=3), offer(("a", 0), ("a", 1), a=2)]

@@ -15,7 +15,7 @@ from driving import eventually, run_cell
 
 from mirror_nb.errors import ReplicaDied
 from mirror_nb.pool.local import LocalPool
-from mirror_nb.pool.recovery import recover
+from mirror_nb.pool.recovery import compare, recover
 
 TRAIN = """
 import torch
@@ -83,6 +83,30 @@ def test_replicas_of_which_one_alone_has_stepped_its_scheduler_go_on_from_that_o
     seen = run_cell(three, "found = int(optimizer.state[model.weight]['step']), scheduler.last_epoch").values.values()
     assert {values["found"] for values in seen} == {(5, 2)}
     assert {values["rate"] for values in look(three)} == {0.025}
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("change", ["pass", "nn.utils.parametrizations.weight_norm(model)"])
+def test_networks_with_copies_are_trained_together_after_a_death_whatever_they_are_called(replicas, lost, change):
+    """A new process gets them in another order, and by other names."""
+    pool = replicas(2)
+    recover(pool)
+    run_cell(
+        pool,
+        "import copy, torch\nfrom torch import nn\naa = zz = None\nmodel = nn.Linear(3, 1)\n"
+        f"aa, zz = copy.deepcopy(model), copy.deepcopy(model)\n{change}\n"
+        "optimizer = torch.optim.SGD([*model.parameters(), *zz.parameters()], lr=0.1)",
+    )
+    os.kill(pool.status()[lost].pid, signal.SIGKILL)
+    eventually(pool.dead, "it is seen")
+    pool.mend()
+    recover(pool)
+    run_cell(pool, "for net in (model, zz): net(torch.full((2, 3), 1.0 + replica_id)).square().mean().backward()")
+    run_cell(pool, "optimizer.step()\nweights = [p.tolist() for net in (model, aa, zz) for p in net.parameters()]")
+    assert compare(pool)
+    seen = run_cell(pool, "found = weights, aa.weight.grad is None").values
+    assert seen[0]["found"] == seen[1]["found"]
+    assert seen[0]["found"][1]
 
 
 def test_schedulers_that_differ_on_purpose_are_left_alone(three):

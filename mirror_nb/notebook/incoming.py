@@ -21,6 +21,7 @@ from mirror_nb.messages import Export, Imported, KnownModule, NewModule, Plain, 
 from mirror_nb.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Payload, unpack
+from mirror_nb.told import parameters_of
 from mirror_nb.values import PerReplica, Remote, merged
 
 MOST_DRAWN = 1000
@@ -114,9 +115,10 @@ class Incoming:
 
     def resolve(self, token: Any) -> object:
         """For `unpack`: the object here that a replica's token means. Raises Undelivered where there is none."""
-        if token[0] == "object":
-            with contextlib.suppress(TransferError):
-                return self._lent.resolve(token)
+        if token[0] in ("object", "trained"):
+            with contextlib.suppress(TransferError, IndexError):
+                found: Any = self._lent.resolve(token)
+                return found if token[0] == "object" else parameters_of(found)[token[2]]
             self.undelivered.add(token[1])
             raise Undelivered
         if token[0] == "name":

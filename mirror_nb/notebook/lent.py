@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError, users_level
 from mirror_nb.messages import Call
@@ -22,9 +23,9 @@ from mirror_nb.payload import closing_slab, pack, unpack
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.report import Report
-from mirror_nb.strategies.objects import Objects
+from mirror_nb.strategies.objects import Objects, optimizer_of
 from mirror_nb.strategies.states import States, kept, load_state, state_of
-from mirror_nb.told import is_told
+from mirror_nb.told import is_told, parameters_of
 
 KEEP_SECONDS = 5.0
 # So long the end of replicas waits for states that nobody has asked for.
@@ -43,6 +44,9 @@ class Lent:
         self._objects = Objects()
         self._states = States(self)
         self._holders: dict[str, set[int]] = {}
+        self._bereft: weakref.WeakKeyDictionary[Any, dict[int, list[weakref.ref[nn.Module]]]]
+        self._bereft = weakref.WeakKeyDictionary()
+        # Optimizers that replicas have, but no more the networks here that these train: over others' tensors there.
         self._lead = 0
         # Whose states are read, if it has them.
         self._lost: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -97,8 +101,26 @@ class Lent:
         return None
 
     def held(self, obj: Any, replica_id: int) -> bool:
-        """Whether the replica has the object, with as many parameter groups."""
-        return replica_id in self._holders.get(self._objects.handle(obj) or "", ()) and self._objects.same_groups(obj)
+        """Whether the replica has the object, and it need not be sent again."""
+        return replica_id in self._holders.get(self._objects.handle(obj) or "", ()) and self.is_as_sent(obj)
+
+    def is_as_sent(self, obj: object) -> bool:
+        """Whether it is no optimizer, nor the scheduler of one, that is to be sent again.
+
+        Since it got a parameter group here, or its network is gone where it was sent.
+        """
+        optimizer = optimizer_of(obj) if is_told(obj) else None
+        if optimizer is None:
+            return True
+        gone = (network for networks in self._bereft.get(optimizer, {}).values() for network in networks)
+        return self._objects.same_groups(optimizer) and all(network() is None for network in gone)
+
+    def bereave(self, network: nn.Module, replica_id: int) -> None:
+        """The replica has a network, or a part of one, no more: what trains it there is over its old tensors."""
+        own = {id(parameter) for parameter in network._parameters.values()}
+        for obj in self._objects.all() if own else ():
+            if isinstance(obj, torch.optim.Optimizer) and not own.isdisjoint(map(id, parameters_of(obj))):
+                self._bereft.setdefault(obj, {}).setdefault(replica_id, []).append(weakref.ref(network))
 
     def resolve(self, token: Any) -> object:
         """For `unpack`: the object that a replica's token means. Raises TransferError if it is gone."""
@@ -113,6 +135,8 @@ class Lent:
         for obj in objects if replicas else ():
             self._objects.mark_sent(obj)
             self._holders.setdefault(self.add(obj), set()).update(replicas)
+            for replica_id in replicas:
+                self._bereft.get(obj, {}).pop(replica_id, None)
             if isinstance(obj, torch.optim.Optimizer):
                 self._states.have(obj)
 

@@ -167,7 +167,13 @@ class Names:
 
     def _content(self, value: object) -> Content | None:
         # Of classes here alone: replicas may count in theirs, each by itself.
-        return class_content(value, self._token) if isinstance(value, type) else content(value, self._token)
+        now = self._token_of_now
+        return class_content(value, now) if isinstance(value, type) else content(value, now)
+
+    def _token_of_now(self, obj: object) -> Any:
+        """Return what stands for an object as it is: an optimizer that is to be sent again is another."""
+        token = self._token(obj)
+        return token if self.lent.is_as_sent(obj) else (token, "to be sent again")
 
     def _token(self, obj: object) -> Any:
         if isinstance(obj, Remote):
@@ -446,6 +452,9 @@ class Names:
                 holders.discard(replica_id)
                 if not holders:
                     self._holders.pop(handle, None)
+                network = self.mirrors.find(handle)
+                if network is not None:
+                    self.lent.bereave(network, replica_id)
                 self.lent.gone(handle, replica_id)
         self.mirrors.gone()
         self._absorb_modules(opened, owner)
@@ -523,7 +532,7 @@ class Names:
             for handle, module in exports.modules.items()
             if any(id(part) in here for part in module.modules())
         }
-        exports.modules.update(self.mirrors.graft(modules, arrivals, exports.moved))
+        exports.modules.update(self.mirrors.graft(modules, arrivals, exports.moved, exports.replacing))
 
     def _absorb_modules(self, opened: dict[int, Exports], owner: int) -> None:
         if owner in opened:

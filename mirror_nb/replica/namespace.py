@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import types
 import weakref
@@ -46,7 +47,7 @@ from mirror_nb.mirrors import (
     mirrored_values,
     told_by_all,
 )
-from mirror_nb.payload import Arrivals, Begins, Packed, Payload, SearchPath, note_not_made_again, pack, unpack
+from mirror_nb.payload import Arrivals, Begins, Last, Packed, Payload, SearchPath, note_not_made_again, pack, unpack
 from mirror_nb.pickler import TooLarge, label_class
 from mirror_nb.readable import size
 from mirror_nb.replica.changes import Before, Changes, meant
@@ -141,6 +142,8 @@ class Namespace:
                 resolve=self._resolve,
                 device=self._device,
                 own=own,
+                # A replica that is filled by another has names of its own for the same.
+                known=(lambda handle: None) if of_replica else self._known,
             )
         for module in arrivals.modules:
             self._scope.adopt(module)
@@ -151,6 +154,9 @@ class Namespace:
                 self._scope.adopt_optimizer(obj)
             self.objects.keep(handle, obj)
         return value
+
+    def _known(self, handle: str) -> Any:
+        return self.mirrors.find(handle) or self.objects.find(handle)
 
     def hold(self, holdings: Holdings) -> None:
         """Keep what the notebook still has, and let go of what it has deleted."""
@@ -326,8 +332,13 @@ class Namespace:
         )
         if owner:
             exports.modules.update(fresh.networks)
-            moved = tuple(self.mirrors.moved(fresh.networks.values()))
-            exports = dataclasses.replace(exports, moved=moved, named=tuple(self._named_in(fresh.networks)))
+            networks = fresh.networks.values()
+            exports = dataclasses.replace(
+                exports,
+                moved=tuple(self.mirrors.moved(networks)),
+                replacing=tuple(self.mirrors.replacing(networks)),
+                named=tuple(self._named_in(fresh.networks)),
+            )
         told = components_in if owner else told_by_all
         exports.states.update({handle: told(module) for handle, module in fresh.networks.items()})
         for handle, (_, payload) in fresh.objects.items():
@@ -351,7 +362,7 @@ class Namespace:
                 # It may have been collected meanwhile.
                 self.mirrors.mark(module)
         without = dataclasses.replace(
-            exports, names={}, modules={}, states={}, result=None, objects={}, moved=(), named=()
+            exports, names={}, modules={}, states={}, result=None, objects={}, moved=(), replacing=(), named=()
         )
         self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole, changes)
         return packed
@@ -418,10 +429,13 @@ class Namespace:
         for base in kind.__mro__:
             label_class(base, self._label, self.names)
 
-    def snapshot(self, beside: object = None, without: Iterable[str] = ()) -> tuple[Packed, tuple[str, ...]]:
-        """Pack every name that can travel, for `restore`, and what is to go with them; return the names that cannot.
+    def snapshot(
+        self, beside: Callable[[list[Any]], object] = lambda packed: None, without: Iterable[str] = ()
+    ) -> tuple[Packed, tuple[str, ...]]:
+        """Pack every name that can travel, for `restore`; return the names that cannot.
 
-        All in one pickle, so that an optimizer still holds the very parameters of its network.
+        All in one pickle, so that an optimizer still holds the very parameters of its network. What is to go with
+        them `beside` makes of the networks and optimizers that are packed.
         """
         mine = {
             name: value
@@ -434,10 +448,13 @@ class Namespace:
         left = list(without)
         while True:
             named = [(Begins(name), name, value) for name, value in mine.items()]
+            packed: list[Any] = []
+            last = Last(functools.partial(beside, packed))
             try:
                 untold = [handle for handle, module in handles.items() if self.mirrors.outgrown(module)]
-                whole = (SearchPath(), named, Begins(""), handles, untold, objects, tuple(self.objects.kept()), beside)
-                return pack(whole, namespace=self.names), tuple(left)
+                whole = (SearchPath(), named, Begins(""), handles, untold, objects, tuple(self.objects.kept()), last)
+                # Appended to: it is none of the handles that are asked for.
+                return pack(whole, namespace=self.names, handle=packed.append, lend=packed.append), tuple(left)
             except TransferError:
                 tried = len(mine) + len(handles) + len(objects)
                 broken = [name for name in mine if not self._packs(mine[name])]

@@ -5,6 +5,7 @@ The former live as long as the controller has them, the latter as long as the ce
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from mirror_nb.errors import TransferError
 from mirror_nb.handles import Handles
-from mirror_nb.told import Told, is_told, take_told
+from mirror_nb.told import Told, is_told, parameters_of, take_told
 
 
 @final
@@ -25,7 +26,8 @@ class Objects:
         self._made: Handles[Any] = Handles(self._forget)
         self._told = Told()
         self._groups: dict[str, int] = {}
-        # How many parameter groups the controller's optimizers have.
+        self._trained: dict[str, list[weakref.ref[torch.Tensor]]] = {}
+        # How many parameter groups the controller's optimizers have, and what these train.
         self._gone: list[str] = []
         self._undelivered: set[str] = set()
         # Handles of those that the controller was given and has not got.
@@ -48,9 +50,24 @@ class Objects:
         self._undelivered.update(handles)
 
     def _know(self, handle: str, obj: Any) -> None:
+        self._know_groups(handle, obj)
+        self._told.know(handle, obj)
+
+    def _know_groups(self, handle: str, obj: Any) -> None:
         if isinstance(obj, torch.optim.Optimizer):
             self._groups[handle] = len(obj.param_groups)
-        self._told.know(handle, obj)
+            self._trained[handle] = [weakref.ref(parameter) for parameter in parameters_of(obj)]
+
+    def trained(self, obj: object) -> Any:
+        """For `pack`: what stands for a tensor that an optimizer of the controller's trains, by its place in that.
+
+        It may be in no network any more: another layer has come in the place of its own.
+        """
+        for handle, trained in self._trained.items():
+            for i, parameter in enumerate(trained):
+                if parameter() is obj:
+                    return ("trained", handle, i)
+        return None
 
     def release(self, *handles: str) -> None:
         """The controller has them no more."""
@@ -59,6 +76,7 @@ class Objects:
             self._made.unlearn(handle)
             self._told.forget(handle)
             self._groups.pop(handle, None)
+            self._trained.pop(handle, None)
             self._undelivered.discard(handle)
 
     def _forget(self, handle: str) -> None:
@@ -119,7 +137,7 @@ class Objects:
                 self._told.know(handle, obj)
             if isinstance(obj, torch.optim.Optimizer) and len(changed[0]) == len(obj.param_groups):
                 # The controller has told of each of its groups.
-                self._groups[handle] = len(obj.param_groups)
+                self._know_groups(handle, obj)
 
     def changed_settings(self) -> tuple[tuple[str, Any], ...]:
         """Return what has changed since the controller was told, by the handles of what has it."""

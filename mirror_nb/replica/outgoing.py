@@ -67,6 +67,10 @@ class Fresh:
                 same.add(id(obj))
                 self.inside[f"{handle}:{path}"] = obj
 
+    def has(self, part: nn.Module | None) -> bool:
+        """Whether it is one of these networks, or a part of one."""
+        return any(part is one for network in self.networks.values() for one in network.modules())
+
     def token(self, obj: object, handle: Callable[[nn.Module], str | None]) -> Any:
         """Return what stands for one of these or for a parameter of one, else None; `handle` tells a network's."""
         if is_told(obj):
@@ -156,7 +160,11 @@ class Outgoing:
         return self._held(obj) or (None if type(obj) in (list, dict, set, tuple) else self._reference(obj))
 
     def _reference(self, obj: object) -> Any:
-        token = self._known.reference(obj) or self.found.token(obj, self._known.mirrors.find_handle)
+        token = self._known.reference(obj)
+        if isinstance(obj, nn.Parameter) and token is not None and self.found.has(self._known.mirrors.find(token[1])):
+            # That place is another's, once the controller has taken the network.
+            token = None
+        token = token or self.found.token(obj, self._known.mirrors.find_handle)
         if token is not None:
             return token
         if is_told(obj):
@@ -189,6 +197,8 @@ class Outgoing:
                 return None
             token = None if any(part is other for other in self._underway) else self._reference(part)
             token = token or self._known.trained_by_name(part)
+            if token is None and id(part) in trained:
+                token = self._known.objects.trained(part)
             if token is None and (id(part) in trained or is_told(part)):
                 # Here and there it would be two.
                 nameless = "it is over a tensor that has no name of its own and is no network's"

@@ -242,7 +242,7 @@ class Replica:
                 case Again(owner):
                     packed = self.namespace.export_again(tag=request.number, owner=owner)
                 case Snapshot(without):
-                    packed, left = self.namespace.snapshot(self.scope.random_streams(), without)
+                    packed, left = self.namespace.snapshot(self._beside, without)
                 case Restore(names):
                     left = self._restore(names, slab)
                 case Steps():
@@ -462,12 +462,17 @@ class Replica:
     def _restore(self, names: Payload, slab: int | None) -> tuple[str, ...]:
         """Take over another replica's snapshot; return the name, if there is one, that kept all of it from it."""
         try:
-            self.scope.follow(self.namespace.restore(names, slab))
+            streams, keys = self.namespace.restore(names, slab)
         except NotRebuilt as error:
             if full.cause(error) is not None:
                 raise
             return (error.name,)
+        self.scope.follow(streams)
+        self.scope.take_keys(keys)
         return ()
+
+    def _beside(self, packed: list[Any]) -> tuple[Any, ...]:
+        return self.scope.random_streams(), self.scope.keys(packed)
 
     def _fetch(self, names: tuple[str, ...], owner: bool, number: int, standing: tuple[str, ...]) -> Packed:
         lacking = [name for name in names if name not in self.names]

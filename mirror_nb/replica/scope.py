@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, final
@@ -30,6 +30,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from mirror_nb.agreement import Keys
 from mirror_nb.compiled import OutsideOfCompiled, tracing
 from mirror_nb.gradients import GradientSynchronizer
 from mirror_nb.imported import when_imported
@@ -39,7 +40,7 @@ from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
 from mirror_nb.replica.random_streams import RandomStreams, Streams, seeding_functions, state_functions
 from mirror_nb.replica.whole import whole
 from mirror_nb.sharded import is_sharded
-from mirror_nb.told import note_step
+from mirror_nb.told import note_step, parameters_of
 
 _Change = Replaced | RemovableHandle | GlobalMetrics
 
@@ -132,6 +133,20 @@ class Scope:
         """Track what an optimizer that arrived has: tensors that no module has are trained all the same."""
         for group in optimizer.param_groups:
             self._track_all(group, optimizer)
+
+    def keys(self, packed: Iterable[Any]) -> Keys:
+        """Return by what the replicas know what these networks and optimizers train, for `take_keys`."""
+        found: list[Tensor] = []
+        for obj in packed:
+            if isinstance(obj, nn.Module):
+                found += (parameter for parameter in obj._parameters.values() if parameter is not None)
+            elif isinstance(obj, torch.optim.Optimizer):
+                found += parameters_of(obj)
+        return self._gradients.keys(found)
+
+    def take_keys(self, keys: Keys) -> None:
+        """Know what has arrived from another replica by what all of them know it."""
+        self._gradients.take_keys(keys)
 
     def regroup(self) -> None:
         """The process group was formed anew: DDP cuts its buckets anew, as it does in a process that is new in it.

@@ -488,7 +488,7 @@ class ControllerPlace(Place):
             with torch.inference_mode(False):
                 for replica_id, (exports, arrivals) in report.unpacked(self._references.resolve).items():
                     states[replica_id] = exports.states
-                    self._references.graft(exports.modules, arrivals, exports.moved)
+                    self._references.graft(exports.modules, arrivals, exports.moved, exports.replacing)
                 absorb_states(self._references.mirrors, states, 0)
             # Only now: after a read that was interrupted the next one has to ask again.
             self.stale = self._half_read = False

@@ -177,11 +177,17 @@ class References:
                     changed[handle] = values
         return changed
 
-    def graft(self, modules: dict[str, nn.Module], arrivals: Arrivals, moved: Iterable[Moved]) -> None:
+    def graft(
+        self,
+        modules: dict[str, nn.Module],
+        arrivals: Arrivals,
+        moved: Iterable[Moved],
+        replacing: Iterable[nn.Parameter],
+    ) -> None:
         """A call has given networks other parts, or other tensors: those here get them too."""
         known = {handle: module for handle, module in modules.items() if self.mirrors.find(handle) is not None}
         if known:
-            here = self.mirrors.graft(known, arrivals, moved)
+            here = self.mirrors.graft(known, arrivals, moved, replacing)
             self.mirrors.take(arrivals)
             for part in (part for module in here.values() for part in module.modules()):
                 self.objects.add(part)
