@@ -92,12 +92,12 @@ def _is_others(kind: type) -> bool:
     return any(f"{base.__module__}.".startswith(_OTHERS) for base in kind.__mro__)
 
 
-def set_attributes(module: nn.Module, changes: torch.Tensor) -> None:
-    """Give the network's parts the attributes that another process had."""
-    parts = list(module.modules())
+def set_attributes(parts: Sequence[nn.Module | None], changes: torch.Tensor) -> None:
+    """Give a network's parts, of which some may be gone, the attributes that another process had."""
     for i, values in pickle.loads(changes.numpy().tobytes()).items():
-        if i < len(parts):
-            vars(parts[i]).update(values)
+        part = parts[i] if i < len(parts) else None
+        if part is not None:
+            vars(part).update(values)
 
 
 def names_by_id(names: Iterable[tuple[str, object]]) -> dict[int, list[str]]:

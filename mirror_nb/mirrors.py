@@ -199,7 +199,8 @@ class Mirrors:
         By the names that whole networks have for them, too: their own part may be gone since.
         """
         places: dict[int, list[tuple[str, str]]] = {}
-        for handle, mark in self._marks.items():
+        # A copy: a network may go meanwhile.
+        for handle, mark in list(self._marks.items()):
             for name, tensor in zip(mark.names, mark.tensors, strict=True):
                 places.setdefault(id(tensor), []).append((handle, name))
         return places
@@ -420,6 +421,8 @@ class Mirrors:
             with torch.no_grad():
                 for name in state.keys() & there.keys():
                     _give(there[name], state[name])
+            if ATTRIBUTES in state:
+                set_attributes([reference() for reference in mark.parts], state[ATTRIBUTES])
             self._marks[handle] = replace(mark, versions=_versions(mark.tensors))
 
     def written(self, module: nn.Module) -> set[str]:
@@ -601,7 +604,7 @@ def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
             if name == FLAGS:
                 _set_flags(module, value.tolist())
             elif name == ATTRIBUTES:
-                set_attributes(module, value)
+                set_attributes(list(module.modules()), value)
             elif name in own:
                 # Others are Variables that are asked for by themselves, or that the other side alone has got since.
                 lazy.take_shape(own[name], value)

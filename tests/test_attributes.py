@@ -60,7 +60,7 @@ def test_what_has_changed_is_noticed_and_comes_to_a_copy(change: Callable[[Any],
     assert before.changed()
     told = before.since()
     assert told is not None
-    set_attributes(there, told)
+    set_attributes(list(there.modules()), told)
     assert plain(there) == plain(here)
     assert there.window.maxlen == 2  # type: ignore[union-attr]
     assert there.lists["new"] == []  # type: ignore[index]
@@ -73,11 +73,11 @@ def test_only_what_has_changed_comes_or_everything() -> None:
     here[1].p, there.losses = 0.25, [7.0]
     told = before.since()
     assert told is not None
-    set_attributes(there, told)
+    set_attributes(list(there.modules()), told)
     assert (there[1].p, there.losses) == (0.25, [7.0])
     everything = before.since(everything=True)
     assert everything is not None
-    set_attributes(there, everything)
+    set_attributes(list(there.modules()), everything)
     assert there.losses == [1.0]
 
 
@@ -128,5 +128,5 @@ def test_parts_that_another_process_has_not_are_skipped() -> None:
     here[2][1].own = 1
     told = before.since()
     assert told is not None
-    set_attributes(other := nn.Sequential(nn.ReLU()), told)
+    set_attributes(list((other := nn.Sequential(nn.ReLU())).modules()), told)
     assert not hasattr(other, "own")

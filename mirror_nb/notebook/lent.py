@@ -135,9 +135,9 @@ class Lent:
         for obj in objects if replicas else ():
             self._objects.mark_sent(obj)
             self._holders.setdefault(self.add(obj), set()).update(replicas)
-            for replica_id in replicas:
-                self._bereft.get(obj, {}).pop(replica_id, None)
             if isinstance(obj, torch.optim.Optimizer):
+                for replica_id in replicas:
+                    self._bereft.get(obj, {}).pop(replica_id, None)
                 self._states.have(obj)
 
     def forget_replica(self, replica_id: int) -> None:

@@ -184,11 +184,16 @@ class Namespace:
         loaded = []
         for handle, state in self.open(payload, slab).items():
             module = self.mirrors.find(handle)
-            if module is not None:
+            if module is None:
+                continue
+            # What was told last is not what the controller has any more.
+            self._sums.pop(handle, None)
+            if self.mirrors.outgrown(module):
+                # It has other parts here, of which the controller is yet to hear.
+                self.mirrors.take_left(module, state)
+            else:
                 load(module, state)
                 loaded.append(module)
-                # What was told last is not what the controller has any more.
-                self._sums.pop(handle, None)
         for module in loaded:
             # When all have their values: networks may share tensors.
             self.mirrors.mark(module)

@@ -63,7 +63,7 @@ class Objects:
 
         It may be in no network any more: another layer has come in the place of its own.
         """
-        for handle, trained in self._trained.items():
+        for handle, trained in list(self._trained.items()):
             for i, parameter in enumerate(trained):
                 if parameter() is obj:
                     return ("trained", handle, i)
