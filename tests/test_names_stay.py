@@ -67,6 +67,7 @@ def test_parameter_groups_from_the_notebook_reach_an_optimizer_in_a_container_an
     ("change", "there"),
     [
         (NEW, ["0.weight", "0.bias", "", "", "2.weight", "2.bias"]),
+        (f"a, b = net[2].parameters()\n{NEW}", ["0.weight", "0.bias", "", "", "2.weight", "2.bias"]),
         (
             "nn.utils.parametrizations.weight_norm(net[0]); "
             "optimizer.add_param_group({'params': [net[0].parametrizations.weight.original1]})",

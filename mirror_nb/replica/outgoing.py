@@ -196,9 +196,9 @@ class Outgoing:
             if part is obj:
                 return None
             token = None if any(part is other for other in self._underway) else self._reference(part)
-            token = token or self._known.trained_by_name(part)
             if token is None and id(part) in trained:
                 token = self._known.objects.trained(part)
+            token = token or self._known.trained_by_name(part)
             if token is None and (id(part) in trained or is_told(part)):
                 # Here and there it would be two.
                 nameless = "it is over a tensor that has no name of its own and is no network's"
