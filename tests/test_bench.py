@@ -421,6 +421,20 @@ mnb.MirroredStrategy(communication_options=mnb.CommunicationOptions())
     assert "shared_memory, buckets of 25 MiB" in ran.values[0]["ways"]
 
 
+def test_in_a_cell_the_op_in_use_may_be_among_those_that_are_measured(replicas):
+    source = """
+import torch
+import mirror_nb as mnb
+net = torch.nn.Linear(2, 1)
+mnb.bench.all_reduce(strategy, sizes=[4096], ops=[strategy.cross_device_ops, "gloo"], seconds=0.01)
+net(torch.full((1, 2), float(replica_id))).sum().backward()
+gradient = net.weight.grad.tolist()
+"""
+    ran = run_cell(replicas(2), source, timeout=60)
+    assert ran.report.clean, ran.report.failures
+    assert [values["gradient"] for values in ran.values.values()] == [[[0.5, 0.5]]] * 2
+
+
 # The magic
 
 

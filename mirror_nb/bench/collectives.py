@@ -257,9 +257,12 @@ def _measure(
     assert place.device is not None
     group = cast(dist.ProcessGroup, dist.group.WORLD)
     # Bound as one, so that they share memory also where the process group brings none.
-    together = AutoAllReduce(list(ops.values()))
+    before, together = place.communication, AutoAllReduce(list(ops.values()))
     together.bind(Member(place.replica_id, place.num_replicas, place.device, group))
     try:
         return {size: compare(ops, size // 4, seconds=seconds) for size in sizes}
     finally:
         together.unbind()
+        # In a cell, or a script of its own processes, one of them may be what gradients go through.
+        if dist.is_initialized():
+            place.communicate(before)
