@@ -435,6 +435,19 @@ gradient = net.weight.grad.tolist()
     assert [values["gradient"] for values in ran.values.values()] == [[[0.5, 0.5]]] * 2
 
 
+def test_steps_that_one_replica_makes_by_itself_are_none_of_the_trainings(replicas):
+    source = """
+import mirror_nb as mnb
+mnb.bench.steps(strategy, make, shape=(6,), ops=["gloo"], seconds=0.02)
+"""
+    pool = replicas(2)
+    timeline = pool.timeline()
+    timeline.forget()
+    assert run_cell(pool, source, {"make": make}, timeout=60).report.clean
+    timeline.update()
+    assert timeline.last_step == 0
+
+
 # The magic
 
 
