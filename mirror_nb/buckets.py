@@ -411,6 +411,9 @@ class History:
         elif used != predicted:
             last, times = self._surplus.get(self._previous, (used, 0))
             times = times + 1 if last == used else 1
+            if len(self._surplus) >= REMEMBERED and self._previous not in self._surplus:
+                # Where layers are left out at random, what follows what hardly ever comes again.
+                self._surplus.clear()
             self._surplus[self._previous] = (used, times)
             if times >= PATIENCE:
                 self._expect(used)
@@ -419,7 +422,7 @@ class History:
         self._previous = used
 
     def _expect(self, numbers: frozenset[int]) -> None:
-        if max(len(self._following), len(self._surplus)) >= REMEMBERED:
+        if len(self._following) >= REMEMBERED:
             self._following.clear()
             self._surplus.clear()
         self._surplus.pop(self._previous, None)

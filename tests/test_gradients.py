@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import sys
 import warnings
 from collections.abc import Callable
@@ -1138,3 +1139,11 @@ def test_what_is_remembered_has_a_bound() -> None:
     for i in range(1000):
         history.learn(frozenset({i, i * 7}))
     assert len(history._following) + len(history._surplus) <= 200
+
+
+def test_of_layers_that_are_left_out_at_random_not_every_turn_is_remembered() -> None:
+    history, dice = History(), random.Random(0)
+    for _ in range(1000):
+        history.learn(frozenset(dice.sample(range(20), 10)))
+    assert len(history._following) + len(history._surplus) <= 200
+    assert history.predict() == set(range(20))
