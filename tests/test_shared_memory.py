@@ -535,6 +535,15 @@ def side_by_side() -> tuple[Fabric, Fabric]:
     return Fabric(segment, 0, 2, DEADLINE), Fabric(segment, 1, 2, DEADLINE)
 
 
+def test_what_another_carries_is_counted_in_the_first_request_too() -> None:
+    ours, _ = side_by_side()
+    ours.mark()
+    ours.announce("gather", "", "a gather")
+    assert ours.begun() == {"gather": 1}
+    ours.mark()
+    assert not ours.begun()
+
+
 def test_who_waits_for_an_announcement_is_called_with_no_lock_held() -> None:
     ours, theirs = side_by_side()
     exchange, told = ours.announce("gather", "", "a gather"), Told(ours)

@@ -58,6 +58,8 @@ _HEADERS = 2 * SLOTS
 CALL_AFTER_SECONDS = 0.002
 _TOLD_BYTES = 1024
 # Of what a replica says of a collective that the others did not run.
+_NONE: Tally[str] = Tally()
+# Nobody adds to it.
 
 
 @final
@@ -324,7 +326,7 @@ class Fabric:
 
     def mark(self) -> None:
         """Count from here on."""
-        self._marked = self._begun.copy(), self._carried.copy() if self._carried else self._carried
+        self._marked = self._begun.copy(), self._carried.copy() if self._carried else _NONE
         self._issued_before = self._issued
 
     @property
