@@ -217,6 +217,18 @@ def test_where_memfds_are_forbidden_the_reason_is_told(monkeypatch) -> None:
         Segment.create(2**20)
 
 
+@pytest.mark.parametrize("kind", ["memfd", "file"])
+def test_where_a_process_may_map_no_more_that_is_told_and_nothing_is_left(kind: str, monkeypatch) -> None:
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("unable to mmap 1048576 bytes: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, "from_file", full)
+    before = os.listdir("/proc/self/fd"), list(Path("/dev/shm").glob(f"mirror_nb-{os.getpid()}-*"))
+    with pytest.raises(ReplicaError, match=r"1 MiB.*Cannot allocate memory"):
+        Segment.create(2**20, kind)
+    assert (os.listdir("/proc/self/fd"), list(Path("/dev/shm").glob(f"mirror_nb-{os.getpid()}-*"))) == before
+
+
 def test_without_memfds_the_replicas_share_a_file_in_dev_shm(doomed: Few) -> None:
     def use(gather: Any, replica_id: int, n: int) -> tuple[list[float], str]:
         create = Segment.create

@@ -75,8 +75,11 @@ class Segment:
         address = Address(machine(), path, nbytes)
         try:
             return Segment(_map(descriptor, nbytes), address, descriptor)
-        except BaseException:
+        except BaseException as reason:
             Segment(torch.empty(0), address, descriptor).withdraw()
+            if isinstance(reason, RuntimeError) and not isinstance(reason, MirrorError):
+                # From where this process may map no more: others wait to hear of it.
+                raise ReplicaError(f"process {os.getpid()} cannot map {size(nbytes)} more: {reason}") from reason
             raise
 
     @staticmethod
