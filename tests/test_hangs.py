@@ -216,6 +216,12 @@ SIZES_DIFFER = {
     "all_to_all_single": "dist.all_to_all_single(torch.ones(2 + 2 * replica_id), torch.ones(2 + 2 * replica_id))",
     "all_to_all_single with splits": "dist.all_to_all_single(torch.ones(4), torch.ones(3), [1, 3], [2, 1])",
     "all_to_all": "dist.all_to_all([torch.ones(2 + replica_id)] * 2, [torch.ones(2 + replica_id)] * 2)",
+    "all_to_all_single of other dtypes": (
+        "t = torch.ones(4, dtype=(torch.float32, torch.float64)[replica_id]); dist.all_to_all_single(t.clone(), t)"
+    ),
+    "all_to_all of other dtypes": (
+        "t = torch.ones(4, dtype=(torch.float32, torch.float64)[replica_id]); dist.all_to_all([t + 0, t + 0], [t, t])"
+    ),
     "all_gather": "t = torch.ones(2 + replica_id) > 0; dist.all_gather([t.clone(), t.clone()], t)",
     "all_gather_into_tensor": (
         "dist.all_gather_into_tensor(torch.ones(4 + 2 * replica_id) > 0, torch.ones(2 + replica_id) > 0)"

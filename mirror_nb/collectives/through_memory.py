@@ -44,6 +44,9 @@ _SAME_SIZE = {
 }
 # By collective, the places of those arguments of which every replica gives as many elements, of one dtype.
 
+_TO_EACH = frozenset({"all_to_all", "all_to_all_single"})
+# Collectives of whose tensors the replicas have to give the same dtype, and each its own sizes.
+
 _TO_ROOT = frozenset({"gather", "gather_into_tensor", "reduce"})
 
 _IN_ONE_PIECE = frozenset({"all_reduce", "all_to_all_single", "broadcast", "reduce", "reduce_scatter", "scatter"})
@@ -69,6 +72,8 @@ def alike(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     for place in _SAME_SIZE.get(label, ()):
         compared = given[place : place + 1]
         said += [f"{t.dtype} {t.numel()}" for t in pytree.tree_leaves(compared) if isinstance(t, Tensor)]
+    if label in _TO_EACH:
+        said += sorted({str(t.dtype) for t in pytree.tree_leaves(given[:2]) if isinstance(t, Tensor)})
     return " ".join(said)
 
 
@@ -118,7 +123,7 @@ def parts(label: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_replica
 
     -1 where the arguments make no sense: then the replicas differ, or all have what the carrier refuses.
     """
-    if label not in ("all_to_all", "all_to_all_single"):
+    if label not in _TO_EACH:
         return []
     output = _argument(args, kwargs, 0, "output", "output_tensor", "output_tensors")
     given = _argument(args, kwargs, 1, "input", "input_tensor", "input_tensors")
