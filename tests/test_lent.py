@@ -108,6 +108,16 @@ def test_a_scaler_has_one_scale_on_both_sides(run):
     assert run("%%mirrored\nscaler.get_scale()") == 2.0
 
 
+def test_a_scaler_of_the_users_own_class_may_keep_what_is_no_number(run):
+    run(
+        """%%mirrored
+class Remembers(torch.amp.GradScaler):
+    def state_dict(self): return {**super().state_dict(), "seen": ["a"]}
+scaler = Remembers("cpu", init_scale=4.0)"""
+    )
+    assert run("%%mirrored\nscaler.get_scale()") == 4.0
+
+
 @pytest.mark.parametrize("where", ["", "%%mirrored\n"])
 def test_a_scaler_that_the_replicas_have_used_is_updated_in_the_notebook(run, where):
     run(f"{where}scaler = torch.amp.GradScaler('cpu', init_scale=4.0)")

@@ -127,7 +127,9 @@ class Progress:
     def _sums_of_others(self) -> dict[str, int]:
         summed = {key: held for key, held in self._untrained().items() if sum(map(nbytes, held)) <= SUMMED_BYTES}
         for key, scaler in self._held(GradScaler).items():
-            summed[key] = [torch.tensor([*scaler.state_dict().values()], dtype=torch.float64, device="cpu")]
+            # A class of the user's may add what is no number.
+            numbers = GradScaler.state_dict(scaler).values()
+            summed[key] = [torch.tensor([*numbers], dtype=torch.float64, device="cpu")]
         sums = iter(checksums(itertools.chain(*summed.values())))
         return {key: mixed(itertools.islice(sums, len(held))) for key, held in summed.items()}
 
