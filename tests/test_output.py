@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import comm
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from IPython.utils.capture import capture_output
 from mirror_nb.devices import Device
 from mirror_nb.messages import ClearOutput, CommMessage, Display, Stream
 from mirror_nb.notebook.output import TAIL_CHARACTERS, TAIL_LINES, CellView, CommProxy, Folded, spans
+from mirror_nb.replica.shell import Comms
 
 DEVICES = [Device("cpu", i) for i in range(4)]
 
@@ -193,6 +195,24 @@ def test_a_front_ends_message_reaches_the_widgets_replica():
     sent: list[CommMessage] = []
     CommProxy("c1", sent.append).handle_msg({"content": {"comm_id": "c1"}, "buffers": [memoryview(b"x")]})
     assert sent == [CommMessage({"comm_id": "c1"}, (b"x",))]
+
+
+def test_what_a_callback_raises_is_logged_and_ends_no_replica(monkeypatch, caplog):
+    for name in ("create_comm", "get_comm_manager"):
+        monkeypatch.setattr(comm, name, getattr(comm, name))
+    emitted: list[Any] = []
+    comms = Comms(emitted.append)
+    opened = comm.create_comm("mine")
+
+    def answer(message: Any) -> None:
+        raise ValueError(f"no {message['content']['data']}, with {message['buffers']}")
+
+    opened.on_msg(answer)
+    comms.receive(CommMessage({"comm_id": opened.comm_id, "data": 5}, (b"x",)))
+    assert "ValueError: no 5, with [b'x']" in caplog.text
+    comms.receive(CommMessage({"comm_id": "another", "data": 5}, ()))
+    assert "another" not in caplog.text
+    assert [sent.kind for sent in emitted] == ["comm_open"]
 
 
 @pytest.mark.parametrize(

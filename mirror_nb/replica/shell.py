@@ -339,6 +339,9 @@ class Comms:
 
     def receive(self, message: CommMessage) -> None:
         """Hand a front end's message to its widget."""
-        target = self._manager.comms.get(message.content["comm_id"])
-        if target is not None:
-            target.handle_msg({"content": message.content, "buffers": list(message.buffers), "metadata": {}})
+        manager: Any = self._manager
+        if message.content["comm_id"] in manager.comms:
+            # As a kernel does: what a callback of the user's raises is logged, and ends nobody.
+            manager.comm_msg(
+                None, None, {"content": message.content, "buffers": list(message.buffers), "metadata": {}}
+            )
