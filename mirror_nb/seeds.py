@@ -60,7 +60,13 @@ _watched: list[Replaced] = []
 
 
 def _note(name: str, *args: Any, **kwargs: Any) -> None:
-    seed = next(iter((*args, *kwargs.values())), None)
+    seed = number_of(next(iter((*args, *kwargs.values())), None), torchs=name == "torch")
     # Others (None: by the clock) nobody can repeat; our own code puts back what it changes.
-    if isinstance(seed, SupportsIndex) and not called_by_us(1):
-        _seeded[name] = next(_count), operator.index(seed)
+    if seed is not None and not called_by_us(1):
+        _seeded[name] = next(_count), seed
+
+
+def number_of(seed: Any, *, torchs: bool) -> int | None:
+    """Return the whole number that a generator was seeded with, None where it was by something else."""
+    # torch takes 3.0 for 3.
+    return int(seed) if torchs else operator.index(seed) if isinstance(seed, SupportsIndex) else None

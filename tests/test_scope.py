@@ -237,6 +237,17 @@ def test_replica_i_goes_on_from_the_seed_plus_i() -> None:
         assert result == [float(torch.rand(1)), random.random(), float(np.random.rand())]
 
 
+def test_a_seed_that_torch_makes_a_whole_number_of_counts_as_that() -> None:
+    def cell(_: Scope) -> float:
+        torch.manual_seed(5.0)  # type: ignore[arg-type]
+        net()(torch.ones(2, 3))
+        return float(torch.rand(1))
+
+    for i, result in enumerate(on_each(cell)):
+        torch.manual_seed(5 + i)
+        assert result == float(torch.rand(1))
+
+
 def test_a_seeding_function_from_outside_the_scope_counts_too() -> None:
     seed = torch.manual_seed
     torch.manual_seed(0)

@@ -52,6 +52,12 @@ def test_each_seeding_is_told_with_its_seed_and_a_number_of_its_own():
     assert seeds.seeded() == again
 
 
+def test_what_torch_makes_a_whole_number_of_is_told_as_that():
+    for seed in (7.0, "7", np.float32(7)):
+        torch.manual_seed(seed)
+        assert seeds.seeded()["torch"][1] == 7
+
+
 def test_what_fit_seeds_in_this_process_is_not_told():
     torch.manual_seed(3)
     before = seeds.seeded()

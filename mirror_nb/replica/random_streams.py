@@ -14,11 +14,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import operator
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -114,10 +113,10 @@ class Streams:
 
     def seeded(self, names: frozenset[str], *args: object, **kwargs: object) -> None:
         """The user seeded these generators while the shared stream was live: the own one follows suit."""
-        seed = next(iter((*args, *kwargs.values())), None)
+        seed = seeds.number_of(next(iter((*args, *kwargs.values())), None), torchs=names <= _TORCH)
         for i, generator in enumerate(self._generators):
-            if generator.name in names and isinstance(seed, SupportsIndex):
-                self._other[i] = functools.partial(generator.plant, operator.index(seed), self._replica_id)
+            if generator.name in names and seed is not None:
+                self._other[i] = functools.partial(generator.plant, seed, self._replica_id)
         self._torch_seed = torch.initial_seed()
 
     def notice(self) -> None:
