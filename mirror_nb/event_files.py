@@ -58,6 +58,8 @@ _sent: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 # In the controller: its own writers that travelled, by key.
 _opened: dict[str, Any] = {}
 # Those that replicas have opened, by folder.
+_settings: dict[str, tuple[Any, ...]] = {}
+# With which replicas have opened theirs last, by folder: who writes alone has said so before it writes.
 
 
 def reduce_writer(obj: Any) -> tuple[Any, ...] | None:
@@ -166,6 +168,8 @@ class EventFiles:
 
     def take(self, replica_id: int, written: Written) -> None:
         """Write it, or keep it until it is known whether the first replica writes it too."""
+        if written.what == "open":
+            _settings[written.folder] = written.settings
         if replica_id == self._lead:
             self._write(written)
         if written.what != "event":
@@ -237,5 +241,5 @@ def _writer(written: Written) -> Any:
         return own
     if written.folder not in _opened and written.what in ("open", "event"):
         events: Any = importlib.import_module(_MODULE)
-        _opened[written.folder] = events.EventFileWriter(written.folder, *written.settings)
+        _opened[written.folder] = events.EventFileWriter(written.folder, *_settings.get(written.folder, ()))
     return _opened.get(written.folder)

@@ -98,6 +98,13 @@ def test_a_replica_alone_writes_what_it_has(run, tmp_path):
     assert scalars(tmp_path / "d") == {"x": [(0, 1)]}
 
 
+def test_a_writer_of_one_replica_alone_is_opened_as_that_has_asked(run, tmp_path):
+    run("%%mirrored\nif replica_id == 1: writer = SummaryWriter(runs + '/g', filename_suffix='.one')")
+    run("%%mirrored\nif replica_id == 1: writer.add_scalar('x', 1.0, 0)")
+    assert scalars(tmp_path / "g") == {"x": [(0, 1)]}
+    assert [name[-4:] for name in files(tmp_path / "g")] == [".one"]
+
+
 def test_folders_with_a_time_in_their_name_are_one(run, tmp_path):
     run("%%mirrored\nwriter = SummaryWriter(runs + '/e')\nwriter.add_hparams({'lr': 0.1}, {'accuracy': 0.5})")
     assert len([name for name in os.listdir(tmp_path / "e") if not name.startswith("events.")]) == 1
