@@ -261,7 +261,8 @@ class Recorder:
         self._write_arrived(self._writer)
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.device.type == "cuda":
-                self._bring(name, value.detach())
+                # Of several elements this raises here, and not in a later step.
+                self._bring(name, value.detach().reshape(()))
             else:
                 self._writer.scalar(name, float(value), self.step)
 

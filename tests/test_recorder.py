@@ -165,3 +165,17 @@ def test_the_last_losses_of_a_gpu_are_written_when_the_step_or_the_request_ends(
     recorder.end()
     losses = [(s.value, s.step) for s in decode(Reader(ring.descriptor).read()) if s.kind is Kind.SCALAR]
     assert losses == [(0.0, 1), (1.0, 2)]
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+def test_a_loss_of_several_elements_is_an_error_at_the_users_line(ring):
+    recorder = recording(ring, Slow())
+    for several, said in ((torch.ones(2), "only one element"), (torch.ones(2).as_subclass(OnGpu), "input of size 2")):
+        with pytest.raises((ValueError, RuntimeError), match=said):
+            recorder.log({"loss": several})
+    assert not recorder._pending
