@@ -166,9 +166,10 @@ def test_what_accumulates_is_a_function():
         ReductionToOneDevice(accumulation_fn="max")
 
 
-def test_a_crossover_is_not_below_zero():
-    with pytest.raises(UsageError, match="`crossover_bytes` is -1"):
-        SymmetricMemoryAllReduce(crossover_bytes=-1)
+@pytest.mark.parametrize("wrong", [-1, 1e6, "2M"])
+def test_a_crossover_is_a_whole_number_of_bytes(wrong):
+    with pytest.raises(UsageError, match=f"`crossover_bytes` is {wrong!r}"):
+        SymmetricMemoryAllReduce(crossover_bytes=wrong)
 
 
 # Options

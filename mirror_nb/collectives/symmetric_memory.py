@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, ClassVar, final
 
 import torch
@@ -49,8 +50,8 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
     _asked: tuple[Member, str | None] | None = None
 
     def __init__(self, crossover_bytes: int = 2 * 2**20) -> None:
-        if crossover_bytes < 0:
-            raise UsageError(f"`crossover_bytes` is {crossover_bytes}; it cannot be below 0")
+        if not isinstance(crossover_bytes, int | Integral) or crossover_bytes < 0:
+            raise UsageError(f"`crossover_bytes` is {crossover_bytes!r}; it must be a whole number, from 0 on")
         self.crossover_bytes = crossover_bytes
         self._copies = PeerCopies()
 
