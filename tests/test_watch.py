@@ -349,8 +349,9 @@ def test_wrong_calls_say_what_would_be_right(made, post, monkeypatch):
     watching = Watching()
     assert watching(pid=1) == 2
     assert f"process 1 has no strategy that trains; these have one: {os.getpid()}" in watching.err.getvalue()
-    assert watching(every=0.0) == 2
-    assert "--every 0: at least 0.1 seconds" in watching.err.getvalue()
+    for every, shown in ((0.0, "0"), (float("nan"), "nan"), (float("inf"), "inf")):
+        assert watching(every=every) == 2
+        assert f"--every {shown}: at least 0.1 seconds" in watching.err.getvalue()
 
 
 def test_without_a_driver_the_rest_is_shown_and_the_reason(made, post, monkeypatch):

@@ -27,7 +27,8 @@ HISTORY_SECONDS = 30
 # Of the devices' readings.
 SEARCH_SECONDS = 2.0
 # Between two searches: one takes some milliseconds with hundreds of processes.
-FASTEST = 0.1
+FASTEST, SLOWEST = 0.1, 86400.0
+# Seconds between two pictures.
 NONE_YET = (
     "no strategy of yours trains on this machine; one is seen from its start on (%mirror start in a notebook, "
     "strategy.run in a script, or python -m mirror_nb demo)"
@@ -134,8 +135,10 @@ def run(
 
 
 def _check(options: Options) -> None:
-    if options.every < FASTEST:
-        raise UsageError(f"--every {options.every:g}: at least {FASTEST:g} seconds are needed")
+    if not FASTEST <= options.every <= SLOWEST:
+        raise UsageError(
+            f"--every {options.every:g}: at least {FASTEST:g} seconds are needed, and at most {SLOWEST:g} are waited"
+        )
     pids = sorted({notice.pid for notice in find()})
     if options.pid is not None and options.pid not in pids:
         there = f"these have one: {', '.join(map(str, pids))}" if pids else NONE_YET
