@@ -243,6 +243,13 @@ class Steer:
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """Count steps on from this one, which others have done; read without an answer."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """Write telemetry into the ring whose descriptor rides beside; read by the control thread, without an answer."""
 
@@ -650,5 +657,7 @@ class Done:
     # trained on arguments which nobody has divided an empty name, and a print of its loss.
     collectives: int = -1
     # How many of the default group it has begun; -1: nobody has counted.
+    step: int = 0
+    # The number of the last step that it has done or left.
     interrupted: bool = False
     # KeyboardInterrupt was raised in the user's code; without a failure it was caught there.

@@ -95,6 +95,16 @@ class Recorder:
             self._gpu.forget()
         self.step, self._open = step, False
 
+    @property
+    def settled(self) -> int:
+        """The number of the last step that is not at work: the next one has the number after it."""
+        return self.step - self._open
+
+    def go_on_from(self, step: int) -> None:
+        """Others have done this step, and this replica has not: its next one is the one that follows."""
+        if self.settled < step:
+            self.step, self._open = step, False
+
     # ------------------------------------------------------------------ input
 
     def wanted(self) -> None:

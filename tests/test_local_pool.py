@@ -37,6 +37,7 @@ from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.recovery import recover
 from mirror_nb.pool.report import Death, Report
 from mirror_nb.strategies.mirrored import SETUP
+from mirror_nb.telemetry.samples import Kind, decode
 
 WAIT_IN_A_COLLECTIVE = "strategy.reduce('sum', 1.0)"
 HOLD_THE_GIL = (
@@ -1140,3 +1141,39 @@ def test_what_cuda_keeps_of_a_replica_goes_with_it():
         assert another.exists()
     finally:
         another.unlink()
+
+
+STEPS = """
+import torch
+weight = torch.nn.Parameter(torch.zeros(1))
+optimizer = torch.optim.SGD([weight], 0.1)
+for batch in {}:
+    weight.grad = torch.ones(1)
+    optimizer.step()
+"""
+DATA = "strategy.distribute_dataset(torch.zeros(4, 1), batch_size=2)"
+
+
+def test_steps_that_some_replicas_alone_have_done_are_left_out_by_the_others(replicas):
+    pool = replicas(2)
+    timeline = pool.timeline()
+    timeline.forget()
+    for batches, ids in (
+        ("range(1)", None),
+        ("range(3)", [0]),
+        (DATA, None),
+        ("range(1)", None),
+        ("range(2)", [1]),
+        ("range(2 - replica_id)", None),
+        (DATA, None),
+        ("range(1)", None),
+    ):
+        ran = run_cell(pool, STEPS.format(batches), replicas=ids)
+        assert ran.report.clean, ran.report.failures
+    timeline.update()
+    done = [[s.step for s in decode(timeline.samples(r)) if s.kind is Kind.STEP_ENDED] for r in range(2)]
+    first = done[0][0] - 1
+    assert [[step - first for step in steps] for steps in done] == [
+        [1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14],
+        [1, 5, 6, 7, 8, 9, 10, 12, 13, 14],
+    ]

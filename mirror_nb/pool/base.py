@@ -16,6 +16,7 @@ from mirror_nb import surroundings
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaError
 from mirror_nb.messages import (
+    Count,
     Follow,
     Form,
     Rendezvous,
@@ -56,6 +57,8 @@ class Pool(Followed):
         self._told: Surroundings | None = None
         # What the replicas know of that since.
         self._words = itertools.count(1)
+        self._step = 0
+        # The last one that some of the replicas have done.
 
     # ------------------------------------------------------------------ for the subclass
 
@@ -232,11 +235,20 @@ class Pool(Followed):
                 self.prepare()
                 report = Following(self, requests, slabs or {}, on_message, on_tick, timeout, interrupts).follow()
                 self.apart = self.apart or (not report.clean and any(map(trains_together, requests.values())))
+                self._count_on(report)
             # One that came after the last look.
             report.interrupted = interrupts.count > 0
             return report
         finally:
             self._busy.release()
+
+    def _count_on(self, report: Report) -> None:
+        """Have all go on from one step: some may have done steps that others have not, and new ones none."""
+        steps = {answer.done.step for answer in report.answers.values() if answer.done is not None}
+        latest = max(self._step, max(steps, default=0))
+        if steps - {latest} or (latest > self._step and len(report.answers) < self.size):
+            self.send(range(self.size), Count(latest))
+        self._step = latest
 
     def follow_controller(self) -> Report | None:
         """Have the replicas set what this process has set for all of its code, if that has changed since."""

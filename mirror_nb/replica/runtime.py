@@ -269,7 +269,7 @@ class Replica:
         grouped = self.identity.num_replicas == 1 or process_group.usable()
         written = files.taken()
         undivided = self.undivided.taken(self.namespace.names) if self.undivided is not None else ()
-        told = left, grouped, settings, lost, written, undivided, process_group.begun()
+        told = left, grouped, settings, lost, written, undivided, process_group.begun(), self.recorder.settled
         done = Done(request.number, failure, payload, seconds, bundle, *told)
         if packed is None or packed.slab is None:
             self.emit(done)

@@ -43,6 +43,7 @@ from mirror_nb.messages import (
     Abort,
     CommMessage,
     Communicate,
+    Count,
     Done,
     Exit,
     Form,
@@ -382,6 +383,8 @@ class _Process:
                 self._answer(question)
             case Steer():
                 self._steering.hear(message)
+            case Count(step):
+                self._recorder.go_on_from(step)
             case Record() if slab is not None:
                 self._recorder.open(Writer(slab))
                 os.close(slab)
