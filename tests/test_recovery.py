@@ -215,6 +215,15 @@ def test_a_scaler_that_was_left_before_its_update_goes_on_from_anothers(three, b
     assert [(v["found"]["scale"], v["found"]["_growth_tracker"]) for v in ran.values.values()] == [(8.0, 0)] * 3
 
 
+def test_a_scaler_that_is_not_enabled_is_in_nobodys_way(three):
+    run_cell(three, "off = torch.amp.GradScaler('cpu', enabled=False)")
+    run_cell(three, "raise OSError('on all')")
+    three.mend()
+    recover(three)
+    ran = run_cell(three, "state = off.state_dict()")
+    assert [values["state"] for values in ran.values.values()] == [{}] * 3
+
+
 def test_networks_that_no_optimizer_trains_and_that_differ_on_purpose_are_left_alone(three):
     run_cell(three, "own = nn.Linear(3, 1)\nwith torch.no_grad(): own.bias.fill_(replica_id)")
     run_cell(

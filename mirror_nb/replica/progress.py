@@ -248,14 +248,17 @@ _UNDERWAY = "underway"
 
 
 def _is_underway(scaler: GradScaler) -> bool:
-    return any(state["stage"] is not OptState.READY for state in scaler._per_optimizer_states.values())
+    # One that is not enabled keeps nothing of optimizers.
+    states = scaler._per_optimizer_states if scaler.is_enabled() else {}
+    return any(state["stage"] is not OptState.READY for state in states.values())
 
 
 def _take_scales(scaler: GradScaler, standing: dict[str, Any]) -> None:
     state = {name: value for name, value in standing.items() if name != _UNDERWAY}
-    if state:
+    if not state or not scaler.is_enabled():
         # One that is not enabled has none.
-        scaler.load_state_dict(state)
+        return
+    scaler.load_state_dict(state)
     if not standing[_UNDERWAY]:
         # As its `update` does.
         scaler._per_optimizer_states.clear()
