@@ -215,6 +215,39 @@ def test_a_scaler_that_was_left_before_its_update_goes_on_from_anothers(three, b
     assert [(v["found"]["scale"], v["found"]["_growth_tracker"]) for v in ran.values.values()] == [(8.0, 0)] * 3
 
 
+TRAINER = """
+class Trainer:
+    def __init__(self):
+        self.net = nn.Linear(3, 1)
+        self.optimizers = {"net": torch.optim.Adam(self.net.parameters(), 0.1)}
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers["net"], 1)
+    def step(self, stops=False):
+        self.optimizers["net"].zero_grad()
+        self.net(torch.ones(2, 3)).square().mean().backward()
+        if stops:
+            raise OSError("before the step, on one")
+        self.optimizers["net"].step()
+        self.scheduler.step()
+    def state(self):
+        moments = self.optimizers["net"].state_dict()["state"][0]
+        return self.net.weight.tolist(), moments["exp_avg"].tolist(), self.scheduler.state_dict()
+trainer = Trainer()
+trainer.step()
+"""
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+def test_optimizers_that_a_trainer_holds_are_brought_to_one_step_too(three, behind):
+    run_cell(three, TRAINER)
+    run_cell(three, f"trainer.step(replica_id == {behind})\nstrategy.reduce('sum', 1.0)")
+    three.mend()
+    recover(three)
+    for cell in ("state = trainer.state()", "trainer.step(); state = trainer.state()"):
+        ran = run_cell(three, cell)
+        first, *others = [values["state"] for values in ran.values.values()]
+        assert others == [first] * 2
+
+
 def test_a_scaler_that_is_not_enabled_is_in_nobodys_way(three):
     run_cell(three, "off = torch.amp.GradScaler('cpu', enabled=False)")
     run_cell(three, "raise OSError('on all')")

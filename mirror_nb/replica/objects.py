@@ -122,11 +122,15 @@ class Objects:
 
     def all(self) -> dict[str, Any]:
         """Return all of them, by handle."""
-        return {**self._kept, **self._made.all()}
+        return {**self._kept, **self.made()}
 
     def kept(self) -> dict[str, Any]:
         """Return those that the controller has sent, by handle."""
         return self._kept
+
+    def made(self) -> dict[str, Any]:
+        """Return those that cells have made, by handle."""
+        return self._made.all()
 
     def apply_settings(self, settings: Iterable[tuple[str, Any]]) -> None:
         """Take over what the controller changed."""
