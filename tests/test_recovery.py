@@ -221,6 +221,7 @@ class Trainer:
         self.net = nn.Linear(3, 1)
         self.optimizers = {"net": torch.optim.Adam(self.net.parameters(), 0.1)}
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers["net"], 1)
+        self.average = torch.optim.swa_utils.AveragedModel(self.net)
     def step(self, stops=False):
         self.optimizers["net"].zero_grad()
         self.net(torch.ones(2, 3)).square().mean().backward()
@@ -228,16 +229,18 @@ class Trainer:
             raise OSError("before the step, on one")
         self.optimizers["net"].step()
         self.scheduler.step()
+        self.average.update_parameters(self.net)
     def state(self):
         moments = self.optimizers["net"].state_dict()["state"][0]
-        return self.net.weight.tolist(), moments["exp_avg"].tolist(), self.scheduler.state_dict()
+        average = self.average.module.weight.tolist(), int(self.average.n_averaged)
+        return self.net.weight.tolist(), moments["exp_avg"].tolist(), self.scheduler.state_dict(), average
 trainer = Trainer()
 trainer.step()
 """
 
 
 @pytest.mark.parametrize("behind", [0, 2])
-def test_optimizers_that_a_trainer_holds_are_brought_to_one_step_too(three, behind):
+def test_what_a_trainer_holds_is_brought_to_one_step_too(three, behind):
     run_cell(three, TRAINER)
     run_cell(three, f"trainer.step(replica_id == {behind})\nstrategy.reduce('sum', 1.0)")
     three.mend()

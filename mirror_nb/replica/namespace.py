@@ -211,15 +211,14 @@ class Namespace:
     def held(self) -> dict[str, object]:
         """Return what this replica holds, by keys that are equal on all replicas.
 
-        Names; handles after a colon; and after a point those of optimizers and the like that cells made without names
-        of their own: a trainer's.
+        Names; handles after a colon; and after a point those of networks, optimizers and the like that cells have made
+        without names of their own: a trainer's.
         """
         # A copy: threads that a cell left running bind names too.
-        held = dict(self.names)
-        made = self.objects.made()
+        held = {**dict(self.names), **{f":{handle}": obj for handle, obj in self.objects.kept().items()}}
+        made = {**self.objects.made(), **dict(self.mirrors.roots())}
         named = set(map(id, held.values())) if made else ()
         held.update((f".{handle}", obj) for handle, obj in made.items() if id(obj) not in named)
-        held.update((f":{handle}", obj) for handle, obj in self.objects.kept().items())
         return held
 
     def open_call(self, payload: Payload, slab: int | None) -> tuple[Any, Arrivals]:

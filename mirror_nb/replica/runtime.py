@@ -177,7 +177,8 @@ class Replica:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters of the networks that are held here: `model.0.weight`, `0.weight` without a name."""
-        held = {k: m for k, m in self.namespace.held().items() if isinstance(m, nn.Module) and not k.startswith("_")}
+        found = self.namespace.held().items()
+        held = {k: m for k, m in found if isinstance(m, nn.Module) and not k.startswith(("_", "."))}
         parts = {id(part) for module in held.values() for part in module.modules() if part is not module}
         for key, module in held.items():
             if not key.startswith(":"):
