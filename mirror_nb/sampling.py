@@ -153,7 +153,12 @@ def random_streams(loader: DataLoader[Any]) -> dict[str, Stream]:
     A dataset's own are among them only where every replica loads the whole global batch; where it loads
     its share, what a dataset draws is meant to differ.
     """
-    streams = process_streams()
+    return process_streams() | held_streams(loader)
+
+
+def held_streams(loader: DataLoader[Any]) -> dict[str, Stream]:
+    """Those of `random_streams` that the loader and its samplers hold."""
+    streams: dict[str, Stream] = {}
     holders = {f"sampler {i}": sampler for i, sampler in enumerate(samplers(loader))}
     if isinstance(loader.dataset, IterableDataset):
         holders["dataset"] = loader.dataset

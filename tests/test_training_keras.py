@@ -256,6 +256,33 @@ keras.distribution.distribution, keras.distribution.set_distribution, TorchTrain
         assert abs(ran.values[replica_id]["weights"] - alone["weights"]).max() < 1e-5
 
 
+def test_a_callback_that_goes_by_a_clock_stops_all_replicas_of_a_cell_alike(replicas):
+    source = """
+import keras, numpy as np
+class Late(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        # One replica's clock is ahead.
+        if epoch == 1 + 2 * replica_id:
+            self.model.stop_training = True
+class LateStep(keras.callbacks.Callback):
+    def on_train_batch_end(self, step, logs=None):
+        if step == 2 + replica_id:
+            self.model.stop_training = True
+X = np.ones((8, 2), "float32")
+model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+epochs = model.fit(X, X[:, :1], epochs=9, verbose=0, callbacks=[Late()]).epoch
+before = int(model.optimizer.iterations.value)
+model.fit(X, X[:, :1], batch_size=1, verbose=0, callbacks=[LateStep()])
+steps = int(model.optimizer.iterations.value) - before
+"""
+    ran = run_cell(replicas(2), source)
+    assert ran.errors == {}
+    for replica_id in range(2):
+        assert ran.values[replica_id]["epochs"] == [0, 1]
+        assert ran.values[replica_id]["steps"] == 3
+
+
 def test_callbacks_that_write_files_run_on_the_first_replica_of_a_cell_alone(replicas, tmp_path):
     source = f"""
 import keras, numpy as np
@@ -489,6 +516,16 @@ def test_all_that_keras_takes_feeds_the_replicas(two, source, options):
     np.testing.assert_allclose(*outputs, atol=1e-6)
 
 
+def test_a_loaders_generator_stands_after_a_fit_where_one_device_leaves_it(two):
+    models = both(two, regressor)
+    for model in models:
+        shuffled = loader()
+        shuffled.generator = shuffled.sampler.generator = torch.Generator().manual_seed(3)
+        for _ in range(2):
+            model.fit(shuffled, epochs=2, verbose=0, shuffle=False)
+    assert_equal(*models)
+
+
 # ---------------------------------------------------------------------- callbacks
 
 
@@ -576,6 +613,89 @@ def test_a_callback_that_stops_an_evaluation_stops_that_one_alone(two, drawn_her
     assert [batch for what, batch in heard[0] if what == "test"] == [0, 1, 0, 1, 2]
     assert [batch for what, batch in heard[0] if what == "predict"] == [0, 1, 0, 1, 2]
     np.testing.assert_allclose(scores[1], scores[0], atol=2e-4)
+
+
+@pytest.mark.parametrize("drawn_here", [False, True], ids=["arrays", "a generator"])
+def test_each_validation_begins_with_the_first_batch_as_on_one_device(two, drawn_here):
+    alone, mirrored = both(two, regressor)
+    found = []
+    for model in (alone, mirrored):
+        data, size = (batches_of(X, VALUES), None) if drawn_here else ((X, VALUES), 4)
+        options = {"validation_data": data, "validation_batch_size": size, "validation_steps": 2}
+        fit = {"epochs": 3, "verbose": 0, "batch_size": 8, **options}
+        found.append(seeded(lambda model=model, fit=fit: model.fit(X, VALUES, **fit)).history)
+    for name in found[0]:
+        np.testing.assert_allclose(found[1][name], found[0][name], atol=1e-6, err_msg=name)
+
+
+class Asking(keras.callbacks.Callback):
+    """Evaluates and predicts with the model that is trained, and with another one."""
+
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self.other = other
+        self.found: list[float] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        for model in (self.model, self.other):
+            self.found += model.evaluate(X[:10], VALUES[:10], verbose=0)
+            self.found += np.ravel(model.predict(X[:3], verbose=0)).tolist()
+
+
+def test_a_callback_evaluates_and_predicts_in_the_middle_of_a_fit(two):
+    found = []
+    models, others = both(two, regressor), both(two, regressor)
+    for model, other in zip(models, others, strict=True):
+        asking = Asking(other)
+        history = seeded(
+            lambda model=model, asking=asking: model.fit(
+                X, VALUES, epochs=3, batch_size=8, verbose=0, validation_split=0.2, callbacks=[asking]
+            )
+        )
+        found.append([*asking.found, *history.history["loss"], *history.history["val_loss"], *torch.rand(3).tolist()])
+    np.testing.assert_allclose(found[1], found[0], atol=1e-5)
+    assert_equal(*models)
+
+
+def test_an_error_in_what_a_callback_asks_for_leaves_the_fit_as_it_was(two):
+    class Mistaken(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            with pytest.raises(Exception, match=r"shape|matmul|incompatible"):
+                self.model.evaluate(X[:, :3], VALUES, verbose=0)
+
+    alone, mirrored = both(two, regressor)
+    for model in (alone, mirrored):
+        model.fit(X, VALUES, epochs=2, verbose=0, shuffle=False, callbacks=[Mistaken()])
+    assert_equal(mirrored, alone)
+
+
+def test_a_fit_that_is_stopped_before_its_first_step_does_that_one_as_on_one_device(two):
+    def stop(epoch: int, logs: Any = None) -> None:
+        model.stop_training = epoch == 1
+
+    models = both(two, regressor)
+    for model in models:
+        stopping = keras.callbacks.LambdaCallback(on_epoch_begin=stop)
+        keras.utils.set_random_seed(7)
+        model.fit(X, VALUES, epochs=3, batch_size=8, verbose=0, callbacks=[stopping])
+    assert [int(model.optimizer.iterations.value) for model in models] == [6, 6]
+    assert_equal(*models)
+
+
+@pytest.mark.skipif(not hasattr(keras.config, "set_max_epochs"), reason="this Keras has no such limits")
+def test_kerass_own_limits_hold_on_the_replicas(two):
+    keras.config.set_max_epochs(2)
+    keras.config.set_max_steps_per_epoch(3)
+    models = both(two, regressor)
+    try:
+        for model in models:
+            with pytest.warns(UserWarning, match="Limiting epochs to 2"):
+                seeded(lambda model=model: model.fit(X, VALUES, epochs=4, batch_size=4, verbose=0))
+    finally:
+        keras.config.set_max_epochs(None)
+        keras.config.set_max_steps_per_epoch(None)
+    assert [int(model.optimizer.iterations.value) for model in models] == [6, 6]
+    assert_equal(*models)
 
 
 def test_what_a_callback_writes_reaches_the_replicas(two):

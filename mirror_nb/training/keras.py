@@ -37,6 +37,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError, users_level
+from mirror_nb.sampling import held_streams
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import get_strategy, has_strategy, require_cross_replica
 from mirror_nb.training import keras_job
@@ -142,6 +143,10 @@ class Team(ABC):
         """Return what each replica predicted in the latest `go`."""
 
     @abstractmethod
+    def every(self, value: Any) -> list[Any]:
+        """Return the value here, or on a replica that of each."""
+
+    @abstractmethod
     def pull(self) -> None:
         """Bring the values of the one logical model into the model here."""
 
@@ -170,9 +175,22 @@ class Team(ABC):
         """Return a context in which random numbers are alike wherever this is asked."""
 
 
+@final
+class _Known:
+    """What is known of a model in the controller."""
+
+    def __init__(self) -> None:
+        self.token = f"keras {next(_tokens)}"
+        # The name that it goes by on the replicas.
+        self.copies = Copies()
+        # What these have of it.
+        self.under_way = 0
+        # A fit, and what its callbacks have called: an evaluate, say.
+
+
 _tokens = itertools.count()
-_copies: weakref.WeakKeyDictionary[Any, tuple[str, Copies]] = weakref.WeakKeyDictionary()
-# Of models in the controller: the name they go by on the replicas, and what these have.
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+# Of models in the controller.
 _released: weakref.WeakKeyDictionary[Strategy, list[str]] = weakref.WeakKeyDictionary()
 
 
@@ -186,18 +204,22 @@ class _Commanded(Team):
         self._strategy = strategy
         self._place = strategy._place
         self._model = model
-        if model not in _copies:
-            token = f"keras {next(_tokens)}"
-            _copies[model] = token, Copies()
-            weakref.finalize(model, _released.setdefault(strategy, []).append, token)
-        self._token, self._copies = _copies[model]
-        self._known: dict[int, int] = {}
+        if model not in _known:
+            _known[model] = _Known()
+            weakref.finalize(model, _released.setdefault(strategy, []).append, _known[model].token)
+        self._about = _known[model]
+        self._copies = self._about.copies
+        self._which = self._about.token, self._about.under_way
+        # Of the model, and of what is under way with it.
+        self._versions: dict[int, int] = {}
         self._outputs: list[list[Any]] = []
+        self._data: list[Any] = []
+        # What it trains on, and what it evaluates.
 
     def start(self, work: Work) -> None:
         gone = _released.get(self._strategy, [])
         told = tuple(gone)
-        has = self._place.command(keras_job.has, (self._strategy, self._token, told), changes=False)
+        has = self._place.command(keras_job.has, (self._strategy, self._about.token, told), changes=False)
         # Not all: meanwhile others may have gone.
         del gone[: len(told)]
         if not all(has):
@@ -205,13 +227,13 @@ class _Commanded(Team):
         # Of a model that strategy.run has used the replicas have newer values: reading it brings them.
         next(self._model.parameters(), None)
         parcel = self._copies.pack(self._model)
-        # As bytes: a tensor would go to the replica's device.
-        order = torch.get_rng_state().numpy().tobytes()
         try:
-            self._place.command(keras_job.start, (self._strategy, self._token, parcel, work, order), changes=False)
+            self._place.command(keras_job.start, (self._strategy, self._which, parcel, work), changes=False)
         except BaseException:
             self._copies.forget()
             raise
+        self._about.under_way += 1
+        self._data = [source and source.arguments.get("x") for source in (work.source, work.validation)]
 
     def go(
         self, what: str, steps: int | None, tell: Callable[[Progress], None] | None, feeder: Feeder | None
@@ -225,29 +247,36 @@ class _Commanded(Team):
     def _command(
         self, what: str, steps: int | None, tell: Callable[[Progress], None] | None, chunk: Chunk | None
     ) -> Progress:
-        arguments = (self._strategy, self._token, what, steps, tell is not None, chunk)
-        results: list[Progress] = self._place.command(keras_job.go, arguments, changes=False, on_note=tell or _unheard)
-        for outputs, progress in zip(self._outputs, results, strict=True):
+        # As bytes: a tensor would go to the replica's device.
+        order = torch.get_rng_state().numpy().tobytes()
+        arguments = (self._strategy, self._which, what, steps, tell is not None, chunk, order)
+        results = self._place.command(keras_job.go, arguments, changes=False, on_note=tell or _unheard)
+        for outputs, (progress, _) in zip(self._outputs, results, strict=True):
             outputs += progress.outputs
-        return results[0]
+        torch.set_rng_state(results[0][1])
+        first: Progress = results[0][0]
+        return first
 
     def outputs(self, progress: Progress) -> list[list[Any]]:
         return self._outputs
 
+    def every(self, value: Any) -> list[Any]:
+        return [value]
+
     def pull(self) -> None:
-        values = self._place.command(keras_job.pull, (self._strategy, self._token, self._known), changes=False)[0]
+        values = self._place.command(keras_job.pull, (self._strategy, self._which, self._versions), changes=False)[0]
         variables = variables_of(self._model)
         with torch.no_grad():
             for i, (version, value) in values.items():
                 variables[i].value.copy_(value)
-                self._known[i] = version
+                self._versions[i] = version
                 self._copies.same(variables[i].value)
 
     def push(self) -> None:
         variables = variables_of(self._model)
         written = {i: v.value.detach() for i, v in enumerate(variables) if self._copies.changed(v.value)}
         if written:
-            self._place.command(keras_job.push, (self._strategy, self._token, written), changes=False)
+            self._place.command(keras_job.push, (self._strategy, self._which, written), changes=False)
             for i in written:
                 self._copies.same(variables[i].value)
 
@@ -255,21 +284,23 @@ class _Commanded(Team):
         self.push()
 
     def stop(self, what: str) -> None:
-        self._place.command(keras_job.stop, (self._strategy, self._token, what), changes=False)
+        self._place.command(keras_job.stop, (self._strategy, self._which, what), changes=False)
 
     def finish(self) -> None:
-        self._place.command(keras_job.finish, (self._strategy, self._token), changes=False)
+        self._place.command(keras_job.finish, (self._strategy, self._which), changes=False)
 
     def end(self, failed: bool) -> None:
+        self._about.under_way -= 1
         if not failed:
-            order = self._place.command(keras_job.end, (self._strategy, self._token), changes=False)[0]
-            if order is not None:
-                torch.set_rng_state(order)
+            found = self._place.command(keras_job.end, (self._strategy, self._which), changes=False)[0]
+            for x, states in zip(self._data, found, strict=False):
+                for name, state in states.items():
+                    held_streams(x)[name].set(state)
             return
         # After an interrupt the replicas may differ by a step: the first one's are the values, here and from now on.
         try:
             self.pull()
-            self._place.command(keras_job.end, (self._strategy, self._token), changes=False)
+            self._place.command(keras_job.end, (self._strategy, self._which), changes=False)
         except Exception as reason:
             warnings.warn(
                 f"the Keras model keeps the values that were last read here: {reason}", stacklevel=users_level()
@@ -313,6 +344,9 @@ class _Peers(Team):
 
     def outputs(self, progress: Progress) -> list[list[Any]]:
         return self._seat.collect(progress.outputs)
+
+    def every(self, value: Any) -> list[Any]:
+        return self._seat.collect(value)
 
     def pull(self) -> None:
         # The values are here, each replica's own statistics too.
@@ -367,14 +401,18 @@ def _at_work(team: Team, work: Work) -> Iterator[None]:
 class Feeder:
     """Draws global batches in the controller, from what cannot travel: generators, tf.data, grain."""
 
-    def __init__(self, iterator: Any) -> None:
+    def __init__(self, iterator: Any, anew: bool = False) -> None:
+        """`anew`: each epoch begins with the first batches that there are, as Keras evaluates."""
         self._iterator = iterator
+        self._anew = anew
         self._steps: Iterator[Any] | None = None
         self._next: Any = None
 
     def chunk(self, steps: int | None) -> Chunk:
         """Return the next batches of the epoch, at most so many; a new epoch begins after the last."""
         if self._steps is None:
+            if self._anew:
+                self._iterator.reset()
             self._steps = iter(self._iterator.enumerate_epoch())
             self._next = next(self._steps, None)
         items: list[Any] = []
@@ -390,7 +428,9 @@ class Feeder:
         self._steps = None
 
 
-def _source(team: Team, model: Any, arguments: dict[str, Any]) -> tuple[Source, Feeder | None, Any]:
+def _source(
+    team: Team, model: Any, arguments: dict[str, Any], anew: bool = False
+) -> tuple[Source, Feeder | None, Any]:
     """Return what the replicas make their batches from, or what feeds them, and Keras's iterator over it."""
     accepted = inspect.signature(keras_job.epoch_iterator_class()).parameters
     arguments = {name: value for name, value in arguments.items() if name in accepted}
@@ -398,7 +438,9 @@ def _source(team: Team, model: Any, arguments: dict[str, Any]) -> tuple[Source, 
     iterator = keras_job.epoch_iterator(arguments)
     if isinstance(team, _Commanded) and not _travels(arguments.get("x")):
         iterator.reset()
-        return Source({}, pushed=True), Feeder(iterator), iterator
+        return Source({}, pushed=True), Feeder(iterator, anew), iterator
+    # Keras may have a limit of its own, which is set in this process alone.
+    arguments["steps_per_epoch"] = iterator.steps_per_epoch
     return Source(arguments), None, iterator
 
 
@@ -445,6 +487,10 @@ def _fit(
     validation_freq: Any,
 ) -> Any:
     model._assert_compile_called("fit")
+    most = getattr(of_keras("backend.config"), "max_epochs", lambda: None)()
+    if most and most < epochs:
+        warnings.warn(f"Limiting epochs to {most}", stacklevel=users_level())
+        epochs = most
     unpack = of_keras("trainers.data_adapters.data_adapter_utils").unpack_x_y_sample_weight
     if validation_split and validation_data is None:
         split = of_keras("trainers.data_adapters.array_slicing").train_validation_split
@@ -457,7 +503,7 @@ def _fit(
     if validation_data is not None:
         size = validation_batch_size or batch_size
         wanted = _arguments(*unpack(validation_data), batch_size=size, steps=validation_steps)
-        validation, validation_feeder, _ = _source(team, model, wanted)
+        validation, validation_feeder, _ = _source(team, model, wanted, anew=True)
     with team.shared():
         model._symbolic_build(iterator=iterator)
     iterator.reset()
@@ -480,7 +526,7 @@ def _fit(
                 logs = {**logs, **{f"val_{name}": value for name, value in found.items()}}
             hooks.read()
             hooks.call("on_epoch_end", epoch, logs)
-            if model.stop_training:
+            if hooks.stopped("train"):
                 break
         if epochs > 0:
             team.finish()
@@ -600,6 +646,13 @@ class _Hooks:
         getattr(self._list, name)(*args)
         self._team.push()
 
+    def stopped(self, what: str) -> bool:
+        """Whether a callback has ended this: on one replica for all, since it may go by a clock."""
+        asked = bool(getattr(self._model, _STOPS[what], False))
+        stopped = any(self._team.every(asked))
+        setattr(self._model, _STOPS[what], stopped)
+        return stopped
+
     def read(self) -> None:
         """Bring the values here, if a callback may look at them."""
         if self._reads:
@@ -607,7 +660,8 @@ class _Hooks:
 
     def steps(self, what: str, feeder: Feeder | None, silent: bool = False) -> dict[str, Any]:
         """Go through one epoch; return its logs."""
-        if self._stepwise[what]:
+        # One that has been ended before its first step does that one, as in Keras.
+        if self._stepwise[what] or self.stopped(what):
             return self._step_by_step(what, feeder)
         bar = None if silent or self._bar is None else getattr(self._bar, _BATCH_HOOKS[what][-1])
         progress = self._team.go(what, None, _shown_by(bar), feeder)
@@ -628,7 +682,7 @@ class _Hooks:
             outputs = {"outputs": _joined(self.outputs[-1:])} if what == "predict" else progress.logs
             self.call(end, progress.step, outputs)
             step, over, logs = progress.step + 1, progress.over, progress.logs
-            if not over and getattr(self._model, _STOPS[what], False):
+            if self.stopped(what) and not over:
                 over = True
                 self._team.stop(what)
                 if feeder is not None:

@@ -23,10 +23,12 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 from mirror_nb.batches import share_of
 from mirror_nb.errors import UsageError
 from mirror_nb.replica.whole import whole
+from mirror_nb.sampling import held_streams
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.training.keras_travel import Arrived, Parcel
 
@@ -144,7 +146,7 @@ class Trainee:
     def evaluate(self, steps: int | None, tell: Callable[[Progress], None] | None, chunk: Chunk | None) -> Progress:
         """Likewise without training, on the validation data where there are such."""
         source = self._evaluated()
-        if source.begin(chunk):
+        if source.begin(chunk, anew=True):
             self.model.reset_metrics()
         self.model.eval()
         return self._go(source, self.model.test_function, steps, tell, training=False)
@@ -293,6 +295,10 @@ class Trainee:
         if self._kind == "fit" and hasattr(optimizer, "finalize_variable_values"):
             optimizer.finalize_variable_values(self.model.trainable_weights)
 
+    def generators(self) -> list[dict[str, Any]]:
+        """Return, of what it trains on and what it evaluates, where the generators stand that these hold."""
+        return [{} if source is None else generators_of(source.x) for source in (self._main, self._validation)]
+
     def leave(self) -> None:
         """Make the model as it is without us."""
         self._shift_seeds(-1)
@@ -326,25 +332,28 @@ class _Batches:
     """The global batches of one source, epoch after epoch; one is drawn ahead, to know whether it is the last."""
 
     def __init__(self, source: Source, randomness: Callable[[], AbstractContextManager[None]]) -> None:
-        self._source = source
+        self.x = source.arguments.get("x")
         self._randomness = randomness
         self._iterator = None if source.pushed else epoch_iterator(source.arguments)
-        if self._iterator is not None:
-            with randomness():
-                self._iterator.reset()
         self._steps: Iterator[Any] | None = None
         self._next: tuple[int, Any] | None = None
         self._last = True
         # No other chunk follows the one at hand in this epoch.
         self.over = True
 
-    def begin(self, chunk: Chunk | None) -> bool:
-        """Begin an epoch, unless one is under way; tell whether one began."""
+    def begin(self, chunk: Chunk | None, anew: bool = False) -> bool:
+        """Begin an epoch, unless one is under way; tell whether one began.
+
+        `anew`: with the source's first batch, also where the epoch before was left at another, as Keras evaluates.
+        """
         began = self.over
         if chunk is not None:
             self._steps, self._last = iter(chunk.items), chunk.last
         elif began:
             assert self._iterator is not None
+            if anew or self._steps is None:
+                with self._randomness():
+                    self._iterator.reset()
             self._steps = self._iterator.enumerate_epoch()
         if chunk is not None or began:
             self._next = self._drawn()
@@ -365,6 +374,11 @@ class _Batches:
         with self._randomness():
             item = next(self._steps, None)
         return None if item is None else numbered(item)
+
+
+def generators_of(x: Any) -> dict[str, Any]:
+    """Return the states of the random generators that a DataLoader and its samplers hold, by name."""
+    return {name: stream.get() for name, stream in held_streams(x).items()} if isinstance(x, DataLoader) else {}
 
 
 def numbered(item: Any) -> tuple[int, Any]:
@@ -517,8 +531,9 @@ class _Kept:
 
     def __init__(self) -> None:
         self.arrived = Arrived()
-        self.trainee: Trainee | None = None
-        self.order: torch.Tensor | None = None
+        self.trainees: list[Trainee] = []
+        # Of what is under way: a fit, and what its callbacks have called.
+        self.order = torch.empty(0, dtype=torch.uint8)
         # State of the controller's random generator, from which orders of examples are drawn.
 
 
@@ -530,21 +545,25 @@ def has(strategy: Any, token: str, released: tuple[str, ...]) -> bool:
     return token in jobs
 
 
-def start(strategy: Any, token: str, parcel: Parcel, work: Work, order: bytes) -> None:
-    """Take the model and what it is to do; orders of examples are drawn from the random state `order`."""
+Which = tuple[str, int]
+# A model's name, and how many other things are under way with it, whose callbacks have asked for this one.
+
+
+def start(strategy: Any, which: Which, parcel: Parcel, work: Work) -> None:
+    """Take the model and what it is to do."""
     place = strategy._place
     seat: Seat = place.seat
+    token, before = which
     kept: _Kept = seat.jobs.setdefault(token, _Kept())
+    del kept.trainees[before:]
     with on_device(seat.device):
         model = kept.arrived.open(parcel, seat.device)
         # Registers Keras's variables as parameters, where that is not done.
         next(model.parameters(), None)
         place.mirror(model)
-        kept.order = torch.frombuffer(bytearray(order), dtype=torch.uint8)
 
         @contextlib.contextmanager
         def randomness() -> Iterator[None]:
-            assert kept.order is not None
             with seat.shared_randomness():
                 own = torch.get_rng_state()
                 torch.set_rng_state(kept.order)
@@ -554,67 +573,80 @@ def start(strategy: Any, token: str, parcel: Parcel, work: Work, order: bytes) -
                     kept.order = torch.get_rng_state()
                     torch.set_rng_state(own)
 
-        kept.trainee = Trainee(seat, model, work, randomness)
-        kept.trainee.prepare()
+        trainee = Trainee(seat, model, work, randomness)
+        kept.trainees.append(trainee)
+        trainee.prepare()
 
 
-def go(strategy: Any, token: str, what: str, steps: int | None, tell: bool, chunk: Chunk | None) -> Progress:
-    """Train, evaluate or predict for so many steps; replica 0 tells how far it is, if asked to."""
+def go(
+    strategy: Any, which: Which, what: str, steps: int | None, tell: bool, chunk: Chunk | None, order: bytes
+) -> tuple[Progress, torch.Tensor | None]:
+    """Train, evaluate or predict for so many steps; replica 0 tells how far it is, if asked to.
+
+    Orders of examples are drawn from the random state `order`; replica 0 returns it as it is then.
+    """
     seat: Seat = strategy._place.seat
-    trainee = _trainee(seat, token)
+    trainee = _trainee(seat, which)
+    kept: _Kept = seat.jobs[which[0]]
+    kept.order = torch.frombuffer(bytearray(order), dtype=torch.uint8)
     with on_device(seat.device):
         step: Callable[..., Progress] = getattr(trainee, what)
-        return step(steps, seat.note if tell and seat.replica_id == 0 else None, chunk)
+        progress = step(steps, seat.note if tell and seat.replica_id == 0 else None, chunk)
+    return progress, None if seat.replica_id else kept.order
 
 
-def stop(strategy: Any, token: str, what: str) -> None:
+def stop(strategy: Any, which: Which, what: str) -> None:
     """A callback has ended the epoch before its last batch."""
     seat: Seat = strategy._place.seat
     with on_device(seat.device):
-        _trainee(seat, token).stop(what)
+        _trainee(seat, which).stop(what)
 
 
-def finish(strategy: Any, token: str) -> None:
+def finish(strategy: Any, which: Which) -> None:
     """The last epoch is over."""
     seat: Seat = strategy._place.seat
     with on_device(seat.device):
-        _trainee(seat, token).finish()
+        _trainee(seat, which).finish()
 
 
-def pull(strategy: Any, token: str, known: dict[int, int]) -> dict[int, tuple[int, torch.Tensor]]:
+def pull(strategy: Any, which: Which, known: dict[int, int]) -> dict[int, tuple[int, torch.Tensor]]:
     """Return, from replica 0, the variables that were written to since their versions were `known`."""
     seat: Seat = strategy._place.seat
-    with _trainee(seat, token).as_one() as variables:
+    with _trainee(seat, which).as_one() as variables:
         if seat.replica_id:
             return {}
         values = [variable.value.detach() for variable in variables]
         return {i: (v._version, v.clone()) for i, v in enumerate(values) if known.get(i) != v._version}
 
 
-def push(strategy: Any, token: str, values: dict[int, torch.Tensor]) -> None:
+def push(strategy: Any, which: Which, values: dict[int, torch.Tensor]) -> None:
     """Take values that were written in the controller."""
     seat: Seat = strategy._place.seat
-    with _trainee(seat, token).as_one() as variables, torch.no_grad():
+    with _trainee(seat, which).as_one() as variables, torch.no_grad():
         for i, value in values.items():
             variables[i].value.copy_(value)
 
 
-def end(strategy: Any, token: str) -> torch.Tensor | None:
-    """Let go of the data; the model stays. Returns the random state that orders were drawn from, as it is now."""
+def end(strategy: Any, which: Which) -> list[dict[str, Any]]:
+    """Let go of the data; the model stays. Returns where the generators of loaders stand now, on replica 0."""
     seat: Seat = strategy._place.seat
+    token, before = which
     kept: _Kept | None = seat.jobs.get(token)
-    if kept is None or kept.trainee is None:
-        return None
-    kept.trainee.leave()
-    kept.trainee = None
-    return kept.order
+    if kept is None or len(kept.trainees) <= before:
+        return []
+    trainee = kept.trainees[before]
+    trainee.leave()
+    del kept.trainees[before:]
+    return [] if seat.replica_id else trainee.generators()
 
 
-def _trainee(seat: Seat, token: str) -> Trainee:
+def _trainee(seat: Seat, which: Which) -> Trainee:
+    token, before = which
     kept = seat.jobs.get(token)
-    if kept is None or kept.trainee is None:
+    if kept is None or len(kept.trainees) <= before:
         raise UsageError(f"replica {seat.replica_id} has lost the Keras model it worked on; call fit again")
-    return kept.trainee
+    found: Trainee = kept.trainees[before]
+    return found
 
 
 @contextlib.contextmanager

@@ -18,10 +18,10 @@ from mirror_nb.errors import UsageError
 from mirror_nb.sampling import (
     describe,
     draws_only_at_first,
+    held_streams,
     index_sampler,
     iterates_plainly,
     length_of,
-    random_streams,
 )
 from mirror_nb.training.shares import (
     Agree,
@@ -34,8 +34,6 @@ from mirror_nb.training.shares import (
     permutation,
 )
 
-_GLOBAL = ("torch", "random", "numpy")
-# The names that `random_streams` gives to the process's own streams.
 _END: Any = object()
 
 
@@ -160,10 +158,10 @@ class LoaderFeed(Feed):
 
     def _held(self) -> dict[str, Any]:
         """The states of the generators that the loader and its samplers hold."""
-        return {name: stream.get() for name, stream in random_streams(self._loader).items() if name not in _GLOBAL}
+        return {name: stream.get() for name, stream in held_streams(self._loader).items()}
 
     def _hold(self, states: dict[str, Any]) -> None:
-        streams = random_streams(self._loader)
+        streams = held_streams(self._loader)
         for name, state in states.items():
             streams[name].set(state)
 
