@@ -151,6 +151,26 @@ def test_an_optimizer_that_was_given_whole_is_its_class_and_arguments(path):
     assert [again.optimizer.param_groups[0][name] for name in ("lr", "weight_decay")] == [0.02, 0.3]
 
 
+@pytest.mark.parametrize("n", [0, 2])
+@pytest.mark.parametrize("some", [slice(2, None), slice(None, None, -1)], ids=["the last layer's", "backwards"])
+def test_an_optimizer_of_some_parameters_is_of_the_same_ones(n, some, strategies, path):
+    def model_of(strategy: Any) -> mnb.Model:
+        with scope(strategy):
+            model = mnb.Model(network())
+            optimizer = torch.optim.SGD(list(model.parameters())[some], lr=0.1, momentum=0.9)
+        model.compile(optimizer, "cross_entropy")
+        return model
+
+    expected = fitted(model_of(None), 4)
+    model = model_of(strategies(n))
+    fitted(model, 2)
+    for _ in range(2):
+        model.save(path)
+        with scope(strategies(n)):
+            model = mnb.load_model(path)
+    assert_equal(fitted(model, 4, 2), expected, exactly=n == 0)
+
+
 def test_without_compile_there_is_no_optimizer(path):
     compiled().save(path)
     assert mnb.load_model(path, compile=False).optimizer is None

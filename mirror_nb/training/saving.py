@@ -42,7 +42,7 @@ def save_model(
     content: dict[str, Any] = {
         "state_dict": network.state_dict(),
         "architecture": architecture.describe(network, without=_bound_here(network)),
-        "compile": None if settings is None else _described(settings, optimizer_name),
+        "compile": None if settings is None else _described(settings, optimizer_name, network),
     }
     if training is not None:
         content["training"] = training
@@ -116,9 +116,12 @@ def _model(rebuilt: nn.Module) -> Model:
 # ---- compile's settings -------------------------------------------------------------------------------
 
 
-def _described(settings: CompileSettings, optimizer_name: str | None) -> dict[str, Any]:
+def _described(settings: CompileSettings, optimizer_name: str | None, network: nn.Module) -> dict[str, Any]:
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     values["optimizer"] = None if optimizer_name is None else _named(settings.optimizer)
+    trained = None if optimizer_name is None else _trained(settings.optimizer, network)
+    if trained is not None:
+        values["trained"] = trained
     return {name: architecture.encode(value) for name, value in values.items()}
 
 
@@ -129,6 +132,15 @@ def _named(optimizer: Any) -> Any:
     known = inspect.signature(type(optimizer)).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in known}
     return type(optimizer), {name: _number(value) for name, value in arguments.items()}
+
+
+def _trained(optimizer: Any, network: nn.Module) -> list[str | None] | None:
+    """The names of the parameters of an optimizer that has not all of them, in the network's order; else None."""
+    if not isinstance(optimizer, Optimizer) or len(optimizer.param_groups) > 1:
+        return None
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    found = [names.get(id(parameter)) for parameter in optimizer.param_groups[0]["params"]]
+    return None if found == list(names.values()) else found
 
 
 def _number(value: Any) -> Any:
@@ -147,12 +159,18 @@ def _compile(model: Model, content: Mapping[str, Any], path: str | os.PathLike[s
         )
         return
     settings = {name: architecture.decode(value) for name, value in described.items()}
+    trained = settings.pop("trained", None)
     known = {field.name for field in dataclasses.fields(CompileSettings)}
     if not settings.keys() <= known:
         raise CheckpointError(
             f"{os.fspath(path)!r} has settings that compile does not know: {sorted(settings.keys() - known)}; pass "
             "compile=False, or update mirror_nb"
         )
+    if trained is not None:
+        kind, arguments = settings["optimizer"]
+        parameters = dict((model.network if model._is_plain() else model).named_parameters())
+        with model.strategy.scope():
+            settings["optimizer"] = kind([parameters[name] for name in trained], **arguments)
     model.compile(**settings)
     if content.get("training") is not None:
         model.load_training_state(_part(content, "training", path))
