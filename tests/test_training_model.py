@@ -85,6 +85,27 @@ def test_the_example_of_the_readme_learns(place, tmp_path):
     assert again.evaluate(X, Y, verbose=0) == pytest.approx([loss, accuracy])
 
 
+def test_no_metric_takes_the_name_of_another_or_of_the_loss(place):
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="none") + 1
+
+    weight = (Y == 1).float()
+    model = made(place, loss="cross_entropy", metrics=[loss, "accuracy"], weighted_metrics=["accuracy"])
+    found = model.evaluate(X, Y, sample_weight=weight, verbose=0, return_dict=True)
+    model.eval()
+    with torch.no_grad():
+        each, right = F.cross_entropy(model(X), Y, reduction="none"), (model(X).argmax(1) == Y).float()
+    assert found == pytest.approx(
+        {
+            "loss": float((each * weight).mean()),
+            "loss_1": float(each.mean()) + 1,
+            "accuracy": float(right.mean()),
+            "weighted_accuracy": float((right * weight).sum() / weight.sum()),
+        }
+    )
+    assert list(found) == ["loss", "loss_1", "accuracy", "weighted_accuracy"]
+
+
 def test_without_metrics_evaluate_gives_the_loss_alone(place):
     model = made(place)
     assert isinstance(model.evaluate(X, Y, verbose=0), float)

@@ -9,7 +9,7 @@ import copy
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from mirror_nb.training.objectives import (
 from mirror_nb.training.torch_metrics import TorchMetric, is_torch_metric, named_torch_metric, torch_metric_names
 
 
-def metrics(asked: Any, *, loss: Any = None) -> list[Metric]:
+def metrics(asked: Any, *, loss: Any = None, taken: Collection[str] = (), prefix: str = "") -> list[Metric]:
     """Return the metrics for a name, a torchmetrics object, a function, or a list of them.
 
     Names take logits: "accuracy" (by shapes, as in Keras: outputs [N] or [N, 1] are binary, targets of the
@@ -45,7 +45,8 @@ def metrics(asked: Any, *, loss: Any = None) -> list[Metric]:
     data, which every replica keeps until then**.
 
     With several outputs (`loss` is a dict or list): a dict or list of metrics by output, or one list for each
-    output. With one loss, a dict gives metrics names of one's own.
+    output. With one loss, a dict gives metrics names of one's own. A name that is `taken` in the logs gets `prefix`,
+    and a number where that does not help.
 
     Raises UsageError for an unknown name, and where torchmetrics is needed but not installed.
     """
@@ -60,7 +61,7 @@ def metrics(asked: Any, *, loss: Any = None) -> list[Metric]:
         found = _by_output(asked, loss)
     else:
         found = [_metric(one, loss) for some in _listed(asked) for one in _expanded(some)]
-    return _with_names_of_their_own(found)
+    return _with_names_of_their_own(found, taken, prefix)
 
 
 def metric_names() -> list[str]:
@@ -260,10 +261,11 @@ def _renamed(metric: Metric, name: Any) -> Metric:
     return metric
 
 
-def _with_names_of_their_own(found: list[Metric]) -> list[Metric]:
-    used: set[str] = set()
+def _with_names_of_their_own(found: list[Metric], taken: Collection[str], prefix: str) -> list[Metric]:
+    used = set(taken)
     for metric in found:
-        names = itertools.chain([metric.name], (f"{metric.name}_{number}" for number in itertools.count(1)))
+        given, prefixed = metric.name, f"{prefix}{metric.name}"
+        names = itertools.chain([given, prefixed], (f"{prefixed}_{number}" for number in itertools.count(1)))
         metric.name = next(name for name in names if name not in used)
         used.add(metric.name)
     return found

@@ -21,7 +21,6 @@ from mirror_nb.readable import duration
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.training import job
 from mirror_nb.training.loop import Advanced, Note, Task, Totals
-from mirror_nb.training.metrics import metrics
 from mirror_nb.training.settings import CompileSettings
 from mirror_nb.training.shares import Feed
 
@@ -204,8 +203,8 @@ class Logs:
     """Makes the replicas' totals the numbers that users see."""
 
     def __init__(self, settings: CompileSettings) -> None:
-        asked = (settings.metrics, settings.weighted_metrics)
-        self._metrics = [metric for each in asked for metric in metrics(each, loss=settings.loss)]
+        plain, weighted = settings.make_metrics()
+        self._metrics = [*plain, *weighted]
 
     def of(self, *groups: list[Totals]) -> dict[str, Any]:
         """Return the loss, the losses by output, what the model's own step gave, and the metrics.

@@ -17,7 +17,6 @@ from mirror_nb.batches import map_leaves
 from mirror_nb.errors import UsageError
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.training.loop import Job, Task, Totals, device_of, told
-from mirror_nb.training.metrics import metrics
 from mirror_nb.training.objectives import objective
 from mirror_nb.training.shares import Share
 
@@ -39,8 +38,7 @@ class Scoring(Job):
             targets = getattr(task.feed, "targets", None)
             if targets is not None:
                 self._objective = self._objective.knowing(targets)
-        self._plain_metrics = metrics(settings.metrics, loss=settings.loss)
-        self._weighted_metrics = metrics(settings.weighted_metrics, loss=settings.loss)
+        self._plain_metrics, self._weighted_metrics = settings.make_metrics()
         self._counting = True
         # False while a batch is gone over once more.
         super().__init__(seat, model, task)

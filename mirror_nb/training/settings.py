@@ -19,8 +19,9 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirror_nb.errors import UsageError
-from mirror_nb.training.metrics import metrics as make_metrics
-from mirror_nb.training.objectives import objective, unknown
+from mirror_nb.training.metric import Metric
+from mirror_nb.training.metrics import metrics
+from mirror_nb.training.objectives import objective, output_name, unknown
 
 
 @final
@@ -38,7 +39,7 @@ class CompileSettings:
     loss_weights: Any = None
     # A factor for each of several outputs' losses; None: 1.
     weighted_metrics: Any = None
-    # Metrics that take sample weights into account.
+    # Metrics that take sample weights into account; "weighted_accuracy" in logs that have an "accuracy" already.
     scheduler: Any = None
     # Name of a torch.optim.lr_scheduler class ("LR" may be left out), the class, (name or class, {arguments}), or a
     # function of the optimizer; None: the learning rate stays.
@@ -64,12 +65,23 @@ class CompileSettings:
             objective(self.loss, self.loss_weights)
         elif self.loss_weights is not None:
             raise UsageError("`loss_weights` has no `loss` to weigh; give `loss` as a dict or list of losses")
-        for asked in (self.metrics, self.weighted_metrics):
-            make_metrics(asked, loss=self.loss)
+        self.make_metrics()
         _check_optimizer(self.optimizer)
         _check_scheduler(self.scheduler)
         self._check_choices()
         self._check_numbers()
+
+    def make_metrics(self) -> tuple[list[Metric], list[Metric]]:
+        """Return the metrics, and the weighted ones, new; each has a name of its own in the logs.
+
+        Raises UsageError for what is no metric.
+        """
+        several = self.loss if isinstance(self.loss, Mapping) else {}
+        several = dict(enumerate(self.loss)) if isinstance(self.loss, (list, tuple)) else several
+        taken = ["loss", *(f"{output_name(key)}_loss" for key in several)]
+        plain = metrics(self.metrics, loss=self.loss, taken=taken)
+        taken += [metric.name for metric in plain]
+        return plain, metrics(self.weighted_metrics, loss=self.loss, taken=taken, prefix="weighted_")
 
     def _check_choices(self) -> None:
         if self.scheduler_interval not in ("epoch", "step"):
