@@ -99,6 +99,20 @@ def test_a_history_outlives_its_process():
 # --------------------------------------------------------------------------- the table
 
 
+def test_lists_that_a_user_has_changed_are_shown_as_far_as_there_are_epochs():
+    history = History()
+    for epoch, loss in enumerate((0.5, 0.25)):
+        history.record(epoch, {"loss": loss})
+    # As tutorials go on with the curves of a second fit.
+    losses = history.history["loss"]
+    losses += [0.125]
+    history.history["mine"] = [1.0, 2.0]
+    assert history.values("loss") == {0: 0.5, 1: 0.25}
+    assert history.values("mine") == {0: 1.0, 1: 2.0}
+    assert repr(history).splitlines()[1].split() == ["epoch", "loss", "mine"]
+    assert history.plot() is not None
+
+
 def test_the_table_counts_epochs_from_one_as_the_lines_of_fit_do():
     assert repr(history(**TWO)).splitlines() == [
         "History of 3 epochs; the best val_loss, 0.5000, in epoch 3",

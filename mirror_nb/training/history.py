@@ -71,7 +71,8 @@ class History:
         """
         if metric not in self.history:
             raise UsageError(f"{metric!r} was not logged; there are: {', '.join(self.history) or 'none yet'}")
-        return dict(zip(self._when[metric], self.history[metric], strict=True))
+        # The lists are the user's, as in Keras: one may have put more into them, or other lists beside them.
+        return dict(zip(self._when.get(metric, self.epoch), self.history[metric], strict=False))
 
     def best_epoch(self, metric: str | None = None) -> int | None:
         """Return the epoch, from 0, with the best value of a metric; None if no value of it is a finite number.
