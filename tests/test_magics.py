@@ -174,6 +174,22 @@ def test_a_restart_starts_anew_on_the_same_devices_with_the_same_seed(run):
         run("%%mirrored --quiet\nkept")
 
 
+def test_a_replica_in_the_kernel_gives_way_to_several_in_processes(run):
+    assert "2 replicas (cpu:0, cpu:1) ready in" in run("%mirror restart --devices cpu:0,cpu:1")[1]
+    assert run("%%mirrored --quiet\nnum_replicas")[0] == 2
+    with pytest.raises(UsageError, match="running in processes of their own; %mirror stop first"):
+        run("%mirror start --in-process")
+
+
+def test_a_seed_that_running_replicas_did_not_begin_with_is_refused(run):
+    run("%mirror stop")
+    run("%mirror start --in-process --devices cpu:0 --seed 5")
+    assert "running already" in run("%mirror start")[1]
+    assert "running already" in run("%mirror start --in-process --seed 5")[1]
+    with pytest.raises(UsageError, match=r"began with seed 5; %mirror stop first .*torch\.manual_seed\(0\)"):
+        run("%mirror start --seed 0")
+
+
 def test_status_is_a_table(run):
     lines = run("%mirror status")[1].splitlines()
     assert lines[0].split() == ["replica", "device", "pid", "memory", "state"]

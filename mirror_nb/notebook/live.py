@@ -52,7 +52,7 @@ class LiveDashboard:
         if timeline is None:
             raise UsageError(
                 "a replica in this very process records nothing that a dashboard could show; "
-                "%mirror restart without --in-process, or a MirroredStrategy, starts some that do"
+                "%mirror stop and %mirror start, or a MirroredStrategy, start some that do"
             )
         if fresh:
             timeline.forget()

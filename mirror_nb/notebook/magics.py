@@ -170,7 +170,7 @@ class MirrorMagics(Magics):
         session = self.session
         match given.what:
             case "start":
-                started = session.start(_devices(given), given.seed or 0, given.in_process, _exchange(given))
+                started = session.start(_devices(given), given.seed, given.in_process, _exchange(given))
                 session.dashboards_above_cells |= given.dashboard
                 return started
             case "restart":

@@ -104,19 +104,20 @@ class Session:
     def start(
         self,
         devices: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         in_process: bool = False,
         exchange: GradientFlags = AS_USUAL,
     ) -> str:
         """Start replicas and return a line that says so; on the same devices again, say that they run.
 
         Raises DeviceError for devices that are not there and ops that cannot
-        work on them, UsageError when others are running.
+        work on them, UsageError when others are running, or with another seed.
         """
         chosen = device_names.resolve(devices, torch.cuda.device_count())
         if self._pool is not None:
             same = exchange.over(self._exchange) == self._exchange
             if (devices is None or chosen == self._pool.devices) and same:
+                self._check_begun_so(self._pool, seed, in_process)
                 return f"{_replicas(self._pool.devices)} running already"
             # What is recommended has to work.
             wanted = exchange.over(self._exchange)
@@ -127,9 +128,9 @@ class Session:
             )
         began = time.perf_counter()
         communication = choose(exchange.ops, exchange.options(), chosen)
-        self._seed, self._exchange, self._communication = seed, exchange, communication
+        self._seed, self._exchange, self._communication = seed or 0, exchange, communication
         pool = (InProcessPool if in_process else LocalPool)(
-            chosen, setup=SETUP, seed=seed, communication=communication.pickled()
+            chosen, setup=SETUP, seed=self._seed, communication=communication.pickled()
         )
         try:
             pool.start()
@@ -143,6 +144,18 @@ class Session:
         self._names = Names(self._shell.user_ns, self.fetch, self._lent)
         by = f" by {exchange.ops}" if exchange.ops else ""
         return f"{_replicas(chosen)}{by} ready in {duration(time.perf_counter() - began)}"
+
+    def _check_begun_so(self, pool: Pool, seed: int | None, in_process: bool) -> None:
+        """Raise UsageError where the replicas that run were begun otherwise, which nothing but a new start changes."""
+        if in_process and not isinstance(pool, InProcessPool):
+            raise UsageError(
+                "replicas are running in processes of their own; %mirror stop first (their names are lost then)"
+            )
+        if seed not in (None, self._seed):
+            raise UsageError(
+                f"replicas are running that began with seed {self._seed}; %mirror stop first (their names are lost "
+                f"then), or write torch.manual_seed({seed})"
+            )
 
     def _watch(self, pool: Pool) -> None:
         """Tell of a replica that dies while no cell runs, below the last cell, as soon as the kernel is idle."""
@@ -169,8 +182,10 @@ class Session:
             return self.start(devices, exchange=exchange)
         names, exchange = devices or ",".join(map(str, self._pool.devices)), exchange.over(self._exchange)
         # A mistake in the names must not cost the replicas that run.
-        choose(exchange.ops, exchange.options(), device_names.resolve(names, torch.cuda.device_count()))
-        in_process = isinstance(self._pool, InProcessPool)
+        chosen = device_names.resolve(names, torch.cuda.device_count())
+        choose(exchange.ops, exchange.options(), chosen)
+        # Of several devices each replica has a process.
+        in_process = isinstance(self._pool, InProcessPool) and len(chosen) == 1
         lost = self._end()
         return "; ".join([self.start(names, self._seed, in_process, exchange), *lost])
 
