@@ -712,6 +712,48 @@ def test_what_a_callback_writes_reaches_the_replicas(two):
     assert float(mirrored.optimizer.learning_rate.value) == pytest.approx(0.025)
 
 
+class Counting(keras.Model):
+    """Weighs its loss by an attribute that a callback sets, and by another that its own step sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = layers.Dense(1)
+        self.beta, self.steps = 1.0, 0
+
+    def call(self, x: Any) -> Any:
+        return self.last(x)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool = True) -> Any:
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        if not loss.is_meta:
+            self.steps += 1
+        return loss * self.beta / (1 + self.steps)
+
+
+def test_plain_attributes_are_the_same_on_both_sides(two):
+    class Annealing(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            seen.append(self.model.steps)
+            self.model.beta = 1.0 + epoch
+            self.model.last.note = f"epoch {epoch}"
+
+    def counting() -> Any:
+        model = Counting()
+        model.compile("sgd", "mse")
+        return model
+
+    models = both(two, counting)
+    found = []
+    for model in models:
+        seen: list[int] = []
+        for _ in range(2):
+            fit = {"epochs": 3, "batch_size": 8, "verbose": 0, "callbacks": [Annealing()]}
+            seeded(lambda model=model, fit=fit: model.fit(X, VALUES, **fit))
+        found.append([*seen, model.steps, model.beta, model.last.note])
+    assert found[1] == found[0] == [0, 5, 10, 15, 20, 25, 30, 3.0, "epoch 2"]
+    assert_equal(*models)
+
+
 def test_stock_callbacks_act_once_and_alike(two, tmp_path):
     alone, mirrored = both(two, regressor)
     epochs = []
@@ -762,6 +804,13 @@ def test_the_progress_line_is_printed_by_the_controller_alone(two, capsys):
     assert printed.count("Epoch 1/2") == 1
     assert printed.count("5/5") == 2
     assert "[replica" not in printed
+
+
+def test_a_list_of_callbacks_that_a_user_has_made_is_taken_as_it_is(two, capsys):
+    for model in both(two, regressor):
+        made = keras.callbacks.CallbackList([], model=model, add_history=True, add_progbar=False, epochs=1)
+        assert model.fit(X, VALUES, callbacks=made).epoch == [0]
+        assert capsys.readouterr().out == ""
 
 
 # ---------------------------------------------------------------------- TensorFlow's numbers

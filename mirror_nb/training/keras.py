@@ -215,6 +215,8 @@ class _Commanded(Team):
         self._outputs: list[list[Any]] = []
         self._data: list[Any] = []
         # What it trains on, and what it evaluates.
+        self._plain: keras_job.Attributes = {}
+        # The model's plain attributes, as the replicas have them.
 
     def start(self, work: Work) -> None:
         gone = _released.get(self._strategy, [])
@@ -232,6 +234,7 @@ class _Commanded(Team):
         except BaseException:
             self._copies.forget()
             raise
+        self._plain = keras_job.plain_of(self._model)
         self._about.under_way += 1
         self._data = [source and source.arguments.get("x") for source in (work.source, work.validation)]
 
@@ -264,7 +267,10 @@ class _Commanded(Team):
         return [value]
 
     def pull(self) -> None:
-        values = self._place.command(keras_job.pull, (self._strategy, self._which, self._versions), changes=False)[0]
+        pulled = self._place.command(keras_job.pull, (self._strategy, self._which, self._versions), changes=False)
+        values, attributes = pulled[0]
+        keras_job.take(self._model, attributes)
+        self._plain = keras_job.plain_of(self._model)
         variables = variables_of(self._model)
         with torch.no_grad():
             for i, (version, value) in values.items():
@@ -275,8 +281,11 @@ class _Commanded(Team):
     def push(self) -> None:
         variables = variables_of(self._model)
         written = {i: v.value.detach() for i, v in enumerate(variables) if self._copies.changed(v.value)}
-        if written:
-            self._place.command(keras_job.push, (self._strategy, self._which, written), changes=False)
+        before, self._plain = self._plain, keras_job.plain_of(self._model)
+        attributes = keras_job.changes(before, self._plain)
+        if written or attributes:
+            arguments = (self._strategy, self._which, written, attributes)
+            self._place.command(keras_job.push, arguments, changes=False)
             for i in written:
                 self._copies.same(variables[i].value)
 
@@ -623,7 +632,9 @@ class _Hooks:
         self._team = team
         self._model = model
         library = of_keras("callbacks")
-        asked = list(callbacks.callbacks) if isinstance(callbacks, library.CallbackList) else _flat(callbacks)
+        listed = isinstance(callbacks, library.CallbackList)
+        # Nothing is added to a list that somebody has made by himself.
+        asked = list(callbacks.callbacks) if listed else _flat(callbacks)
         # Told apart before some are left out, so that all replicas take the same steps.
         self._stepwise = {what: any(_hears(c, names) for c in asked) for what, names in _BATCH_HOOKS.items()}
         self._reads = any(_reads(callback) for callback in asked)
@@ -631,8 +642,8 @@ class _Hooks:
         here = [callback for callback in asked if team.first or not _is(callback, _ALONE)]
         self._list = library.CallbackList(
             here,
-            add_history=history,
-            add_progbar=verbose != 0 and team.first,
+            add_history=history and not listed,
+            add_progbar=verbose != 0 and team.first and not listed,
             verbose=verbose,
             epochs=epochs,
             steps=steps,

@@ -113,6 +113,8 @@ class Trainee:
         self._weight = 0.0
         self._versions = [variable.value._version for variable in _statistics(model)]
         self._shifted = False
+        self._plain = plain_of(model)
+        # As the controller knows it.
 
     def prepare(self) -> None:
         """Make Keras's step functions; from here on random numbers are this replica's own."""
@@ -294,6 +296,16 @@ class Trainee:
         optimizer = self.model.optimizer
         if self._kind == "fit" and hasattr(optimizer, "finalize_variable_values"):
             optimizer.finalize_variable_values(self.model.trainable_weights)
+
+    def changed_attributes(self) -> Attributes:
+        """Return what the model's own lines have set here since this was asked last."""
+        before, self._plain = self._plain, plain_of(self.model)
+        return changes(before, self._plain)
+
+    def set_attributes(self, attributes: Attributes) -> None:
+        """Set what was set in the controller."""
+        take(self.model, attributes)
+        self._plain = plain_of(self.model)
 
     def generators(self) -> list[dict[str, Any]]:
         """Return, of what it trains on and what it evaluates, where the generators stand that these hold."""
@@ -480,6 +492,41 @@ def variables_of(model: Any) -> list[Any]:
     )
 
 
+Attributes = dict[int, dict[str, Any]]
+# Of the model's layers, itself the first, by their number: attributes that are numbers, strings and the like.
+_OWN = frozenset({"training", "built", "stop_training", "stop_evaluating", "stop_predicting"})
+# What Keras sets on each side by itself.
+
+
+def plain_of(model: Any) -> Attributes:
+    """Return the plain attributes of a model's layers, but for private ones."""
+    return {
+        i: {
+            name: value
+            for name, value in vars(layer).items()
+            if type(value) in (int, float, bool, str, type(None)) and name[0] != "_" and name not in _OWN
+        }
+        for i, layer in enumerate(model._flatten_layers())
+    }
+
+
+def changes(before: Attributes, now: Attributes) -> Attributes:
+    """Return what differs from before."""
+    found = {
+        i: {name: value for name, value in own.items() if name not in before.get(i, {}) or before[i][name] != value}
+        for i, own in now.items()
+    }
+    return {i: own for i, own in found.items() if own}
+
+
+def take(model: Any, attributes: Attributes) -> None:
+    """Set attributes of a model's layers."""
+    layers = list(model._flatten_layers()) if attributes else []
+    for i, own in attributes.items():
+        for name, value in own.items():
+            setattr(layers[i], name, value)
+
+
 def _metric_variables(model: Any) -> list[Any]:
     return [variable for metric in model.metrics for variable in metric.variables]
 
@@ -609,20 +656,25 @@ def finish(strategy: Any, which: Which) -> None:
         _trainee(seat, which).finish()
 
 
-def pull(strategy: Any, which: Which, known: dict[int, int]) -> dict[int, tuple[int, torch.Tensor]]:
-    """Return, from replica 0, the variables that were written to since their versions were `known`."""
+def pull(strategy: Any, which: Which, known: dict[int, int]) -> tuple[dict[int, tuple[int, torch.Tensor]], Attributes]:
+    """Return, from replica 0, the variables that were written to since their versions were `known`, and attributes."""
     seat: Seat = strategy._place.seat
-    with _trainee(seat, which).as_one() as variables:
+    trainee = _trainee(seat, which)
+    attributes = trainee.changed_attributes()
+    with trainee.as_one() as variables:
         if seat.replica_id:
-            return {}
+            return {}, {}
         values = [variable.value.detach() for variable in variables]
-        return {i: (v._version, v.clone()) for i, v in enumerate(values) if known.get(i) != v._version}
+        written = {i: (v._version, v.clone()) for i, v in enumerate(values) if known.get(i) != v._version}
+        return written, attributes
 
 
-def push(strategy: Any, which: Which, values: dict[int, torch.Tensor]) -> None:
-    """Take values that were written in the controller."""
+def push(strategy: Any, which: Which, values: dict[int, torch.Tensor], attributes: Attributes) -> None:
+    """Take values that were written in the controller, and attributes that were set there."""
     seat: Seat = strategy._place.seat
-    with _trainee(seat, which).as_one() as variables, torch.no_grad():
+    trainee = _trainee(seat, which)
+    trainee.set_attributes(attributes)
+    with trainee.as_one() as variables, torch.no_grad():
         for i, value in values.items():
             variables[i].value.copy_(value)
 
