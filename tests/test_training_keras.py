@@ -1062,6 +1062,23 @@ def test_a_function_may_use_keras_and_torch_at_once(two):
     assert two.run(sums).values == (torch.tensor(3.0), torch.tensor(3.0))
 
 
+def test_what_keras_was_told_in_the_controller_holds_on_the_replicas(two):
+    def told() -> str:
+        return f"{layers.Dense(2).compute_dtype} {keras.config.epsilon()}"
+
+    def told_again() -> str:
+        return told()
+
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    keras.config.set_epsilon(1e-5)
+    try:
+        assert two.run(told) == "bfloat16 1e-05"
+    finally:
+        keras.config.set_dtype_policy("float32")
+        keras.config.set_epsilon(1e-7)
+    assert two.run(told_again) == "float32 1e-07"
+
+
 SCRIPT = """
 import os, sys
 import mirror_nb as mnb
