@@ -134,6 +134,8 @@ class Handler(NamedTuple):
     level: int
     formatter: bytes | None
     # A pickle.
+    filters: tuple[bytes, ...]
+    # Likewise.
 
 
 class Logger(NamedTuple):
@@ -145,6 +147,8 @@ class Logger(NamedTuple):
     # None: as its package has set it.
     disabled: bool
     handlers: tuple[Handler, ...]
+    filters: tuple[bytes, ...] = ()
+    # Pickles.
 
 
 _OTHERS = frozenset(
@@ -166,7 +170,8 @@ def loggers() -> tuple[Logger, ...]:
     for name, logger in known:
         if not isinstance(logger, logging.Logger):
             continue
-        if logger.propagate and logger.level == logging.NOTSET and not logger.handlers and not logger.disabled:
+        plain = logger.propagate and logger.level == logging.NOTSET and not logger.disabled
+        if plain and not logger.handlers and not logger.filters:
             # Most of them, and there are hundreds.
             continue
         package = name.partition(".")[0]
@@ -178,7 +183,7 @@ def loggers() -> tuple[Logger, ...]:
                 found.append(Logger(name, int(logger.level), None, logger.disabled, ()))
             continue
         handlers = (told for handler in logger.handlers if (told := _told(handler)) is not None)
-        one = Logger(name, int(logger.level), logger.propagate, logger.disabled, tuple(handlers))
+        one = Logger(name, int(logger.level), logger.propagate, logger.disabled, tuple(handlers), _filters_of(logger))
         if one != _fresh(name):
             found.append(one)
     return tuple(found)
@@ -199,6 +204,11 @@ def set_loggers(wanted: tuple[Logger, ...]) -> None:
         for handler in _handlers.pop(name, []):
             logger.removeHandler(handler)
             handler.close()
+        for known in _filters.pop(name, []):
+            logger.removeFilter(known)
+        for known in _unpickled(one.filters):
+            logger.addFilter(known)
+            _filters.setdefault(name, []).append(known)
         if name in set_up:
             made = (_made(told) for told in one.handlers if told.to in _STREAMS or first)
             _handlers[name] = [handler for handler in made if handler is not None]
@@ -208,6 +218,8 @@ def set_loggers(wanted: tuple[Logger, ...]) -> None:
 
 _handlers: dict[str, list[logging.Handler]] = {}
 # Of loggers that were set up as in another process: those that were made for it.
+_filters: dict[str, list[Any]] = {}
+# Likewise.
 
 
 def _fresh(name: str) -> Logger:
@@ -221,24 +233,39 @@ def _told(handler: logging.Handler) -> Handler | None:
         to = _STREAMS.get(getattr(handler.stream, "name", ""), "")
     else:
         to = ""
-    return Handler(to, int(handler.level), _pickled(handler.formatter)) if to not in ("", os.devnull) else None
-
-
-def _pickled(formatter: logging.Formatter | None) -> bytes | None:
-    if formatter is None:
+    if to in ("", os.devnull):
         return None
-    known, pickled = _formatters.get(id(formatter), (None, None))
-    if known is None or known() is not formatter:
+    formatter = None if handler.formatter is None else _pickled(handler.formatter)
+    return Handler(to, int(handler.level), formatter, _filters_of(handler))
+
+
+def _filters_of(filterer: logging.Filterer) -> tuple[bytes, ...]:
+    return tuple(pickled for one in filterer.filters if (pickled := _pickled(one)) is not None)
+
+
+def _pickled(part: Any) -> bytes | None:
+    """Return the pickle of a formatter or a filter; None for one that cannot be pickled."""
+    known, pickled = _pickles.get(id(part), (None, None))
+    if known is None or known() is not part:
         pickled = None
         # It may hold anything.
         with contextlib.suppress(Exception):
-            pickled = cloudpickle.dumps(formatter)
-        _formatters[id(formatter)] = weakref.ref(formatter), pickled
+            pickled = cloudpickle.dumps(part)
+        with contextlib.suppress(TypeError):
+            _pickles[id(part)] = weakref.ref(part), pickled
     return pickled
 
 
-_formatters: dict[int, tuple[Any, bytes | None]] = {}
-# Their pickles: to make one takes longer than all else.
+def _unpickled(pickles: tuple[bytes, ...]) -> list[Any]:
+    found = []
+    for pickled in pickles:
+        with contextlib.suppress(Exception):
+            found.append(cloudpickle.loads(pickled))
+    return found
+
+
+_pickles: dict[int, tuple[Any, bytes | None]] = {}
+# Of formatters and filters: to make one takes longer than all else.
 
 
 def _made(told: Handler) -> logging.Handler | None:
@@ -251,6 +278,8 @@ def _made(told: Handler) -> logging.Handler | None:
     if told.formatter is not None:
         with contextlib.suppress(Exception):
             handler.setFormatter(cloudpickle.loads(told.formatter))
+    for one in _unpickled(told.filters):
+        handler.addFilter(one)
     return handler
 
 

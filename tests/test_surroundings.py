@@ -205,6 +205,27 @@ def test_lines_for_the_screen_and_for_a_file_are_written_as_there(own, tmp_path,
     assert Path(path).read_text() == "one\ntwo\n"
 
 
+def test_what_filters_drop_is_dropped_there_too(own, capsys):
+    before, logger = current(), logging.getLogger("mirror_nb_test")
+    handler = logging.StreamHandler(sys.__stdout__)
+    handler.addFilter(lambda record: "key" not in record.getMessage())
+    logger.addFilter(shy := logging.Filter("mirror_nb_test"))
+    logger.addFilter(quiet := lambda record: "token" not in record.getMessage())
+    logger.addHandler(handler)
+    told = changes(before, current())
+    logger.removeHandler(handler)
+    for one in (shy, quiet):
+        logger.removeFilter(one)
+    assert told is not None
+    told = pickle.loads(pickle.dumps(told))
+    for _ in range(2):
+        follow(told)
+        for text in ("a key", "a token", "a line"):
+            logger.warning(text)
+        assert capsys.readouterr().out == "a line\n"
+        assert len(logger.filters) == 2
+
+
 def test_a_file_that_cannot_be_written_is_told_and_costs_nothing_else(own, tmp_path):
     before, logger = current(), logging.getLogger("mirror_nb_test")
     logger.addHandler(handler := logging.FileHandler(tmp_path / "lines.log"))
