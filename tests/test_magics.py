@@ -215,6 +215,7 @@ def test_without_replicas_the_magics_say_how_to_start_them(run):
         ("%%mirrored --timeout soon\n1", "invalid float"),
         ("%%mirrored --timeout 0\n1", "must be more than 0 seconds"),
         ("%%mirrored --out 3x\n1", "is no name"),
+        ("%%mirrored --out lambda\n1", "is no name"),
         ("%%mirrored --outt x\n1", "unrecognized arguments: --outt x; there are --dashboard, --no-sync, --out"),
         ("%%mirrored --devices cpu:0,cpu:1\n1", "--devices belongs to `%mirror start`"),
         ("%%mirrored --replicas 4\n1", "there is no replica 4; there are 1: 0"),

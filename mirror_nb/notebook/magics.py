@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import keyword
 import re
 import sys
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ class MirrorMagics(Magics):
         given = _parsed(self.mirrored, line)
         if given.timeout is not None and not given.timeout > 0:
             raise MagicUsageError(f"--timeout is {given.timeout:g}; it must be more than 0 seconds")
-        if given.out is not None and not given.out.isidentifier():
+        if given.out is not None and (not given.out.isidentifier() or keyword.iskeyword(given.out)):
             raise MagicUsageError(f"--out {given.out!r} is no name")
         with _short_tracebacks():
             replicas = _ids(given.replicas)
