@@ -736,10 +736,11 @@ def test_plain_attributes_are_the_same_on_both_sides(two):
             seen.append(self.model.steps)
             self.model.beta = 1.0 + epoch
             self.model.last.note = f"epoch {epoch}"
+            self.model.optimizer.momentum = 0.9 - epoch / 10
 
     def counting() -> Any:
         model = Counting()
-        model.compile("sgd", "mse")
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.5), "mse")
         return model
 
     models = both(two, counting)

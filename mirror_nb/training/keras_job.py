@@ -493,20 +493,20 @@ def variables_of(model: Any) -> list[Any]:
 
 
 Attributes = dict[int, dict[str, Any]]
-# Of the model's layers, itself the first, by their number: attributes that are numbers, strings and the like.
+# Of the model's layers and of its optimizer, by their number: attributes that are numbers, strings and the like.
 _OWN = frozenset({"training", "built", "stop_training", "stop_evaluating", "stop_predicting"})
 # What Keras sets on each side by itself.
 
 
 def plain_of(model: Any) -> Attributes:
-    """Return the plain attributes of a model's layers, but for private ones."""
+    """Return the plain attributes of a model's parts, but for private ones."""
     return {
         i: {
             name: value
-            for name, value in vars(layer).items()
+            for name, value in vars(part).items()
             if type(value) in (int, float, bool, str, type(None)) and name[0] != "_" and name not in _OWN
         }
-        for i, layer in enumerate(model._flatten_layers())
+        for i, part in enumerate(_parts(model))
     }
 
 
@@ -520,11 +520,18 @@ def changes(before: Attributes, now: Attributes) -> Attributes:
 
 
 def take(model: Any, attributes: Attributes) -> None:
-    """Set attributes of a model's layers."""
-    layers = list(model._flatten_layers()) if attributes else []
+    """Set attributes of a model's parts."""
+    parts = _parts(model) if attributes else []
     for i, own in attributes.items():
         for name, value in own.items():
-            setattr(layers[i], name, value)
+            setattr(parts[i], name, value)
+
+
+def _parts(model: Any) -> list[Any]:
+    optimizer = getattr(model, "optimizer", None)
+    # One that scales losses has another one inside.
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [*model._flatten_layers(), *(one for one in (optimizer, inner) if one is not None)]
 
 
 def _metric_variables(model: Any) -> list[Any]:
