@@ -256,3 +256,12 @@ def test_a_newer_version_is_told(path, version):
 def test_a_file_that_is_not_there_is_told(tmp_path, name):
     with pytest.raises(CheckpointError, match="cannot read"):
         files.read(tmp_path / name)
+
+
+def test_a_conjugate_of_what_is_saved_too_keeps_its_own_numbers(tmp_path):
+    number = torch.tensor([1 + 2j, 3 - 4j])
+    content = {"it": number, "conjugate": number.conj(), "negative": number.conj().imag, "again": number.conj()}
+    files.write(tmp_path / "file.pt", content)
+    found = files.read(tmp_path / "file.pt")
+    for name, tensor in content.items():
+        assert torch.equal(found[name], tensor), name

@@ -152,10 +152,12 @@ _PLAIN = (str, int, float, bool, type(None))
 def _own(tensor: Tensor, where: tuple[Any, ...], copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         raise _not_plain(tensor, where)
-    place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    # A conjugate is the same memory, read otherwise.
+    read = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), read)
     if tensor.numel() and place in copies:
         return copies[place]
-    own = tensor.cpu()
+    own = tensor.cpu().resolve_conj().resolve_neg()
     if own.untyped_storage().nbytes() != own.numel() * own.itemsize:
         # A view would take all of the memory that it looks at into the file.
         own = own.clone()
