@@ -225,6 +225,29 @@ def test_class_weights_are_those_of_the_targets(one_hot):
     torch.testing.assert_close(both, (each * weights).sum() * 2 / N)
 
 
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 6])
+@pytest.mark.parametrize("last", [False, True])
+def test_class_weights_are_found_where_the_loss_has_the_classes(last, tokens, one_hot):
+    logits, classes = torch.randn(N, 3, tokens), torch.randint(0, 3, (N, tokens))
+    wanted = (F.cross_entropy(logits, classes, reduction="none") * torch.tensor([1.0, 10.0, 0.5])[classes]).mean()
+    targets = F.one_hot(classes, 3).float() if one_hot else classes
+    if last:
+        logits = logits.movedim(1, 2)
+    elif one_hot:
+        targets = targets.movedim(2, 1)
+    name = "categorical_crossentropy" if last else "cross_entropy"
+    found = in_shares(name, logits, targets, class_weight={1: 10.0, 2: 0.5})[0]
+    torch.testing.assert_close(found, wanted)
+
+
+def test_class_weights_of_an_image_of_two_classes():
+    outputs, targets = torch.randn(N, 1, 3, 4), (torch.rand(N, 1, 3, 4) > 0.5).float()
+    each = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+    wanted = (each * torch.where(targets == 1, 3.0, 1.0)).mean()
+    torch.testing.assert_close(in_shares("binary_cross_entropy", outputs, targets, class_weight={1: 3.0})[0], wanted)
+
+
 def test_class_weights_of_two_classes():
     outputs, targets = torch.randn(N, 1), torch.tensor([0, 1, 1, 0, 0, 1, 0])
     each = F.binary_cross_entropy_with_logits(outputs[:, 0], targets.float(), reduction="none")

@@ -152,7 +152,7 @@ class Objective:
         """
         if not self._keys:
             count = _length(outputs, targets) if examples is None else examples
-            weight = _weight_of(outputs, targets, sample_weight, class_weight)
+            weight = _weight_of(outputs, targets, sample_weight, class_weight, self._terms[0].classes_at)
             numerator, denominator = self._terms[0](outputs, targets, weight, count)
             return Loss(numerator, denominator, {}, self._divisors)
         if class_weight is not None:
@@ -240,6 +240,8 @@ class Term(ABC):
     """One output's loss: a numerator and what it is divided by."""
 
     divisor = Divisor.EXAMPLES
+    classes_at: int | None = None
+    # The dimension of the outputs that the classes are in; None for a loss that compares element by element.
 
     @abstractmethod
     def __call__(
@@ -263,6 +265,7 @@ class ClassTerm(Term):
     def __init__(self, module: nn.Module, *, classes_last: bool = False, counted: bool = True) -> None:
         self._module = module
         self._classes_last = classes_last
+        self.classes_at = -1 if classes_last else 1
         self.divisor = Divisor.COUNTED if counted else Divisor.EXAMPLES
 
     def knowing(self, targets: Any) -> Term:
@@ -321,6 +324,7 @@ class MeanTerm(Term):
         self._function = function
         self._name = name
         self._fit = _one_by_one if fit is None else fit
+        self.classes_at = 1 if fit is _class_tensors else None
         self._reduction = str(getattr(function, "reduction", "")) if isinstance(function, nn.Module) else ""
         self.divisor = Divisor.NOTHING if self._reduction == "sum" else Divisor.EXAMPLES
 
@@ -522,20 +526,28 @@ def _nothing(outputs: Any) -> Tensor:
 # Weights of examples and of classes
 
 
-def _weight_of(outputs: Any, targets: Any, sample_weight: Any, class_weight: Weights | None) -> Tensor | None:
+def _weight_of(
+    outputs: Any, targets: Any, sample_weight: Any, class_weight: Weights | None, classes_at: int | None
+) -> Tensor | None:
     if class_weight is None:
         return sample_weight
-    by_class = _class_weights(_tensor(outputs, "outputs"), _tensor(targets, "targets"), class_weight)
+    by_class = _class_weights(_tensor(outputs, "outputs"), _tensor(targets, "targets"), class_weight, classes_at)
     return by_class if sample_weight is None else weighed(by_class, sample_weight)
 
 
-def _class_weights(outputs: Tensor, targets: Tensor, class_weight: Weights) -> Tensor:
+def _class_weights(outputs: Tensor, targets: Tensor, class_weight: Weights, classes_at: int | None) -> Tensor:
     """The weight of each target's class: of the index, of the greatest of several columns, of 0 or 1.
 
     Numbers between classes count as the nearest, as in Keras.
     """
     classes = targets
-    if targets.shape == outputs.shape and targets.ndim > 1 and targets.shape[-1] > 1:
+    alike = targets.shape == outputs.shape and targets.ndim > 1
+    if alike and classes_at is not None:
+        classes = targets.argmax(classes_at)
+    elif alike and targets.ndim > 2 and targets.shape[1] == 1:
+        # An image of 0 and 1: each of its elements has a class.
+        classes = targets
+    elif alike and targets.shape[-1] > 1:
         classes = targets.argmax(1)
     elif targets.ndim > 1 and targets.shape[-1] == 1:
         classes = targets.squeeze(-1)
