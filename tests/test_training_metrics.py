@@ -538,3 +538,22 @@ def test_a_name_of_torchmetrics_says_what_to_install_where_it_is_not(monkeypatch
 def test_every_name_makes_a_metric():
     assert {"accuracy", "f1", "mse", "rmse", "perplexity", "top5_accuracy"} <= set(metric_names())
     assert [metric.name for metric in metrics(metric_names())] == metric_names()
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_classes_are_where_the_loss_has_them(one_hot, n):
+    # As many tokens as classes: the shapes alone do not tell.
+    logits = torch.randn(N, 4, 4, generator=torch.Generator().manual_seed(3))
+    classes = torch.randint(0, 4, (N, 4), generator=torch.Generator().manual_seed(4))
+    targets = F.one_hot(classes, 4).float() if one_hot else classes
+    asked = ["accuracy", "top2_accuracy", "perplexity", "f1"]
+    found = over_replicas(asked, logits, targets, n, loss="categorical_crossentropy")
+    moved = logits.movedim(2, 1)
+    f1 = torchmetrics.F1Score("multiclass", num_classes=4, average="macro")
+    wanted = {
+        "accuracy": (logits.argmax(2) == classes).float().mean(),
+        "top2_accuracy": (logits.topk(2).indices == classes[..., None]).any(2).float().mean(),
+        "perplexity": F.cross_entropy(moved, classes).exp(),
+        "f1": f1(moved.softmax(1), classes),
+    }
+    assert found == {name: pytest.approx(float(value), rel=1e-5) for name, value in wanted.items()}

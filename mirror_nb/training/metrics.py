@@ -72,13 +72,16 @@ def metric_names() -> list[str]:
 # What the means are of
 
 
-def _sparse_accuracy(outputs: Tensor, targets: Tensor, weight: Any) -> Sums:
-    logits, classes = fit_classes(outputs, targets, False)
-    if classes.is_floating_point():
-        return sums_of(logits.argmax(1) == classes.argmax(1), weight)
-    right, kept = logits.argmax(1) == classes, classes != IGNORED
-    # No output is the class that is ignored: it need not be left out of the sum.
-    return (right.sum(), kept.sum()) if weight is None else sums_of(right, weight, kept)
+def _sparse_accuracy(classes_last: bool) -> Callable[[Tensor, Tensor, Any], Sums]:
+    def sums(outputs: Tensor, targets: Tensor, weight: Any) -> Sums:
+        logits, classes = fit_classes(outputs, targets, classes_last)
+        if classes.is_floating_point():
+            return sums_of(logits.argmax(1) == classes.argmax(1), weight)
+        right, kept = logits.argmax(1) == classes, classes != IGNORED
+        # No output is the class that is ignored: it need not be left out of the sum.
+        return (right.sum(), kept.sum()) if weight is None else sums_of(right, weight, kept)
+
+    return sums
 
 
 def _binary_accuracy(threshold: float) -> Callable[[Tensor, Tensor, Any], Sums]:
@@ -89,18 +92,18 @@ def _binary_accuracy(threshold: float) -> Callable[[Tensor, Tensor, Any], Sums]:
     return sums
 
 
-def _accuracy(threshold: float) -> Callable[[Tensor, Tensor, Any], Sums]:
-    binary = _binary_accuracy(threshold)
+def _accuracy(threshold: float, classes_last: bool) -> Callable[[Tensor, Tensor, Any], Sums]:
+    binary, sparse = _binary_accuracy(threshold), _sparse_accuracy(classes_last)
 
     def sums(outputs: Tensor, targets: Tensor, weight: Any) -> Sums:
-        return (binary if is_binary(outputs, targets) else _sparse_accuracy)(outputs, targets, weight)
+        return (binary if is_binary(outputs, targets) else sparse)(outputs, targets, weight)
 
     return sums
 
 
-def _top_accuracy(k: int) -> Callable[[Tensor, Tensor, Any], Sums]:
+def _top_accuracy(k: int, classes_last: bool) -> Callable[[Tensor, Tensor, Any], Sums]:
     def sums(outputs: Tensor, targets: Tensor, weight: Any) -> Sums:
-        logits, classes = fit_classes(outputs, targets, False)
+        logits, classes = fit_classes(outputs, targets, classes_last)
         classes = classes.argmax(1) if classes.is_floating_point() else classes
         best = logits.topk(min(k, logits.shape[1]), dim=1).indices
         return sums_of((best == classes.unsqueeze(1)).any(1), weight, classes != IGNORED)
@@ -147,16 +150,17 @@ def _logits_only(values: Callable[[Tensor, Tensor, Any], Sums], name: str) -> Ca
 
 # Metrics by name
 
-_MEANS: dict[str, Callable[[float], Callable[[Tensor, Tensor, Any], Sums]]] = {
+_MEANS: dict[str, Callable[[float, bool], Callable[[Tensor, Tensor, Any], Sums]]] = {
     **dict.fromkeys(("accuracy", "acc"), _accuracy),
-    "binary_accuracy": _binary_accuracy,
-    **dict.fromkeys(("categorical_accuracy", "sparse_categorical_accuracy"), lambda _: _sparse_accuracy),
+    "binary_accuracy": lambda threshold, _: _binary_accuracy(threshold),
+    **dict.fromkeys(("categorical_accuracy", "sparse_categorical_accuracy"), lambda _, last: _sparse_accuracy(last)),
     **dict.fromkeys(
         ("top_k_accuracy", "top_k_categorical_accuracy", "sparse_top_k_categorical_accuracy"),
-        lambda _: _top_accuracy(5),
+        lambda _, last: _top_accuracy(5, last),
     ),
-    "cosine_similarity": lambda _: _cosine_similarity,
+    "cosine_similarity": lambda _, __: _cosine_similarity,
 }
+# Given what from on an output is a 1, and whether the classes are in the last dimension.
 _LOSSES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     **dict.fromkeys(("rmse", "root_mean_squared_error"), ("mse", torch.sqrt)),
     "perplexity": ("cross_entropy", torch.exp),
@@ -200,17 +204,20 @@ def _named(asked: str, loss: Any) -> Metric:
     kind = loss if isinstance(loss, type) else type(loss)
     probabilities = issubclass(kind, nn.BCELoss)
     of_labels = loss in _OF_LABELS or issubclass(kind, (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss))
+    # The loss says, too, where the classes are.
+    last = _CLASS_LOSSES[loss][1] if isinstance(loss, str) and loss in _CLASS_LOSSES else False
     if name in _MEANS:
-        return Mean(asked, _logits_only(_MEANS[name](0.5 if probabilities else 0.0), asked))
+        return Mean(asked, _logits_only(_MEANS[name](0.5 if probabilities else 0.0, last), asked))
     if found := re.fullmatch(r"top_?([1-9]\d*)_accuracy", name):
-        return Mean(asked, _logits_only(_top_accuracy(int(found[1])), asked))
+        return Mean(asked, _logits_only(_top_accuracy(int(found[1]), last), asked))
     if name in _LOSSES:
         of, finish = _LOSSES[name]
-        return Mean(asked, _loss_sums(of), finish)
+        return Mean(asked, _loss_sums(loss if last and of == "cross_entropy" else of), finish)
     if name in loss_names():
         return Mean(asked, _loss_sums(name))
     if name in torch_metric_names():
-        return named_torch_metric(asked, name, probabilities=probabilities, columns=probabilities or of_labels)
+        columns = probabilities or of_labels
+        return named_torch_metric(asked, name, probabilities=probabilities, columns=columns, classes_last=last)
     raise UsageError(f"{unknown('metric', asked, metric_names())}; or give a torchmetrics object, or a function")
 
 

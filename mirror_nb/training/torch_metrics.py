@@ -46,14 +46,18 @@ def torch_metric_names() -> list[str]:
     return sorted({*_OF_CLASSES, *_OF_VALUES})
 
 
-def named_torch_metric(asked: str, name: str, *, probabilities: bool, columns: bool) -> Metric:
+def named_torch_metric(
+    asked: str, name: str, *, probabilities: bool, columns: bool, classes_last: bool = False
+) -> Metric:
     """Return the metric `name`, which logs call `asked`.
 
     `probabilities`: outputs are probabilities, not logits. `columns`: targets of the outputs' shape are labels of
-    their own, not one class. Raises UsageError where torchmetrics is not installed.
+    their own, not one class. `classes_last`: the classes are in the outputs' last dimension. Raises UsageError where
+    torchmetrics is not installed.
     """
     if name in _OF_CLASSES:
-        return OfShapes(asked, _of_classes(_OF_CLASSES[name], asked), _fit_classes(probabilities, columns))
+        fit = _fit_classes(probabilities, columns, classes_last)
+        return OfShapes(asked, _of_classes(_OF_CLASSES[name], asked), fit)
     return OfShapes(asked, _of_values(_OF_VALUES[name], asked), _fit_values)
 
 
@@ -242,7 +246,7 @@ def _torchmetrics_class(class_name: str, asked: str) -> Any:
         ) from error
 
 
-def _fit_classes(probabilities: bool, columns: bool) -> _Fit:
+def _fit_classes(probabilities: bool, columns: bool, classes_last: bool) -> _Fit:
     """Probabilities and classes; targets of the outputs' shape are labels of their own if the loss says so."""
 
     def fit(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, tuple[str, int]]:
@@ -252,7 +256,7 @@ def _fit_classes(probabilities: bool, columns: bool) -> _Fit:
             if is_binary(outputs, targets):
                 return outputs.flatten(), targets.flatten(), ("binary", 2)
             return outputs, targets, ("multilabel", outputs.shape[1])
-        logits, classes = fit_classes(outputs, targets, False)
+        logits, classes = fit_classes(outputs, targets, classes_last)
         if classes.is_floating_point():
             classes = classes.argmax(1)
         return logits.softmax(1), classes, ("multiclass", logits.shape[1])
