@@ -38,7 +38,7 @@ def metrics(asked: Any, *, loss: Any = None, taken: Collection[str] = (), prefix
     outputs' shape one-hot, all else classes), "binary_accuracy", "top5_accuracy" (any number), "rmse",
     "perplexity", every name of a loss, and with torchmetrics "f1", "precision", "recall", "auroc", "r2" and more
     (averaged over classes alike, "macro"). Class targets of -100 count nowhere. With `loss` an nn.BCELoss,
-    binary outputs are probabilities.
+    binary outputs are probabilities; with a "…categorical_crossentropy" the classes are in the last dimension.
 
     A torchmetrics object gives its class and settings; it is not changed. A function is called with (outputs,
     targets): one value for each example is averaged over all; **a scalar means that it is called once, with all
