@@ -40,6 +40,7 @@ FLOORS = (
         "slab",
         "event_files",
         "keras_objects",
+        "keras_settings",
         "torchmetrics_objects",
         "parametrized",
         "pytree_nodes",
