@@ -75,17 +75,21 @@ class _Part:
                 if type(value) in _ATOMS:
                     self.names.append(name)
                     self.atoms.append(value)
-                elif (copy := plain.copied(value, _ATOMS, plain.LIKE_THEM)) is not plain.NOT_PLAIN:
+                elif (copy := _copied(value)) is not plain.NOT_PLAIN:
                     self.copies[name] = copy
 
     def since(self, everything: bool) -> dict[str, Any]:
         before = {**dict(zip(self.names, self.atoms, strict=True)), **self.copies}
         changed = (
-            (name, plain.copied(value, _ATOMS, plain.LIKE_THEM))
+            (name, _copied(value))
             for name, value in self.held.items()
             if name not in _INTERNAL and (everything or name not in before or not plain.same(value, before[name]))
         )
         return {name: copy for name, copy in changed if copy is not plain.NOT_PLAIN}
+
+
+def _copied(value: object) -> Any:
+    return plain.copied(value, _ATOMS, plain.LIKE_THEM, plain.FLAT_ITEMS)
 
 
 def _is_others(kind: type) -> bool:
@@ -134,7 +138,7 @@ def _named_of(part: nn.Module, named: Mapping[int, Sequence[str]]) -> Iterable[t
 def _is_apart(value: object) -> bool:
     if isinstance(value, (nn.Module, torch.Tensor)) or is_told(value):
         return False
-    return plain.copied(value, _ATOMS, plain.LIKE_THEM) is plain.NOT_PLAIN
+    return _copied(value) is plain.NOT_PLAIN
 
 
 def set_named(part: nn.Module, attribute: str, value: object) -> None:

@@ -18,8 +18,13 @@ _FACTORIES = (None, int, float, bool, str, list, dict, set, tuple)
 NOT_PLAIN = object()
 
 
-def copied(value: Any, atoms: frozenset[type] = ATOMS, also: frozenset[type] = frozenset()) -> Any:
-    """Return a copy of a plain value, `NOT_PLAIN` for any other; `also`: of LIKE_THEM those that are plain, too."""
+def copied(
+    value: Any, atoms: frozenset[type] = ATOMS, also: frozenset[type] = frozenset(), flat_items: int = ITEMS
+) -> Any:
+    """Return a copy of a plain value, `NOT_PLAIN` for any other; `also`: of LIKE_THEM those that are plain, too.
+
+    `flat_items`: so many numbers and strings are still not too many.
+    """
     if type(value) in atoms:
         return value
     left = [ITEMS]
@@ -32,7 +37,7 @@ def copied(value: Any, atoms: frozenset[type] = ATOMS, also: frozenset[type] = f
         if kind not in collections:
             raise TypeError
         flat = _has_alone(one, atoms) and kind is not defaultdict
-        left[0] -= len(one) * ITEMS // FLAT_ITEMS if flat else len(one)
+        left[0] -= len(one) * ITEMS // flat_items if flat else len(one)
         if left[0] < 0:
             raise TypeError
         if flat:
