@@ -463,6 +463,12 @@ class Mirrors:
                 for name, own in self._marks[handle].own.items():
                     if own is parameter:
                         return ("parameter", handle, name)
+        # The part that had it is gone: a parametrization that was removed, say. The whole had it, too.
+        for handle, _ in self.roots():
+            mark = self._marks.get(handle)
+            for name, tensor in zip(mark.names, mark.tensors, strict=True) if mark is not None else ():
+                if tensor is parameter:
+                    return ("of", handle, name)
         return None
 
     def resolve(self, token: Any) -> object:
@@ -473,6 +479,9 @@ class Mirrors:
             mark = self._marks.get(token[1])
             own = mark.own.get(token[2]) if mark is not None else None
             found = found._parameters.get(token[2]) if own is None else own
+        elif found is not None and token[0] == "of":
+            mark = self._marks.get(token[1])
+            found = dict(zip(mark.names, mark.tensors, strict=True)).get(token[2]) if mark is not None else None
         if found is None:
             raise TransferError(f"the payload refers to {token!r}, which no longer exists here; bind it anew")
         return found

@@ -95,6 +95,15 @@ def test_a_weight_that_a_cell_replaces_is_another_one_here_too(notebook):
     assert net[2].weight.tolist() == notebook.there("net", 1)[2].weight.tolist()
 
 
+def test_a_parametrization_that_is_removed_here_leaves_the_optimizer_its_weight(notebook):
+    notebook.here("import gc; from torch.nn.utils import parametrize")
+    notebook.cell("parametrize.register_parametrization(net[0], 'weight', nn.Identity())")
+    notebook.here("parametrize.remove_parametrizations(net[0], 'weight'); gc.collect()")
+    notebook.cell(STEP)
+    assert trained(notebook) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert notebook.there("optimizer", 0).param_groups[0]["params"][0] is notebook.there("net", 0)[0].weight
+
+
 def test_what_is_written_to_a_network_that_gets_another_part_goes_out_with_it(notebook):
     notebook.cell("net")
     notebook.here("net[0].weight.sum()\nnet[0].weight.data.fill_(7.0); net[0].tag = [1]; net.append(nn.Tanh())")

@@ -173,7 +173,7 @@ class Names:
     def _token_of_now(self, obj: object) -> Any:
         """Return what stands for an object as it is: an optimizer that is to be sent again is another."""
         token = self._token(obj)
-        return token if self.lent.is_as_sent(obj) else (token, "to be sent again")
+        return token if token is None or self.lent.is_as_sent(obj) else (token, "to be sent again")
 
     def _token(self, obj: object) -> Any:
         if isinstance(obj, Remote):
