@@ -14,7 +14,7 @@ from made_rings import KB, MB, MadeRings
 
 from mirror_nb.errors import UsageError
 from mirror_nb.telemetry import timeline as timeline_module
-from mirror_nb.telemetry.ring import NAMES, REST, Reader, Ring, Writer
+from mirror_nb.telemetry.ring import NAMES, REST, Reader
 from mirror_nb.telemetry.samples import Kind, Mark, Operation
 from mirror_nb.telemetry.snapshot import BREAKDOWN, Half, Snapshot, State
 from mirror_nb.telemetry.tables import Cover
@@ -186,18 +186,6 @@ def test_samples_of_an_abandoned_step_are_left_out():
         made.timeline.update(now=made.now)
         made.step(2)
         assert part(snapshot(made), "forward") == pytest.approx([20])
-
-
-def test_a_replica_with_a_fresh_ring_takes_the_place_of_the_old_one():
-    with MadeRings(2, capacity=64) as made, Ring.create() as fresh:
-        made.step(20)
-        lost = snapshot(made).overwritten
-        assert lost > 0
-        made.writers[1] = Writer(fresh.descriptor)
-        made.timeline.replace(1, Reader(fresh.descriptor))
-        made.step(3)
-        seen = snapshot(made)
-        assert (seen.step, seen.replicas[1].restarts, seen.overwritten) == (23, 1, lost)
 
 
 def test_loss_is_the_mean_over_all_examples_and_the_range_over_replicas():

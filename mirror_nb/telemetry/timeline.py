@@ -124,8 +124,6 @@ class Timeline:
         self._scalars: dict[str, Floats] = {}
         # By name: (replicas, STEPS), NaN where nothing was logged at the step that the table has there.
         self._scalar_steps: dict[str, Integers] = {}
-        self._lost = (0, 0)
-        # Overwritten and torn in rings that were replaced.
         self._spans: Integers = np.empty((4, 0), np.int64)
         # The latest spans of computing and blocking collectives: a collective may end after its step did. Whose they
         # are, when they began, when they ended, whether they blocked.
@@ -133,14 +131,6 @@ class Timeline:
         # When nobody asked the replicas for anything, nanoseconds: since, until.
         self.forgotten = 0
         # The last step that was left out.
-
-    def replace(self, replica_id: int, reader: Reader) -> None:
-        """Go on with another ring, that of the process which took the replica's place."""
-        track = self._tracks[replica_id]
-        self._lost = (self._lost[0] + track.reader.overwritten, self._lost[1] + track.reader.torn)
-        track.reader, track.names = reader, ()
-        track.open.clear()
-        track.restarts += 1
 
     @property
     def last_step(self) -> int:
@@ -247,8 +237,8 @@ class Timeline:
                 summed_up |= {name: getattr(earlier, name) for name in each.value}
             else:
                 summed_up |= self._course(steps, means) if each is Half.COURSE else self._meetings(done)
-        overwritten = self._lost[0] + sum(track.reader.overwritten for track in self._tracks)
-        torn = self._lost[1] + sum(track.reader.torn for track in self._tracks)
+        overwritten = sum(track.reader.overwritten for track in self._tracks)
+        torn = sum(track.reader.torn for track in self._tracks)
         return Snapshot(
             num_replicas=self.num_replicas,
             replicas=tuple(self._replica(r, now, means) for r in range(self.num_replicas)),
