@@ -215,7 +215,7 @@ def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
     values, handle = state
     if values is not None:
         if _opening is not None and handle in _opening.were:
-            # Of an optimizer stays what belongs to this process: its state comes without that.
+            # Its state is all of it: a part that was taken away there goes here too.
             vars(module).clear()
         module.__setstate__(values)
     if _opening is not None:
@@ -226,6 +226,7 @@ def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
 
 def _set_told_state(obj: Any, state: tuple[dict[str, Any], str | None]) -> None:
     values, handle = state
+    # Over what is here already, which keeps hooks of its steps and the like: they belong to this process.
     put = getattr(obj, "__setstate__", None) or vars(obj).update
     put(values)
     complete(obj)
