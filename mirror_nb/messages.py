@@ -605,7 +605,8 @@ class Exports:
     gone: tuple[str, ...] = ()
     # Handles of networks that the replica no longer has.
     altered: tuple[str, ...] = ()
-    # Names of objects of the user's own classes that a cell changed in place: they stay as they are on both sides.
+    # Names of objects of the user's own classes that a cell changed in place: those that are here the same in all
+    # replicas are to be what they are there, the others stay as they are on both sides.
     deleted: tuple[str, ...] = ()
     # Names that the cell has deleted.
     refilled: tuple[str, ...] = ()

@@ -541,11 +541,11 @@ def test_replicas_that_part_ways_are_told_of_once_and_brought_together(shell, ru
 
 def test_what_a_cell_changed_in_an_object_is_told_of_and_can_be_brought(shell, run):
     run("import types; meter = types.SimpleNamespace(seen=0)")
-    told = closing(shell, "%%mirrored\nmeter.seen += 5")
+    told = closing(shell, "%%mirrored\nmeter.seen += 5 + replica_id")
     assert told.endswith("changed in the replicas alone: meter (%mirror pull meter brings it)")
-    run("%mirror pull meter")
+    run("%mirror pull meter --replica 0")
     assert run("meter.seen") == 5
-    run("%%mirrored\nmeter.seen += 5")
+    run("%%mirrored\nmeter.seen += 5 + replica_id")
     run("meter.seen = 1")
     both = "not sent, since the replicas have changed it too: meter (%mirror push meter)"
     assert closing(shell, "%%mirrored\nmeter.seen").endswith(both)

@@ -215,10 +215,67 @@ def test_an_object_that_was_given_another_class_has_it_in_the_replicas_too(noteb
     assert notebook.user_ns["found"] == (True, "Second", 2)
 
 
-def test_an_object_that_a_cell_changes_stays_as_it_is_on_both_sides_and_is_told_of(notebook):
+TRAINER = """
+class Trainer:
+    def __init__(self): self.losses, self.best, self.config, self.other = [], None, config, None
+    def epoch(self):
+        self.losses.append(0.5)
+        self.best = (0.5, torch.ones(2))
+        self.config.lr = 3
+        self.itself = self
+trainer = held = Trainer()
+"""
+
+
+def test_an_object_that_a_cell_changes_in_all_replicas_alike_is_changed_here_too(notebook):
+    notebook.here(f"{CONFIG}config = Config(){TRAINER}")
+    returned = notebook.cell("trainer.epoch()")
+    assert (returned.bound, returned.altered) == (["config", "trainer"], [])
+    notebook.here("same = trainer is held, trainer.config is config, trainer.itself is trainer")
+    assert notebook.user_ns["same"] == (True, True, True)
+    trainer = notebook.user_ns["held"]
+    assert (trainer.losses, trainer.best[1].tolist(), trainer.config.lr) == ([0.5], [1, 1], 3)
+    notebook.here("trainer.losses.append(0.25)")
+    notebook.cell("trainer.epoch()")
+    assert trainer.losses == [0.5, 0.25, 0.5]
+    notebook.cell("trainer")
+    assert notebook.sent == []
+
+
+def test_objects_that_hold_each_other_and_what_the_cell_has_made_stay_one_in_each_of_them(notebook):
+    notebook.here(f"{CONFIG}config = Config(){TRAINER}config.trainer = trainer")
+    returned = notebook.cell(
+        "made = [trainer]; trainer.made = config.made = made; config.lr = 7; early = [made, config]"
+    )
+    assert (returned.bound, returned.altered) == (["config", "early", "made", "trainer"], [])
+    notebook.here(
+        "same = [one is held for one in (trainer, config.trainer, made[0])]\n"
+        "same += [one is made for one in (held.made, config.made, early[0])]\n"
+        "same += [trainer.config is config, early[1] is config]"
+    )
+    assert (notebook.user_ns["same"], notebook.user_ns["config"].lr) == ([True] * 8, 7)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "trainer.other = replica_id",
+        "if replica_id: trainer.other = 1",
+        "import threading; trainer.other = threading.Lock()",
+        "trainer.other = torch.zeros(1_000_000)",
+    ],
+)
+def test_an_object_that_cannot_be_here_what_it_is_there_is_told_of(notebook, change):
+    notebook.here(f"{CONFIG}config = Config(){TRAINER}")
+    assert "trainer" in notebook.cell(change).altered
+    notebook.here("same = trainer is held, trainer.config is config, trainer.other")
+    assert notebook.user_ns["same"] == (True, True, None)
+
+
+def test_an_object_that_a_cell_changes_stays_as_it_is_on_both_sides_where_replicas_differ_and_is_told_of(notebook):
     notebook.here(f"{CONFIG}x = Config(); same = x")
-    assert notebook.cell("x.lr = 5").altered == ["x"]
-    assert notebook.cell("x.lr = 6").altered == []
+    assert notebook.cell("x.lr = 5 + replica_id").altered == ["x"]
+    assert notebook.cell("x.lr = 6 + replica_id").altered == []
     assert notebook.user_ns["same"] is notebook.user_ns["x"]
     assert (notebook.user_ns["x"].lr, notebook.there("x").lr) == (1, 6)
     assert notebook.names.withheld == []

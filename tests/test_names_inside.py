@@ -257,13 +257,16 @@ def test_what_is_fetched_holds_what_has_a_name_here_and_copies_of_what_replicas_
     assert notebook.fetch("holder", 0).more == [{"loss": [1]}]
 
 
-def test_an_object_that_a_cell_has_changed_stays_the_one_that_holders_of_its_have_on_both_sides(notebook):
+@pytest.mark.parametrize(("rate", "altered"), [("2", []), ("2 + replica_id", ["config"])])
+def test_an_object_that_a_cell_has_changed_stays_the_one_that_holders_of_its_have_on_both_sides(
+    notebook, rate, altered
+):
     notebook.here("config = Config(); configs = [config]")
-    assert notebook.cell("config.rate = 2; more = {'config': config}").altered == ["config"]
+    assert notebook.cell(f"config.rate = {rate}; more = {{'config': config}}").altered == altered
     notebook.here("same = configs[0] is more['config'] is config; configs.append(3)")
     assert notebook.user_ns["same"] is True
-    notebook.cell("same = configs[0] is more['config'] is config, config.rate")
-    assert notebook.user_ns["same"] == (True, 2)
+    notebook.cell(f"same = configs[0] is more['config'] is config, config.rate == {rate}")
+    assert notebook.user_ns["same"] == (True, True)
 
 
 NET = """
@@ -295,7 +298,9 @@ def test_a_network_has_the_configuration_that_has_a_name(notebook, here, cell):
     notebook.cell("there = net.head.config.rate")
     assert notebook.user_ns["there"] == 2
     assert notebook.there("net", 1).head.config is notebook.there("config", 1)
-    assert notebook.cell("net.head.config.rate = 3").altered == ["config"]
+    notebook.cell("net.head.config.rate = 3")
+    notebook.here("same = net.head.config is config, config.rate")
+    assert notebook.user_ns["same"] == (True, 3)
 
 
 def test_a_network_keeps_a_copy_of_a_configuration_whose_name_the_notebook_has_bound_anew(notebook):

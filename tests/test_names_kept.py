@@ -139,7 +139,7 @@ def test_a_pull_that_one_replica_cannot_answer_changes_nothing_and_says_why(run)
 
 def test_pulling_an_object_refills_the_notebooks_own(run):
     run("class Config: pass\nclass Trainer: pass\ncfg, tr = Config(), Trainer()\ncfg.lr, tr.cfg = 5, cfg")
-    run("%%mirrored --quiet\ncfg.lr = 7")
+    run("%%mirrored --quiet\nimport torch\ncfg.lr, cfg.large = 7, torch.zeros(1_000_000)")
     assert run("cfg.lr") == 5
     run("%mirror pull cfg")
     assert run("tr.cfg is cfg, cfg.lr") == (True, 7)

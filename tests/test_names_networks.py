@@ -231,7 +231,7 @@ def test_what_optimizers_and_schedulers_of_ones_own_classes_keep_is_no_change_th
         f"{NET}{OWN_CLASSES}optimizer = Signs(net.parameters(), lr=1.0)\nscheduler = Halves(optimizer)\n"
         "class Other: at = 0\nother = Other()"
     )
-    returned = notebook.cell("net; optimizer.step(); scheduler.step(); other.at = 1")
+    returned = notebook.cell("net; optimizer.step(); scheduler.step(); other.at = replica_id")
     assert returned.altered == ["other"]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -461,13 +461,14 @@ class Names:
         # A name that is bound anew may have been the last of what another one is to hold.
         held = [self.user_ns.get(name) for exports in opened.values() for name in exports.names]
         names = {name for exports in opened.values() for name in exports.names}
-        self._awaited = {r: set(exports.names) for r, exports in opened.items()}
+        self._awaited = {r: exports.names.keys() - exports.altered for r, exports in opened.items()}
         trained = {name for exports in opened.values() for name in exports.trained}
         altered = {name for exports in opened.values() for name in exports.altered}
-        self._absorb_names(trained, opened, owner, returned, pulled, altered)
+        follow = {name for name in altered if self._may_follow(name, opened)}
+        self._absorb_names(trained, opened, owner, returned, pulled, altered, follow)
         # Held until names have them.
         objects = self._absorb_objects(opened, owner, inside)
-        self._absorb_names(names - trained, opened, owner, returned, pulled, altered)
+        self._absorb_names(names - trained, opened, owner, returned, pulled, altered, follow)
         self._join(opened, owner)
         for found in (returned.bound, returned.stayed, returned.loose):
             found.sort()
@@ -580,17 +581,52 @@ class Names:
         returned: Returned,
         pulled: bool,
         altered: set[str],
+        follow: Collection[str],
     ) -> None:
-        """Bind these names; one of a class that differs is `altered`: each replica counts in it by itself, say."""
+        """Bind these names; one of a class that differs is `altered`: each replica counts in it by itself, say.
+
+        Objects to `follow` are no longer altered if they are here what the cell has made of them in all replicas.
+        """
         for name in _in_order(names, opened):
             exports, same = _resolved({r: e.names[name] for r, e in opened.items() if name in e.names}, opened)
-            if isinstance(self.user_ns.get(name), type) and not all_alike(exports):
+            if name in altered:
+                if name in follow and self._follows(name, exports, same, owner, altered):
+                    altered.discard(name)
+                    returned.bound.append(name)
+            elif isinstance(self.user_ns.get(name), type) and not all_alike(exports):
                 # Here it is one class.
                 altered.add(name)
             else:
                 self._absorb_name(name, exports, same, owner, opened, returned, pulled)
             for awaited in self._awaited.values():
                 awaited.discard(name)
+
+    def _may_follow(self, name: str, opened: Mapping[int, Exports]) -> bool:
+        """Whether all replicas that have the notebook's object tell of it, and nobody has changed it here."""
+        obj = self.user_ns.get(name, MISSING)
+        had = {r: self.shared.of(r, name) for r in self.shared.replicas if self.shared.shares(r, name, obj)}
+        now = self._content(obj)
+        return bool(had) and all(
+            r in opened and name in opened[r].names and shared is not None and shared.same(now)
+            for r, shared in had.items()
+        )
+
+    def _follows(
+        self, name: str, exports: dict[int, Export], same: str | None, owner: int, altered: Collection[str]
+    ) -> bool:
+        """Have an object hold what the cell has made of it, if that is alike in all replicas."""
+        obj = self.user_ns[name]
+        if same is not None:
+            followed = self.user_ns.get(same) is obj and same not in altered
+        elif followed := all_alike(exports) and is_refillable(obj):
+            held = self._incoming.value(name, exports, owner)
+            # Not a stand-in, of what cannot be rebuilt here.
+            followed = isinstance(held, tuple) and held[0] is type(obj)
+            if followed:
+                refill(obj, held[1])
+        if followed:
+            self.shared.share(exports, {name: obj}, tellers=tuple(sorted(exports)))
+        return followed
 
     def _held(self, name: str, replica_id: int) -> Any:
         """Return what is here of a name whose value another one of that replica holds. Raises Undelivered."""
@@ -695,7 +731,8 @@ def _in_order(names: Iterable[str], opened: Mapping[int, Exports]) -> list[str]:
             for exports in opened.values():
                 match exports.names.get(name):
                     case Plain(_, holds):
-                        for held in holds:
+                        # Objects that are changed in place are there already.
+                        for held in (one for one in holds if one not in exports.altered):
                             add(held)
                     case Same(first):
                         add(first)

@@ -34,7 +34,7 @@ class Changes:
     names: tuple[str, ...] = ()
     # Bound since, or changed in place, or holding what has another name by now.
     altered: tuple[str, ...] = ()
-    # Names whose objects were changed in place, and that do not travel for it.
+    # Names whose objects were changed in place: they are never bound anew.
     deleted: tuple[str, ...] = ()
     refilled: tuple[str, ...] = ()
     # Names whose containers or trained tensors were changed in place.
@@ -136,7 +136,7 @@ class Before:
             {n: there for n, there in unchanged.items() if there is not None},
             frozenset(holding),
             # Of use to values that travel alone; to say so of large ones takes a while.
-            tuple(sorted(n for n in standing if names and (n in altered or self._contents[n].complete))),
+            tuple(sorted(n for n in standing if (names or altered) and (n in altered or self._contents[n].complete))),
         )
         # What the cell let go of must be gone by the time the controller is told what is here.
         self._objects.clear()

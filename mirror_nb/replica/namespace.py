@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from mirror_nb import torchmetrics_objects, variables
 from mirror_nb.attributes import named_attributes, names_by_id
 from mirror_nb.checksums import bits, checksums, mixed
-from mirror_nb.contents import REFILLED, has_an_identity, is_trained, refill
+from mirror_nb.contents import REFILLED, filling, has_an_identity, is_refillable, is_trained, refill
 from mirror_nb.data import Underway
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
@@ -286,7 +286,7 @@ class Namespace:
         What was deleted since is told by the next `export`.
         """
         self._changes = before.changes(bound, mentioned)
-        names = self._changes.names
+        names = (*self._changes.names, *(n for n in self._changes.altered if is_refillable(self.names[n])))
         return [n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING)]
 
     def export(
@@ -530,7 +530,11 @@ class Namespace:
         of_their_own = [name for told, no_network, *_, name in ordered if no_network and not told]
         # Of one value's names first those by which it stays in the notebook what it is.
         inner = [(name, meant(self.names[name])) for name in (*changes.standing, *of_their_own)]
-        holding = Held((name, value) for name, value in inner if has_an_identity(value))
+        holding = Held(
+            ((name, value) for name, value in inner if has_an_identity(value)),
+            changes.altered,
+            self._held_alone() if changes.altered else (),
+        )
         for *_, name in ordered:
             value = meant(self.names[name])
             if id(value) in first:
@@ -545,6 +549,12 @@ class Namespace:
             for name in again:
                 value = meant(self.names[name])
                 exported[name] = self._export(name, value, f"r{tag}.{name}", fresh, whole, holding)
+        for name in changes.altered:
+            export = exported.get(name)
+            whose = export.name if isinstance(export, Same) else name
+            if not isinstance(exported.get(whose), Plain) or holding.copies(whose):
+                # The controller keeps the object as it is there, and tells of that.
+                exported.pop(name, None)
         for name in changes.holding.intersection(exported):
             export = exported[name]
             if not (isinstance(export, Plain) and export.holds):
@@ -552,11 +562,23 @@ class Namespace:
                 del exported[name]
         return exported
 
+    def _held_alone(self) -> Iterator[tuple[str, object]]:
+        """Yield what has a name and is no network or the like, for which a token stands wherever it is."""
+        for name, value in self.names.items():
+            given = value is self._given.get(name, _MISSING)
+            if (
+                travels(name)
+                and has_an_identity(value)
+                and not (given or isinstance(value, nn.Module) or is_told(value))
+            ):
+                yield name, value
+
     def _export(self, name: str, value: object, handle: str, fresh: Fresh, whole: bool, holding: Held) -> Export:
         if isinstance(value, types.ModuleType):
             return Imported(value.__name__)
         if not isinstance(value, nn.Module) or type(value) in weakref.ProxyTypes:
-            export = self._plain(value, handle, fresh, whole, holding.inside(name, value))
+            told = (type(value), filling(value)) if name in self._changes.altered else value
+            export = self._plain(told, handle, fresh, whole, holding.inside(name, value))
             return dataclasses.replace(export, holds=holding.uses(name)) if isinstance(export, Plain) else export
         if has_sharded(value):
             # What the controller has of it, from before, is not what it is now.
