@@ -209,7 +209,7 @@ def _kept(function: types.FunctionType) -> Any:
 
 def is_refillable(value: object) -> bool:
     """Whether another object with the same `filling` is the same."""
-    if stays_itself(value):
+    if stays_itself(value) or _is_table(value):
         return True
     kind = type(value)
     plain = kind is types.SimpleNamespace or all(
@@ -218,6 +218,12 @@ def is_refillable(value: object) -> bool:
     )
     slots = any(vars(base).get("__slots__") for base in kind.__mro__)
     return plain and not slots and hasattr(value, "__dict__") and _is_own(value)
+
+
+def _is_table(value: object) -> bool:
+    """Whether it is a table of pandas or a column of one, and of no class derived from those."""
+    kind = type(value)
+    return kind.__module__.partition(".")[0] == "pandas" and kind.__name__ in ("DataFrame", "Series")
 
 
 def stays_itself(value: object) -> bool:
@@ -241,6 +247,8 @@ def filling(value: object) -> Any:
     """Return what a refillable object holds, for `refill`: members of a container, a tensor's values, attributes."""
     if isinstance(value, torch.Tensor):
         return value.detach()
+    if _is_table(value):
+        return value.copy(deep=False)  # type: ignore[attr-defined]
     return copy.copy(value) if type(value) in REFILLED else dict(vars(value))
 
 
@@ -252,6 +260,10 @@ def refill(value: Any, held: Any) -> None:
     elif kind is collections.deque:
         value.clear()
         value.extend(held)
+    elif _is_table(value):
+        # Made again out of the other, whose values it shares until one of the two is written to.
+        kind.__init__(value, held)
+        value.attrs = dict(held.attrs)
     elif isinstance(value, torch.Tensor):
         # To an expanded one nobody can write.
         expanded = any(n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True))

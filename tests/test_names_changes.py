@@ -107,7 +107,7 @@ def test_what_a_table_of_pandas_keeps_of_a_reading_is_no_change(notebook):
     dates = "index = pandas.date_range('2020', periods=3); prices = pandas.Series([1., 2., 3.], index=index)"
     notebook.here(f"import pandas; {dates}")
     assert notebook.cell("price = prices.loc['2020-01-02']").altered == []
-    assert notebook.cell("prices.loc['2020-01-02'] = 5").altered == ["prices"]
+    assert notebook.cell("prices.loc['2020-01-02'] = 5").bound == ["prices"]
 
 
 CONFIGS = {
@@ -254,6 +254,27 @@ def test_objects_that_hold_each_other_and_what_the_cell_has_made_stay_one_in_eac
         "same += [trainer.config is config, early[1] is config]"
     )
     assert (notebook.user_ns["same"], notebook.user_ns["config"].lr) == ([True] * 8, 7)
+
+
+@pytest.mark.parametrize("side", ["cell", "here"])
+@pytest.mark.parametrize(
+    ("make", "change", "look"),
+    [
+        ("DataFrame({'a': [1, 2]})", "x.loc[2] = 3; x['b'] = list('xyz'); x.attrs['c'] = 1", "x.to_dict(), x.attrs"),
+        ("DataFrame({'a': [1, 2]})", "del x['a']; x.index = [5, 6]", "x.shape, list(x.index)"),
+        ("Series([1, 2], name='a')", "x.loc[2] = 3; x.name = 'b'", "x.tolist(), x.name"),
+    ],
+)
+def test_a_table_that_either_side_changes_is_changed_on_the_other_wherever_it_is_held(
+    notebook, side, make, change, look
+):
+    notebook.here(f"import pandas; x = pandas.{make}; held = [x]")
+    notebook.cell("import pandas; there = {'x': x}")
+    getattr(notebook, side)(change)
+    notebook.here(f"seen = x is held[0], {look}")
+    notebook.cell(f"found = x is there['x'], {look}")
+    notebook.here(f"x = pandas.{make}\n{change}\nexpected = True, {look}")
+    assert notebook.user_ns["seen"] == notebook.user_ns["found"] == notebook.user_ns["expected"]
 
 
 @pytest.mark.parametrize(
