@@ -242,6 +242,18 @@ def test_an_object_that_a_cell_changes_in_all_replicas_alike_is_changed_here_too
     assert notebook.sent == []
 
 
+def test_objects_that_each_replica_has_of_its_own_are_changed_here_each_by_itself(notebook):
+    notebook.here(CONFIG)
+    notebook.cell("x = Config(); x.lr = 1 + replica_id")
+    notebook.here("held = list(x)")
+    assert notebook.cell("x.lr *= 10; x.itself = x").bound == ["x"]
+    notebook.here("seen = [(one.lr, one.itself is one) for one in held], x[1] is held[1]")
+    assert notebook.user_ns["seen"] == ([(10, True), (20, True)], True)
+    assert notebook.cell("x.lr = 3").bound == ["x"]
+    notebook.here("seen = [one.lr for one in held], x[0] is held[0]")
+    assert notebook.user_ns["seen"] == ([3, 3], True)
+
+
 def test_objects_that_hold_each_other_and_what_the_cell_has_made_stay_one_in_each_of_them(notebook):
     notebook.here(f"{CONFIG}config = Config(){TRAINER}config.trainer = trainer")
     returned = notebook.cell(

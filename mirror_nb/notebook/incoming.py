@@ -72,24 +72,27 @@ class Incoming:
                 return network if network is not None else self._remote(name, stayed, chosen)
             case Stayed() as stayed:
                 return self._remote(name, stayed, chosen)
-            case Plain(payload, holds) if all_alike(exports) and not any(map(self._differs, holds)):
+            case Plain(payload) if self.is_one(exports):
                 value = self._open(payload, name, chosen)
                 whole = read_together([value] * len(exports))
                 return value if whole is None else whole
-        first = self._told(name, exports[chosen], chosen)
+        first = self.told(name, exports[chosen], chosen)
         if _is_drawn(first):
             # As of output.
             return first
-        values = [first if r == chosen else self._told(name, export, r) for r, export in sorted(exports.items())]
+        values = [first if r == chosen else self.told(name, export, r) for r, export in sorted(exports.items())]
         if all(isinstance(value, Remote) for value in values):
             return values[0]
         whole = read_together(values)
         return merged(values) if whole is None else whole
 
-    def _differs(self, name: str) -> bool:
-        return isinstance(self._user_ns.get(name), PerReplica)
+    def is_one(self, exports: Mapping[int, Export]) -> bool:
+        """Whether all replicas tell of the same value, and what that holds of other names is the same, too."""
+        holds = {name for export in exports.values() if isinstance(export, Plain) for name in export.holds}
+        return all_alike(exports) and not any(isinstance(self._user_ns.get(name), PerReplica) for name in holds)
 
-    def _told(self, name: str, export: Export, replica_id: int) -> Any:
+    def told(self, name: str, export: Export, replica_id: int) -> Any:
+        """Return what one replica tells of a name's value: that, or a stand-in."""
         if isinstance(export, Plain):
             return self._open(export.payload, name, replica_id)
         return self._remote(name, _stand_in(export), replica_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -614,19 +614,34 @@ class Names:
     def _follows(
         self, name: str, exports: dict[int, Export], same: str | None, owner: int, altered: Collection[str]
     ) -> bool:
-        """Have an object hold what the cell has made of it, if that is alike in all replicas."""
+        """Have an object hold what the cell has made of it, if that is alike in all replicas; each one's, its own."""
         obj = self.user_ns[name]
         if same is not None:
-            followed = self.user_ns.get(same) is obj and same not in altered
-        elif followed := all_alike(exports) and is_refillable(obj):
-            held = self._incoming.value(name, exports, owner)
+            if self.user_ns.get(same) is not obj or same in altered:
+                return False
+        else:
+            if isinstance(obj, PerReplica):
+                ours = dict(zip(self._tellers(owner, name, obj), obj.values, strict=True))
+            elif self._incoming.is_one(exports):
+                ours = {owner: obj}
+            else:
+                return False
+            held = {r: self._incoming.told(name, exports[r], r) for r in ours}
             # Not a stand-in, of what cannot be rebuilt here.
-            followed = isinstance(held, tuple) and held[0] is type(obj)
-            if followed:
-                refill(obj, held[1])
-        if followed:
-            self.shared.share(exports, {name: obj}, tellers=tuple(sorted(exports)))
-        return followed
+            if not all(
+                isinstance(held[r], tuple) and held[r][0] is type(one) and is_refillable(one)
+                for r, one in ours.items()
+            ):
+                return False
+            for r, one in ours.items():
+                refill(one, held[r][1])
+        self.shared.share(exports, {name: obj}, tellers=tuple(sorted(exports)))
+        return True
+
+    def _tellers(self, replica_id: int, name: str, value: PerReplica) -> Sequence[int]:
+        """Return whose values a PerReplica has that the replica has by a name, in its order."""
+        shared = self.shared.of(replica_id, name)
+        return (shared.tellers if shared is not None else ()) or range(len(value))
 
     def _held(self, name: str, replica_id: int) -> Any:
         """Return what is here of a name whose value another one of that replica holds. Raises Undelivered."""
@@ -635,8 +650,7 @@ class Names:
         if awaited or not self.shared.shares(replica_id, name, value):
             raise Undelivered
         if isinstance(value, PerReplica):
-            shared = self.shared.of(replica_id, name)
-            tellers = (shared.tellers if shared is not None else ()) or range(len(value))
+            tellers = self._tellers(replica_id, name, value)
             if replica_id not in tellers:
                 raise Undelivered
             value = value[tellers.index(replica_id)]
