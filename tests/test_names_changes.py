@@ -242,6 +242,17 @@ def test_an_object_that_a_cell_changes_in_all_replicas_alike_is_changed_here_too
     assert notebook.sent == []
 
 
+def test_an_object_that_differs_is_not_taken_for_changed_here_where_one_inside_it_has_come_back(notebook):
+    notebook.here(f"{CONFIG}config = Config(){TRAINER}")
+    returned = notebook.cell("trainer.config.lr = 3; trainer.other = replica_id")
+    assert (returned.bound, returned.altered) == (["config"], ["trainer"])
+    notebook.cell("trainer")
+    assert (notebook.names.withheld, notebook.sent) == ([], [])
+    notebook.here("config.lr = 4")
+    notebook.cell("trainer")
+    assert (notebook.sent, notebook.there("trainer").config.lr) == (["config"], 4)
+
+
 def test_objects_that_each_replica_has_of_its_own_are_changed_here_each_by_itself(notebook):
     notebook.here(CONFIG)
     notebook.cell("x = Config(); x.lr = 1 + replica_id")

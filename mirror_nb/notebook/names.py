@@ -464,15 +464,16 @@ class Names:
         self._awaited = {r: exports.names.keys() - exports.altered for r, exports in opened.items()}
         trained = {name for exports in opened.values() for name in exports.trained}
         altered = {name for exports in opened.values() for name in exports.altered}
-        follow = {name for name in altered if self._may_follow(name, opened)}
-        self._absorb_names(trained, opened, owner, returned, pulled, altered, follow)
+        left = {name for name in altered if self._was_left(name)}
+        self._absorb_names(trained, opened, owner, returned, pulled, altered, left)
         # Held until names have them.
         objects = self._absorb_objects(opened, owner, inside)
-        self._absorb_names(names - trained, opened, owner, returned, pulled, altered, follow)
+        self._absorb_names(names - trained, opened, owner, returned, pulled, altered, left)
         self._join(opened, owner)
         for found in (returned.bound, returned.stayed, returned.loose):
             found.sort()
         returned.altered = self.shared.alter(altered)
+        self.shared.renew(left & altered)
         returned.deleted = self._follow_deleted(opened)
         returned.diverged = self._note_diverged(opened)
         returned.grads = opened[owner].grads if owner in opened else None
@@ -581,16 +582,17 @@ class Names:
         returned: Returned,
         pulled: bool,
         altered: set[str],
-        follow: Collection[str],
+        left: Collection[str],
     ) -> None:
         """Bind these names; one of a class that differs is `altered`: each replica counts in it by itself, say.
 
-        Objects to `follow` are no longer altered if they are here what the cell has made of them in all replicas.
+        Objects that nobody has changed here, those `left`, are not altered any more once they are here what the cell
+        has made of them in all replicas.
         """
         for name in _in_order(names, opened):
             exports, same = _resolved({r: e.names[name] for r, e in opened.items() if name in e.names}, opened)
             if name in altered:
-                if name in follow and self._follows(name, exports, same, owner, altered):
+                if name in left and self._follows(name, exports, same, owner, altered):
                     altered.discard(name)
                     returned.bound.append(name)
             elif isinstance(self.user_ns.get(name), type) and not all_alike(exports):
@@ -601,21 +603,21 @@ class Names:
             for awaited in self._awaited.values():
                 awaited.discard(name)
 
-    def _may_follow(self, name: str, opened: Mapping[int, Exports]) -> bool:
-        """Whether all replicas that have the notebook's object tell of it, and nobody has changed it here."""
+    def _was_left(self, name: str) -> bool:
+        """Whether nobody has changed the notebook's object since the replicas that have it got it."""
         obj = self.user_ns.get(name, MISSING)
-        had = {r: self.shared.of(r, name) for r in self.shared.replicas if self.shared.shares(r, name, obj)}
+        had = [self.shared.of(r, name) for r in self.shared.replicas if self.shared.shares(r, name, obj)]
         now = self._content(obj)
-        return bool(had) and all(
-            r in opened and name in opened[r].names and shared is not None and shared.same(now)
-            for r, shared in had.items()
-        )
+        return all(shared is not None and shared.same(now) for shared in had)
 
     def _follows(
         self, name: str, exports: dict[int, Export], same: str | None, owner: int, altered: Collection[str]
     ) -> bool:
         """Have an object hold what the cell has made of it, if that is alike in all replicas; each one's, its own."""
-        obj = self.user_ns[name]
+        obj = self.user_ns.get(name, MISSING)
+        sharing = {r for r in self.shared.replicas if self.shared.shares(r, name, obj)}
+        if not sharing or sharing - exports.keys():
+            return False
         if same is not None:
             if self.user_ns.get(same) is not obj or same in altered:
                 return False

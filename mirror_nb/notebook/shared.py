@@ -190,6 +190,15 @@ class SharedNames:
                 sent[name] = dataclasses.replace(sent[name], altered=True)
         return first
 
+    def renew(self, names: Iterable[str]) -> None:
+        """What these names' objects hold has been changed here as in the replicas, in values that have other names."""
+        for name in names:
+            obj = self._user_ns.get(name, MISSING)
+            now = self._content(obj)
+            for sent in self._sent.values():
+                if name in sent and sent[name].value is obj:
+                    sent[name] = dataclasses.replace(sent[name], content=now)
+
     def prune(self) -> None:
         """Let go of objects that the notebook no longer has under their name."""
         for has in self._sent.values():
