@@ -605,12 +605,13 @@ class Exports:
     gone: tuple[str, ...] = ()
     # Handles of networks that the replica no longer has.
     altered: tuple[str, ...] = ()
-    # Names of objects of the user's own classes that a cell changed in place: those that are here the same in all
-    # replicas are to be what they are there, the others stay as they are on both sides.
+    # Names of objects of the user's own classes that a cell changed in place.
     deleted: tuple[str, ...] = ()
     # Names that the cell has deleted.
     refilled: tuple[str, ...] = ()
     # Names whose containers or trained tensors the cell changed in place: who else has one there is to see it.
+    filled: frozenset[str] = frozenset()
+    # Names of objects whose attributes are told of, for those that are here.
     unchanged: dict[str, str] = field(default_factory=dict)
     # Names that hold what a name held when the cell began, this or another one, and still does: by name, that name.
     objects: dict[str, Payload | None] = field(default_factory=dict)

@@ -138,3 +138,50 @@ def test_a_parcel_that_cannot_be_opened_leaves_a_network_as_it_was(notebook):
     del notebook.user_ns["zz"]
     notebook.cell("length = len(net)")
     assert notebook.user_ns["length"] == len(there) == 4
+
+
+@pytest.mark.parametrize("make", ["[1]", "Thing()", "types.SimpleNamespace()"])
+@pytest.mark.parametrize(
+    ("cells", "look"),
+    [
+        (["g"], "d is g"),
+        (["held = [g]; g"], "d is g is held[0]"),
+        (["g", "change(d, 2)"], "d is g, g == d"),
+    ],
+    ids=["read", "held", "changed by the other name"],
+)
+@pytest.mark.parametrize("between", ["", "change(d, 1)"])
+def test_a_second_name_of_the_notebook_is_one_for_what_the_replicas_have(notebook, make, cells, look, between):
+    notebook.here(
+        "import types\nclass Thing: pass\ndef change(x, n): x.append(n) if type(x) is list else setattr(x, 'n', n)"
+    )
+    notebook.here(f"g = {make}")
+    notebook.cell(cells[0])
+    notebook.here(f"d = g; {between or 'pass'}")
+    for cell in cells[1:]:
+        notebook.cell(cell)
+    notebook.cell(f"found = {look}")
+    notebook.here(f"expected = {look.replace(' is held[0]', '')}; same = d is g")
+    assert (notebook.user_ns["found"], notebook.user_ns["same"]) == (notebook.user_ns["expected"], True)
+
+
+@pytest.mark.parametrize("make", ["[1]", "Thing()"])
+def test_what_the_notebook_changes_by_one_name_is_the_same_by_the_other(notebook, make):
+    notebook.here("class Thing: pass\ndef change(x): x.append(1) if type(x) is list else setattr(x, 'n', 1)")
+    notebook.here(f"g = {make}")
+    notebook.cell("d = g")
+    notebook.here("change(d)")
+    notebook.cell("d = g")
+    notebook.here("same = d is g")
+    assert notebook.user_ns["same"] is True
+
+
+@pytest.mark.parametrize("make", ["[1]", "{'a': 1}", "Thing()"])
+def test_what_an_object_holds_and_a_cell_names_is_one_in_the_notebook(notebook, make):
+    notebook.here(f"class Thing: pass\nthing = Thing(); thing.inner = {make}; thing.rate = 2")
+    notebook.cell("inner = thing.inner")
+    notebook.here("same = thing.inner is inner, thing.rate")
+    assert notebook.user_ns["same"] == (True, 2)
+    notebook.cell("inner.n = 3") if make == "Thing()" else notebook.cell("inner.clear()")
+    notebook.here("same = thing.inner is inner, getattr(inner, 'n', 0) or len(inner)")
+    assert notebook.user_ns["same"] == (True, 3 if make == "Thing()" else 0)

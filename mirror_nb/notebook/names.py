@@ -24,6 +24,7 @@ from mirror_nb.contents import (
     content,
     data_sets,
     filling,
+    has_an_identity,
     is_refillable,
     refill,
     stays_itself,
@@ -202,6 +203,10 @@ class Names:
         for module in parcel.modules:
             self._holders.setdefault(self.mirrors.handle(module), set()).update(arrived)
         self.shared.share(arrived, parcel.names, parcel.packed.global_names)
+        own = {id(value) for value in parcel.names.values() if has_an_identity(value)}
+        others = [name for name, value in list(self.user_ns.items()) if id(value) in own and name not in parcel.names]
+        # To the replicas, too, they are the same.
+        self.shared.renew(others)
 
     def _ask(self, metric: Any, method: str) -> Any:
         # Those that died have others in their place by now.
@@ -461,14 +466,15 @@ class Names:
         # A name that is bound anew may have been the last of what another one is to hold.
         held = [self.user_ns.get(name) for exports in opened.values() for name in exports.names]
         names = {name for exports in opened.values() for name in exports.names}
-        self._awaited = {r: exports.names.keys() - exports.altered for r, exports in opened.items()}
+        self._awaited = {r: exports.names.keys() - exports.filled for r, exports in opened.items()}
         trained = {name for exports in opened.values() for name in exports.trained}
         altered = {name for exports in opened.values() for name in exports.altered}
-        left = {name for name in altered if self._was_left(name)}
-        self._absorb_names(trained, opened, owner, returned, pulled, altered, left)
+        filled = {name for exports in opened.values() for name in exports.filled}
+        left = {name for name in altered | filled if self._was_left(name)}
+        self._absorb_names(trained, opened, owner, returned, pulled, altered, filled & left)
         # Held until names have them.
         objects = self._absorb_objects(opened, owner, inside)
-        self._absorb_names(names - trained, opened, owner, returned, pulled, altered, left)
+        self._absorb_names(names - trained, opened, owner, returned, pulled, altered, filled & left)
         self._join(opened, owner)
         for found in (returned.bound, returned.stayed, returned.loose):
             found.sort()
@@ -582,17 +588,16 @@ class Names:
         returned: Returned,
         pulled: bool,
         altered: set[str],
-        left: Collection[str],
+        follow: Collection[str],
     ) -> None:
         """Bind these names; one of a class that differs is `altered`: each replica counts in it by itself, say.
 
-        Objects that nobody has changed here, those `left`, are not altered any more once they are here what the cell
-        has made of them in all replicas.
+        Objects to `follow` are not altered any more once they are here what the cell has made of them in all replicas.
         """
         for name in _in_order(names, opened):
             exports, same = _resolved({r: e.names[name] for r, e in opened.items() if name in e.names}, opened)
-            if name in altered:
-                if name in left and self._follows(name, exports, same, owner, altered):
+            if any(name in e.filled for e in opened.values()):
+                if name in follow and self._follows(name, exports, same, owner, altered):
                     altered.discard(name)
                     returned.bound.append(name)
             elif isinstance(self.user_ns.get(name), type) and not all_alike(exports):
@@ -748,7 +753,7 @@ def _in_order(names: Iterable[str], opened: Mapping[int, Exports]) -> list[str]:
                 match exports.names.get(name):
                     case Plain(_, holds):
                         # Objects that are changed in place are there already.
-                        for held in (one for one in holds if one not in exports.altered):
+                        for held in (one for one in holds if one not in exports.filled):
                             add(held)
                     case Same(first):
                         add(first)

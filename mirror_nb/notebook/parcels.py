@@ -105,7 +105,12 @@ class Parcels:
     ) -> Packed:
         """Pack what is sent: names with these `values`; of those of `again` replicas have what they had earlier."""
         own = {id(value) for value in values.values()}
-        named = {id(value): name for name, value in list(self._user_ns.items()) if id(value) not in own}
+        # A value that is sent may have another name, by which the replicas have it.
+        named = {
+            id(value): name
+            for name, value in list(self._user_ns.items())
+            if name not in values and (id(value) not in own or self._is_there(name, value, replicas))
+        }
         there = {id(value): ("changed", name, type(value)) for name, value in again.items()}
 
         def reference(obj: object) -> Any:
@@ -130,6 +135,12 @@ class Parcels:
             return self._lent.add(obj)
 
         return pack(sent, namespace=self._user_ns, reference=reference, handle=handle, lend=lend, containers=True)
+
+    def _is_there(self, name: str, value: object, replicas: tuple[int, ...]) -> bool:
+        return has_an_identity(value) and (
+            self._sides.was_sent(name, replicas)
+            or (self._sides.travels(name) and not self._sides.lacked(name, replicas))
+        )
 
     def _is_named(self, name: str, obj: object) -> bool:
         return has_an_identity(obj) and not isinstance(obj, nn.Module) and self._sides.travels(name)

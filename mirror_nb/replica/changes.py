@@ -18,6 +18,7 @@ from mirror_nb.contents import (
     class_content,
     content,
     has_an_identity,
+    is_refillable,
     is_unchanging,
     stays_itself,
 )
@@ -41,7 +42,9 @@ class Changes:
     unchanged: dict[str, str] = field(default_factory=dict)
     # Names that hold what the notebook has, as it was when the cell began, and its name there.
     holding: frozenset[str] = frozenset()
-    # Names of containers that were left as they were, and that hold what the cell has named.
+    # Names of containers and objects that were left as they were, and that hold what the cell has named.
+    filled: frozenset[str] = frozenset()
+    # Of these, and of the altered ones: objects whose attributes travel, for the controller's own.
     standing: tuple[str, ...] = ()
     # Names that the cell mentions, and whose values it has left as they were, or altered: the notebook keeps its own.
 
@@ -105,6 +108,7 @@ class Before:
         altered: set[str] = set()
         standing: list[str] = []
         holding: set[str] = set()
+        filled: set[str] = set()
         # Containers that are as they were, with what has another name now: here as there it is to be one value.
         names = {n for n, value in self._names.items() if self._objects.get(n, _MISSING) is not value}
         named = {id(value): value for n in names if type(value := self._names[n]) not in WITHOUT_IDENTITY}
@@ -115,9 +119,12 @@ class Before:
             value = self._names[name]
             inside: list[object] = []
             same = held.same(self._content(value, sought=named, seen=inside.append))
+            more = any(obj is not value and has_an_identity(obj) for obj in inside)
+            if held.own and is_refillable(value) and (more or not same):
+                filled.add(name)
             if not same and not held.own:
                 names.add(name)
-            elif same and stays_itself(value) and any(obj is not value and has_an_identity(obj) for obj in inside):
+            elif same and more and (name in filled or stays_itself(value)):
                 holding.add(name)
             else:
                 if not same:
@@ -135,6 +142,7 @@ class Before:
             tuple(n for n in still if stays_itself(self._names[n])),
             {n: there for n, there in unchanged.items() if there is not None},
             frozenset(holding),
+            frozenset(filled),
             # Of use to values that travel alone; to say so of large ones takes a while.
             tuple(sorted(n for n in standing if (names or altered) and (n in altered or self._contents[n].complete))),
         )

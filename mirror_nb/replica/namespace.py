@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from mirror_nb import torchmetrics_objects, variables
 from mirror_nb.attributes import named_attributes, names_by_id
 from mirror_nb.checksums import bits, checksums, mixed
-from mirror_nb.contents import REFILLED, filling, has_an_identity, is_refillable, is_trained, refill
+from mirror_nb.contents import REFILLED, filling, has_an_identity, is_trained, refill
 from mirror_nb.data import Underway
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
@@ -286,7 +286,7 @@ class Namespace:
         What was deleted since is told by the next `export`.
         """
         self._changes = before.changes(bound, mentioned)
-        names = (*self._changes.names, *(n for n in self._changes.altered if is_refillable(self.names[n])))
+        names = sorted({*self._changes.names, *self._changes.filled})
         return [n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING)]
 
     def export(
@@ -339,6 +339,7 @@ class Namespace:
             changes.altered,
             changes.deleted,
             changes.refilled,
+            changes.filled.intersection(exported),
             changes.unchanged,
             grads=grads,
             trained=tuple(name for name in exported if name in self._trained and is_trained(self.names[name])),
@@ -518,7 +519,7 @@ class Namespace:
                     is_told(value),
                     not isinstance(value, nn.Module),
                     not is_trained(value),
-                    name not in changes.refilled,
+                    name not in changes.refilled and name not in changes.filled,
                     name,
                 )
                 for name, value in held
@@ -532,8 +533,8 @@ class Namespace:
         inner = [(name, meant(self.names[name])) for name in (*changes.standing, *of_their_own)]
         holding = Held(
             ((name, value) for name, value in inner if has_an_identity(value)),
-            changes.altered,
-            self._held_alone() if changes.altered else (),
+            changes.filled,
+            self._held_alone() if changes.filled else (),
         )
         for *_, name in ordered:
             value = meant(self.names[name])
@@ -549,12 +550,13 @@ class Namespace:
             for name in again:
                 value = meant(self.names[name])
                 exported[name] = self._export(name, value, f"r{tag}.{name}", fresh, whole, holding)
-        for name in changes.altered:
-            export = exported.get(name)
-            whose = export.name if isinstance(export, Same) else name
-            if not isinstance(exported.get(whose), Plain) or holding.copies(whose):
+        for name in changes.filled:
+            if not isinstance(exported.get(name), Plain | Same) or holding.copies(name):
                 # The controller keeps the object as it is there, and tells of that.
                 exported.pop(name, None)
+        for name, export in exported.items():
+            if isinstance(export, Same) and export.name not in exported:
+                exported[name] = self._export(name, meant(self.names[name]), f"r{tag}.{name}", fresh, whole, holding)
         for name in changes.holding.intersection(exported):
             export = exported[name]
             if not (isinstance(export, Plain) and export.holds):
@@ -577,7 +579,7 @@ class Namespace:
         if isinstance(value, types.ModuleType):
             return Imported(value.__name__)
         if not isinstance(value, nn.Module) or type(value) in weakref.ProxyTypes:
-            told = (type(value), filling(value)) if name in self._changes.altered else value
+            told = (type(value), filling(value)) if name in self._changes.filled else value
             export = self._plain(told, handle, fresh, whole, holding.inside(name, value))
             return dataclasses.replace(export, holds=holding.uses(name)) if isinstance(export, Plain) else export
         if has_sharded(value):
