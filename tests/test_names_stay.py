@@ -185,3 +185,19 @@ def test_what_an_object_holds_and_a_cell_names_is_one_in_the_notebook(notebook, 
     notebook.cell("inner.n = 3") if make == "Thing()" else notebook.cell("inner.clear()")
     notebook.here("same = thing.inner is inner, getattr(inner, 'n', 0) or len(inner)")
     assert notebook.user_ns["same"] == (True, 3 if make == "Thing()" else 0)
+
+
+@pytest.mark.parametrize("make", ["[1]", "{'a': 1}", "Thing()"])
+@pytest.mark.parametrize("around", ["thing.inner = {}", "thing.inner = [{}]"])
+def test_what_the_notebook_has_named_of_an_object_since_stays_in_it(notebook, make, around):
+    notebook.here(f"class Thing: pass\nthing = Thing(); {around.format(make)}; thing.rate = 1")
+    notebook.cell("thing.rate += 1")
+    notebook.here("inner = thing.inner[0] if '[{}]' == " + repr(around[-4:]) + " else thing.inner")
+    path = "thing.inner[0]" if around.endswith("[{}]") else "thing.inner"
+    notebook.cell(f"thing.rate += 1; {path}.n = 5" if make == "Thing()" else f"thing.rate += 1; {path}.clear()")
+    notebook.here(f"same = {path} is inner, thing.rate, getattr(inner, 'n', 5), inner if type(inner) is list else 0")
+    assert notebook.user_ns["same"][:3] == (True, 3, 5)
+    notebook.cell("thing.rate")
+    assert notebook.sent == []
+    notebook.cell(f"found = {path} is inner")
+    assert notebook.user_ns["found"] is True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -150,9 +151,12 @@ class Names:
         wanted |= self._needed_by(wanted)
         self.withheld = []
         groups: dict[frozenset[str], list[int]] = {}
-        now = {name: self._content(self.user_ns[name]) for name in wanted}
+        named = self._named()
+        inside: dict[str, set[str]] = {name: set() for name in wanted}
+        now = {name: self._content(self.user_ns[name], named, inside[name]) for name in wanted}
+        parted = {name for name in wanted if self._is_parted(name, inside[name], replicas)}
         for replica_id in replicas:
-            lacking = frozenset(name for name in wanted if not self._has(replica_id, name, now[name]))
+            lacking = frozenset(name for name in wanted if not self._has(replica_id, name, now[name])) | parted
             self.withheld += [name for name in wanted - lacking if self._clashes(replica_id, name, now[name])]
             if lacking:
                 groups.setdefault(lacking, []).append(replica_id)
@@ -166,10 +170,33 @@ class Names:
             raise
         return parcels
 
-    def _content(self, value: object) -> Content | None:
-        # Of classes here alone: replicas may count in theirs, each by itself.
+    def _content(
+        self, value: object, named: Mapping[int, str] = types.MappingProxyType({}), inside: set[str] | None = None
+    ) -> Content | None:
+        """Return what a value holds now; of what is `named` and in it, the names are put `inside`."""
         now = self._token_of_now
-        return class_content(value, now) if isinstance(value, type) else content(value, now)
+        if isinstance(value, type):
+            # Of classes here alone: replicas may count in theirs, each by itself.
+            return class_content(value, now)
+        found: set[str] = set() if inside is None else inside
+        return content(value, now, sought=named, seen=lambda obj: found.add(named[id(obj)]))
+
+    def _named(self) -> dict[int, str]:
+        """Return the names of containers and objects, by id."""
+        named = {}
+        for name, value in list(self.user_ns.items()):
+            # There are objects that cannot be looked into.
+            with contextlib.suppress(Exception):
+                if self.travels(name) and is_refillable(value) and not isinstance(value, torch.Tensor):
+                    named[id(value)] = name
+        return named
+
+    def _is_parted(self, name: str, inside: set[str], replicas: list[int]) -> bool:
+        """Whether something in the name's object got a name of its own here since the replicas got the object."""
+        obj = self.user_ns[name]
+        names = [n for n in inside if self.user_ns[n] is not obj]
+        new = any(not self.shared.shares(r, n, self.user_ns[n]) for n in names for r in replicas)
+        return new and is_refillable(obj) and self.shared.unaltered(name, replicas)
 
     def _token_of_now(self, obj: object) -> Any:
         """Return what stands for an object as it is: an optimizer that is to be sent again is another."""
@@ -479,7 +506,8 @@ class Names:
         for found in (returned.bound, returned.stayed, returned.loose):
             found.sort()
         returned.altered = self.shared.alter(altered)
-        self.shared.renew(left & altered)
+        # Objects that hold each other are filled one after the other.
+        self.shared.renew({*left, *returned.bound} if left else ())
         returned.deleted = self._follow_deleted(opened)
         returned.diverged = self._note_diverged(opened)
         returned.grads = opened[owner].grads if owner in opened else None

@@ -191,7 +191,7 @@ class SharedNames:
         return first
 
     def renew(self, names: Iterable[str]) -> None:
-        """What these names' objects hold has been changed here as in the replicas, in values that have other names."""
+        """Replicas have what these names' objects hold now: it was changed by other names, or later than they."""
         for name in names:
             obj = self._user_ns.get(name, MISSING)
             now = self._content(obj)
