@@ -151,7 +151,7 @@ class Names:
         wanted |= self._needed_by(wanted)
         self.withheld = []
         groups: dict[frozenset[str], list[int]] = {}
-        named = self._named()
+        named = self._named() if wanted else {}
         inside: dict[str, set[str]] = {name: set() for name in wanted}
         now = {name: self._content(self.user_ns[name], named, inside[name]) for name in wanted}
         parted = {name for name in wanted if self._is_parted(name, inside[name], replicas)}
