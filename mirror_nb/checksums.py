@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mirror_nb.layouts import blocks
+from mirror_nb.layouts import as_row, blocks
 
 _MODULUS = 1 << 61
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -32,7 +32,7 @@ def checksums(values: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _sum(value: torch.Tensor) -> torch.Tensor:
-    parts = [_placed(_words(b.resolve_conj().resolve_neg().contiguous().reshape(-1))) for b in blocks(value)]
+    parts = [_placed(_words(as_row(b))) for b in blocks(value)]
     if len(parts) == 1:
         return parts[0]
     # On the meta device there is a shape alone.

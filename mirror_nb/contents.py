@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset
 
 from mirror_nb.insides import closed_over
-from mirror_nb.layouts import address, is_block
+from mirror_nb.layouts import address, as_row, is_block
 from mirror_nb.pickler import Limited
 from mirror_nb.sources import is_users
 from mirror_nb.told import is_told, told_of
@@ -431,7 +431,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _values(tensor: torch.Tensor) -> Any:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return as_row(tensor).view(torch.uint8).numpy()
 
 
 def _version(tensor: torch.Tensor) -> object:

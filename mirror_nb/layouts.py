@@ -34,6 +34,16 @@ def blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.int_repr() if tensor.is_quantized else tensor.to_dense()]
 
 
+def as_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a block one after another, so that torch looks at their bytes: in its memory if it can be.
+
+    What is conjugated or negated only when it is read comes as it reads.
+    """
+    values = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    # A single value, or none, keeps any stride through all that makes others contiguous.
+    return values if values.stride(0) == 1 else values.clone(memory_format=torch.contiguous_format)
+
+
 def nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes that a tensor takes."""
     return sum(block.nbytes for block in blocks(tensor))

@@ -206,6 +206,25 @@ values([
     assert cell(replicas(n), source) == [expected] * n
 
 
+def test_a_column_of_a_share_of_one_example_is_reduced_gathered_and_assigned_as_any_tensor(replicas):
+    # Of one element torch keeps the stride that it had among others.
+    source = """
+import mirror_nb as mnb
+
+column = (torch.ones(1, 5) * mine)[:, 2]
+small = column.to(torch.int16)
+first, second = mnb.Variable(column[:0]), mnb.Variable(torch.ones(1, 5)[:, 2], aggregation="only_first_replica")
+strategy.run(lambda: second.assign(column))
+values([
+    [strategy.reduce("sum", each, axis=axis) for each in (column, small) for axis in (None, 0)],
+    [strategy.reduce("mean", column, axis=0), context.all_reduce("sum", small), second.read_value()],
+    [strategy.gather(column, axis=0), context.all_gather(small, axis=0), first.read_value()],
+])
+"""
+    expected = [[[3], 3, [3], 3], [1.5, [3], [1]], [[1, 2], [1, 2], []]]
+    assert cell(replicas(2), source) == [expected] * 2
+
+
 def test_a_number_takes_the_dtype_of_the_others_tensor(replicas):
     source = """
 loss = torch.tensor(2.0, dtype=torch.float64) if replica_id else 1
@@ -227,6 +246,10 @@ MISTAKES = [
     ("context.all_gather(mine if replica_id else mine[None], axis=0)", "“cannot all_gather a tensor of shape ()"),
     ("strategy.reduce('sum', 'a' if replica_id else mine, axis=None)", "“cannot reduce a str ('a')"),
     ("strategy.reduce('sum', 'a', axis=None)", "cannot reduce a str ('a')"),
+    (
+        "strategy.reduce('sum', torch.ones(2, dtype=torch.int16 if replica_id else torch.int64), axis=0)",
+        "int64[] on replica 0, int16[] on replica 1",
+    ),
     (
         "strategy.reduce('sum', [mine] * (1 + replica_id), axis=None)",
         "float32[] in [0] on replica 0, float32[] in [0] of [0], [1] on",

@@ -84,6 +84,12 @@ def test_other_values_and_other_places_have_other_checksums():
     assert len({bits([tensor]) for tensor in (sparse, *others)}) == 5
 
 
+def test_a_single_value_has_the_checksum_that_it_has_anywhere():
+    # Torch keeps the stride of a column of one row, and does not look at its bytes then.
+    assert bits([torch.ones(1, 5)[:, 2]]) == bits([torch.ones(1)])
+    assert bits([torch.ones(2, 5)[:0, 2]]) == bits([torch.ones(0)])
+
+
 def test_the_size_of_a_tensor_is_that_of_its_blocks():
     assert nbytes(torch.zeros(3)) == 12
     assert nbytes(torch.eye(2).to_sparse()) == 2 * 2 * 8 + 2 * 4

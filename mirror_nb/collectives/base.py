@@ -438,7 +438,11 @@ def as_sent(tensor: Tensor) -> Tensor:
     """A contiguous tensor, or another look at its memory, by real numbers or bytes, where gloo would not send it."""
     if tensor.dtype in _SENT:
         return tensor
-    return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor.view(-1).view(torch.uint8)
+    return (
+        torch.view_as_real(tensor)
+        if tensor.dtype.is_complex
+        else tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    )
 
 
 @contextlib.contextmanager

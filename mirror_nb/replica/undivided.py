@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import sampler as samplers
 
-from mirror_nb.layouts import blocks, is_block, sizes
+from mirror_nb.layouts import as_row, blocks, is_block, sizes
 from mirror_nb.replaced import Replaced, called_by_us
 
 _DEPTH = 4
@@ -148,4 +148,4 @@ def _in_numpy(row: Any) -> Any:
     if not isinstance(row, torch.Tensor):
         return np.asarray(row)
     # By its bytes: NumPy has not every dtype.
-    return row.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return as_row(row).cpu().view(torch.uint8).numpy()

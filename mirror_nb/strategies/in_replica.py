@@ -47,6 +47,7 @@ from mirror_nb.strategies.reductions import (
     regroup,
     select,
     structure,
+    sum_dtype,
     sum_over,
 )
 from mirror_nb.strategies.replica_variables import ReplicaHome
@@ -284,13 +285,13 @@ class ReplicaPlace(Place):
             part = sum_over(tensor if op is ReduceOp.SUM else widened(tensor), axis)
             count = 1 if axis is None else counted(tensor, axis)
             form = form_of_nest(where, [part], [is_number(leaf)])
-            return form if op is ReduceOp.SUM else of_dtype(form, tensor.dtype), (part, count)
+            return of_dtype(form, tensor.dtype), (part, count)
 
         form, offer = _offer(offered)
         part, count = offer or (torch.empty(0, device="cpu"), 0)
         call = f"reduce {op.value} axis={axis}"
         if op is ReduceOp.SUM:
-            return self._peers.total(call, form, part)
+            return self._peers.total(call, form, part, lambda dtype: sum_dtype(dtype, axis))
         return self._peers.mean(call, form, part, count)
 
     def gather(self, value: Any, axis: int, where: str) -> Any:

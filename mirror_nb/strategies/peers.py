@@ -28,6 +28,7 @@ from mirror_nb.collectives.headers import MERGE_CALL, UNEVEN_MERGE_CALLS
 from mirror_nb.collectives.nccl import NcclAllReduce
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
 from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
+from mirror_nb.layouts import as_row
 from mirror_nb.pool.hangs import DECIDED_ALONE
 from mirror_nb.strategies.reductions import common_dtype, in_short
 from mirror_nb.values import CARRIERS, ReduceOp, added, mean, wide, widened
@@ -120,9 +121,18 @@ class Peers:
         extras, leaves, _ = self._agree(call, form, extra, b"")
         return extras, leaves
 
-    def total(self, call: str, form: Form, part: Tensor) -> Tensor:
-        """Return the sum over the replicas of `part`, the one leaf of `form`; raises as `agree`."""
-        total, _, _ = self._total(call, form, part, 0, lambda dtype: dtype)
+    def total(
+        self,
+        call: str,
+        form: Form,
+        part: Tensor,
+        carrier: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+    ) -> Tensor:
+        """Return the sum over the replicas of `part`, made of the one leaf of `form`; raises as `agree`.
+
+        `carrier`: of the leaf's dtype that of the parts.
+        """
+        total, _, _ = self._total(call, form, part, 0, carrier)
         return total
 
     def mean(self, call: str, form: Form, part: Tensor, count: int = 1) -> Tensor:
@@ -143,7 +153,7 @@ class Peers:
         part = part.resolve_conj().resolve_neg()
         # What is on a GPU goes by itself: to look at it here would stop the host.
         small = part.nbytes <= _SMALL_BYTES and part.device.type == "cpu"
-        raw = part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if small and part.numel() else b""
+        raw = as_row(part).view(torch.uint8).numpy().tobytes() if small and part.numel() else b""
         extras, (leaf,), rows = self._agree(call, form, extra, raw)
         if raw and rows is not None:
             flat = rows.view(torch.uint8)[:, : len(raw)].contiguous().view(part.dtype)
@@ -292,7 +302,7 @@ class Peers:
         """Return replica 0's tensor, of agreed shape and dtype, on every replica."""
         if self.num_replicas == 1:
             return tensor.clone()
-        sent = tensor.detach().clone().resolve_conj().resolve_neg().contiguous()
+        sent = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
         if sent.numel():
             dist.broadcast(sent.reshape(-1).view(torch.uint8), 0)
         return sent

@@ -157,6 +157,12 @@ def sum_over(tensor: Tensor, axis: tuple[int, ...] | None) -> Tensor:
     return total.to(tensor.dtype) if total.is_floating_point() else total
 
 
+def sum_dtype(dtype: torch.dtype, axis: tuple[int, ...] | None) -> torch.dtype:
+    """Return the dtype of `sum_over` of a tensor of this one."""
+    fractions = dtype.is_floating_point or dtype.is_complex
+    return torch.int64 if dtype is torch.bool or (axis and not fractions) else dtype
+
+
 def counted(tensor: Tensor, axis: tuple[int, ...]) -> int:
     """Return how many elements went into each element of `sum_over`."""
     return math.prod(tensor.shape[dim] for dim in checked_axes(axis, tensor))

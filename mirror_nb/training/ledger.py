@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mirror_nb.collectives.segments import Address, Segment
 from mirror_nb.errors import ReplicaError
-from mirror_nb.layouts import is_block
+from mirror_nb.layouts import as_row, is_block
 from mirror_nb.training.loop import Totals
 
 ENTRY_BYTES = 1 << 16
@@ -129,7 +129,7 @@ def _reduced(tensor: Tensor) -> tuple[Any, ...]:
         return torch.from_numpy, (whole.numpy(),)
     except TypeError:
         # Of a dtype that NumPy has not: bfloat16, float8.
-        return _of_bytes, (whole.reshape(-1).view(torch.uint8).numpy(), whole.dtype, tuple(whole.shape))
+        return _of_bytes, (as_row(whole).view(torch.uint8).numpy(), whole.dtype, tuple(whole.shape))
 
 
 def _as_scalar(number: float, code: int) -> Tensor:

@@ -220,6 +220,9 @@ for name in {DTYPES + COMPLEX}:
     assert (parts is None) == (replica_id != last)
     assert parts is None or [part.tolist() for part in parts] == [
         torch.full((2, 3), r).to(dtype).tolist() for r in range(num_replicas)]
+    column = mine[:1, 1]
+    ops.broadcast(column, last)
+    assert column.tolist() == torch.full((1,), last).to(dtype).tolist(), name
     ops.broadcast(mine, last)
     assert mine.tolist() == torch.full((2, 3), last).to(dtype).tolist()
 """,
