@@ -154,13 +154,14 @@ def a_value_of_each_replica(strategy):
             return "to Variable outside of strategy.run" in str(error), aggregation in str(error).lower()
         return float(v)
 
-    def returned(aggregation):
+    def returned(aggregation, synchronization="auto"):
         with strategy.scope():
-            v = mnb.Variable(0.0, trainable=False, aggregation=aggregation)
+            v = mnb.Variable(0.0, trainable=False, aggregation=aggregation, synchronization=synchronization)
         try:
             v.assign(strategy.run(mine))
         except mnb.UsageError as error:
             return "outside of strategy.run" in str(error), float(v)
+        return float(v)
 
     equal = mnb.PerReplica([torch.tensor(2.0), torch.tensor(2.0)])
     rules = ["sum", "mean", "only_first_replica"]
@@ -170,6 +171,7 @@ def a_value_of_each_replica(strategy):
         [refused(rule, value=equal) for rule in rules],
         refused("sum", "on_read"),
         [refused(rule, "on_read") for rule in rules[1:]],
+        [returned(rule, "on_read") for rule in rules],
     ]
 
 def counts(strategy):
@@ -381,6 +383,7 @@ EXPECTED: dict[str, Any] = {
         [2.0] * 3,
         [True, True],
         [2.0, 1.0],
+        [[True, 0.0], 1.5, 1.0],
     ],
     "the_line_of_a_warning": [[True, True]],
     "a_class_without_names_for_its_members": [{"own": [3.0], "kept": [2.0]}, {"own": [1.0, 2.0], "kept": [1.0, 1.0]}],

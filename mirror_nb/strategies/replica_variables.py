@@ -175,6 +175,9 @@ class ReplicaHome:
             return value
         if self._merging() and tensor is not None:
             return self._peers.first(tensor)
+        if variable.is_read_together and variable.aggregation is not VariableAggregation.SUM:
+            # Each component is its replica's own, as of a PerReplica that is assigned.
+            return value
         if variable.aggregation is VariableAggregation.NONE:
             self._warn_of_divergence(variable, how, tensor)
             return value
