@@ -44,6 +44,20 @@ def as_row(tensor: torch.Tensor) -> torch.Tensor:
     return values if values.stride(0) == 1 else values.clone(memory_format=torch.contiguous_format)
 
 
+def check_summable(tensor: torch.Tensor, what: str) -> None:
+    """Raise UsageError, which says that one cannot do `what`, for a tensor whose values torch adds to no others."""
+    for kind, instead in _WITHOUT_SUMS.items():
+        if getattr(tensor, f"is_{kind}"):
+            raise UsageError(f"cannot {what} a {kind} tensor: {instead}")
+
+
+_WITHOUT_SUMS = {
+    "quantized": "take .dequantize() of it",
+    "nested": "make it dense with .to_padded_tensor(...)",
+    "meta": "it has no values; make it on a device",
+}
+
+
 def nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes that a tensor takes."""
     return sum(block.nbytes for block in blocks(tensor))

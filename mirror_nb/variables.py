@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
+from mirror_nb.layouts import check_summable
 from mirror_nb.values import (
     CARRIERS,
     VariableAggregation,
@@ -537,7 +538,8 @@ def take_from_outside(variable: Variable, value: Tensor) -> None:
 def as_value(variable: Variable, how: str, value: Any) -> Tensor:
     """Return `value` as a tensor of the Variable's shape, dtype and device.
 
-    Raises UsageError for another shape, and for a dtype that would lose what the value holds.
+    Raises UsageError for another shape, for a dtype that would lose what the value holds, and for a tensor that torch
+    adds to no others.
     """
     own = bare(variable)
     try:
@@ -548,6 +550,9 @@ def as_value(variable: Variable, how: str, value: Any) -> Tensor:
                 tensor = torch.as_tensor(value, device=value.device if isinstance(value, Tensor) else "cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"cannot {how} {value!r} to {variable.name}: {error}") from error
+    check_summable(tensor, how)
+    if own.layout is torch.strided:
+        tensor = tensor.to_dense()
     if tensor.shape != own.shape:
         raise UsageError(
             f"cannot {how} a value of shape {tuple(tensor.shape)} to {variable.name} of shape {tuple(own.shape)}"

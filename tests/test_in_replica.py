@@ -35,6 +35,11 @@ def raised(call):
         call()
     except Exception as error:
         return type(error).__name__, str(error)
+
+class Odd(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return 1 // 0
 """
 
 
@@ -238,6 +243,11 @@ MISTAKES = [
     ("strategy.reduce('sum', torch.ones(4 - 2 * replica_id), axis=None)", "float32[4] on replica 0, float32[2] on"),
     ("context.all_reduce('sum', torch.ones(4 - 2 * replica_id))", "float32[4] on replica 0, float32[2] on replica 1"),
     ("context.all_reduce('sum', mine.long() if replica_id else mine)", "float32[] on replica 0, int64[] on replica 1"),
+    ("context.all_reduce('sum', mine > 0 if replica_id else mine.long())", "int64[] on replica 0, bool[] on"),
+    (
+        "context.all_reduce('sum', mine.as_subclass(Odd) if replica_id else mine)",
+        "float32[] on replica 0, the error “integer division or modulo by zero” on replica 1",
+    ),
     ("context.all_reduce('sum', [mine] if replica_id else (mine,))", "float32[] in (*,) on replica 0"),
     (
         "strategy.gather(torch.ones(1, 2 + replica_id), axis=0)",

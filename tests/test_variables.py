@@ -455,6 +455,21 @@ v = Variable(10.0, aggregation="SUM")
         assert value == 10
 
 
+def test_a_tensor_that_torch_adds_to_no_others_is_refused_on_every_replica_and_a_sparse_one_assigned(replicas):
+    source = """
+v = Variable([0.0, 0.0], aggregation="sum", trainable=False)
+bad = [torch.empty(2, device="meta"), torch.nested.nested_tensor([torch.ones(1), torch.ones(1)])]
+found = [raised(lambda: strategy.run(lambda: v.assign_add(each if replica_id else torch.ones(2)))) for each in bad]
+strategy.run(lambda: v.assign(torch.tensor([1.0, 0.0]).to_sparse() * (replica_id + 1)))
+found, v.tolist()
+"""
+    for found, value in cell(replicas(2), source):
+        assert [kind for kind, _ in found] == ["UsageError"] * 2
+        assert "cannot assign_add a meta tensor" in found[0][1]
+        assert "cannot assign_add a nested tensor" in found[1][1]
+        assert value == [3, 0]
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_what_is_synchronised_on_read_is_local_in_run_and_aggregated_outside(replicas, n):
     # Golden: on_read/assign_add_then_read/MEAN.

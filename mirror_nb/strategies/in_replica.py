@@ -309,13 +309,13 @@ class ReplicaPlace(Place):
 
         def offered() -> tuple[Form, list[Tensor]]:
             tensors = [self._differentiable(leaf, "all_reduce") for leaf in leaves]
-            tensors = [tensor.long() if tensor.dtype is torch.bool else tensor for tensor in tensors]
             numbers = [is_number(leaf) for leaf in leaves]
             return form_of_nest(structure(value), tensors, numbers, places=places), tensors
 
         form, offer = _offer(offered)
         _, common = self._peers.agree(f"all_reduce {op.value}", form)
-        tensors = [tensor.to(leaf.dtype) for tensor, leaf in zip(offer or [], common, strict=True)]
+        dtypes = [sum_dtype(leaf.dtype, None) for leaf in common]
+        tensors = [tensor.to(dtype) for tensor, dtype in zip(offer or [], dtypes, strict=True)]
         return made(all_reduced(self._peers, op, tensors))
 
     def all_gather(self, value: Any, axis: int) -> Any:
@@ -487,8 +487,9 @@ def _offer(make: Callable[[], tuple[Form, _Value]]) -> tuple[Form, _Value | None
     """Make what this replica brings to a call; what is wrong with it the others have to hear of first."""
     try:
         return make()
-    except UsageError as error:
-        return Form(problem=str(error)), None
+    except Exception as error:
+        # Torch's own errors, too: a replica that raised alone would leave the others waiting.
+        return Form(problem=str(error) or type(error).__name__), None
 
 
 def _in_words(function: Callable[..., Any]) -> str:

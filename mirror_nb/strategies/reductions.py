@@ -22,14 +22,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
+from mirror_nb.layouts import check_summable
 from mirror_nb.values import CARRIERS, DistributedValues, PerReplica, ReduceOp, added, mean, widened
 from mirror_nb.variables import Variable
-
-_WITHOUT_SUMS = {
-    "quantized": "take .dequantize() of it",
-    "nested": "make it dense with .to_padded_tensor(...)",
-    "meta": "it has no values; make it on a device",
-}
 
 _SHOWN, _AROUND = 400, 40
 # Characters of a structure in an error, and of what is alike beside what differs.
@@ -133,9 +128,8 @@ def as_tensor(value: Any, what: str, device: torch.device | None = None) -> Tens
             f"cannot {what} a {type(value).__name__} ({_short(value)}): only tensors, arrays, numbers and nests "
             "of them"
         )
-    for kind, instead in _WITHOUT_SUMS.items() if isinstance(value, Tensor) else ():
-        if getattr(value, f"is_{kind}"):
-            raise UsageError(f"cannot {what} a {kind} tensor: {instead}")
+    if isinstance(value, Tensor):
+        check_summable(value, what)
     try:
         # A default device of the user's is for what they make themselves; torch would move tensors there, too.
         known = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
