@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import multiprocessing
 import os
@@ -287,6 +288,16 @@ def test_whatever_a_variable_holds_closing_keeps_it_and_what_comes_after_it(aggr
     assert float(step) == 1.0
     if aggregation != "none":
         assert float(own) == {"mean": 1.5, "sum": 3.0}[aggregation]
+
+
+def test_what_was_counted_is_saved_after_the_strategy_is_closed(tmp_path):
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            total, mean = (mnb.Variable(0.0, aggregation=rule, synchronization="on_read") for rule in ("sum", "mean"))
+        strategy.run(lambda: [total.assign_add(3.0), mean.assign_add(3.0)])
+    torch.save([total, mean], tmp_path / "counted.pt")
+    assert [float(one) for one in torch.load(tmp_path / "counted.pt")] == [6.0, 3.0]
+    assert float(copy.copy(total)) == 6.0
 
 
 def test_what_fails_when_a_strategy_is_closed_is_told_and_costs_nothing_else_its_value(monkeypatch):

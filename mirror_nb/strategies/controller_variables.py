@@ -188,8 +188,8 @@ class ControllerHome:
             self._replicas.ask(set_trained, (variable, variable.requires_grad))
 
     def saved(self, variable: Variable) -> tuple[Tensor, bool]:
-        sent = self._replicas.has_sent(variable)
-        return self.read(variable) if sent else component(variable), sent
+        apart = self._replicas.has_sent(variable) or bool(_kept(variable))
+        return self.read(variable) if apart else component(variable), apart
 
     def copy(self, variable: Variable) -> Variable:
         made = copy_of(variable, component(variable), whole=False)
