@@ -911,6 +911,18 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dist.reduce(torch.ones(3, dtype=torch.complex64), 0, dist.ReduceOp.MAX),
         "reduce of complex64[3]: gloo does not do this with torch.complex64; convert it first",
     ),
+    "a scalar, of which gloo looks at the first dimension": (
+        lambda: dist.reduce_scatter_tensor(torch.zeros(()), torch.zeros(N)),
+        "reduce_scatter_tensor of float32[] and float32[3]: gloo takes no scalar here; pass tensor.view(1)",
+    ),
+    "writing outside of inference mode into what was made inside": (
+        lambda: dist.reduce_scatter_tensor(torch.inference_mode()(torch.zeros)(1), torch.zeros(N)),
+        "gloo writes into no tensor made in inference mode; pass tensor.clone()",
+    ),
+    "sizes that are not those of the tensors": (
+        lambda: dist.all_to_all_single(torch.zeros(2 * N), torch.zeros(2 * N), [1] * N, [1] * N),
+        "Split sizes doesn't match total dim 0 size",
+    ),
     "a mean of short complex numbers": (
         lambda: dist.reduce(torch.ones(3, dtype=torch.complex32), 0, dist.ReduceOp.AVG),
         "reduce of complex32[3]: gloo does not do this with torch.complex32; convert it first",
@@ -994,6 +1006,25 @@ def test_what_gloo_cannot_do_is_a_mistake_and_nobody_is_said_to_have_left(crew: 
         assert (kind, after) == ("UsageError", 6.0), message
         assert IMPOSSIBLE[what][1] in message
         assert "\x04" not in message
+
+
+def test_what_begins_once_all_have_come_may_have_got_a_graph_meanwhile(crew: Crew) -> None:
+    def gather(replica_id: int) -> tuple[list[float], list[float]]:
+        import torch.distributed._functional_collectives as functional
+
+        mine = torch.full((2,), replica_id + 1.0, requires_grad=True)
+        if replica_id:
+            dist.recv(torch.zeros(1), 0)
+        gathered = functional.all_gather_tensor_autograd(mine, 0, dist.group.WORLD)
+        if not replica_id:
+            for other in range(1, N):
+                dist.send(torch.zeros(1), other)
+        (gathered * gathered).sum().backward()
+        return gathered.tolist(), mine.grad.tolist()
+
+    for replica_id, (gathered, gradient) in enumerate(crew.call(gather)):
+        assert gathered == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+        assert gradient == [2.0 * N * (replica_id + 1)] * 2
 
 
 # What this build of torch must still have

@@ -474,12 +474,14 @@ def bury(inner: list[Any], nccl: Any) -> None:
 
 def _as_here(begin: Callable[[], dist.Work], cuda: torch.device | None) -> Callable[[], dist.Work]:
     """Have `begin` run, in whatever thread, as it would in this one."""
-    inference = torch.is_inference_mode_enabled()
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     stream = None if cuda is None else torch.cuda.current_stream(cuda)
 
     def run() -> dist.Work:
         with (
             torch.inference_mode() if inference else contextlib.nullcontext(),
+            # A function of autograd has given its result a graph by then, and gloo writes into views of that.
+            torch.set_grad_enabled(grad),
             # Behind which gloo reads the tensor.
             contextlib.nullcontext() if stream is None else torch.cuda.stream(stream),
         ):

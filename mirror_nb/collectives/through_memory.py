@@ -80,7 +80,8 @@ def alike(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def gap(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why gloo would take other elements than a collective's tensors show, or in another order; empty: it would not.
 
-    What lies between the elements of a slice it changes, and behind an expanded one the memory of others.
+    What lies between the elements of a slice it changes, and behind an expanded one the memory of others. Of a scalar
+    it looks at the first dimension, which ends the process.
     """
     given = [*args, *kwargs.values()]
     for tensor in pytree.tree_leaves(given[:1]) if label in _IN_ONE_PIECE else []:
@@ -90,6 +91,8 @@ def gap(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
                 f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not one piece of memory, "
                 "which gloo takes it for; pass tensor.contiguous(), and copy the result back"
             )
+    if label == "reduce_scatter_tensor" and any(map(_scalar_on_cpu, pytree.tree_leaves(given[:2]))):
+        return "gloo takes no scalar here; pass tensor.view(1)"
     if label not in _AS_THEY_LIE:
         return ""
     output = next(filter(_strided_on_cpu, pytree.tree_leaves(given[:1])), None)
@@ -105,6 +108,10 @@ def gap(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
                 "tensor.contiguous() for both"
             )
     return ""
+
+
+def _scalar_on_cpu(tensor: Any) -> bool:
+    return _strided_on_cpu(tensor) and not tensor.dim()
 
 
 def _in_one_piece(tensor: Tensor) -> bool:

@@ -40,6 +40,8 @@ _REFUSALS = {
     "not implemented for": _NOT_WITH,
     "can't be cast to": "the mean of {dtypes} is no {dtypes}; convert it first: tensor.float()",
     "Cannot use ReduceOp": "{said}; use another operation",
+    "Inplace update to inference tensor": "gloo writes into no tensor made in inference mode; pass tensor.clone()",
+    "Split sizes doesn't match": "{said}",
 }
 # What gloo, and torch around it, say of what they cannot do, by words of it: nobody has left.
 
