@@ -919,6 +919,10 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dist.reduce_scatter_tensor(torch.inference_mode()(torch.zeros)(1), torch.zeros(N)),
         "gloo writes into no tensor made in inference mode; pass tensor.clone()",
     ),
+    "writing into what requires a gradient, where one is taken": (
+        lambda: dist.reduce_scatter_tensor(torch.zeros(1, requires_grad=True), torch.zeros(N)),
+        "gloo writes into no tensor that requires a gradient here; run it in torch.no_grad()",
+    ),
     "sizes that are not those of the tensors": (
         lambda: dist.all_to_all_single(torch.zeros(2 * N), torch.zeros(2 * N), [1] * N, [1] * N),
         "Split sizes doesn't match total dim 0 size",
@@ -1025,6 +1029,19 @@ def test_what_begins_once_all_have_come_may_have_got_a_graph_meanwhile(crew: Cre
     for replica_id, (gathered, gradient) in enumerate(crew.call(gather)):
         assert gathered == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
         assert gradient == [2.0 * N * (replica_id + 1)] * 2
+
+
+def test_a_sum_is_written_as_the_modes_of_its_caller_allow(crew: Crew) -> None:
+    def scatter(replica_id: int) -> list[list[float]]:
+        with torch.inference_mode():
+            inside = torch.zeros(2)
+            dist.reduce_scatter_tensor(inside, torch.ones(2 * N))
+        parameter = nn.Parameter(torch.zeros(2))
+        with torch.no_grad():
+            dist.reduce_scatter_tensor(parameter, torch.ones(2 * N))
+        return [inside.tolist(), parameter.tolist()]
+
+    assert crew.call(scatter) == [[[float(N)] * 2] * 2] * N
 
 
 # What this build of torch must still have

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mirror_nb.collectives import through_memory
 from mirror_nb.collectives.exchange import Exchange
 from mirror_nb.collectives.fabric import Fabric
-from mirror_nb.collectives.waiting import Operation, state, tensors_in
+from mirror_nb.collectives.waiting import Operation, as_here, state, tensors_in
 from mirror_nb.collectives.works import InterruptibleWork, SharedWork
 from mirror_nb.errors import PeerFailed, UsageError
 from mirror_nb.messages import Collectives, Wait
@@ -120,7 +120,7 @@ class InterruptibleGroup(dist.ProcessGroup):
         self._between: Counter[tuple[str, int | None]] = Counter()
         # Sends and receives since it was formed, by the rank of the other one; None: any.
         self._order = threading.RLock()
-        self._announced: deque[tuple[Exchange, Operation, Callable[[], dist.Work]]] = deque()
+        self._announced: deque[tuple[Exchange, Operation, Callable[[], None]]] = deque()
         # What gloo is to begin, in the order of the exchanges by which the replicas meet for it.
         self.shared: Fabric | None = None
         # What the members share, for collectives of others than torch's; None where they cannot.
@@ -206,12 +206,12 @@ class InterruptibleGroup(dist.ProcessGroup):
         label = operation.label
         parts = through_memory.parts(label, args, kwargs, self.size())
         what = through_memory.in_words(label, args, kwargs, operation.name(), parts)
-        begin = _as_here(begin, operation.cuda)
+        begin_as_here = _behind_here(lambda: operation.follow(begin()), operation.cuda)
         # gloo tells collectives apart by their order.
         with self._order:
             exchange = shared.announce(label, through_memory.alike(label, args, kwargs), what, parts)
             operation.number = exchange.number
-            self._announced.append((exchange, operation, begin))
+            self._announced.append((exchange, operation, begin_as_here))
         shared.when_ended(exchange, self._begin_announced)
         if not exchange.ended and _may_be_left_alone(args, kwargs):
             shared.go_on_by_itself(at_once=True)
@@ -227,7 +227,7 @@ class InterruptibleGroup(dist.ProcessGroup):
                     if exchange.error is not None:
                         operation.fail(exchange.error)
                     elif not operation.done.is_set():
-                        operation.follow(begin())
+                        begin()
                 except BaseException as error:
                     # For whoever waits for it.
                     operation.fail(error)
@@ -472,22 +472,16 @@ def bury(inner: list[Any], nccl: Any) -> None:
     threading.Thread(target=let_go, name="mirror_nb lets a process group go", daemon=True).start()
 
 
-def _as_here(begin: Callable[[], dist.Work], cuda: torch.device | None) -> Callable[[], dist.Work]:
-    """Have `begin` run, in whatever thread, as it would in this one."""
-    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+def _behind_here(begin: Callable[[], None], cuda: torch.device | None) -> Callable[[], None]:
+    """Have `begin` run as it would in this thread, behind what its stream has by now."""
     stream = None if cuda is None else torch.cuda.current_stream(cuda)
 
-    def run() -> dist.Work:
-        with (
-            torch.inference_mode() if inference else contextlib.nullcontext(),
-            # A function of autograd has given its result a graph by then, and gloo writes into views of that.
-            torch.set_grad_enabled(grad),
-            # Behind which gloo reads the tensor.
-            contextlib.nullcontext() if stream is None else torch.cuda.stream(stream),
-        ):
-            return begin()
+    def run() -> None:
+        # Behind which gloo reads the tensor.
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            begin()
 
-    return run
+    return as_here(run)
 
 
 def _partner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -41,6 +41,8 @@ _REFUSALS = {
     "can't be cast to": "the mean of {dtypes} is no {dtypes}; convert it first: tensor.float()",
     "Cannot use ReduceOp": "{said}; use another operation",
     "Inplace update to inference tensor": "gloo writes into no tensor made in inference mode; pass tensor.clone()",
+    "that requires grad is being used in an in-place": "gloo writes into no tensor that requires a gradient here; run "
+    "it in torch.no_grad()",
     "Split sizes doesn't match": "{said}",
 }
 # What gloo, and torch around it, say of what they cannot do, by words of it: nobody has left.
@@ -145,13 +147,13 @@ class Operation:
     def follow(self, work: dist.Work) -> None:
         """Finish when torch's own `work` does."""
         if self.cuda is not None:
-            self.run(functools.partial(wait_for_the_device, work, self.cuda))
+            self.run(as_here(functools.partial(wait_for_the_device, work, self.cuda)))
             return
         try:
             future = work.get_future()
         except RuntimeError:
-            # gloo's send and recv have no future.
-            self.run(work.wait)
+            # gloo's send, recv and reduce_scatter have no future, and the last one writes its result here.
+            self.run(as_here(work.wait))
             return
         # The callback runs here if the work has ended already. An interrupt in that instant would be lost in
         # C++; the abort that follows an interrupt is not.
@@ -253,6 +255,18 @@ class Operation:
 
 def _looks(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def as_here(call: Callable[[], _Value]) -> Callable[[], _Value]:
+    """Return `call` as it would run in this thread, in the modes of autograd that hold now, for any other one."""
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def run() -> _Value:
+        # A function of autograd gives its result a graph once it has returned, and gloo writes into views of that.
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return call()
+
+    return run
 
 
 def aside(label: str, call: Callable[[], _Value], seconds: float) -> _Value:
