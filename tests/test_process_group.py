@@ -927,6 +927,19 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dist.all_to_all_single(torch.zeros(2 * N), torch.zeros(2 * N), [1] * N, [1] * N),
         "Split sizes doesn't match total dim 0 size",
     ),
+    "sizes that are not those of the tensor that is sent": (
+        lambda: dist.all_to_all_single(torch.zeros(N), torch.zeros(2 * N), [1] * N, [1] * N),
+        "Split sizes doesn't match total dim 0 size",
+    ),
+    "sizes for another number of replicas": (
+        lambda: dist.all_to_all_single(torch.zeros(2 * N), torch.zeros(2 * N), None, [2 * N]),
+        "Number of tensor splits not equal to group size",
+    ),
+    "what cannot be cut evenly": (
+        # Between two replicas gloo cuts so through the middle of an element.
+        lambda: dist.all_to_all_single(torch.zeros(4, 2), torch.zeros(4, 2)),
+        "the 8 elements of a tensor of shape (4, 2) are no 3 equal parts, one for each replica; pass output",
+    ),
     "a mean of short complex numbers": (
         lambda: dist.reduce(torch.ones(3, dtype=torch.complex32), 0, dist.ReduceOp.AVG),
         "reduce of complex32[3]: gloo does not do this with torch.complex32; convert it first",

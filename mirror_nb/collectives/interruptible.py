@@ -165,7 +165,7 @@ class InterruptibleGroup(dist.ProcessGroup):
             self._begun[label] += 1
             return begin()
         operation = Operation(label, (*args, *kwargs.values()), self._seconds_of(args, kwargs), self)
-        if gap := through_memory.gap(label, args, kwargs):
+        if gap := through_memory.gap(label, args, kwargs, self.size()):
             raise UsageError(f"{operation.name()}: {gap}")
         state.begin(operation)
         try:
@@ -256,13 +256,13 @@ class InterruptibleGroup(dist.ProcessGroup):
                 # Futures that C++ waits for.
                 found = [(work.exchange, work.since) for work in live if isinstance(work, SharedWork)]
             waits = [
-                Wait(exchange.number, exchange.label, now - since, self._ids(shared.lacking(exchange)))
+                Wait(exchange.number, exchange.label, now - since, self._replicas(shared.lacking(exchange)))
                 for exchange, since in found
                 if not exchange.ended
             ]
         if not waits:
             waits = [
-                Wait(item.number, item.name(), now - item.since, (), self._id(item.partner))
+                Wait(item.number, item.name(), now - item.since, (), self._replica(item.partner))
                 for item in live
                 if isinstance(item, Operation)
                 and not item.done.is_set()
@@ -271,10 +271,10 @@ class InterruptibleGroup(dist.ProcessGroup):
             ]
         issued = self._begun.total() if shared is None else shared.issued
         under_way = bool(live) or (shared is not None and shared.pending)
-        between = tuple((label, self._id(rank), count) for (label, rank), count in list(self._between.items()))
+        between = tuple((label, self._replica(rank), count) for (label, rank), count in list(self._between.items()))
         return Collectives(
             self._name,
-            self._ids(range(self.size())),
+            self._replicas(range(self.size())),
             issued,
             tuple(sorted(begun.items())),
             under_way,
@@ -283,10 +283,10 @@ class InterruptibleGroup(dist.ProcessGroup):
             between,
         )
 
-    def _id(self, rank: int | None) -> int | None:
-        return None if rank is None else next(iter(self._ids([rank])), None)
+    def _replica(self, rank: int | None) -> int | None:
+        return None if rank is None else next(iter(self._replicas([rank])), None)
 
-    def _ids(self, ranks: Iterable[int]) -> tuple[int, ...]:
+    def _replicas(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Replica ids of members of this group."""
         if self is state.world:
             return tuple(ranks)

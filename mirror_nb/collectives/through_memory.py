@@ -77,11 +77,11 @@ def alike(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return " ".join(said)
 
 
-def gap(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def gap(label: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_replicas: int) -> str:
     """Why gloo would take other elements than a collective's tensors show, or in another order; empty: it would not.
 
     What lies between the elements of a slice it changes, and behind an expanded one the memory of others. Of a scalar
-    it looks at the first dimension, which ends the process.
+    it looks at the first dimension, which ends the process. Even parts it cuts by bytes, through an element.
     """
     given = [*args, *kwargs.values()]
     for tensor in pytree.tree_leaves(given[:1]) if label in _IN_ONE_PIECE else []:
@@ -93,6 +93,13 @@ def gap(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
             )
     if label == "reduce_scatter_tensor" and any(map(_scalar_on_cpu, pytree.tree_leaves(given[:2]))):
         return "gloo takes no scalar here; pass tensor.view(1)"
+    if label == "all_to_all_single" and not any(_splits(args, kwargs)):
+        for tensor in pytree.tree_leaves(given[:2]):
+            if isinstance(tensor, Tensor) and tensor.numel() % num_replicas:
+                return (
+                    f"the {tensor.numel()} elements of a tensor of shape {tuple(tensor.shape)} are no {num_replicas} "
+                    "equal parts, one for each replica; pass output_split_sizes and input_split_sizes"
+                )
     if label not in _AS_THEY_LIE:
         return ""
     output = next(filter(_strided_on_cpu, pytree.tree_leaves(given[:1])), None)
@@ -137,10 +144,16 @@ def parts(label: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_replica
     if label == "all_to_all":
         sizes = [[t.numel() for t in tensors] for tensors in (given, output)]
     else:
-        splits = _argument(args, kwargs, 3, "input_split_sizes"), _argument(args, kwargs, 2, "output_split_sizes")
+        splits = _splits(args, kwargs)
         sizes = [_pieces(t, split, num_replicas) for t, split in zip((given, output), splits, strict=True)]
-    unclear = [-1] * num_replicas
-    return [size for each in sizes for size in (each if len(each) == num_replicas else unclear)]
+    if any(len(each) != num_replicas for each in sizes):
+        return [-1] * (2 * num_replicas)
+    return [*sizes[0], *sizes[1]]
+
+
+def _splits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int] | None, list[int] | None]:
+    """How many rows an all_to_all_single sends to each replica, and takes from each, where its caller has said so."""
+    return _argument(args, kwargs, 3, "input_split_sizes"), _argument(args, kwargs, 2, "output_split_sizes")
 
 
 def _pieces(tensor: Tensor, splits: list[int] | None, num_replicas: int) -> list[int]:
@@ -156,6 +169,8 @@ def in_words(label: str, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
     said += "".join(f" {'to' if label in _TO_ROOT else 'from'} replica {root}" for root in _roots_in(given))
     half = len(parts) // 2
     each = f", sending {parts[:half]} and taking {parts[half:]} elements" if parts else ""
+    if -1 in parts:
+        each = ", whose sizes are not those of its tensors,"
     return f"{said}{name.removeprefix(label)}{each} through gloo"
 
 
