@@ -1013,6 +1013,29 @@ def test_parts_are_scattered_as_they_are_and_refused_where_gloo_goes_by_another_
             assert "pass tensor.contiguous() for both" in message
 
 
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "reduce", "scatter", "reduce_scatter"])
+def test_replicas_whose_tensors_lie_in_another_order_in_memory_are_told_so(crew: Crew, name: str) -> None:
+    def ask(replica_id: int, name: str) -> tuple[str, str, float]:
+        # Of one shape, and neither as usual: gloo sums what lies in the same place.
+        order = (2, 0, 1) if replica_id else (1, 2, 0)
+        tensor, *parts = (torch.arange(8.0).view(2, 2, 2).permute(order) for _ in range(1 + N))
+        given = {
+            "all_reduce": (tensor,),
+            "broadcast": (tensor, 0),
+            "reduce": (tensor, 0),
+            "scatter": (tensor, parts if replica_id == 0 else None, 0),
+            "reduce_scatter": (tensor, parts),
+        }
+        return *outcome(lambda: getattr(dist, name)(*given[name])), total(replica_id)
+
+    for kind, message, after in crew.call(ask, name):
+        assert (kind, after) == ("UsageError", 6.0), message
+        assert message.startswith(f"the replicas ran different collectives: replica 0: {name} ")
+        assert "float32[2, 2, 2]" in message
+        assert " with strides (2, 1, 4) through gloo, replica 1: " in message
+        assert " with strides (1, 4, 2) through gloo, replica 2: " in message
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("what", IMPOSSIBLE)
 def test_what_gloo_cannot_do_is_a_mistake_and_nobody_is_said_to_have_left(crew: Crew, what: str) -> None:

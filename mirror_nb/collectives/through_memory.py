@@ -72,6 +72,7 @@ def alike(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     for place in _SAME_SIZE.get(label, ()):
         compared = given[place : place + 1]
         said += [f"{t.dtype} {t.numel()}" for t in pytree.tree_leaves(compared) if isinstance(t, Tensor)]
+    said += _order_in_memory(label, given)
     if label in _TO_EACH:
         said += sorted({str(t.dtype) for t in pytree.tree_leaves(given[:2]) if isinstance(t, Tensor)})
     return " ".join(said)
@@ -132,6 +133,17 @@ def _lie_alike(one: Tensor, other: Tensor) -> bool:
     return ways[0] == ways[1]
 
 
+def _order_in_memory(label: str, given: list[Any]) -> list[str]:
+    """How a tensor lies of which gloo goes by the memory on every replica, where that is in no usual order."""
+    tensors = pytree.tree_leaves(given[:1]) if label in _IN_ONE_PIECE else []
+    return [f"with strides {_steps(t)}" for t in tensors if _strided_on_cpu(t) and not t.is_contiguous()]
+
+
+def _steps(tensor: Tensor) -> tuple[int, ...]:
+    # Along a dimension of one element nobody steps.
+    return tuple(step if size > 1 else 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def parts(label: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_replicas: int) -> list[int]:
     """How many elements an all-to-all sends to each replica, then takes from each; empty for others.
 
@@ -171,7 +183,8 @@ def in_words(label: str, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
     each = f", sending {parts[:half]} and taking {parts[half:]} elements" if parts else ""
     if -1 in parts:
         each = ", whose sizes are not those of its tensors,"
-    return f"{said}{name.removeprefix(label)}{each} through gloo"
+    lies = "".join(f" {order}" for order in _order_in_memory(label, given))
+    return f"{said}{name.removeprefix(label)}{lies}{each} through gloo"
 
 
 def _ops_in(given: list[Any]) -> list[str]:
