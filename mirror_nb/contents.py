@@ -12,11 +12,14 @@ import collections.abc
 import copy
 import copyreg
 import dataclasses
+import enum
 import functools
 import inspect
 import io
 import itertools
+import logging
 import operator
+import pathlib
 import pickle
 import types
 import weakref
@@ -378,12 +381,14 @@ def is_unchanging(value: object) -> bool:
 
 def has_an_identity(value: object) -> bool:
     """Whether it matters that two names, or a name and a container, have this very object."""
-    return not is_unchanging(value) and not isinstance(value, type | types.FunctionType)
+    return not is_unchanging(value) and not issubclass(type(value), _ALIKE)
 
 
 _AROUND_DATA_SETS = (DataLoader, Subset, ConcatDataset, ChainDataset)
 _UNCHANGING = frozenset({str, bytes, int, float, complex, bool, type(None), range, torch.dtype, torch.device})
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_ALIKE = (type, types.FunctionType, types.ModuleType, logging.Logger, pathlib.PurePath, enum.Enum)
+# A copy of one is as good, or is the very same.
 WITHOUT_IDENTITY = frozenset({*_UNCHANGING, *_NAMED})
 # Types of most of what `has_an_identity` denies.
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), tuple, list, dict, set, frozenset})

@@ -219,6 +219,7 @@ TRAINER = """
 class Trainer:
     def __init__(self): self.losses, self.best, self.config, self.other = [], None, config, None
     def epoch(self):
+        self.paths, self.log = (path, log)
         self.losses.append(0.5)
         self.best = (0.5, torch.ones(2))
         self.config.lr = 3
@@ -228,6 +229,7 @@ trainer = held = Trainer()
 
 
 def test_an_object_that_a_cell_changes_in_all_replicas_alike_is_changed_here_too(notebook):
+    notebook.here("import logging, pathlib\npath, log = pathlib.Path('a'), logging.getLogger('a')")
     notebook.here(f"{CONFIG}config = Config(){TRAINER}")
     returned = notebook.cell("trainer.epoch()")
     assert (returned.bound, returned.altered) == (["config", "trainer"], [])

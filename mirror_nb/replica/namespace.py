@@ -567,12 +567,8 @@ class Namespace:
     def _held_alone(self) -> Iterator[tuple[str, object]]:
         """Yield what has a name and is no network or the like, for which a token stands wherever it is."""
         for name, value in self.names.items():
-            given = value is self._given.get(name, _MISSING)
-            if (
-                travels(name)
-                and has_an_identity(value)
-                and not (given or isinstance(value, nn.Module) or is_told(value))
-            ):
+            own = travels(name) and value is not self._given.get(name, _MISSING)
+            if own and has_an_identity(value) and not issubclass(type(value), nn.Module) and not is_told(value):
                 yield name, value
 
     def _export(self, name: str, value: object, handle: str, fresh: Fresh, whole: bool, holding: Held) -> Export:
