@@ -176,6 +176,17 @@ def test_what_the_notebook_changes_by_one_name_is_the_same_by_the_other(notebook
     assert notebook.user_ns["same"] is True
 
 
+@pytest.mark.parametrize("make", ["[1]", "Thing()"])
+def test_what_one_replica_alone_was_sent_by_another_name_the_others_still_lack(notebook, make):
+    notebook.here("class Thing: pass\ndef change(x): x.append(1) if type(x) is list else setattr(x, 'n', 1)")
+    notebook.here(f"def length(x): return len(x) if type(x) is list else len(vars(x))\ng = {make}")
+    notebook.cell("d = g")
+    notebook.here("before = length(g); change(g)")
+    notebook.cell("g", replicas=[0])
+    notebook.cell("found = length(d)")
+    assert notebook.user_ns["found"] == notebook.user_ns["before"] + 1
+
+
 @pytest.mark.parametrize("make", ["[1]", "{'a': 1}", "Thing()"])
 def test_what_an_object_holds_and_a_cell_names_is_one_in_the_notebook(notebook, make):
     notebook.here(f"class Thing: pass\nthing = Thing(); thing.inner = {make}; thing.rate = 2")

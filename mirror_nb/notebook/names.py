@@ -233,7 +233,7 @@ class Names:
         own = {id(value) for value in parcel.names.values() if has_an_identity(value)}
         others = [name for name, value in list(self.user_ns.items()) if id(value) in own and name not in parcel.names]
         # To the replicas, too, they are the same.
-        self.shared.renew(others)
+        self.shared.renew(others, arrived)
 
     def _ask(self, metric: Any, method: str) -> Any:
         # Those that died have others in their place by now.
@@ -507,7 +507,7 @@ class Names:
             found.sort()
         returned.altered = self.shared.alter(altered)
         # Objects that hold each other are filled one after the other.
-        self.shared.renew({*left, *returned.bound} if left else ())
+        self.shared.renew({*left, *returned.bound} if left else (), opened)
         returned.deleted = self._follow_deleted(opened)
         returned.diverged = self._note_diverged(opened)
         returned.grads = opened[owner].grads if owner in opened else None

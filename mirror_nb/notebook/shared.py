@@ -190,12 +190,13 @@ class SharedNames:
                 sent[name] = dataclasses.replace(sent[name], altered=True)
         return first
 
-    def renew(self, names: Iterable[str]) -> None:
-        """Replicas have what these names' objects hold now: it was changed by other names, or later than they."""
+    def renew(self, names: Iterable[str], replicas: Iterable[int]) -> None:
+        """These replicas have what the names' objects hold now: it was changed by other names, or later than they."""
+        has = [self._sent[replica_id] for replica_id in replicas if replica_id in self._sent]
         for name in names:
             obj = self._user_ns.get(name, MISSING)
             now = self._content(obj)
-            for sent in self._sent.values():
+            for sent in has:
                 if name in sent and sent[name].value is obj:
                     sent[name] = dataclasses.replace(sent[name], content=now)
 
