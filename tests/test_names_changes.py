@@ -267,6 +267,27 @@ def test_objects_that_each_replica_has_of_its_own_are_changed_here_each_by_itsel
     assert notebook.user_ns["seen"] == ([3, 3], True)
 
 
+@pytest.mark.parametrize("replica", [0, 1])
+def test_an_object_that_one_replica_alone_has_is_changed_here(notebook, replica):
+    notebook.here(CONFIG)
+    notebook.cell("x = Config(); y = x", replicas=[replica])
+    notebook.here("held = x")
+    notebook.cell("y.lr = 5 + replica_id")
+    notebook.here("seen = held.lr, held is x")
+    assert notebook.user_ns["seen"] == (5 + replica, True)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_of_objects_that_each_replica_has_of_its_own_one_is_changed_by_another_name(notebook, replica):
+    notebook.here(CONFIG)
+    notebook.cell("x = Config(); x.lr = replica_id")
+    notebook.here("y = x")
+    notebook.cell("y.lr += 5", replicas=[replica])
+    notebook.cell("found = x.lr, x is y")
+    assert notebook.user_ns["found"][replica] == (5 + replica, True)
+    assert notebook.user_ns["found"][1 - replica][0] == 1 - replica
+
+
 def test_objects_that_hold_each_other_and_what_the_cell_has_made_stay_one_in_each_of_them(notebook):
     notebook.here(f"{CONFIG}config = Config(){TRAINER}config.trainer = trainer")
     returned = notebook.cell(

@@ -625,7 +625,7 @@ class Names:
         for name in _in_order(names, opened):
             exports, same = _resolved({r: e.names[name] for r, e in opened.items() if name in e.names}, opened)
             if any(name in e.filled for e in opened.values()):
-                if name in follow and self._follows(name, exports, same, owner, altered):
+                if name in follow and self._follows(name, exports, same, altered):
                     altered.discard(name)
                     returned.bound.append(name)
             elif isinstance(self.user_ns.get(name), type) and not all_alike(exports):
@@ -643,9 +643,7 @@ class Names:
         now = self._content(obj)
         return all(shared is not None and shared.same(now) for shared in had)
 
-    def _follows(
-        self, name: str, exports: dict[int, Export], same: str | None, owner: int, altered: Collection[str]
-    ) -> bool:
+    def _follows(self, name: str, exports: dict[int, Export], same: str | None, altered: Collection[str]) -> bool:
         """Have an object hold what the cell has made of it, if that is alike in all replicas; each one's, its own."""
         obj = self.user_ns.get(name, MISSING)
         sharing = {r for r in self.shared.replicas if self.shared.shares(r, name, obj)}
@@ -656,9 +654,12 @@ class Names:
                 return False
         else:
             if isinstance(obj, PerReplica):
-                ours = dict(zip(self._tellers(owner, name, obj), obj.values, strict=True))
+                tellers = self._tellers(min(sharing), name, obj)
+                if len(tellers) != len(obj) or not sharing.issubset(tellers):
+                    return False
+                ours = {r: one for r, one in zip(tellers, obj.values, strict=True) if r in sharing}
             elif self._incoming.is_one(exports):
-                ours = {owner: obj}
+                ours = {min(exports): obj}
             else:
                 return False
             held = {r: self._incoming.told(name, exports[r], r) for r in ours}
