@@ -337,7 +337,8 @@ def test_what_is_pushed_stays_one_with_what_holds_it_in_the_replicas(run, shell)
 
 def test_a_list_is_pulled_with_the_objects_in_it_that_have_names_and_stays_one_with_these(run, shell):
     run("class Stopper: best = 9\nstopper = Stopper(); kept = [1]; stopper.kept = kept; callbacks = [stopper]")
-    run("%%mirrored --quiet\ncallbacks[0].best = 1; kept.append(2)")
+    run("%%mirrored --quiet\ncallbacks[0].best = 1; callbacks[0].large = 'x' * 3_000_000; kept.append(2)")
+    assert shell.user_ns["stopper"].best == 9
     assert "pulled callbacks, stopper" in run("%mirror pull callbacks")[1]
     names = shell.user_ns
     assert names["callbacks"][0] is names["stopper"]
