@@ -650,29 +650,31 @@ class Names:
         if not sharing or sharing - exports.keys():
             return False
         if same is not None:
-            if self.user_ns.get(same) is not obj or same in altered:
-                return False
+            followed = self.user_ns.get(same) is obj and same not in altered
         else:
-            if isinstance(obj, PerReplica):
-                tellers = self._tellers(min(sharing), name, obj)
-                if len(tellers) != len(obj) or not sharing.issubset(tellers):
-                    return False
-                ours = {r: one for r, one in zip(tellers, obj.values, strict=True) if r in sharing}
-            elif self._incoming.is_one(exports):
-                ours = {min(exports): obj}
-            else:
+            followed = self._fill(name, exports, self._by_teller(name, obj, exports, sharing))
+        if followed:
+            self.shared.share(exports, {name: obj}, tellers=tuple(sorted(exports)))
+        return followed
+
+    def _by_teller(self, name: str, obj: object, exports: dict[int, Export], sharing: set[int]) -> dict[int, object]:
+        """Return the notebook's objects by the replica that tells of each: one for all, or their own; else nothing."""
+        if isinstance(obj, PerReplica):
+            tellers = self._tellers(min(sharing), name, obj)
+            known = len(tellers) == len(obj) and sharing.issubset(tellers)
+            return {r: one for r, one in zip(tellers, obj.values, strict=True) if r in sharing} if known else {}
+        return {min(exports): obj} if self._incoming.is_one(exports) else {}
+
+    def _fill(self, name: str, exports: dict[int, Export], ours: dict[int, object]) -> bool:
+        """Fill these objects with what the replicas tell of them, all or none; return whether it was done."""
+        held = {r: self._incoming.told(name, exports[r], r) for r in ours}
+        for r, one in ours.items():
+            # What cannot be rebuilt here comes as a stand-in.
+            if not (isinstance(held[r], tuple) and held[r][0] is type(one) and is_refillable(one)):
                 return False
-            held = {r: self._incoming.told(name, exports[r], r) for r in ours}
-            # Not a stand-in, of what cannot be rebuilt here.
-            if not all(
-                isinstance(held[r], tuple) and held[r][0] is type(one) and is_refillable(one)
-                for r, one in ours.items()
-            ):
-                return False
-            for r, one in ours.items():
-                refill(one, held[r][1])
-        self.shared.share(exports, {name: obj}, tellers=tuple(sorted(exports)))
-        return True
+        for r, one in ours.items():
+            refill(one, held[r][1])
+        return bool(ours)
 
     def _tellers(self, replica_id: int, name: str, value: PerReplica) -> Sequence[int]:
         """Return whose values a PerReplica has that the replica has by a name, in its order."""
