@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import argparse
 import collections.abc
+import contextlib
 import copy
 import copyreg
 import dataclasses
+import datetime
+import decimal
 import enum
 import functools
 import inspect
 import io
-import itertools
 import logging
 import operator
 import pathlib
 import pickle
+import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -34,12 +37,19 @@ from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset
 
 from mirror_nb.insides import closed_over
 from mirror_nb.layouts import address, as_row, is_block
+from mirror_nb.levels import Kinds, Levels, Opener
 from mirror_nb.pickler import Limited
 from mirror_nb.sources import is_users
 from mirror_nb.told import is_told, told_of
 
 WATCHED_BYTES = 1 << 16
-# A value up to this size, pickled, is compared whole; of a larger container only which objects it holds.
+# A value up to this size, pickled, is compared whole; of a larger one which objects are in it, in those, and so on.
+WATCHED_OBJECTS = 2_500_000
+# Of so many: to go through them takes a tenth of a second. Where there are more, those of the outer levels.
+_CLASS_BYTES = 1 << 20
+# What is looked at of a class is made anew each time: nothing in it is told by identity.
+_ODD = 20
+# What it takes to look at an array or a tensor in them.
 ARRAY_BYTES = 64 << 20
 # Of a larger array so many bytes are looked at, in evenly spaced pages: reading it all before and after every cell
 # would take longer than many cells.
@@ -56,9 +66,11 @@ class Content:
 
     pickled: bytes = b""
     parts: tuple[object, ...] = ()
-    # Of a large container: the very objects in it.
+    # Of a large container or object: the very objects in it, and in those.
+    whole: bool = False
+    # All that can change in the parts is among the parts, or beside.
     state: tuple[object, ...] = ()
-    # Of a large tensor: autograd's count of writes and its address; of an array its digest.
+    # Of a large tensor: autograd's count of writes and its address; of an array its digest; of parts their numbers.
     beside: tuple[tuple[weakref.ref[Any] | None, object], ...] = ()
     # What is told apart by identity, and its state if it is a tensor.
     own: bool = False
@@ -68,7 +80,9 @@ class Content:
     def complete(self) -> bool:
         """Whether `same` sees every change: there is nothing inside that is told apart by identity alone."""
         # By their types first: a large container's parts one by one would take long.
-        return (_UNCHANGING.issuperset(map(type, self.parts)) or all(map(is_unchanging, self.parts))) and all(
+        return (
+            self.whole or _UNCHANGING.issuperset(map(type, self.parts)) or all(map(is_unchanging, self.parts))
+        ) and all(
             reference is not None and (state is not None or isinstance(reference(), _NAMED))
             for reference, state in self.beside
         )
@@ -78,7 +92,7 @@ class Content:
         return (
             other is not None
             and (self.pickled, self.state, len(self.parts)) == (other.pickled, other.state, len(other.parts))
-            and all(map(operator.is_, self.parts, other.parts))
+            and (all(map(operator.is_, self.parts, other.parts)) or all(map(_alike, self.parts, other.parts)))
             and len(self.beside) == len(other.beside)
             and all(map(_same, self.beside, other.beside))
         )
@@ -89,11 +103,13 @@ def content(
     token: Token,
     *,
     large: bool = False,
+    most: int | None = None,
     sought: Collection[int] = frozenset(),
     seen: Callable[[object], object] = lambda obj: None,
 ) -> Content | None:
     """Return what `value` holds now; None when it is nothing that is watched. `large`: all of a large array is.
 
+    Up to `most` bytes it is compared whole; WATCHED_BYTES, if that is not told.
     `seen(obj)` is called with each object that is looked at and whose id is `sought`.
     """
     if isinstance(value, np.ndarray) and value.nbytes > WATCHED_BYTES:
@@ -106,18 +122,16 @@ def content(
     own = _is_own(value) or keeps(value)
     if not own and not isinstance(value, (*_CONTAINERS, np.ndarray, torch.Tensor)):
         return None
-    file = Limited(WATCHED_BYTES)
+    file = Limited(WATCHED_BYTES if most is None else most)
     reader = _Reader(file, token, value, sought, seen)
     try:
         reader.dump(value)
     except Exception:
         # Too large, or its class has a say of its own in how it is read.
-        parts = _parts(value)
-        found = parts.parts if parts is not None else ()
-        # No loop of Python's over all of them: there may be millions.
-        for part in itertools.compress(found, map(sought.__contains__, map(id, found))) if sought else ():
-            seen(part)
-        return parts
+        with contextlib.suppress(Exception):
+            # There are objects that cannot be looked into.
+            return _large(value, _Reader(io.BytesIO(), token, value, sought, seen), own)
+        return None
     return Content(file.getvalue(), beside=tuple(reader.beside), own=own)
 
 
@@ -130,7 +144,7 @@ def class_content(kind: type, token: Token) -> Content | None:
         for name, value in vars(kind).items()
         if isinstance(value, types.FunctionType) or not name.startswith(_PYTHONS)
     }
-    return content(own, token)
+    return content(own, token, most=_CLASS_BYTES)
 
 
 def _member(value: object) -> object:
@@ -157,15 +171,6 @@ def _in_words(code: types.CodeType) -> str:
 
 _PYTHONS = ("__", "_abc_")
 # How names begin that are Python's: what pickle remembers of a class, say.
-
-
-def _parts(value: object) -> Content | None:
-    match value:
-        case dict():
-            return Content(parts=(*value.keys(), *value.values()))
-        case list() | set() | tuple():
-            return Content(parts=tuple(value))
-    return None
 
 
 _CONTAINERS = (list, dict, set, tuple, bytearray, collections.deque)
@@ -291,7 +296,7 @@ class _Reader(pickle.Pickler):
     ) -> None:
         super().__init__(file, protocol=5)
         self.beside: list[tuple[weakref.ref[Any] | None, object]] = []
-        self._token = token
+        self.token = token
         self._root = root
         self._sought = sought
         self._seen = seen
@@ -301,21 +306,21 @@ class _Reader(pickle.Pickler):
             self._seen(obj)
         if type(obj) in _PLAIN or obj is self._root:
             return None
-        token = self._token(obj)
+        token = self.token(obj)
         if token is not None:
             return token
         if isinstance(obj, torch.Tensor):
-            return None if _is_small(obj) else self._beside(obj, _written(obj))
+            return None if _is_small(obj) else self.note(obj, _written(obj))
         if isinstance(obj, np.ndarray):
             if obj.nbytes <= WATCHED_BYTES:
                 return None
-            return self._beside(obj, digest(obj) if obj.nbytes <= ARRAY_BYTES else None)
+            return self.note(obj, digest(obj) if obj.nbytes <= ARRAY_BYTES else None)
         if isinstance(obj, _AROUND_DATA_SETS):
-            return self._beside(obj, _of_data_sets(obj, self._token))
+            return self.note(obj, _of_data_sets(obj, self.token))
         if isinstance(obj, types.FunctionType) and keeps(obj):
             return None
         if isinstance(obj, _BY_IDENTITY) or type(obj).__module__.partition(".")[0] == __package__:
-            return self._beside(obj)
+            return self.note(obj)
         return None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -323,21 +328,95 @@ class _Reader(pickle.Pickler):
             return _nothing, (_values(obj).tobytes(), str(obj.dtype), tuple(obj.shape), obj.requires_grad)
         if isinstance(obj, types.FunctionType):
             # As a state: it may have itself among what it keeps.
-            return _nothing, (self._beside(obj),), _kept(obj)
+            return _nothing, (self.note(obj),), _kept(obj)
         try:
             reduce = copyreg.dispatch_table.get(type(obj))
             reduced = reduce(obj) if reduce is not None else obj.__reduce_ex__(5)
             return _uncached(reduced) if type(obj).__module__.partition(".")[0] == "pandas" else reduced
         except Exception:
             # A lock, a generator, an open file.
-            return _nothing, (self._beside(obj),)
+            return _nothing, (self.note(obj),)
 
-    def _beside(self, obj: object, state: object = None) -> int:
+    def note(self, obj: object, state: object = None) -> int:
+        """Put what is told apart by identity, and its state, beside what is written."""
         try:
             self.beside.append((weakref.ref(obj), state))
         except TypeError:
             self.beside.append((None, id(obj)))
         return len(self.beside)
+
+
+def _large(value: object, reader: _Reader, own: bool) -> Content:
+    """Return the content of a value that is too large to be written, or whose class has a say in how it is."""
+    levels = Levels(WATCHED_OBJECTS)
+    told: list[object] = []
+    data: dict[int, object] = {}
+    # By the ids of tensors and arrays: their numbers, so that they are not kept. No value is likely to have these.
+
+    def look_at(obj: object) -> None:
+        if isinstance(obj, (torch.Tensor, np.ndarray)):
+            data[id(obj)] = range(len(data))
+        token = reader.persistent_id(obj)
+        if isinstance(token, int):
+            # It was noted.
+            return
+        if token is not None:
+            told.append(token)
+        elif isinstance(obj, torch.Tensor):
+            reader.note(obj, (zlib.crc32(_values(obj)), obj.dtype, obj.shape, obj.requires_grad))
+        elif isinstance(obj, np.ndarray):
+            reader.note(obj, (zlib.crc32(obj.tobytes()), obj.dtype, obj.shape, obj.strides))
+        elif isinstance(obj, bytearray):
+            told.append((zlib.crc32(obj), len(obj)))
+        else:
+            reader.note(obj, _hash(obj) if _is_table(obj) else None)
+
+    kinds = Kinds(_is_plain_kind, _opener, look_at, _ODD)
+    levels.fill(value, kinds)
+    parts = map(data.get, map(id, levels.parts), levels.parts) if data else levels.parts
+    state = (*levels.sizes, *told)
+    return Content(parts=tuple(parts), whole=levels.whole, state=state, beside=tuple(reader.beside), own=own)
+
+
+def _opener(obj: object) -> Opener | None:
+    """Return how to look into objects of a class like this one's, which is no container."""
+    match obj:
+        case types.FunctionType():
+            return _kept_apart
+        case functools.partial():
+            return lambda partial: (partial.args, partial.keywords)
+        case types.MethodType():
+            return lambda method: (method.__self__,)
+    slots = [name for base in type(obj).__mro__ for name in _slots_of(base)]
+    if not _is_own(obj) or _is_table(obj):
+        return None
+    if not slots:
+        return vars if hasattr(obj, "__dict__") else None
+    return lambda one: {**getattr(one, "__dict__", {}), **{n: getattr(one, n) for n in slots if hasattr(one, n)}}
+
+
+def _kept_apart(function: types.FunctionType) -> Sequence[object]:
+    own = (function.__defaults__, function.__kwdefaults__, vars(function), *closed_over(function))
+    return own if keeps(function) else ()
+
+
+def _hash(table: Any) -> object:
+    """Return what is another once somebody wrote to a table of pandas; None where it holds what has no hash."""
+    with contextlib.suppress(TypeError):
+        rows = sys.modules["pandas"].util.hash_pandas_object(table).to_numpy()
+        named = list(table.columns) if table.ndim > 1 else table.name
+        return zlib.crc32(rows), len(rows), repr((named, table.dtypes, table.attrs))
+    return None
+
+
+def _slots_of(kind: type) -> Iterable[str]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _is_plain_kind(kind: type) -> bool:
+    """Whether objects of a class cannot change: they are told apart by identity, or by what they are equal to."""
+    return kind in _UNCHANGING or (issubclass(kind, _PLAIN_KINDS) and not issubclass(kind, np.void))
 
 
 def _uncached(reduced: Any) -> Any:
@@ -386,6 +465,15 @@ def has_an_identity(value: object) -> bool:
 
 _AROUND_DATA_SETS = (DataLoader, Subset, ConcatDataset, ChainDataset)
 _UNCHANGING = frozenset({str, bytes, int, float, complex, bool, type(None), range, torch.dtype, torch.device})
+_PLAIN_KINDS = (
+    np.generic,
+    decimal.Decimal,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    enum.Enum,
+    pathlib.PurePath,
+)
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 _ALIKE = (type, types.FunctionType, types.ModuleType, logging.Logger, pathlib.PurePath, enum.Enum)
 # A copy of one is as good, or is the very same.
@@ -444,6 +532,11 @@ def _version(tensor: torch.Tensor) -> object:
         return tensor._version
     # Nobody counts the writes to it: it is read, or taken for another each time.
     return hash(_values(tensor).tobytes()) if _is_plain(tensor) else object()
+
+
+def _alike(one: object, other: object) -> bool:
+    """Whether two objects inside a large value are the same, or plain values that are equal."""
+    return one is other or (type(one) is type(other) and type(one) in _UNCHANGING and one == other)
 
 
 def _same(one: tuple[Any, object], other: tuple[Any, object]) -> bool:

@@ -25,6 +25,7 @@ FLOORS = (
         "nameless",
         "readable",
         "layouts",
+        "levels",
     },
     {
         "messages",

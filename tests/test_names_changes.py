@@ -9,6 +9,8 @@ import pytest
 import torch
 from two_sides import Notebook, with_torch
 
+from mirror_nb import contents
+
 
 @pytest.fixture
 def notebook() -> Notebook:
@@ -22,6 +24,53 @@ class Config:
     lr: float = 1
     sizes: list = dataclasses.field(default_factory=list)
 """
+
+
+LARGE = [
+    # With `little`: larger than what is compared whole.
+    ("x = {'loss': [0.5] * 300}", "x['loss'].append(2)", "sum(x['loss'])"),
+    ("x = {'loss': [0.5] * 300}", "x['loss'][7] = 2", "sum(x['loss'])"),
+    ("x = {i: i for i in range(300)}", "x['y'] = x.pop(7)", "'y' in x"),
+    ("x = [[i] for i in range(300)]", "x[7].append(2)", "list(x[7])"),
+    ("x = [{'score': 0.5} for i in range(300)]", "x[7]['score'] = 2", "dict(x[7])"),
+    ("x = [{i} for i in range(300)]", "x[7].add(2)", "set(x[7])"),
+    ("x = ((1, [i]) for i in range(300)); x = tuple(x)", "x[7][1][0] = 2", "list(x[7][1])"),
+    ("import collections; x = collections.deque((i, [i]) for i in range(300))", "x[7][1][0] = 2", "list(x[7][1])"),
+    (
+        "import collections; x = {'of': [collections.OrderedDict(a=i, b=i) for i in range(300)]}",
+        "x['of'][7].move_to_end('a')",
+        "list(x['of'][7])",
+    ),
+    ("import numpy as np; x = [np.zeros(3) for i in range(300)]", "x[7][0] = 2", "float(sum(map(sum, x)))"),
+    ("x = [torch.zeros(3) for i in range(300)]", "x[7][0] = 2", "float(sum(map(sum, x)))"),
+    ("x = {'all': [0.5] * 300, 'large': torch.zeros(100_000)}", "x['large'][0] = 2", "float(x['large'].sum())"),
+    ("x = bytearray(1_000)", "x[7] = 2", "sum(x)"),
+    ("x = [bytearray(1) for i in range(300)]", "x[7][0] = 2", "sum(map(sum, x))"),
+    (f"{CONFIG}x = Config(); x.sizes = [0.5] * 300", "x.lr = 2", "x.lr"),
+    (f"{CONFIG}x = Config(); x.sizes = [0.5] * 300", "x.sizes[7] = 2", "sum(x.sizes)"),
+    (f"{CONFIG}x = [Config() for i in range(300)]", "x[7].lr = 2", "x[7].lr"),
+    ("class Point: __slots__ = 'x', 'y'\nx = [Point() for i in range(300)]", "x[7].x = 2", "hasattr(x[7], 'x')"),
+    ("class Lists(list): pass\nx = [Lists([i]) for i in range(300)]", "x[7].name = 2", "vars(x[7])"),
+    (
+        "class Odd(list):\n    def __iter__(self): return list.__iter__(self)\nx = [Odd([i]) for i in range(300)]",
+        "x[7].append(2)",
+        "len(x[7])",
+    ),
+    ("def x(seen=[0.5] * 300): return sum(seen)", "x.__defaults__[0][7] = 2", "x()"),
+    (
+        "def made():\n    seen = [0.5] * 300\n    return lambda: seen\nx = {'all': [0.5] * 300, 'seen': made()}",
+        "x['seen']()[7] = 2",
+        "sum(x['seen']())",
+    ),
+    ("import functools; x = functools.partial(sum, [0.5] * 300)", "x.args[0][7] = 2", "x()"),
+    (
+        "import pandas; x = {'all': [0.5] * 300, 'table': pandas.DataFrame({'a': [1, 2]})}",
+        "x['table']['b'] = 3",
+        "list(x['table'])",
+    ),
+    ("import pandas; x = pandas.DataFrame({'a': map(str, range(300))})", "x.loc[7, 'a'] = 'seven'", "x.a[7]"),
+    ("import pandas; x = pandas.Series(map(str, range(300)))", "x[7] = 'seven'", "x[7]"),
+]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +101,10 @@ class Config:
     ],
 )
 def test_what_the_notebook_changed_in_place_is_sent_anew(notebook, make, change, look):
+    changed_here(notebook, make, change, look)
+
+
+def changed_here(notebook, make, change, look):
     notebook.here(make)
     notebook.cell(f"y = {look}")
     notebook.here(change)
@@ -77,6 +130,73 @@ def test_what_was_used_and_not_changed_is_not_sent_anew(notebook, unchanged):
     notebook.cell("z = x is y")
     assert notebook.sent == []
     assert notebook.user_ns["z"] is True
+
+
+@pytest.fixture
+def little(monkeypatch) -> None:
+    """What is compared whole is little: larger values need not be large."""
+    monkeypatch.setattr(contents, "WATCHED_BYTES", 256)
+
+
+@pytest.mark.parametrize(("make", "change", "look"), LARGE)
+def test_what_the_notebook_changed_in_a_large_value_is_sent_anew(little, notebook, make, change, look):
+    changed_here(notebook, make, change, look)
+
+
+@pytest.mark.parametrize(("make", "change", "look"), LARGE)
+def test_what_a_cell_changed_in_a_large_value_comes_back_or_is_told(little, notebook, make, change, look):
+    notebook.here(make)
+    notebook.cell(f"y = {look}")
+    returned = notebook.cell(f"{change}\ny = {look}")
+    # Functions are not changed here.
+    assert ("x" in returned.altered) is callable(notebook.user_ns["x"])
+    assert "x" in returned.altered or eval(look, notebook.user_ns) == notebook.user_ns["y"]
+
+
+@pytest.mark.parametrize(
+    "unchanged",
+    [
+        "x = {'log': [[0.5] * 9, torch.zeros(3)] * 300, 'net': nn.Linear(1, 1)}; x['log'][7] = torch.zeros(100_000)",
+        f"{CONFIG}x = [Config() for i in range(300)]; x[7].net = nn.Linear(1, 1); x.append(torch.Generator())",
+        f"{CONFIG}x = Config(); x.all = [0.5] * 300; x.loader = torch.utils.data.DataLoader(x.all)",
+        "import numpy as np; x = [{'loss': np.float32(0.5), 'at': len} for i in range(300)]",
+        "x = [[0.5] for i in range(300)]; x.append(x); x.append({'x': x})",
+    ],
+)
+def test_a_large_value_that_was_used_and_not_changed_is_not_sent_anew(little, notebook, unchanged):
+    notebook.here(unchanged)
+    notebook.cell("y = x")
+    notebook.cell("z = x is y")
+    assert notebook.sent == []
+    assert notebook.user_ns["z"] is True
+
+
+def test_an_equal_number_in_the_place_of_another_is_no_change_of_a_large_value(little, notebook):
+    notebook.here("x = {'best': 0.25, 'loss': [0.5] * 300}")
+    notebook.cell("y = len(x)")
+    notebook.here("x['best'] = float('0.25')")
+    notebook.cell("y = len(x)")
+    assert notebook.sent == []
+
+
+def test_of_more_objects_than_can_be_looked_at_those_of_the_outer_levels_are(little, notebook, monkeypatch):
+    monkeypatch.setattr(contents, "WATCHED_OBJECTS", 2_000)
+    notebook.here(f"{CONFIG}x = Config(); x.sizes = [[0.5] * 10 for i in range(200)]")
+    notebook.cell("y = x.lr")
+    notebook.here("x.sizes[7][0] = 2")
+    notebook.cell("y = x.sizes[7][0]")
+    assert notebook.user_ns["y"] == 0.5
+    notebook.here("x.lr = 2")
+    notebook.cell("y = x.lr, x.sizes[7][0]")
+    assert notebook.user_ns["y"] == (2, 2)
+
+
+def test_what_a_large_value_has_let_go_of_is_not_kept(little, notebook):
+    notebook.here("x = {'outputs': [torch.zeros(3) for i in range(300)]}")
+    notebook.cell("y = len(x)")
+    output = weakref.ref(notebook.user_ns["x"]["outputs"][7])
+    notebook.here("x['outputs'].clear()")
+    assert output() is None
 
 
 def test_a_generator_that_torch_gives_no_weak_references_is_known_again_too(notebook, monkeypatch):
