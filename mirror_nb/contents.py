@@ -38,17 +38,19 @@ from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset
 from mirror_nb.insides import closed_over
 from mirror_nb.layouts import address, as_row, is_block
 from mirror_nb.levels import Kinds, Levels, Opener
-from mirror_nb.pickler import Limited
+from mirror_nb.pickler import Limited, TooLarge
 from mirror_nb.sources import is_users
 from mirror_nb.told import is_told, told_of
 
 WATCHED_BYTES = 1 << 16
 # A value up to this size, pickled, is compared whole; of a larger one which objects are in it, in those, and so on.
+_WRITTEN_OBJECTS = 2000
+# The same, for objects that are neither containers nor plain: each takes as long to write as a hundred bytes.
 WATCHED_OBJECTS = 2_500_000
 # Of so many: to go through them takes a tenth of a second. Where there are more, those of the outer levels.
 _CLASS_BYTES = 1 << 20
 # What is looked at of a class is made anew each time: nothing in it is told by identity.
-_ODD = 20
+_ODD = 100
 # What it takes to look at an array or a tensor in them.
 ARRAY_BYTES = 64 << 20
 # Of a larger array so many bytes are looked at, in evenly spaced pages: reading it all before and after every cell
@@ -124,6 +126,7 @@ def content(
         return None
     file = Limited(WATCHED_BYTES if most is None else most)
     reader = _Reader(file, token, value, sought, seen)
+    reader.room = _WRITTEN_OBJECTS
     try:
         reader.dump(value)
     except Exception:
@@ -296,6 +299,8 @@ class _Reader(pickle.Pickler):
     ) -> None:
         super().__init__(file, protocol=5)
         self.beside: list[tuple[weakref.ref[Any] | None, object]] = []
+        self.room = sys.maxsize
+        # For so many objects besides plain ones.
         self.token = token
         self._root = root
         self._sought = sought
@@ -306,6 +311,9 @@ class _Reader(pickle.Pickler):
             self._seen(obj)
         if type(obj) in _PLAIN or obj is self._root:
             return None
+        self.room -= 1
+        if self.room < 0:
+            raise TooLarge
         token = self.token(obj)
         if token is not None:
             return token
@@ -363,7 +371,8 @@ def _large(value: object, reader: _Reader, own: bool) -> Content:
         if token is not None:
             told.append(token)
         elif isinstance(obj, torch.Tensor):
-            reader.note(obj, (zlib.crc32(_values(obj)), obj.dtype, obj.shape, obj.requires_grad))
+            # Of many small ones their values would take ten times as long to read.
+            reader.note(obj, _written(obj))
         elif isinstance(obj, np.ndarray):
             reader.note(obj, (zlib.crc32(obj.tobytes()), obj.dtype, obj.shape, obj.strides))
         elif isinstance(obj, bytearray):
@@ -446,9 +455,26 @@ def data_sets(value: object) -> list[object]:
 
 
 def _of_data_sets(value: object, token: Token) -> object:
-    """Return what is another once somebody changed a data set in a loader; data sets of many examples apart."""
-    held = [content(one, token) for one in data_sets(value)]
-    return tuple(one.pickled for one in held if one is not None)
+    """Return what is another once somebody changed a data set in a loader."""
+    return _Contents(tuple(content(one, token) for one in data_sets(value)))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Contents:
+    """Several, equal to others if nothing was written to any of them."""
+
+    each: tuple[Content | None, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Contents)
+            and len(self.each) == len(other.each)
+            and all(
+                one is two or (one is not None and one.same(two))
+                for one, two in zip(self.each, other.each, strict=True)
+            )
+        )
 
 
 def is_unchanging(value: object) -> bool:

@@ -607,10 +607,12 @@ def test_a_data_set_that_is_changed_behind_its_loader_is_so_in_the_replicas(note
 
 @pytest.mark.parametrize("over", ["Data()", "Subset(Data(), [1, 0])", "ConcatDataset([Data(), Data()])"])
 @pytest.mark.parametrize("held", ["loader", "loaders['train']"])
-def test_a_data_set_without_a_name_is_changed_behind_its_loader(notebook, over, held):
+@pytest.mark.parametrize("examples", [2, 20_000])
+def test_a_data_set_without_a_name_is_changed_behind_its_loader(notebook, over, held, examples):
     notebook.here(
         "from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset\n"
-        "class Data(Dataset):\n    factor = 1\n    def __len__(self): return 2\n"
+        f"class Data(Dataset):\n    factor = 1\n    def __init__(self): self.names = ['x'] * {examples}\n"
+        "    def __len__(self): return 2\n"
         f"    def __getitem__(self, i): return self.factor * (i + 1)\nloader = DataLoader({over})\n"
         "loaders = {'train': loader}"
     )
