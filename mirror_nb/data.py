@@ -144,6 +144,10 @@ class Distributed:
 
     source: Any
 
+    def follow(self, source: Any) -> None:
+        """Be made of this, in the same way: the notebook has changed what it was made of."""
+        raise NotImplementedError
+
     def __getattr__(self, name: str) -> Any:
         if name == "source" or name.startswith("_"):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")

@@ -275,8 +275,10 @@ class Changed:
     """In the place of a dict of names, where objects among them are there already, and were changed."""
 
     names: dict[str, Any]
+    again: frozenset[str]
+    # Names of such objects: where the replica has distributed one under its name, it distributes it as it is now.
     fillings: dict[str, Any]
-    # By name: what such an object holds now, for `contents.refill`. Who else has it there sees it, too.
+    # By name: what one of them holds now, for `contents.refill`. Who else has it there sees it, too.
 
 
 @dataclass(frozen=True, slots=True)

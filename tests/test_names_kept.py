@@ -93,6 +93,50 @@ def test_a_loader_that_is_distributed_under_its_name_stays_the_notebooks_loader(
     assert run("loader.batch_size, n") == (5, 2)
 
 
+SCALED = """
+import torch
+from torch.utils.data import DataLoader
+class Scaled(torch.utils.data.Dataset):
+    scale = 1
+    def __len__(self): return 4
+    def __getitem__(self, i): return i * self.scale
+"""
+SOURCES = {
+    "a loader": ("source = DataLoader(Scaled(), batch_size=2)", "source", "source.dataset.scale = 2"),
+    "a loader of a named data set": (
+        "rows = Scaled()\nsource = DataLoader(rows, batch_size=2)",
+        "source",
+        "rows.scale = 2",
+    ),
+    "a tensor": ("source = torch.arange(4)", "source, batch_size=2", "source *= 2"),
+    "a tuple": ("source = (torch.arange(4),)", "source, batch_size=2", "source[0].mul_(2)"),
+    "a dict": ("source = {'x': torch.arange(4)}", "source, batch_size=2", "source['x'] = torch.arange(4) * 2"),
+}
+
+
+@pytest.mark.parametrize("name", ["batches", "source"])
+@pytest.mark.parametrize("made", SOURCES)
+def test_what_a_cell_has_distributed_is_divided_still_after_a_change_here(run, made, name):
+    makes, arguments, changes = SOURCES[made]
+    run(f"{SCALED}{makes}")
+    run(f"%%mirrored --quiet\n{name} = strategy.distribute_dataset({arguments})")
+    run(changes)
+    read = f"values = [leaf.tolist() for b in {name} for leaf in torch.utils._pytree.tree_leaves(b)]"
+    run(f"%%mirrored --quiet\n{read}")
+    assert run("values").values == ([[0], [4]], [[2], [6]])
+
+
+def test_what_a_function_has_dealt_out_is_divided_still_after_a_change_here(run):
+    run(SCALED)
+    run(
+        "%%mirrored --quiet\nrows = Scaled()\n"
+        "dealt = strategy.distribute_datasets_from_function(lambda context: DataLoader(rows, batch_size=1))"
+    )
+    run("rows.scale = 2")
+    run("%%mirrored --quiet\nvalues = [batch.tolist() for batch in dealt]")
+    assert run("values").values == ([[0], [4]], [[2], [6]])
+
+
 def test_what_a_cell_makes_and_distributes_is_in_the_notebook_undivided(run):
     run(
         "%%mirrored --quiet\nimport torch\nx = torch.arange(4)\nbatches = strategy.distribute_dataset(x, batch_size=2)"

@@ -79,9 +79,11 @@ class Parcels:
         while True:
             values = {name: self._user_ns[name] for name in sorted(lacking)}
             found = _Found()
+            sent_before = frozenset(name for name in values if self._sides.was_sent(name, replicas))
             # What holds these there is to see the change.
-            again = {n: v for n, v in values.items() if self._sides.was_sent(n, replicas) and is_refillable(v)}
-            sent = Changed(values, {name: filling(value) for name, value in again.items()}) if again else values
+            again = {n: v for n, v in values.items() if n in sent_before and is_refillable(v)}
+            fillings = {name: filling(value) for name, value in again.items()}
+            sent = Changed(values, sent_before, fillings) if sent_before else values
             try:
                 packed = self._pack(sent, replicas, found, values, again)
             except TransferError:

@@ -24,7 +24,7 @@ from mirror_nb import torchmetrics_objects, variables
 from mirror_nb.attributes import named_attributes, names_by_id
 from mirror_nb.checksums import bits, checksums, mixed
 from mirror_nb.contents import REFILLED, filling, has_an_identity, is_trained, refill
-from mirror_nb.data import Underway
+from mirror_nb.data import Distributed, Underway
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
     Changed,
@@ -174,10 +174,17 @@ class Namespace:
         if isinstance(opened, Changed):
             for name, filling in opened.fillings.items():
                 refill(opened.names[name], filling)
-            opened = opened.names
+            opened = {**opened.names, **self._distributed_again(opened)}
         self.names.update(opened)
         self._outdated.difference_update(opened)
         self._trained.update(name for name, value in opened.items() if is_trained(value))
+
+    def _distributed_again(self, changed: Changed) -> dict[str, Distributed]:
+        """Return what has been distributed here under these names, made of its source as that is now."""
+        there = {n: value for n in changed.again if isinstance(value := self.names.get(n), Distributed)}
+        for name, dataset in there.items():
+            dataset.follow(changed.names[name])
+        return there
 
     def load(self, payload: Any, slab: int | None) -> None:
         """Copy the controller's values into networks that are here: {handle: {tensor name: value}}."""
@@ -265,7 +272,7 @@ class Namespace:
 
     def _changed_object(self, name: str, kind: Any) -> object:
         """Return what bears the name, to be refilled."""
-        obj = self._resolve(("name", name))
+        obj = meant(self._resolve(("name", name)))
         if type(obj) is not kind and kind in REFILLED:
             return kind()
         if type(obj) is not kind:

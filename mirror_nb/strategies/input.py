@@ -564,6 +564,11 @@ class ReplicaDataset(DistributedDataset):
         made._recipe = loader, options
         return made
 
+    def follow(self, source: Any) -> None:
+        """Deal out this from now on. Raises UsageError for what cannot be cut."""
+        made = _distributed(_loaded(source) if self._asked is None else source, *self._recipe[1:])
+        vars(self).update(vars(made))
+
     @property
     def element_spec(self) -> Any:
         """The structure of a batch with a TensorSpec a leaf; loads an example to see it."""
@@ -643,7 +648,12 @@ def _made_by(dataset_fn: Callable[[InputContext], Any], num_replicas: int) -> Da
             f"`dataset_fn` returned a {type(made).__name__}; it must return a DataLoader or another iterable of "
             "batches, each for one replica"
         )
-    return DataLoader(_Batches(made), batch_size=None)
+    return _loaded(made)
+
+
+def _loaded(made: Any) -> DataLoader[Any]:
+    """Return a DataLoader of these batches; of a DataLoader itself."""
+    return made if isinstance(made, DataLoader) else DataLoader(_Batches(made), batch_size=None)
 
 
 def _given(made: DataLoader[Any]) -> Any:
