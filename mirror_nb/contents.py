@@ -33,7 +33,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset
+from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset, TensorDataset
 
 from mirror_nb.insides import closed_over
 from mirror_nb.layouts import address, as_row, is_block
@@ -119,7 +119,7 @@ def content(
         return None if state is None else Content(state=state)
     if isinstance(value, torch.Tensor) and not _is_small(value):
         return Content(state=_written(value))
-    if isinstance(value, _AROUND_DATA_SETS):
+    if _is_around_data(value):
         return Content(beside=((weakref.ref(value), _of_data_sets(value, token)),), own=True)
     own = _is_own(value) or keeps(value)
     if not own and not isinstance(value, (*_CONTAINERS, np.ndarray, torch.Tensor)):
@@ -323,7 +323,7 @@ class _Reader(pickle.Pickler):
             if obj.nbytes <= WATCHED_BYTES:
                 return None
             return self.note(obj, digest(obj) if obj.nbytes <= ARRAY_BYTES else None)
-        if isinstance(obj, _AROUND_DATA_SETS):
+        if _is_around_data(obj):
             return self.note(obj, _of_data_sets(obj, self.token))
         if isinstance(obj, types.FunctionType) and keeps(obj):
             return None
@@ -440,18 +440,25 @@ def _uncached(reduced: Any) -> Any:
 
 
 def data_sets(value: object) -> list[object]:
-    """Return the data sets of the user's own classes that a loader, or one of torch's data sets, reads."""
+    """Return what a loader, or one of torch's data sets, reads: the user's own, containers, tensors and arrays."""
     found: list[object] = []
-    queue: list[Any] = [value] if isinstance(value, _AROUND_DATA_SETS) else []
+    queue: list[Any] = [value] if _is_around_data(value) else []
     while queue:
         one = queue.pop()
         if isinstance(one, (DataLoader, Subset)):
             queue.append(one.dataset)
         elif isinstance(one, (ConcatDataset, ChainDataset)):
             queue += one.datasets
-        elif is_users(type(one).__module__):
+        elif type(one) is TensorDataset:
+            found += one.tensors
+        elif is_users(type(one).__module__) or isinstance(one, (*_CONTAINERS, np.ndarray, torch.Tensor)):
             found.append(one)
     return found
+
+
+def _is_around_data(value: object) -> bool:
+    # Of a class derived from it the user has a say: it is looked into as any object of the user's.
+    return isinstance(value, (DataLoader, Subset, ConcatDataset, ChainDataset)) or type(value) is TensorDataset
 
 
 def _of_data_sets(value: object, token: Token) -> object:
@@ -489,7 +496,6 @@ def has_an_identity(value: object) -> bool:
     return not is_unchanging(value) and not issubclass(type(value), _ALIKE)
 
 
-_AROUND_DATA_SETS = (DataLoader, Subset, ConcatDataset, ChainDataset)
 _UNCHANGING = frozenset({str, bytes, int, float, complex, bool, type(None), range, torch.dtype, torch.device})
 _PLAIN_KINDS = (
     np.generic,

@@ -630,6 +630,44 @@ def test_a_data_set_without_a_name_is_changed_behind_its_loader(notebook, over, 
     assert notebook.sent == []
 
 
+EXAMPLES = {
+    "named tensors": ("x = torch.ones(2, 1)\ndata = TensorDataset(x)", "x.mul_(3)"),
+    "large named tensors": ("x = torch.ones(2, 20_000)\ndata = TensorDataset(x)", "x.mul_(3)"),
+    "tensors": ("data = TensorDataset(torch.ones(2, 1))", "data.tensors[0].mul_(3)"),
+    "large tensors": (
+        "data = Subset(TensorDataset(torch.ones(2, 20_000)), [0, 1])",
+        "data.dataset.tensors[0].mul_(3)",
+    ),
+    "a tensor": ("data = torch.ones(2, 1)", "data.mul_(3)"),
+    "a list": ("data = [1.0, 1.0]", "data[:] = [3.0, 3.0]"),
+    "an object with a large tensor": ("data = Data(torch.ones(2, 20_000))", "data.x.mul_(3)"),
+    "an object with a large array": ("data = Data(np.ones((2, 20_000)))", "data.x *= 3"),
+    "an object of a class derived from torch's": ("data = Mine(torch.ones(2, 1))", "data.factor = 3"),
+}
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_examples_that_are_changed_behind_their_loader_are_so_in_the_replicas(notebook, examples, forgotten):
+    makes, changes = EXAMPLES[examples]
+    notebook.here(
+        "import numpy as np\nfrom torch.utils.data import DataLoader, Dataset, Subset, TensorDataset\n"
+        "class Data(Dataset):\n    def __init__(self, x): self.x = x\n    def __len__(self): return len(self.x)\n"
+        "    def __getitem__(self, i): return self.x[i]\n"
+        "class Mine(TensorDataset):\n    factor = 1\n"
+        "    def __getitem__(self, i): return self.factor * self.tensors[0][i]\n"
+        f"{makes}\nloader = DataLoader(data)\ndef change(data): {changes}" + ("\ndel data" if forgotten else "")
+    )
+    look = "y = float(sum((batch[0] if type(batch) is list else batch).mean() for batch in loader))"
+    notebook.cell(look)
+    assert notebook.user_ns["y"] == 2
+    notebook.here("change(loader.dataset)")
+    notebook.cell(look)
+    assert notebook.user_ns["y"] == 6
+    notebook.cell(look)
+    assert notebook.sent == []
+
+
 def test_what_cells_change_of_a_class_is_here_unless_each_replica_changes_it_in_its_own_way(notebook):
     notebook.here("class CFG:\n    best = None\n    lr = 1\ndef note(x): CFG.best = x\nmade, known = CFG(), CFG")
     notebook.cell("CFG.best = 5")
