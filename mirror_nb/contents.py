@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset, TensorDataset
 
+from mirror_nb.distributed import Distributed
 from mirror_nb.insides import closed_over
 from mirror_nb.layouts import address, as_row, is_block
 from mirror_nb.levels import Kinds, Levels, Opener
@@ -445,7 +446,9 @@ def data_sets(value: object) -> list[object]:
     queue: list[Any] = [value] if _is_around_data(value) else []
     while queue:
         one = queue.pop()
-        if isinstance(one, (DataLoader, Subset)):
+        if isinstance(one, Distributed):
+            queue.append(one.source)
+        elif isinstance(one, (DataLoader, Subset)):
             queue.append(one.dataset)
         elif isinstance(one, (ConcatDataset, ChainDataset)):
             queue += one.datasets
@@ -458,7 +461,8 @@ def data_sets(value: object) -> list[object]:
 
 def _is_around_data(value: object) -> bool:
     # Of a class derived from it the user has a say: it is looked into as any object of the user's.
-    return isinstance(value, (DataLoader, Subset, ConcatDataset, ChainDataset)) or type(value) is TensorDataset
+    around = (DataLoader, Subset, ConcatDataset, ChainDataset, Distributed)
+    return isinstance(value, around) or type(value) is TensorDataset
 
 
 def _of_data_sets(value: object, token: Token) -> object:

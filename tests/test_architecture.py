@@ -58,6 +58,7 @@ FLOORS = (
         "surroundings",
         "submodules",
         "contents",
+        "distributed",
         "insides",
         "reads",
         "matching",

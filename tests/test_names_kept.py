@@ -126,6 +126,23 @@ def test_what_a_cell_has_distributed_is_divided_still_after_a_change_here(run, m
     assert run("values").values == ([[0], [4]], [[2], [6]])
 
 
+HOLDERS = {"a list": "holder[0]", "a dict": "holder['data']", "an object": "holder.data"}
+MAKES = {"a list": "holder = [{}]", "a dict": "holder = {{'data': {}}}", "an object": "holder = Holder({})"}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("made", [made for made in SOURCES if made != "a dict"])
+def test_a_change_here_of_what_is_distributed_inside_a_value_is_seen_in_the_replicas(run, made, holder):
+    makes, arguments, changes = SOURCES[made]
+    run(f"{SCALED}{makes}\nclass Holder:\n    def __init__(self, data): self.data = data")
+    run("%%mirrored --quiet\n" + MAKES[holder].format(f"strategy.distribute_dataset({arguments})"))
+    # Whatever names there are: what is held is the source all the same.
+    run(f"source = {HOLDERS[holder]}.source\n{changes}" if "rows" not in changes else changes)
+    read = f"values = [leaf.tolist() for b in {HOLDERS[holder]} for leaf in torch.utils._pytree.tree_leaves(b)]"
+    run(f"%%mirrored --quiet\n{read}")
+    assert run("values").values == ([[0], [4]], [[2], [6]])
+
+
 def test_what_a_function_has_dealt_out_is_divided_still_after_a_change_here(run):
     run(SCALED)
     run(
@@ -228,6 +245,7 @@ def test_an_object_that_keeps_what_the_cells_distribute_by_comes_back_and_goes_a
         ):
             run(f"{use}(trainer.data)")
     assert torch.equal(run("trainer.data.source[0]"), torch.arange(4.0))
+    assert repr(run("trainer.data")) == "<tuple that is distributed in the replicas>"
     run("trainer.rate = 0.5")
     run(USED)
     assert run("here") == (True, True, 1.0)

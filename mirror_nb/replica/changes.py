@@ -22,7 +22,7 @@ from mirror_nb.contents import (
     is_unchanging,
     stays_itself,
 )
-from mirror_nb.data import Distributed
+from mirror_nb.distributed import Distributed
 from mirror_nb.insides import inside
 from mirror_nb.messages import travels
 from mirror_nb.reads import reached

@@ -24,7 +24,7 @@ from mirror_nb import torchmetrics_objects, variables
 from mirror_nb.attributes import named_attributes, names_by_id
 from mirror_nb.checksums import bits, checksums, mixed
 from mirror_nb.contents import REFILLED, filling, has_an_identity, is_trained, refill
-from mirror_nb.data import Distributed, Underway
+from mirror_nb.distributed import Distributed, Underway
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
     Changed,

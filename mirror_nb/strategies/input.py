@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mirror_nb import data
 from mirror_nb.batches import count, cut, joined, share_of, spread
-from mirror_nb.data import Distributed, GlobalBatches, Loaders, Parts, Share, Underway
+from mirror_nb.data import GlobalBatches, Loaders, Parts, Share
+from mirror_nb.distributed import Distributed, Underway
 from mirror_nb.errors import TransferError, UsageError, users_level
 from mirror_nb.prefetch import ahead
 from mirror_nb.strategies.context import on_one_replica
@@ -600,6 +601,9 @@ class _InReplicas(Distributed):
     def __init__(self, recipe: tuple[Any, ...]) -> None:
         self.source = recipe[0]
         self._recipe = recipe
+
+    def __repr__(self) -> str:
+        return f"<{type(self.source).__name__} that is distributed in the replicas>"
 
     def elsewhere(self) -> UsageError:
         return UsageError(

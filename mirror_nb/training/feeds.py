@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from mirror_nb.batches import leaves, map_leaves
-from mirror_nb.data import Distributed
+from mirror_nb.distributed import Distributed
 from mirror_nb.errors import UsageError
 from mirror_nb.sampling import describe, length_of
 from mirror_nb.training.array_feed import ArrayFeed
