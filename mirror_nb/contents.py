@@ -33,7 +33,15 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from mirror_nb.distributed import Distributed
 from mirror_nb.insides import closed_over
@@ -441,20 +449,29 @@ def _uncached(reduced: Any) -> Any:
 
 
 def data_sets(value: object) -> list[object]:
-    """Return what a loader, or one of torch's data sets, reads: the user's own, containers, tensors and arrays."""
+    """Return what a loader, or one of torch's data sets, goes by: data sets, samplers and functions of the user's.
+
+    And containers, tensors and arrays.
+    """
     found: list[object] = []
     queue: list[Any] = [value] if _is_around_data(value) else []
     while queue:
         one = queue.pop()
         if isinstance(one, Distributed):
             queue.append(one.source)
-        elif isinstance(one, (DataLoader, Subset)):
+        elif isinstance(one, DataLoader):
+            queue += (one.dataset, one.batch_sampler or one.sampler, one.collate_fn)
+        elif isinstance(one, Subset):
             queue.append(one.dataset)
         elif isinstance(one, (ConcatDataset, ChainDataset)):
             queue += one.datasets
         elif type(one) is TensorDataset:
             found += one.tensors
-        elif is_users(type(one).__module__) or isinstance(one, (*_CONTAINERS, np.ndarray, torch.Tensor)):
+        elif type(one) is BatchSampler:
+            queue.append(one.sampler)
+        elif type(one) is WeightedRandomSampler:
+            found.append(one.weights)
+        elif is_users(type(one).__module__) or keeps(one) or isinstance(one, (*_CONTAINERS, np.ndarray, torch.Tensor)):
             found.append(one)
     return found
 
@@ -462,7 +479,7 @@ def data_sets(value: object) -> list[object]:
 def _is_around_data(value: object) -> bool:
     # Of a class derived from it the user has a say: it is looked into as any object of the user's.
     around = (DataLoader, Subset, ConcatDataset, ChainDataset, Distributed)
-    return isinstance(value, around) or type(value) is TensorDataset
+    return isinstance(value, around) or type(value) in (TensorDataset, BatchSampler, WeightedRandomSampler)
 
 
 def _of_data_sets(value: object, token: Token) -> object:

@@ -668,6 +668,47 @@ def test_examples_that_are_changed_behind_their_loader_are_so_in_the_replicas(no
     assert notebook.sent == []
 
 
+AROUND = {
+    "a sampler": ("by = Order()\nloader = DataLoader(rows, sampler=by)", "loader.sampler.last = True"),
+    "a sampler of batches": (
+        "by = BatchSampler(Order(), 2, False)\nloader = DataLoader(rows, batch_sampler=by)",
+        "loader.batch_sampler.sampler.last = True",
+    ),
+    "weights": (
+        "by = WeightedRandomSampler(torch.tensor([1.0, 0.0]), 4)\nloader = DataLoader(rows, sampler=by)",
+        "loader.sampler.weights[:] = torch.tensor([0.0, 1.0])",
+    ),
+    "a collate_fn": ("by = Collate()\nloader = DataLoader(rows, collate_fn=by)", "loader.collate_fn.plus = 1"),
+    "options of a collate_fn": (
+        "by = {'plus': 0}\nloader = DataLoader(rows, collate_fn=partial(Collate.joined, by))",
+        "loader.collate_fn.args[0]['plus'] = 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("around", AROUND)
+def test_samplers_and_functions_of_a_loader_that_are_changed_are_so_in_the_replicas(notebook, around, forgotten):
+    makes, changes = AROUND[around]
+    notebook.here(
+        "from functools import partial\n"
+        "from torch.utils.data import BatchSampler, DataLoader, Sampler, WeightedRandomSampler\n"
+        "class Order(Sampler):\n    last = False\n    def __init__(self): pass\n    def __len__(self): return 2\n"
+        "    def __iter__(self): return iter([int(self.last)] * 2)\n"
+        "class Collate:\n    plus = 0\n    def __call__(self, rows): return self.joined(vars(self), rows)\n"
+        "    @staticmethod\n    def joined(options, rows): return torch.tensor(rows[:1]) + options.get('plus', 0)\n"
+        f"rows = [0, 1]\n{makes}" + ("\ndel by" if forgotten else "")
+    )
+    look = "y = next(iter(loader))[0].item()"
+    notebook.cell(look)
+    assert notebook.user_ns["y"] == 0
+    notebook.here(changes)
+    notebook.cell(look)
+    assert notebook.user_ns["y"] == 1
+    notebook.cell(look)
+    assert notebook.sent == []
+
+
 def test_what_cells_change_of_a_class_is_here_unless_each_replica_changes_it_in_its_own_way(notebook):
     notebook.here("class CFG:\n    best = None\n    lr = 1\ndef note(x): CFG.best = x\nmade, known = CFG(), CFG")
     notebook.cell("CFG.best = 5")
