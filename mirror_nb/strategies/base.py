@@ -154,8 +154,8 @@ class Strategy(ABC):
     def gather(self, value: Any, axis: int) -> Any:
         """Return the replicas' tensors of `value`, a nest, joined along `axis`; sizes may differ along it alone.
 
-        A tensor that is one for all replicas is returned as it is. Raises UsageError where other sizes differ,
-        RuntimeError inside a replica.
+        A tensor that is one for all replicas is returned as it is. Gradients do not pass: ReplicaContext.all_gather
+        is for those. Raises UsageError where other sizes differ, RuntimeError inside a replica.
         """
         require_cross_replica("Strategy.gather method", "use get_replica_context().all_gather() instead", self)
         self._place.check_open()
