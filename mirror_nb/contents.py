@@ -460,7 +460,7 @@ def data_sets(value: object) -> list[object]:
         if isinstance(one, Distributed):
             queue.append(one.source)
         elif isinstance(one, DataLoader):
-            queue += (one.dataset, one.batch_sampler or one.sampler, one.collate_fn)
+            queue += (one.dataset, one.sampler, one.batch_sampler, one.collate_fn)
         elif isinstance(one, Subset):
             queue.append(one.dataset)
         elif isinstance(one, (ConcatDataset, ChainDataset)):

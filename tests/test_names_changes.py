@@ -709,6 +709,23 @@ def test_samplers_and_functions_of_a_loader_that_are_changed_are_so_in_the_repli
     assert notebook.sent == []
 
 
+def test_a_loader_of_a_stream_and_one_without_examples_are_sent_once(notebook):
+    notebook.here(
+        "from torch.utils.data import DataLoader, IterableDataset, Sampler\n"
+        "class Stream(IterableDataset):\n    last = 2\n    def __iter__(self): return iter(range(self.last))\n"
+        "class Nothing(Sampler):\n    def __init__(self): pass\n    def __len__(self): return 0\n"
+        "    def __iter__(self): return iter([])\n"
+        "stream, none = DataLoader(Stream()), DataLoader([1], batch_sampler=Nothing())"
+    )
+    look = "y = len(list(stream)), len(list(none))"
+    notebook.cell(look)
+    notebook.here("stream.dataset.last = 3")
+    notebook.cell(look)
+    assert notebook.user_ns["y"] == (3, 0)
+    notebook.cell(look)
+    assert notebook.sent == []
+
+
 def test_what_cells_change_of_a_class_is_here_unless_each_replica_changes_it_in_its_own_way(notebook):
     notebook.here("class CFG:\n    best = None\n    lr = 1\ndef note(x): CFG.best = x\nmade, known = CFG(), CFG")
     notebook.cell("CFG.best = 5")
