@@ -115,12 +115,14 @@ def content(
     *,
     large: bool = False,
     most: int | None = None,
+    objects: int | None = None,
     sought: Collection[int] = frozenset(),
     seen: Callable[[object], object] = lambda obj: None,
 ) -> Content | None:
     """Return what `value` holds now; None when it is nothing that is watched. `large`: all of a large array is.
 
-    Up to `most` bytes it is compared whole; WATCHED_BYTES, if that is not told.
+    Up to `most` bytes it is compared whole, and of a larger value so many `objects`: WATCHED_BYTES and
+    WATCHED_OBJECTS, if that is not told.
     `seen(obj)` is called with each object that is looked at and whose id is `sought`.
     """
     if isinstance(value, np.ndarray) and value.nbytes > WATCHED_BYTES:
@@ -142,7 +144,8 @@ def content(
         # Too large, or its class has a say of its own in how it is read.
         with contextlib.suppress(Exception):
             # There are objects that cannot be looked into.
-            return _large(value, _Reader(io.BytesIO(), token, value, sought, seen), own)
+            reader = _Reader(io.BytesIO(), token, value, sought, seen)
+            return _large(value, reader, own, WATCHED_OBJECTS if objects is None else objects)
         return None
     return Content(file.getvalue(), beside=tuple(reader.beside), own=own)
 
@@ -363,9 +366,9 @@ class _Reader(pickle.Pickler):
         return len(self.beside)
 
 
-def _large(value: object, reader: _Reader, own: bool) -> Content:
+def _large(value: object, reader: _Reader, own: bool, objects: int) -> Content:
     """Return the content of a value that is too large to be written, or whose class has a say in how it is."""
-    levels = Levels(WATCHED_OBJECTS)
+    levels = Levels(objects)
     told: list[object] = []
     data: dict[int, object] = {}
     # By the ids of tensors and arrays: their numbers, so that they are not kept. No value is likely to have these.
@@ -484,7 +487,8 @@ def _is_around_data(value: object) -> bool:
 
 def _of_data_sets(value: object, token: Token) -> object:
     """Return what is another once somebody changed a data set in a loader."""
-    return _Contents(tuple(content(one, token) for one in data_sets(value)))
+    # They are read more often than written to, and have many examples.
+    return _Contents(tuple(content(one, token, objects=WATCHED_OBJECTS // 10) for one in data_sets(value)))
 
 
 @final
