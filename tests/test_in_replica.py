@@ -420,6 +420,20 @@ values(strategy.run(replica))
         assert found == (sum(range(1, n + 1)), rows, [j + 1.0 for j in range(n)], "same", True, i + 1.0, i)
 
 
+def test_a_merge_call_finds_what_is_each_replicas_own_by_its_key_in_whatever_order_the_keys_are(replicas):
+    source = """
+weight = torch.nn.Parameter(torch.ones(2))
+pairs = [("weight", weight), ("x", mine)]
+nest = dict(pairs if replica_id else pairs[::-1])
+
+def merge(merging, nest):
+    return nest["weight"] is weight, merging.reduce("sum", nest["x"], axis=None)
+
+values(strategy.run(lambda: get_replica_context().merge_call(merge, (nest,))))
+"""
+    assert cell(replicas(2), source) == [(True, 3), (True, 3)]
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -379,8 +379,10 @@ class ReplicaPlace(Place):
         lengths, _ = self._peers.agree(MERGE_CALL, form, len(data))
         if self.num_replicas == 1:
             return nest
+        mine, places, _ = in_order(nest)
+        own = dict(zip(places, mine, strict=True))
         received = [
-            nest if replica_id == self.replica_id else self._opened(pickled, leaves)
+            nest if replica_id == self.replica_id else self._opened(pickled, own)
             for replica_id, pickled in enumerate(self._peers.exchanged(data, lengths))
         ]
         return regroup([args for args, _ in received]), regroup([kwargs for _, kwargs in received])
@@ -389,18 +391,20 @@ class ReplicaPlace(Place):
         """For `pack`: what is of a class that every replica has made, by the same lines, arrives as one of it."""
         self._replica.label(type(obj))
 
-    def _opened(self, pickled: bytes, own: list[Any]) -> Any:
+    def _opened(self, pickled: bytes, own: dict[str, Any]) -> Any:
         """Rebuild another replica's nest, with this replica's own objects where the other one has its own."""
-        nest = unpack(Payload(pickled), None)[0]
-        leaves, spec = pytree.tree_flatten(nest)
-        if len(leaves) == len(own):
-            leaves = [
-                mine if isinstance(leaf, _Own) else self._here(leaf) for leaf, mine in zip(leaves, own, strict=True)
+        leaves, places, made = in_order(unpack(Payload(pickled), None)[0])
+        # By where they are: the keys of the other one's dicts need not be in this one's order.
+        return made(
+            [
+                own.get(place, leaf) if isinstance(leaf, _Own) else self._here(leaf)
+                for leaf, place in zip(leaves, places, strict=True)
             ]
-        return pytree.tree_unflatten(leaves, spec)
+        )
 
     def _here(self, leaf: Any) -> Any:
-        return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
+        # A packed sequence is one leaf, and holds several.
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), leaf)
 
     # ------------------------------------------------------------------ values and input
 
