@@ -97,12 +97,13 @@ class Tracked:
 
     def _weigh(self, parameter: nn.Parameter, fresh: Tensor, weight: float) -> None:
         # The loss of no examples is NaN, and so is NaN * 0.
-        if fresh.requires_grad:
+        if fresh.requires_grad and not is_sparse(fresh):
             # Without its graph, since a second backward pass through it (create_graph) is weighted by itself.
             fresh.detach().mul_(weight) if weight else fresh.detach().zero_()
         else:
-            # Not in place: other branches of the pass may go on with its memory (`a + b[None]`).
-            fresh = fresh * weight if weight else torch.zeros_like(fresh)
+            # Not in place: other branches of the pass may go on with its memory (`a + b[None]`), and
+            # a sparse one's `detach()` would change alone.
+            fresh = fresh.detach() * weight if weight else torch.zeros_like(fresh)
         if self.aside is None:
             parameter.grad = fresh
         elif fresh.requires_grad or is_sparse(self.aside):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 import cloudpickle
@@ -175,6 +176,22 @@ def used_by_some(r: Replica) -> list[Tensor]:
     return train(r, model, torch.optim.SGD(model.parameters(), lr=0.5))
 
 
+def with_a_graph(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for x, y in words():
+        x, y = r.share(x, y)
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            # Of a cycle, which `zero_grad` ends.
+            warnings.simplefilter("ignore")
+            F.mse_loss(model(x), y).backward(create_graph=True)
+        optimizer.step()
+    optimizer.zero_grad()
+    return values(model)
+
+
 RECIPES = [
     descent,
     sparse_adam,
@@ -186,6 +203,7 @@ RECIPES = [
     a_matrix_first,
     single_numbers,
     used_by_some,
+    with_a_graph,
 ]
 
 
