@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from driving import run_cell
@@ -138,6 +139,8 @@ text = repr(table)
         ({"sizes": [3]}, UsageError, "an fp32 takes 4 bytes"),
         ({"sizes": ["1K"]}, UsageError, "`sizes` holds '1K'; it takes whole numbers of bytes"),
         ({"sizes": [1024.0]}, UsageError, "`sizes` holds 1024.0; it takes whole numbers"),
+        ({"sizes": 1.5}, UsageError, "`sizes` holds 1.5; it takes whole numbers"),
+        ({"sizes": [4, 2**50]}, UsageError, "`sizes` holds 1048576 GiB; each of 2 replicas has at most .* of memory"),
         ({"seconds": "1"}, UsageError, "`seconds` is '1'; it must be a number"),
         ({"seconds": 0}, UsageError, "`seconds` is 0"),
         ({"seconds": float("inf")}, UsageError, "`seconds` is inf; it must be above 0, and have an end"),
@@ -146,6 +149,7 @@ text = repr(table)
         ({"ops": ["gloo", "gloo"]}, UsageError, "`ops` has gloo twice"),
         ({"ops": ["gloo", "auto"]}, UsageError, "takes one of shared_memory, .*: name those"),
         ({"ops": [3]}, UsageError, "`ops` holds 3"),
+        ({"ops": 3}, UsageError, "`ops` holds 3"),
         ({"ops": mnb.GlooAllReduce}, UsageError, "`ops` holds .*GlooAllReduce'>; it takes cross-device ops"),
         ({"ops": ["nccl"]}, DeviceError, "it is for GPUs; these can"),
     ],
@@ -159,6 +163,11 @@ def test_a_single_op_and_a_single_size_need_no_list(replicas):
     for ops in ("gloo", mnb.GlooAllReduce()):
         (row,) = all_reduce(replicas(2), ops=ops, sizes=1024, seconds=0.01).rows
         assert row.op in ("gloo", "GlooAllReduce")
+
+
+def test_sizes_may_be_numbers_of_numpys(replicas):
+    table = all_reduce(replicas(2), ops="gloo", sizes=np.array([8, 16]), seconds=0.01)
+    assert [row.nbytes for row in table.rows] == [8, 16]
 
 
 def test_one_replica_has_nobody_to_reduce_with(replicas):

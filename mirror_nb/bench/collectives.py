@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, cast, final
@@ -179,8 +179,8 @@ def all_reduce(
     `ops`: an op or its name, or several; None: all that fit the devices. `seconds`: about so long for each size. In a
     `%%mirrored` cell every replica has to call it.
 
-    Raises UsageError for sizes and times that cannot be and for a single replica, DeviceError for an op that cannot
-    work on these devices, and what an op raises.
+    Raises UsageError for sizes and times that cannot be, for what memory has no room for and for a single replica,
+    DeviceError for an op that cannot work on these devices, and what an op raises.
     """
     replicas = of(strategy)
     chosen = chosen_ops(ops, replicas.devices)
@@ -208,9 +208,11 @@ def chosen_ops(
     Raises UsageError for a name that is none or comes twice, DeviceError for an op that does not fit `devices`.
     """
     chosen: dict[str, CrossDeviceOps] = {}
-    if isinstance(ops, str | CrossDeviceOps | type):
+    if ops is None:
+        ops = fitting(devices)
+    elif isinstance(ops, str | type) or not isinstance(ops, Iterable):
         ops = [ops]
-    for given in fitting(devices) if ops is None else ops:
+    for given in ops:
         if isinstance(given, str) and given.strip().lower() == AUTO:
             raise UsageError(f"`ops` holds {given!r}, which takes one of {', '.join(fitting(devices))}: name those")
         op = named(given, devices) if isinstance(given, str) else given
@@ -234,18 +236,24 @@ def sizes_to(largest: int) -> tuple[int, ...]:
 
 
 def _sizes(sizes: int | Sequence[int] | None, devices: Sequence[Device]) -> tuple[int, ...]:
+    # Of all memory, not of what is free: in a cell each replica asks for itself.
+    room = math.inf if devices[0].kind == "cuda" else usable().total // len(devices)
     if sizes is None:
-        room = math.inf if devices[0].kind == "cuda" else usable().total // (COPIES * len(devices))
-        # Of all memory, not of what is free: in a cell each replica asks for itself.
-        return tuple(size for size in sizes_to(LARGEST) if size <= max(room, SMALLEST))
-    sizes = [sizes] if isinstance(sizes, int | Integral) else list(sizes)
+        return tuple(size for size in sizes_to(LARGEST) if size <= max(room / COPIES, SMALLEST))
+    sizes = list(sizes) if isinstance(sizes, Iterable) else [sizes]
     wrong = [size for size in sizes if not isinstance(size, int | Integral) or size < 4]
     if wrong:
         raise UsageError(f"`sizes` holds {wrong[0]!r}; it takes whole numbers of bytes, and an fp32 takes 4 bytes")
     if not sizes:
         raise UsageError("`sizes` is empty")
+    if max(sizes) > room:
+        # The system would end the replicas, or another process.
+        raise UsageError(
+            f"`sizes` holds {readable.size(max(sizes))}; each of {len(devices)} replicas has at most "
+            f"{readable.size(int(room))} of memory"
+        )
     # Whole elements.
-    return tuple(dict.fromkeys(size // 4 * 4 for size in sizes))
+    return tuple(dict.fromkeys(int(size) // 4 * 4 for size in sizes))
 
 
 def _measure(

@@ -316,7 +316,7 @@ class CrossDeviceOps(abc.ABC):
             return torch.zeros(numel, dtype=dtype, device=self.member.device)
         limit = self.member.limit
         try:
-            return fabric.allocate(numel, dtype, limit)
+            return fabric.allocate(int(numel), dtype, limit)
         except ReplicaTimeout as late:
             raise named(late, limit) from None
 

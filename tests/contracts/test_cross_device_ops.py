@@ -625,6 +625,18 @@ total = reduced(torch.ones(1)).item()
     assert all(said in found["message"] and found["total"] == 2 for found in values.values())
 
 
+def test_a_length_and_a_replica_id_may_be_numbers_of_numpys(replicas, name):
+    source = """
+import numpy as np
+lies, root = ops.allocate(np.int64(9), torch.float32).fill_(replica_id), np.int64(1)
+total, parts = ops.reduce("sum", lies, root), ops.gather(lies, root)
+ops.broadcast(lies, root)
+found = lies.sum().item(), None if total is None else total.sum().item(), None if parts is None else len(parts)
+"""
+    values = run(replicas(2), OPS[name](), source)
+    assert [values[i]["found"] for i in range(2)] == [(9, None, None), (9, 9, 2)]
+
+
 def test_a_view_is_not_broadcast_to(replicas, name):
     source = "ops.broadcast(torch.ones(2, dtype=torch.complex64).conj(), 0)"
     ran = run_cell(replicas(2), BOUND + source, {"ops": OPS[name]()})
