@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from driving import eventually, gone
 from torch import nn
 from trained import Net, X, adam_step, assert_equal_states, states, step_of, trained, with_adam
 
@@ -257,6 +258,56 @@ def test_an_optimizer_goes_on_from_its_last_known_state_when_all_replicas_have_d
         adam_step(alone)
         adam_step(alone)
         assert_equal_states(states(mirrored), states(alone))
+
+
+def constant(value: float) -> nn.Linear:
+    made = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(made.weight, value)
+    return made
+
+
+def test_functions_find_their_networks_after_all_replicas_have_died(two):
+    with two.scope():
+        first, second = constant(1.0), constant(5.0)
+    functions = [lambda: first.weight.item(), lambda: second.weight.item()]
+    assert list(map(two.run, functions)) == [1.0, 5.0]
+    with pytest.raises(mnb.ReplicaDied):
+        two.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.warns(UserWarning, match="all replicas had died"):
+        # In another order, and the first one for another function.
+        assert two.run(functions[1]) == 5.0
+    assert two.run(lambda: first.weight.item() + 1) == 2.0
+    assert list(map(two.run, functions)) == [1.0, 5.0]
+
+
+class EndsReplicas:
+    """Kills processes, once, when it is packed."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self.pids = pids
+
+    def __reduce__(self) -> Any:
+        while self.pids:
+            pid = self.pids.pop()
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda pid=pid: gone(pid), "the replica has ended")
+        return int, ()
+
+
+def test_a_call_is_made_anew_where_all_replicas_die_while_it_is_prepared(two):
+    with two.scope():
+        known = constant(1.0)
+    two.run(lambda: known(torch.ones(1, 1)).item())
+    with two.scope():
+        new = constant(3.0)
+    ends = EndsReplicas(list(two.run(os.getpid)))
+
+    def function(_: Any) -> float:
+        return new.weight.item()
+
+    with pytest.warns(UserWarning, match="all replicas had died"):
+        assert two.run(function, args=(ends,)) == 3.0
+    assert two.run(function, args=(0,)) == 3.0
 
 
 def test_variables_stay_readable_when_their_strategy_is_closed():

@@ -292,7 +292,13 @@ class ControllerPlace(Place):
             check_size(part, self.num_replicas)
         packed: list[Packed] = []
         try:
-            calls = self._prepared(pool, fn, args, kwargs, parts, packed, plain)
+            mirrors = None
+            while mirrors is not self._references.mirrors:
+                # Once more where all replicas died meanwhile: those in their places know nothing by what was packed.
+                mirrors = self._references.mirrors
+                while packed:
+                    packed.pop().close()
+                calls = self._prepared(pool, fn, args, kwargs, parts, packed, plain)
             slabs = {i: packed[i if parts else 0].slab for i in calls}
             any_sent = self._objects.any_sent
             listener = _Listener(on_note, calls)
@@ -323,7 +329,7 @@ class ControllerPlace(Place):
         """Return each replica's call, all of whose objects it has by then; arguments are `packed`, to be closed."""
         wanted: list[Any] = []
         captured: list[DistributedValues] = []
-        replicas = range(self.num_replicas)
+        replicas, mirrors = range(self.num_replicas), self._references.mirrors
 
         def reference(obj: object) -> Any:
             if type(obj) is PerReplica:
@@ -345,11 +351,11 @@ class ControllerPlace(Place):
             packed.append(pack(own, reference=reference) if args or kwargs else _NO_ARGUMENTS)
         if wanted:
             self._send_lacking(wanted)
-        if kept is None:
-            self._functions.keep(fn, function)
         self._push_changes()
         self._states.push()
         self._home.push()
+        if kept is None and mirrors is self._references.mirrors:
+            self._functions.keep(fn, function)
         changed = self._objects.changed_settings()
         released = tuple(self._objects.take_released())
         around, now = (None, None) if plain else (modes.current(), surroundings.moment)
@@ -629,6 +635,8 @@ class ControllerPlace(Place):
             return True
         self._survived = False
         self._references.forget_sent()
+        # Their pickles name objects as the dead knew them.
+        self._functions.forget()
         return False
 
     def _request(self, what: object, packed: Packed) -> None:

@@ -61,6 +61,10 @@ class Functions:
                 known = [weakly.get(id(obj), obj) for obj in captured]
                 self._kept[function] = (known, list(weakly.values()), plain, payload)
 
+    def forget(self) -> None:
+        """Forget all: what travelled by reference is known by other names."""
+        self._kept.clear()
+
 
 def _found(known: object) -> object:
     """Return what is kept, or what a weak reference means; of what is gone the reference, which is nothing else."""
