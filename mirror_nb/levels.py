@@ -7,9 +7,11 @@ there may be a million. Knows no names and no libraries.
 from __future__ import annotations
 
 import collections
+import contextlib
+import gc
 import itertools
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -49,6 +51,11 @@ class Levels:
 
     def fill(self, value: object, kinds: Kinds) -> None:
         """Put in what a value holds; the outermost level whether there is room or not."""
+        # Each would go through all that is there, several times, and find nothing.
+        with _without_collections():
+            self._fill(value, kinds)
+
+    def _fill(self, value: object, kinds: Kinds) -> None:
         known: dict[int, object] = {}
         level: Collection[object] = (value,)
         while level and self.whole:
@@ -66,6 +73,17 @@ class Levels:
                 self.sizes.append(tuple(map(len, held)))
                 level = tuple(itertools.chain.from_iterable(held))
                 self.parts += level
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _by_class(level: Collection[object], kinds: Kinds, known: dict[int, object]) -> list[list[object]]:
