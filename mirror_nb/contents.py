@@ -27,7 +27,7 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -247,6 +247,17 @@ def _is_table(value: object) -> bool:
     """Whether it is a table of pandas or a column of one, and of no class derived from those."""
     kind = type(value)
     return kind.__module__.partition(".")[0] == "pandas" and kind.__name__ in ("DataFrame", "Series")
+
+
+def attributes(value: object) -> dict[str, Any] | None:
+    """Return the attributes of an object, to read and to write, if there is nothing else to it; None for others."""
+    return vars(value) if is_refillable(value) and not (stays_itself(value) or _is_table(value)) else None
+
+
+def set_since(before: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
+    """Return the names that are new or gone by now, or whose values are other objects and no equal plain ones."""
+    known = before.keys() & now.keys()
+    return (before.keys() ^ now.keys()) | {name for name in known if not _alike(before[name], now[name])}
 
 
 def stays_itself(value: object) -> bool:

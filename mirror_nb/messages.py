@@ -271,6 +271,14 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """Attributes of an object that one side has set, and those that it has deleted."""
+
+    values: dict[str, Any]
+    deleted: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Changed:
     """In the place of a dict of names, where objects among them are there already, and were changed."""
 
@@ -279,6 +287,8 @@ class Changed:
     # Names of such objects: where the replica has distributed one under its name, it distributes it as it is now.
     fillings: dict[str, Any]
     # By name: what one of them holds now, for `contents.refill`. Who else has it there sees it, too.
+    settings: dict[str, Setting]
+    # By name: attributes of one that the replicas have changed, too, and in other ways.
 
 
 @dataclass(frozen=True, slots=True)
@@ -608,6 +618,8 @@ class Exports:
     # Handles of networks that the replica no longer has.
     altered: tuple[str, ...] = ()
     # Names of objects of the user's own classes that a cell changed in place.
+    settings: dict[str, frozenset[str]] = field(default_factory=dict)
+    # Of these: the attributes that it has set, or deleted.
     deleted: tuple[str, ...] = ()
     # Names that the cell has deleted.
     refilled: tuple[str, ...] = ()

@@ -923,3 +923,69 @@ def test_what_a_class_does_with_each_new_one_like_it_is_done_once(notebook):
     # Of those that are made here it hears as before.
     notebook.here("class Last(Base, of=3): pass")
     assert notebook.user_ns["Base"].known[-1] == ("Last", 3)
+
+
+LEARNER = """
+class Learner:
+    def __init__(self): self.rate, self.losses, self.old, self.net = 1, [], 1, nn.Linear(1, 1)
+    def fit(self): self.loss = (replica_id, self.rate, hasattr(self, "old"))
+"""
+
+
+@pytest.fixture
+def learner(notebook) -> Notebook:
+    """A notebook with an object, `learn`, that each replica has changed in its own way."""
+    notebook.here(f"{LEARNER}learn = also = Learner(); trainers = [learn]")
+    assert notebook.cell("learn.fit(); learn.losses.append(replica_id)").altered == ["learn"]
+    return notebook
+
+
+def test_what_the_notebook_sets_in_an_object_that_differs_in_the_replicas_is_sent(learner):
+    for rate in (2, 3):
+        learner.here(f"learn.rate = {rate}\nif rate == 3: del learn.old".replace("rate ==", f"{rate} =="))
+        learner.cell("learn.fit(); y = learn.loss; z = learn.losses")
+        assert (learner.sent, learner.names.withheld) == (["learn"], [])
+        assert learner.user_ns["y"].values == ((0, rate, rate == 2), (1, rate, rate == 2))
+        assert learner.user_ns["z"].values == ([0], [1])
+    learner.cell("y = learn.rate, also is learn is trainers[0]")
+    assert learner.user_ns["y"] == (3, True)
+    assert learner.sent == ["also", "trainers"]
+
+
+def test_a_network_that_is_set_there_is_mirrored(learner):
+    learner.here("learn.net = nn.Linear(2, 1)")
+    learner.cell("with torch.no_grad():\n    for p in learn.net.parameters(): p.fill_(7)")
+    assert learner.names.withheld == []
+    assert learner.user_ns["learn"].net.weight.tolist() == [[7, 7]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "learn.loss = 1",
+        "learn.losses.append(7)",
+        "learn.rate = 2; learn.losses.append(7)",
+        "learn.rate = 2; learn.loss = 1",
+    ],
+)
+def test_what_both_sides_have_changed_in_an_object_stays_as_it_is_on_both(learner, change):
+    learner.here(change)
+    learner.cell("y = learn.losses, learn.rate")
+    assert (learner.sent, learner.names.withheld) == ([], ["learn", "learn"])
+    assert learner.user_ns["y"].values == (([0], 1), ([1], 1))
+
+
+def test_what_replicas_set_later_is_theirs_from_then_on(learner):
+    learner.here("learn.rate = 2")
+    learner.cell("learn.rate += 1 + replica_id")
+    learner.here("learn.rate = 9")
+    learner.cell("y = learn.rate")
+    assert learner.names.withheld == ["learn", "learn"]
+    assert learner.user_ns["y"].values == (3, 4)
+
+
+def test_what_a_replica_that_begins_anew_is_filled_with_has_what_the_notebook_sets(learner):
+    learner.names.restored(1, 0)
+    learner.here("learn.rate = 2")
+    learner.cell("y = learn.rate")
+    assert (learner.names.withheld, learner.user_ns["y"]) == ([], 2)

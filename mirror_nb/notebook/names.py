@@ -39,6 +39,7 @@ from mirror_nb.messages import (
     KnownModule,
     Plain,
     Same,
+    Setting,
     travels,
 )
 from mirror_nb.mirrors import Mirrors, absorb_states
@@ -157,7 +158,10 @@ class Names:
         parted = {name for name in wanted if self._is_parted(name, inside[name], replicas)}
         for replica_id in replicas:
             lacking = frozenset(name for name in wanted if not self._has(replica_id, name, now[name])) | parted
-            self.withheld += [name for name in wanted - lacking if self._clashes(replica_id, name, now[name])]
+            clashing = {name for name in wanted - lacking if self._clashes(replica_id, name, now[name])}
+            settable = {name for name in clashing if self.shared.setting(name, (replica_id,)) is not None}
+            lacking |= settable
+            self.withheld += clashing - settable
             if lacking:
                 groups.setdefault(lacking, []).append(replica_id)
         parcels: list[Parcel] = []
@@ -229,7 +233,9 @@ class Names:
         self.lent.arrived(parcel.lent, arrived)
         for module in parcel.modules:
             self._holders.setdefault(self.mirrors.handle(module), set()).update(arrived)
-        self.shared.share(arrived, parcel.names, parcel.packed.global_names)
+        whole = {name: value for name, value in parcel.names.items() if name not in parcel.settings}
+        self.shared.share(arrived, whole, parcel.packed.global_names)
+        self.shared.was_set(parcel.settings, arrived)
         own = {id(value) for value in parcel.names.values() if has_an_identity(value)}
         others = [name for name, value in list(self.user_ns.items()) if id(value) in own and name not in parcel.names]
         # To the replicas, too, they are the same.
@@ -330,6 +336,10 @@ class Names:
     def was_sent(self, name: str, replicas: tuple[int, ...]) -> bool:
         """For `Parcels`: whether all of these replicas have the name's object, as it was sent to them."""
         return self.shared.unaltered(name, replicas)
+
+    def setting(self, name: str, replicas: tuple[int, ...]) -> Setting | None:
+        """For `Parcels`: the attributes to send of an object that these replicas have changed, too."""
+        return self.shared.setting(name, replicas)
 
     def _clashes(self, replica_id: int, name: str, now: Content | None) -> bool:
         """Whether an object was changed here and in the replica."""
@@ -505,7 +515,10 @@ class Names:
         self._join(opened, owner)
         for found in (returned.bound, returned.stayed, returned.loose):
             found.sort()
-        returned.altered = self.shared.alter(altered)
+        settings = {name: _set_in(name, opened.values()) for name in altered}
+        returned.altered = self.shared.alter(
+            altered, left, {n: names for n, names in settings.items() if names is not None}
+        )
         # Objects that hold each other are filled one after the other.
         self.shared.renew({*left, *returned.bound} if left else (), opened)
         returned.deleted = self._follow_deleted(opened)
@@ -759,6 +772,12 @@ def _resolved(exports: dict[int, Export], opened: Mapping[int, Exports]) -> tupl
         return exports, others.pop()
     # In some of them alone.
     return {r: opened[r].names[e.name] if isinstance(e, Same) else e for r, e in exports.items()}, None
+
+
+def _set_in(name: str, opened: Iterable[Exports]) -> frozenset[str] | None:
+    """Return the attributes of a name's object that replicas have set; None where one of them cannot tell."""
+    told = [exports.settings.get(name) for exports in opened if name in exports.altered]
+    return None if None in told else frozenset().union(*told)  # type: ignore[arg-type]
 
 
 def _refilled(before: Any, value: Any) -> Any:

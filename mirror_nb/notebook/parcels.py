@@ -14,7 +14,7 @@ from torch import nn
 
 from mirror_nb.contents import filling, has_an_identity, is_refillable
 from mirror_nb.errors import TransferError
-from mirror_nb.messages import Changed, travels
+from mirror_nb.messages import Changed, Setting, travels
 from mirror_nb.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.payload import Packed, pack
@@ -33,6 +33,8 @@ class Parcel:
     # The optimizers, schedulers and scalers in it, likewise.
     beside: frozenset[str] = frozenset()
     # Those of the names that the cell does not need, but whose values lie in the values of others.
+    settings: frozenset[str] = frozenset()
+    # Those of objects of which only some attributes are sent.
 
 
 class Sides(Protocol):
@@ -49,6 +51,9 @@ class Sides(Protocol):
 
     def was_sent(self, name: str, replicas: tuple[int, ...]) -> bool:
         """Whether all of these have the name's object, as it was sent to them."""
+
+    def setting(self, name: str, replicas: tuple[int, ...]) -> Setting | None:
+        """Return the attributes to send of an object that these have changed, too; None for others."""
 
 
 @dataclass(slots=True)
@@ -79,11 +84,12 @@ class Parcels:
         while True:
             values = {name: self._user_ns[name] for name in sorted(lacking)}
             found = _Found()
-            sent_before = frozenset(name for name in values if self._sides.was_sent(name, replicas))
+            settings = {n: given for n in values if (given := self._sides.setting(n, replicas)) is not None}
+            sent_before = frozenset(n for n in values if n in settings or self._sides.was_sent(n, replicas))
             # What holds these there is to see the change.
             again = {n: v for n, v in values.items() if n in sent_before and is_refillable(v)}
-            fillings = {name: filling(value) for name, value in again.items()}
-            sent = Changed(values, sent_before, fillings) if sent_before else values
+            fillings = {name: filling(value) for name, value in again.items() if name not in settings}
+            sent = Changed(values, sent_before, fillings, settings) if sent_before else values
             try:
                 packed = self._pack(sent, replicas, found, values, again)
             except TransferError:
@@ -92,7 +98,7 @@ class Parcels:
             needed = packed.global_names | self._owners(found) | found.names
             more = {name for name in needed - lacking if self._sides.lacked(name, replicas)}
             if not more:
-                return Parcel(replicas, values, packed, found.modules, found.lent, beside)
+                return Parcel(replicas, values, packed, found.modules, found.lent, beside, frozenset(settings))
             packed.close()
             lacking |= more
             beside |= more & found.names

@@ -6,12 +6,14 @@ Knows names and values. Knows no payloads and no networks: what a value holds is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mirror_nb.contents import Content, has_an_identity
 from mirror_nb.insides import inside
+from mirror_nb.messages import Setting
+from mirror_nb.notebook.apart import Apart
 
 MISSING = object()
 # What a name has that the notebook does not have.
@@ -29,6 +31,8 @@ class Shared:
     # Names of the notebook that it looks up when it is used, as far as packing it has shown.
     altered: bool = False
     # The replica has changed it in place, which did not travel.
+    apart: Apart | None = None
+    # Of an object that was altered so, what became of its attributes; None where that is not known.
     tellers: tuple[int, ...] = ()
     # Whose values a PerReplica has, in its order; empty: all replicas'.
 
@@ -176,19 +180,60 @@ class SharedNames:
         """Take it that what the replica has by these names holds something else than here."""
         has = self._sent.get(replica_id, {})
         has.update(
-            (name, dataclasses.replace(has[name], content=_ELSE, altered=False)) for name in names if name in has
+            (name, dataclasses.replace(has[name], content=_ELSE, altered=False, apart=None))
+            for name in names
+            if name in has
         )
 
-    def alter(self, names: Iterable[str]) -> list[str]:
-        """Replicas have changed these names' objects in place; return those of which that was not known."""
+    def alter(self, names: Iterable[str], left: Collection[str], settings: Mapping[str, frozenset[str]]) -> list[str]:
+        """Replicas have changed these names' objects in place; return those of which that was not known.
+
+        `left` are those that nobody has changed here; `settings` tells which attributes replicas have set.
+        """
         first = []
         for name in sorted(names):
             has = [sent for sent in self._sent.values() if name in sent]
             if has and not any(sent[name].altered for sent in has):
                 first.append(name)
             for sent in has:
-                sent[name] = dataclasses.replace(sent[name], altered=True)
+                sent[name] = dataclasses.replace(
+                    sent[name], altered=True, apart=self._apart(sent[name], name in left, settings.get(name))
+                )
         return first
+
+    def _apart(self, shared: Shared, left: bool, settings: frozenset[str] | None) -> Apart | None:
+        if settings is None:
+            return None
+        if shared.altered:
+            return None if shared.apart is None else shared.apart.set_there(settings)
+        return Apart.of(shared.value, settings, self._content) if left else None
+
+    def setting(self, name: str, replicas: Iterable[int]) -> Setting | None:
+        """Return what was set in the name's object here alone, since all of these replicas have altered it.
+
+        None where that is not all that was changed here, or one of them has not altered it.
+        """
+        obj = self._user_ns.get(name, MISSING)
+        values: dict[str, object] = {}
+        deleted: set[str] = set()
+        for replica_id in replicas:
+            shared = self.of(replica_id, name)
+            apart = shared.apart if shared is not None and shared.value is obj else None
+            setting = apart.setting(obj, self._content) if apart is not None else None
+            if setting is None:
+                return None
+            values |= setting.values
+            deleted |= setting.deleted
+        return Setting(values, frozenset(deleted))
+
+    def was_set(self, names: Iterable[str], replicas: Iterable[int]) -> None:
+        """These replicas have what `setting` gave of the names' objects."""
+        objects = [self._user_ns.get(name, MISSING) for name in names]
+        for sent in (self._sent.get(replica_id, {}) for replica_id in replicas if objects):
+            for name, shared in sent.items():
+                if shared.apart is not None and any(shared.value is obj for obj in objects):
+                    apart = Apart.of(shared.value, shared.apart.theirs, self._content)
+                    sent[name] = dataclasses.replace(shared, content=self._content(shared.value), apart=apart)
 
     def renew(self, names: Iterable[str], replicas: Iterable[int]) -> None:
         """These replicas have what the names' objects hold now: it was changed by other names, or later than they."""

@@ -15,11 +15,13 @@ from mirror_nb.attributes import names_by_id, names_in
 from mirror_nb.contents import (
     WITHOUT_IDENTITY,
     Content,
+    attributes,
     class_content,
     content,
     has_an_identity,
     is_refillable,
     is_unchanging,
+    set_since,
     stays_itself,
 )
 from mirror_nb.distributed import Distributed
@@ -36,6 +38,8 @@ class Changes:
     # Bound since, or changed in place, or holding what has another name by now.
     altered: tuple[str, ...] = ()
     # Names whose objects were changed in place: they are never bound anew.
+    settings: dict[str, frozenset[str]] = field(default_factory=dict)
+    # Of these: the attributes that were set, or deleted.
     deleted: tuple[str, ...] = ()
     refilled: tuple[str, ...] = ()
     # Names whose containers or trained tensors were changed in place.
@@ -70,6 +74,7 @@ class Before:
         self._reference = reference
         self._objects = dict(names)
         self._contents: dict[str, Content] = {}
+        self._attributes: dict[str, dict[str, Any]] = {}
         self._remember(list(reached(mentioned, names)), set(bound))
 
     def _remember(self, queue: list[str], bound: Collection[str]) -> None:
@@ -86,6 +91,8 @@ class Before:
             held = self._content(self._names[name], large=name in bound, sought=named, seen=inside)
             if held is not None:
                 self._contents[name] = held
+                if held.own and (own := attributes(meant(self._names[name]))) is not None:
+                    self._attributes[name] = dict(own)
             # By a network that has it as an attribute, too.
             for network in networks_in(meant(self._names[name])):
                 for other in names_in(network, named):
@@ -138,6 +145,10 @@ class Before:
         found = Changes(
             tuple(sorted(names)),
             tuple(sorted(altered)),
+            {
+                n: frozenset(set_since(self._attributes[n], attributes(meant(self._names[n])) or {}))
+                for n in altered & self._attributes.keys()
+            },
             tuple(sorted(n for n in self._objects if n not in self._names and travels(n))),
             tuple(n for n in still if stays_itself(self._names[n])),
             {n: there for n, there in unchanged.items() if there is not None},
@@ -149,6 +160,7 @@ class Before:
         # What the cell let go of must be gone by the time the controller is told what is here.
         self._objects.clear()
         self._contents.clear()
+        self._attributes.clear()
         return found
 
     def _as_before(self, name: str) -> str | None:

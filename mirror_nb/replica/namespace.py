@@ -174,6 +174,11 @@ class Namespace:
         if isinstance(opened, Changed):
             for name, filling in opened.fillings.items():
                 refill(opened.names[name], filling)
+            for name, setting in opened.settings.items():
+                own = vars(opened.names[name])
+                own.update(setting.values)
+                for gone in setting.deleted & own.keys():
+                    del own[gone]
             opened = {**opened.names, **self._distributed_again(opened)}
         self.names.update(opened)
         self._outdated.difference_update(opened)
@@ -344,6 +349,7 @@ class Namespace:
             shown,
             gone,
             changes.altered,
+            changes.settings,
             changes.deleted,
             changes.refilled,
             changes.filled.intersection(exported),
