@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -42,6 +43,24 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Not as a hook of this file: what is measured waits for the notebooks' cells, too.
     config.pluginmanager.register(Turns())
+    if importlib.util.find_spec("nbval"):
+        kernel = importlib.import_module("nbval.kernel")
+        kernel.start_new_kernel = once_more(kernel.start_new_kernel)
+
+
+def once_more(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Start a notebook's kernel a second time where it dies at once, before it runs anything.
+
+    Until it listens at the ports that were free as it was told of them, seconds on a busy machine, others may.
+    """
+
+    def started(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return start(*args, **kwargs)
+        except RuntimeError:
+            return start(*args, **kwargs)
+
+    return started
 
 
 class Turns:
