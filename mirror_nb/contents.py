@@ -77,7 +77,7 @@ class Content:
 
     pickled: bytes = b""
     parts: tuple[object, ...] = ()
-    # Of a large container or object: the very objects in it, and in those.
+    # Of a large container or object: the plain objects in it, and in those.
     whole: bool = False
     # All that can change in the parts is among the parts, or beside.
     state: tuple[object, ...] = ()
@@ -381,12 +381,8 @@ def _large(value: object, reader: _Reader, own: bool, objects: int) -> Content:
     """Return the content of a value that is too large to be written, or whose class has a say in how it is."""
     levels = Levels(objects)
     told: list[object] = []
-    data: dict[int, object] = {}
-    # By the ids of tensors and arrays: their numbers, so that they are not kept. No value is likely to have these.
 
     def look_at(obj: object) -> None:
-        if isinstance(obj, (torch.Tensor, np.ndarray)):
-            data[id(obj)] = range(len(data))
         token = reader.persistent_id(obj)
         if isinstance(token, int):
             # It was noted.
@@ -405,9 +401,9 @@ def _large(value: object, reader: _Reader, own: bool, objects: int) -> Content:
 
     kinds = Kinds(_is_plain_kind, _opener, look_at, _ODD)
     levels.fill(value, kinds)
-    parts = map(data.get, map(id, levels.parts), levels.parts) if data else levels.parts
-    state = (*levels.sizes, *told)
-    return Content(parts=tuple(parts), whole=levels.whole, state=state, beside=tuple(reader.beside), own=own)
+    state = (*levels.sizes, tuple(levels.order), *told)
+    parts, beside = tuple(levels.parts), tuple(reader.beside)
+    return Content(parts=parts, whole=levels.whole, state=state, beside=beside, own=own)
 
 
 def _opener(obj: object) -> Opener | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
+INSIDE = object()
 OPENED = 10
 # What it takes to open an object, in plain members.
 
@@ -44,6 +45,9 @@ class Levels:
 
     room: int
     parts: list[object] = field(default_factory=list)
+    # INSIDE in the places of those that were opened or looked at: they are not kept.
+    order: list[int] = field(default_factory=list)
+    # The ids of what is in these places: which of them is where, not what is in them.
     sizes: list[tuple[int, ...]] = field(default_factory=list)
     # Of what was opened: how much it held.
     whole: bool = True
@@ -51,28 +55,42 @@ class Levels:
 
     def fill(self, value: object, kinds: Kinds) -> None:
         """Put in what a value holds; the outermost level whether there is room or not."""
+        known: dict[int, object] = {}
         # Each would go through all that is there, several times, and find nothing.
         with _without_collections():
-            self._fill(value, kinds)
+            level = self._open((value,), kinds, known)
+            while level and self.whole:
+                inner = self._open(level, kinds, known)
+                if self.whole:
+                    self._put(level, kinds, known)
+                    level = inner
+        # As they are: what is in these is not known.
+        self.parts += level
 
-    def _fill(self, value: object, kinds: Kinds) -> None:
-        known: dict[int, object] = {}
-        level: Collection[object] = (value,)
-        while level and self.whole:
-            held: list[Collection[Any]] = []
-            closed: list[object] = []
-            for objs in _by_class(level, kinds, known):
-                opened = _opened(objs, kinds)
-                held += opened
-                closed += () if opened else objs
-            self.room -= sum(map(len, held)) + OPENED * len(held) + kinds.weight * len(closed)
-            self.whole = self.room >= 0
-            if self.whole or not self.parts:
-                for obj in closed:
-                    kinds.look_at(obj)
-                self.sizes.append(tuple(map(len, held)))
-                level = tuple(itertools.chain.from_iterable(held))
-                self.parts += level
+    def _open(self, level: Collection[object], kinds: Kinds, known: dict[int, object]) -> Collection[object]:
+        """Return the next level, if there is room, and the outermost one in any case."""
+        first = not known
+        held: list[Collection[Any]] = []
+        closed: list[object] = []
+        for objs in _by_class(level, kinds, known):
+            opened = _opened(objs, kinds)
+            held += opened
+            closed += () if opened else objs
+        self.room -= sum(map(len, held)) + OPENED * len(held) + kinds.weight * len(closed)
+        self.whole = self.room >= 0
+        if not (self.whole or first):
+            return ()
+        for obj in closed:
+            kinds.look_at(obj)
+        self.sizes.append(tuple(map(len, held)))
+        return tuple(itertools.chain.from_iterable(held))
+
+    def _put(self, level: Collection[object], kinds: Kinds, known: dict[int, object]) -> None:
+        if all(map(kinds.is_plain, set(map(type, level)))):
+            self.parts += level
+        else:
+            self.parts += (INSIDE if id(obj) in known else obj for obj in level)
+            self.order += filter(known.__contains__, map(id, level))
 
 
 @contextlib.contextmanager

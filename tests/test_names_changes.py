@@ -191,12 +191,21 @@ def test_of_more_objects_than_can_be_looked_at_those_of_the_outer_levels_are(lit
     assert notebook.user_ns["y"] == (2, 2)
 
 
-def test_what_a_large_value_has_let_go_of_is_not_kept(little, notebook):
-    notebook.here("x = {'outputs': [torch.zeros(3) for i in range(300)]}")
+@pytest.mark.parametrize("made", ["torch.zeros(3)", "nn.Linear(1, 1)", "Config()"])
+def test_what_a_large_value_has_let_go_of_is_not_kept(little, notebook, made):
+    notebook.here(f"{CONFIG}x = {{'outputs': [{made} for i in range(100)], 'all': [0.5] * 300}}")
     notebook.cell("y = len(x)")
     output = weakref.ref(notebook.user_ns["x"]["outputs"][7])
     notebook.here("x['outputs'].clear()")
     assert output() is None
+
+
+def test_the_same_objects_in_another_order_are_a_change_of_a_large_value(little, notebook):
+    notebook.here("x = [(i, [0.5]) for i in range(300)]; x[7] = x[8]")
+    notebook.cell("y = len(x)")
+    notebook.here("x[7] = x[9]")
+    notebook.cell("y = x[7][0], x[7] is x[9]")
+    assert notebook.user_ns["y"] == (9, True)
 
 
 def test_a_generator_that_torch_gives_no_weak_references_is_known_again_too(notebook, monkeypatch):
