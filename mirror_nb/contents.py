@@ -65,6 +65,8 @@ ARRAY_BYTES = 64 << 20
 # Of a larger array so many bytes are looked at, in evenly spaced pages: reading it all before and after every cell
 # would take longer than many cells.
 _PAGE = 4096
+_ARRAYS_BYTES = 256 << 20
+# Of many arrays in a large value so much is read, for the same reason.
 
 Token = Callable[[object], Any]
 # Gives what stands for an object whose changes others notice: networks, their parameters, optimizers. None for others.
@@ -381,8 +383,14 @@ def _large(value: object, reader: _Reader, own: bool, objects: int) -> Content:
     """Return the content of a value that is too large to be written, or whose class has a say in how it is."""
     levels = Levels(objects)
     told: list[object] = []
+    unread = _ARRAYS_BYTES
 
     def look_at(obj: object) -> None:
+        nonlocal unread
+        if isinstance(obj, np.ndarray):
+            unread -= obj.nbytes
+            reader.note(obj, digest(obj) if unread >= 0 and obj.nbytes <= ARRAY_BYTES else None)
+            return
         token = reader.persistent_id(obj)
         if isinstance(token, int):
             # It was noted.
@@ -392,8 +400,6 @@ def _large(value: object, reader: _Reader, own: bool, objects: int) -> Content:
         elif isinstance(obj, torch.Tensor):
             # Of many small ones their values would take ten times as long to read.
             reader.note(obj, _written(obj))
-        elif isinstance(obj, np.ndarray):
-            reader.note(obj, (zlib.crc32(obj.tobytes()), obj.dtype, obj.shape, obj.strides))
         elif isinstance(obj, bytearray):
             told.append((zlib.crc32(obj), len(obj)))
         else:
