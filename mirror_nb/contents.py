@@ -256,10 +256,32 @@ def attributes(value: object) -> dict[str, Any] | None:
     return vars(value) if is_refillable(value) and not (stays_itself(value) or _is_table(value)) else None
 
 
-def set_since(before: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
-    """Return the names that are new or gone by now, or whose values are other objects and no equal plain ones."""
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Was:
+    """What an attribute was: kept if it is plain, or can only be kept."""
+
+    value: object
+    weakly: weakref.ref[Any] | None = None
+
+    @classmethod
+    def of(cls, value: object) -> Was:
+        try:
+            return cls(value) if type(value) in _UNCHANGING else cls(None, weakref.ref(value))
+        except TypeError:
+            return cls(value)
+
+    def is_still(self, now: object) -> bool:
+        """Whether it is the same object, or an equal plain one."""
+        if self.weakly is None:
+            return _alike(self.value, now)
+        return now is not None and self.weakly() is now
+
+
+def set_since(before: Mapping[str, Was], now: Mapping[str, object]) -> set[str]:
+    """Return the names of attributes that are new or gone by now, or other ones."""
     known = before.keys() & now.keys()
-    return (before.keys() ^ now.keys()) | {name for name in known if not _alike(before[name], now[name])}
+    return (before.keys() ^ now.keys()) | {name for name in known if not before[name].is_still(now[name])}
 
 
 def stays_itself(value: object) -> bool:

@@ -961,6 +961,17 @@ def test_what_the_notebook_sets_in_an_object_that_differs_in_the_replicas_is_sen
     assert learner.sent == ["also", "trainers"]
 
 
+def test_what_it_held_is_not_kept(learner):
+    learner.here("learn.output = torch.zeros(3)")
+    learner.cell("learn.fit()")
+    kept = [learner.user_ns["learn"].output, learner.there("learn").output]
+    outputs = [weakref.ref(output) for output in kept]
+    del kept
+    learner.cell("learn.fit(); learn.output = None; import gc; gone = gc.collect()")
+    learner.here("learn.output = None")
+    assert [output() for output in outputs] == [None, None]
+
+
 def test_a_network_that_is_set_there_is_mirrored(learner):
     learner.here("learn.net = nn.Linear(2, 1)")
     learner.cell("with torch.no_grad():\n    for p in learn.net.parameters(): p.fill_(7)")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from mirror_nb.contents import Content, attributes, set_since
+from mirror_nb.contents import Content, Was, attributes, set_since
 from mirror_nb.messages import Setting
 
 Look = Callable[[object], Content | None]
@@ -24,7 +24,7 @@ Look = Callable[[object], Content | None]
 class Apart:
     """What the attributes of such an object were here as both sides had the same, or as they were sent since."""
 
-    ours: dict[str, Any]
+    ours: dict[str, Was]
     inside: dict[str, Content | None]
     # What these held.
     theirs: frozenset[str]
@@ -34,7 +34,10 @@ class Apart:
     def of(cls, obj: object, theirs: frozenset[str], look: Look) -> Apart | None:
         """Return what the attributes are now; None where there is more to the object than these."""
         own = attributes(obj)
-        return None if own is None else cls(dict(own), {name: look(value) for name, value in own.items()}, theirs)
+        if own is None:
+            return None
+        ours = {name: Was.of(value) for name, value in own.items()}
+        return cls(ours, {name: look(value) for name, value in own.items()}, theirs)
 
     def set_there(self, names: frozenset[str]) -> Apart:
         """Replicas have set these, too."""

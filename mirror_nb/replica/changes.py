@@ -15,6 +15,7 @@ from mirror_nb.attributes import names_by_id, names_in
 from mirror_nb.contents import (
     WITHOUT_IDENTITY,
     Content,
+    Was,
     attributes,
     class_content,
     content,
@@ -74,7 +75,7 @@ class Before:
         self._reference = reference
         self._objects = dict(names)
         self._contents: dict[str, Content] = {}
-        self._attributes: dict[str, dict[str, Any]] = {}
+        self._attributes: dict[str, dict[str, Was]] = {}
         self._remember(list(reached(mentioned, names)), set(bound))
 
     def _remember(self, queue: list[str], bound: Collection[str]) -> None:
@@ -92,7 +93,7 @@ class Before:
             if held is not None:
                 self._contents[name] = held
                 if held.own and (own := attributes(meant(self._names[name]))) is not None:
-                    self._attributes[name] = dict(own)
+                    self._attributes[name] = {attribute: Was.of(value) for attribute, value in own.items()}
             # By a network that has it as an attribute, too.
             for network in networks_in(meant(self._names[name])):
                 for other in names_in(network, named):
