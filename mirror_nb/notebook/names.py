@@ -515,10 +515,8 @@ class Names:
         self._join(opened, owner)
         for found in (returned.bound, returned.stayed, returned.loose):
             found.sort()
-        settings = {name: _set_in(name, opened.values()) for name in altered}
-        returned.altered = self.shared.alter(
-            altered, left, {n: names for n, names in settings.items() if names is not None}
-        )
+        settings = {name: known for name in altered if (known := _set_in(name, opened.values())) is not None}
+        returned.altered = self.shared.alter(altered, left, settings)
         # Objects that hold each other are filled one after the other.
         self.shared.renew({*left, *returned.bound} if left else (), opened)
         returned.deleted = self._follow_deleted(opened)
