@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mirror_nb.cores import cores
+from mirror_nb.machine.cores import cores
 
 
 def calibration() -> float:

@@ -24,7 +24,7 @@ from mirror_nb.collectives.handles import Timing
 from mirror_nb.devices import Device
 from mirror_nb.messages import RunCell
 from mirror_nb.pool.local import LocalPool
-from mirror_nb.recorder import Recorder
+from mirror_nb.steps.recorder import Recorder
 from mirror_nb.strategies.mirrored import SETUP
 from mirror_nb.telemetry.findings import findings
 from mirror_nb.telemetry.ring import Reader, Ring, Writer

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mirror_nb import module_variables
-from mirror_nb.imported import uninterrupted, when_imported
+from mirror_nb.environment import module_variables
+from mirror_nb.environment.imported import uninterrupted, when_imported
 
 if TYPE_CHECKING:
     from mirror_nb import bench, callbacks
@@ -220,9 +220,9 @@ def __getattr__(name: str) -> Any:
 
 # Scripts seed, and set variables of their modules, before they use the first name.
 module_variables.watch()
-when_imported("torch", "mirror_nb.seeds:watch")
+when_imported("torch", "mirror_nb.environment.seeds:watch")
 # Before anything is compiled.
-when_imported("torch._dynamo", "mirror_nb.compiled:leave_us_out")
+when_imported("torch._dynamo", "mirror_nb.transfer.compiled:leave_us_out")
 
 
 def __dir__() -> list[str]:
@@ -233,9 +233,9 @@ def __dir__() -> list[str]:
 def load_ipython_extension(shell: Any) -> None:
     """Register `%mirror` and `%%mirrored`; torch begins to load for the replicas meanwhile."""
     with uninterrupted():
+        from mirror_nb.environment.surroundings import follow_cells
         from mirror_nb.notebook.magics import MirrorMagics
         from mirror_nb.pool.local import end_children, warm_up
-        from mirror_nb.surroundings import follow_cells
 
     warm_up()
     if "mirrored" not in shell.magics_manager.magics["cell"]:

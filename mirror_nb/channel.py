@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mirror_nb.messages import Call, Done, Request, fields_of
-from mirror_nb.payload import Payload
+from mirror_nb.transfer.payload import Payload
 
 _CALL, _DONE = 0, 1
 

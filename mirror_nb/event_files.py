@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
-from mirror_nb.imported import when_imported
+from mirror_nb.environment.imported import when_imported
 
 _MODULE = "tensorboard.summary.writer.event_file_writer"
 _TIMES = re.compile(r"\b\d{9,}\.\d+\b|\b[A-Z][a-z]{2}\d{2}_\d{2}-\d{2}-\d{2}(?=_)")

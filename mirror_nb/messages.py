@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mirror_nb.payload import Payload, SearchPath
-from mirror_nb.surroundings import Changes
+from mirror_nb.environment.surroundings import Changes
+from mirror_nb.transfer.payload import Payload, SearchPath
 
 
 class _Compact:

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import ReplicaError, UsageError
-from mirror_nb.layouts import blocks, sizes
+from mirror_nb.tensors.layouts import blocks, sizes
 
 Shares = tuple[int, int]
 # A replica's examples of a batch, and all replicas'.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
-from mirror_nb.layouts import check_summable
+from mirror_nb.tensors.layouts import check_summable
 from mirror_nb.values import (
     CARRIERS,
     VariableAggregation,

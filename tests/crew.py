@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.replica.scope import Scope
 
 DEADLINE = 60.0

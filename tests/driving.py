@@ -18,12 +18,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 from mirror_nb.messages import KnownModule, NewModule, Plain, RunCell, Stream
-from mirror_nb.mirrors import Mirrors
+from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.notebook.source import cell_names
-from mirror_nb.payload import pack, unpack
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.local import LocalPool, _listen
 from mirror_nb.pool.report import Report
+from mirror_nb.transfer.payload import pack, unpack
 
 DEADLINE = 20.0
 # Seconds. Far more than anything takes; a test that reaches it has failed.

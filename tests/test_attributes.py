@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from mirror_nb.attributes import Attributes, set_attributes
+from mirror_nb.mirroring.attributes import Attributes, set_attributes
 from mirror_nb.plain import FLAT_ITEMS, ITEMS
 
 

@@ -31,7 +31,7 @@ from mirror_nb.collectives.handles import Finished
 from mirror_nb.collectives.measuring import Trial
 from mirror_nb.devices import resolve
 from mirror_nb.errors import DeviceError, UsageError
-from mirror_nb.memory import Memory
+from mirror_nb.machine.memory import Memory
 from mirror_nb.pool.local import LocalPool
 
 OPS = ("shared_memory", "hierarchical_copy", "one_device", "gloo")

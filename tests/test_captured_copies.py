@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from trained import Net, X, Y, replica_id, trained
 
 import mirror_nb as mnb
-from mirror_nb import surroundings
+from mirror_nb.environment import surroundings
 from mirror_nb.values import same
 
 

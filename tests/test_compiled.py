@@ -15,10 +15,10 @@ from torch import nn
 from trained import Net, X, Y
 
 import mirror_nb as mnb
-from mirror_nb import compiled
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import travels
-from mirror_nb.payload import pack, unpack
+from mirror_nb.transfer import compiled
+from mirror_nb.transfer.payload import pack, unpack
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from mirror_nb import control_groups, memory
-from mirror_nb.cores import cores
-from mirror_nb.memory import Memory, ended, usable
+from mirror_nb.machine import control_groups, memory
+from mirror_nb.machine.cores import cores
+from mirror_nb.machine.memory import Memory, ended, usable
 
 GIB = 2**30
 

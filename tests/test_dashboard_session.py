@@ -23,7 +23,7 @@ from torch import nn
 import mirror_nb
 from mirror_nb import ContextError
 from mirror_nb.errors import TrainingStopped
-from mirror_nb.memory import usable
+from mirror_nb.machine.memory import usable
 from mirror_nb.messages import Done, Failure, Word
 from mirror_nb.notebook.dashboard.frame import Phase
 from mirror_nb.notebook.dashboard.widget import NOTHING, TEXT

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from driving import run_cell
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.replica.decisions import GlobalMetrics
 
 X = torch.linspace(-1, 1, 21, dtype=torch.float64).reshape(7, 3)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from mirror_nb.payload import Payload
 from mirror_nb.strategies.functions import Functions
+from mirror_nb.transfer.payload import Payload
 
 PICKLE = Payload(b"p")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from made_gpu import MadeGpu
 
-from mirror_nb import gpu_steps
 from mirror_nb.collectives.handles import Timing
-from mirror_nb.recorder import Recorder
+from mirror_nb.steps import gpu_steps
+from mirror_nb.steps.recorder import Recorder
 from mirror_nb.telemetry.findings import stuck
 from mirror_nb.telemetry.ring import Reader, Ring, Writer
 from mirror_nb.telemetry.samples import BLOCKING, OVER, Kind, Operation, Sample, decode, last_collective
@@ -24,7 +24,7 @@ PARTS = (Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.GPU_STEP)
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> MadeGpu:
     made = MadeGpu(monkeypatch)
-    monkeypatch.setattr("mirror_nb.recorder.clock", lambda: made.now)
+    monkeypatch.setattr("mirror_nb.steps.recorder.clock", lambda: made.now)
     return made
 
 

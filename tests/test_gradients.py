@@ -20,12 +20,12 @@ from crew import Crew, Replica, batches, in_scope, network, small_buckets, value
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mirror_nb import agreement
-from mirror_nb.buckets import PATIENCE, Agreed, History
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
-from mirror_nb.gradients import GradientSynchronizer
-from mirror_nb.matching import Portrait
-from mirror_nb.steering import QUIET
+from mirror_nb.gradients import agreement
+from mirror_nb.gradients.buckets import PATIENCE, Agreed, History
+from mirror_nb.gradients.matching import Portrait
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
+from mirror_nb.steps.steering import QUIET
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from mirror_nb.handles import Handles
+from mirror_nb.mirroring.handles import Handles
 
 
 class Thing:

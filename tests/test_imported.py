@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mirror_nb.imported import uninterrupted, when_imported
+from mirror_nb.environment.imported import uninterrupted, when_imported
 
 CALLS: list[str] = []
 
@@ -24,7 +24,7 @@ def library(tmp_path, monkeypatch):
     """A module that nobody has imported yet."""
     (tmp_path / "lonely_library.py").write_text("VALUE = 3\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("mirror_nb.imported._asked", set())
+    monkeypatch.setattr("mirror_nb.environment.imported._asked", set())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     CALLS.clear()
     yield "lonely_library"
@@ -93,8 +93,8 @@ def test_an_import_that_fails_is_told_by_the_users_lines_alone(tmp_path, error):
         (tmp_path / f"{file}.py").write_text(text + "\n")
     program = (
         "import traceback, mirror_nb\n"
-        "from mirror_nb.imported import when_imported\n"
-        "when_imported('libraries', 'mirror_nb.seeds:watch')\n"
+        "from mirror_nb.environment.imported import when_imported\n"
+        "when_imported('libraries', 'mirror_nb.environment.seeds:watch')\n"
         "for name in ('outer', 'libraries'):\n"
         "    try: __import__(name)\n"
         "    except Exception as error:\n"

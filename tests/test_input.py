@@ -20,9 +20,9 @@ from driving import eventually
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from mirror_nb.data import Loaders
+from mirror_nb.data.dataset import Loaders
+from mirror_nb.data.prefetch import ahead
 from mirror_nb.errors import MirrorError, TransferError, UsageError
-from mirror_nb.prefetch import ahead
 from mirror_nb.strategies.context import ReplicaContext, entered
 from mirror_nb.strategies.input import (
     ControllerDataset,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from two_sides import Notebook, with_torch
 
-from mirror_nb.checksums import bits
-from mirror_nb.layouts import address, nbytes
+from mirror_nb.tensors.checksums import bits
+from mirror_nb.tensors.layouts import address, nbytes
 
 TENSORS = {
     "COO": "torch.tensor([[0., 2.], [3., 0.]]).to_sparse()",

@@ -13,7 +13,7 @@ from driving import running
 from torch import nn
 
 import mirror_nb as mnb
-from mirror_nb.lazy import kind_of
+from mirror_nb.mirroring.lazy import kind_of
 
 X = torch.arange(88.0).reshape(22, 4).sin()
 Y = X.sum(1, keepdim=True)

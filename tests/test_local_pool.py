@@ -27,10 +27,10 @@ import pytest
 import torch
 from driving import DEADLINE, doing, eventually, gone, opened, press_ctrl_c, run_cell, with_a_spare
 
-from mirror_nb import memory
-from mirror_nb.cores import cores
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError
+from mirror_nb.machine import memory
+from mirror_nb.machine.cores import cores
 from mirror_nb.messages import Display, Done, Interrupt, Steps
 from mirror_nb.pool import following, interrupts, local, nanny
 from mirror_nb.pool.local import LocalPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mirror_nb.errors import UsageError
-from mirror_nb.matching import Offer, match
+from mirror_nb.gradients.matching import Offer, match
 
 
 def offer(*used: tuple[str, int], left: tuple[tuple[str, int], ...] = (), **registered: int) -> Offer:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from mirror_nb import channel
 from mirror_nb.channel import Channel, ChannelClosed, Frame
 from mirror_nb.messages import Abort, Call, Done, Failure, Interrupt, Mirror, Request, Snapshot, Stream
-from mirror_nb.payload import Payload
-from mirror_nb.slab import anonymous_file
+from mirror_nb.transfer.payload import Payload
+from mirror_nb.transfer.slab import anonymous_file
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mirror_nb.checksums import bits
 from mirror_nb.errors import TransferError
-from mirror_nb.mirrors import Mirrors, averaged_statistics, graft, load, structure, tensors
-from mirror_nb.payload import pack, unpack
+from mirror_nb.mirroring.mirrors import Mirrors, averaged_statistics, graft, load, structure, tensors
 from mirror_nb.strategies.reading import Reading
-from mirror_nb.told import Told, take_told, told_of
+from mirror_nb.tensors.checksums import bits
+from mirror_nb.transfer.payload import pack, unpack
+from mirror_nb.transfer.told import Told, take_told, told_of
 
 
 def net() -> nn.Sequential:

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from mirror_nb import module_variables
-from mirror_nb.module_variables import Signs, changed, take
+from mirror_nb.environment import module_variables
+from mirror_nb.environment.module_variables import Signs, changed, take
 
 NAME = "mirror_nb_config"
 TEXT = """

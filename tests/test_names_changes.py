@@ -9,7 +9,7 @@ import pytest
 import torch
 from two_sides import Notebook, with_torch
 
-from mirror_nb import contents
+from mirror_nb.noticing import contents
 
 
 @pytest.fixture

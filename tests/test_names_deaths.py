@@ -9,7 +9,7 @@ import torch
 from driving import press_ctrl_c, running
 from IPython.utils.capture import capture_output
 
-from mirror_nb import modes
+from mirror_nb.environment import modes
 from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError
 from mirror_nb.notebook.session import Session
 from mirror_nb.strategies.objects import Objects

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from two_sides import Scope
 
-from mirror_nb import contents
-from mirror_nb.contents import WATCHED_BYTES, content
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
-from mirror_nb.payload import Packed, pack, unpack
-from mirror_nb.pickler import TooLarge
+from mirror_nb.noticing import contents
+from mirror_nb.noticing.contents import WATCHED_BYTES, content
 from mirror_nb.replica import outgoing as outgoing_module
 from mirror_nb.replica.namespace import Namespace, describe
+from mirror_nb.transfer.payload import Packed, pack, unpack
+from mirror_nb.transfer.pickler import TooLarge
 
 
 def replica() -> Namespace:

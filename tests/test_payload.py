@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mirror_nb.errors import TransferError
-from mirror_nb.nest import DEPTH
-from mirror_nb.payload import IN_BAND_BYTES, Begins, NotRebuilt, SearchPath, pack, unpack
-from mirror_nb.pickler import TooLarge, dumps, global_names
-from mirror_nb.slab import anonymous_file
+from mirror_nb.transfer.nest import DEPTH
+from mirror_nb.transfer.payload import IN_BAND_BYTES, Begins, NotRebuilt, SearchPath, pack, unpack
+from mirror_nb.transfer.pickler import TooLarge, dumps, global_names
+from mirror_nb.transfer.slab import anonymous_file
 from mirror_nb.values import same
 
 # As in a notebook, whose classes the other side cannot import.

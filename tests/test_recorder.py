@@ -10,7 +10,7 @@ import torch
 
 from mirror_nb.collectives.base import CrossDeviceOps, Member
 from mirror_nb.collectives.handles import Handle
-from mirror_nb.recorder import Recorder
+from mirror_nb.steps.recorder import Recorder
 from mirror_nb.telemetry.ring import Reader, Ring, Writer
 from mirror_nb.telemetry.samples import Kind, decode
 

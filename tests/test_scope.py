@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.replica import random_streams
 from mirror_nb.replica import scope as scope_module
 from mirror_nb.replica.scope import Scope

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import mirror_nb as mnb
-from mirror_nb import seeds, surroundings
+from mirror_nb.environment import seeds, surroundings
 
 
 @pytest.fixture(autouse=True)

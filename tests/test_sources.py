@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
-from mirror_nb import sources
+from mirror_nb.environment import sources
 from mirror_nb.replica.shell import _load_in_place
 
 TEXT = "VALUE = {0}\ndef told(): return {0}\nclass Kind:\n    def told(self): return {0}\n" + "#" * 10

@@ -12,7 +12,7 @@ from torch import nn
 import mirror_nb as mnb
 from mirror_nb.errors import TrainingStopped
 from mirror_nb.messages import Steer, Word
-from mirror_nb.steering import Steering
+from mirror_nb.steps.steering import Steering
 from mirror_nb.telemetry.samples import Mark
 from mirror_nb.telemetry.snapshot import State
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from cloudpickle import cloudpickle
 
-from mirror_nb import pickler
-from mirror_nb.submodules import find_imported_submodules
+from mirror_nb.transfer import pickler
+from mirror_nb.transfer.submodules import find_imported_submodules
 
 
 def as_cloudpickle_does(code: types.CodeType, modules: list[Any]) -> set[str]:

@@ -20,9 +20,9 @@ import torch
 from IPython.core.events import EventManager, available_events
 
 import mirror_nb as mnb
-from mirror_nb import surroundings
-from mirror_nb.reporting import Filter, filters, set_filters, settle
-from mirror_nb.surroundings import changes, current, follow
+from mirror_nb.environment import surroundings
+from mirror_nb.environment.reporting import Filter, filters, set_filters, settle
+from mirror_nb.environment.surroundings import changes, current, follow
 
 
 @pytest.fixture

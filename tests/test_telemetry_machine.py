@@ -12,9 +12,9 @@ import psutil
 import pytest
 from driving import eventually
 
-from mirror_nb.cores import cores
 from mirror_nb.errors import DeviceError, UsageError
-from mirror_nb.memory import Memory
+from mirror_nb.machine.cores import cores
+from mirror_nb.machine.memory import Memory
 from mirror_nb.telemetry import machine
 from mirror_nb.telemetry.machine import HOT, Gpus, Host
 

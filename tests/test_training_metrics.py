@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import torchmetrics
 from torch import nn
 
-from mirror_nb.batches import map_leaves, share_of
+from mirror_nb.data.batches import map_leaves, share_of
 from mirror_nb.errors import UsageError
 from mirror_nb.training.metrics import Metric, metric_names, metrics
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mirror_nb.batches import leaves, map_leaves
+from mirror_nb.data.batches import leaves, map_leaves
 from mirror_nb.errors import UsageError
 from mirror_nb.training.objectives import Divisor, loss_names, objective
 

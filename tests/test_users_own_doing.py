@@ -19,7 +19,6 @@ from IPython.core.interactiveshell import InteractiveShell
 from torch.utils.data import _utils as torch_loaders
 from torch.utils.data import dataloader
 
-from mirror_nb import payload
 from mirror_nb.collectives.barrier import LOOK_AFTER_SECONDS
 from mirror_nb.devices import Device, resolve
 from mirror_nb.errors import DeviceError, ReplicaError, TransferError
@@ -30,6 +29,7 @@ from mirror_nb.pool.following import UNEVEN_AFTER
 from mirror_nb.pool.local import LocalPool, _visible, stop_forkserver
 from mirror_nb.replica import runtime
 from mirror_nb.strategies.mirrored import SETUP
+from mirror_nb.transfer import payload
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
+from mirror_nb.data.weighing import Weighing
 from mirror_nb.replica.runtime import _on_device
 from mirror_nb.values import Shares
-from mirror_nb.weighing import Weighing
 
 FULL, LAST = (2, 4), (1, 3)
 # Of two replicas: a batch that is cut evenly, and one that is not.

@@ -15,8 +15,8 @@ from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.names import Names, Returned
 from mirror_nb.notebook.parcels import Parcel
 from mirror_nb.notebook.source import CellNames, cell_names
-from mirror_nb.payload import pack
 from mirror_nb.replica.namespace import Namespace
+from mirror_nb.transfer.payload import pack
 
 NET = "net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))"
 TRAIN = "with torch.no_grad():\n    for p in net.parameters(): p += 1 + 0 * replica_id\n"

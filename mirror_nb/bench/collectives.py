@@ -24,7 +24,7 @@ from mirror_nb.collectives.measuring import Trial, compare
 from mirror_nb.collectives.options import AUTO, IMPLEMENTATIONS, check, fitting, named
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
-from mirror_nb.memory import usable
+from mirror_nb.machine.memory import usable
 
 if TYPE_CHECKING:
     from mirror_nb.pool.base import Pool

@@ -10,11 +10,11 @@ from mirror_nb import devices as device_names
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.messages import Call
-from mirror_nb.payload import closing_slab, pack
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import settle
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.mirrored import MirroredStrategy
+from mirror_nb.transfer.payload import closing_slab, pack
 
 
 class Replicas(ABC):

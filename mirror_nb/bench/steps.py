@@ -26,17 +26,17 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from mirror_nb import advice, readable
-from mirror_nb.batches import to_device
 from mirror_nb.bench import table
 from mirror_nb.bench.collectives import check_seconds, chosen_ops
 from mirror_nb.bench.replicas import of
 from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.options import Communication, CommunicationOptions
-from mirror_nb.cores import cores
+from mirror_nb.data.batches import to_device
 from mirror_nb.errors import UsageError
 from mirror_nb.fused import step_times
-from mirror_nb.sharded import has_sharded
+from mirror_nb.machine.cores import cores
 from mirror_nb.strategies.place import Place
+from mirror_nb.tensors.sharded import has_sharded
 
 if TYPE_CHECKING:
     from mirror_nb.pool.base import Pool

@@ -26,9 +26,9 @@ from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, Member, n
 from mirror_nb.collectives.handles import Handle
 from mirror_nb.collectives.measuring import Trial, compare
 from mirror_nb.collectives.topology import numa_nodes
-from mirror_nb.cores import cores
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
+from mirror_nb.machine.cores import cores
 from mirror_nb.values import ReduceOp
 
 SIZES = (2**12, 2**16, 2**20, 2**22, BYTES_PER_PACK)

@@ -19,7 +19,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from mirror_nb.cores import cores
+from mirror_nb.machine.cores import cores
 
 LINE = 16
 # Counters (int64) between the lines of two replicas: two cache lines, since processors fetch them in pairs.

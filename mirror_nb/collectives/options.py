@@ -19,7 +19,7 @@ from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
 from mirror_nb.collectives.symmetric_memory import SymmetricMemoryAllReduce
 from mirror_nb.devices import Device
 from mirror_nb.errors import DeviceError, TransferError, UsageError
-from mirror_nb.pickler import dumps
+from mirror_nb.transfer.pickler import dumps
 
 IMPLEMENTATIONS: dict[str, type[CrossDeviceOps]] = {
     "nccl": NcclAllReduce,

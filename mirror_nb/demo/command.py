@@ -25,11 +25,11 @@ from mirror_nb.demo.training import Recipe
 from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError, UsageError
 from mirror_nb.messages import Display, RunCell, Stream
-from mirror_nb.payload import closing_slab, pack
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.local import LocalPool, stop_forkserver, warm_up
 from mirror_nb.pool.report import Report
 from mirror_nb.strategies.mirrored import SETUP
+from mirror_nb.transfer.payload import closing_slab, pack
 
 OK, FAILED, WRONG_CALL, INTERRUPTED = 0, 1, 2, 130
 _CELL = """\

@@ -19,13 +19,13 @@ from torch import nn
 
 from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError, users_level
 from mirror_nb.messages import Call
-from mirror_nb.payload import closing_slab, pack, unpack
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.report import Report
 from mirror_nb.strategies.objects import Objects, optimizer_of
 from mirror_nb.strategies.states import States, kept, load_state, state_of
-from mirror_nb.told import is_told, parameters_of
+from mirror_nb.transfer.payload import closing_slab, pack, unpack
+from mirror_nb.transfer.told import is_told, parameters_of
 
 KEEP_SECONDS = 5.0
 # So long the end of replicas waits for states that nobody has asked for.

@@ -17,21 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from mirror_nb import torchmetrics_objects
-from mirror_nb.attributes import names_by_id, names_in, set_named
-from mirror_nb.contents import (
-    Content,
-    class_content,
-    content,
-    data_sets,
-    filling,
-    has_an_identity,
-    is_refillable,
-    refill,
-    stays_itself,
-)
 from mirror_nb.errors import TransferError, UsageError
-from mirror_nb.insides import inside
 from mirror_nb.messages import (
     Export,
     Exports,
@@ -42,16 +28,30 @@ from mirror_nb.messages import (
     Setting,
     travels,
 )
-from mirror_nb.mirrors import Mirrors, absorb_states
+from mirror_nb.mirroring.attributes import names_by_id, names_in, set_named
+from mirror_nb.mirroring.mirrors import Mirrors, absorb_states
 from mirror_nb.notebook.incoming import Incoming, Undelivered, all_alike
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.parcels import Parcel, Parcels
 from mirror_nb.notebook.shared import MISSING, SharedNames
-from mirror_nb.payload import Arrivals, Payload, unpack
+from mirror_nb.noticing.contents import (
+    Content,
+    class_content,
+    content,
+    data_sets,
+    filling,
+    has_an_identity,
+    is_refillable,
+    refill,
+    stays_itself,
+)
+from mirror_nb.noticing.insides import inside
+from mirror_nb.noticing.reads import names_read
 from mirror_nb.pool.failures import spans
-from mirror_nb.reads import names_read
 from mirror_nb.strategies.reading import reading
-from mirror_nb.told import is_told
+from mirror_nb.transfer import torchmetrics_objects
+from mirror_nb.transfer.payload import Arrivals, Payload, unpack
+from mirror_nb.transfer.told import is_told
 from mirror_nb.values import PerReplica, Remote
 
 RESERVED = frozenset({"strategy", "replica_id", "num_replicas", "device"})

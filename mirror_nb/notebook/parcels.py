@@ -12,12 +12,12 @@ from typing import Any, Protocol, final
 
 from torch import nn
 
-from mirror_nb.contents import filling, has_an_identity, is_refillable
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Setting, travels
-from mirror_nb.mirrors import Mirrors
+from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
-from mirror_nb.payload import Packed, pack
+from mirror_nb.noticing.contents import filling, has_an_identity, is_refillable
+from mirror_nb.transfer.payload import Packed, pack
 
 
 @dataclass(slots=True)

@@ -21,15 +21,15 @@ from comm import get_comm_manager
 from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb import devices as device_names
-from mirror_nb import modes
 from mirror_nb.collectives.base import name_of
 from mirror_nb.collectives.options import Communication
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
+from mirror_nb.environment import modes
 from mirror_nb.errors import PoolClosed, TransferError, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Again, Bind, CommSent, Fetch, LoadModules, Reduces, RunCell, Source
-from mirror_nb.mirrors import called
+from mirror_nb.mirroring.mirrors import called
 from mirror_nb.notebook.advising import LEAST_SECONDS, CellAdvice
 from mirror_nb.notebook.closing_line import ClosingLine, lost_values, mended, shortened
 from mirror_nb.notebook.lent import Lent
@@ -40,7 +40,6 @@ from mirror_nb.notebook.options import AS_USUAL, CellOptions, GradientFlags
 from mirror_nb.notebook.output import CellView, CommProxy
 from mirror_nb.notebook.parcels import Parcel
 from mirror_nb.notebook.source import cell_names
-from mirror_nb.payload import Payload, closing_slab, pack
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.following import SECOND_AFTER
@@ -52,7 +51,8 @@ from mirror_nb.pool.report import Report
 from mirror_nb.readable import aligned, duration, size
 from mirror_nb.replica.shell import cell_numbers, learn, source_of
 from mirror_nb.strategies.mirrored import SETUP
-from mirror_nb.told import is_told
+from mirror_nb.transfer.payload import Payload, closing_slab, pack
+from mirror_nb.transfer.told import is_told
 from mirror_nb.values import Remote
 
 IDLE_SECONDS = 0.2

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 from dataclasses import dataclass
 from typing import Any
 
-from mirror_nb.contents import Content, has_an_identity
-from mirror_nb.insides import inside
 from mirror_nb.messages import Setting
 from mirror_nb.notebook.apart import Apart
+from mirror_nb.noticing.contents import Content, has_an_identity
+from mirror_nb.noticing.insides import inside
 
 MISSING = object()
 # What a name has that the notebook does not have.

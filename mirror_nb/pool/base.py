@@ -12,8 +12,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mirror_nb import surroundings
 from mirror_nb.devices import Device
+from mirror_nb.environment import surroundings
+from mirror_nb.environment.surroundings import Surroundings
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaError
 from mirror_nb.messages import (
     Count,
@@ -27,7 +28,6 @@ from mirror_nb.messages import (
 from mirror_nb.pool.following import GRACE, TICK_SECONDS, Followed, Following, trains_together
 from mirror_nb.pool.interrupts import Interrupts
 from mirror_nb.pool.report import Death, ReplicaStatus, Report
-from mirror_nb.surroundings import Surroundings
 from mirror_nb.telemetry.notice import Notice
 from mirror_nb.telemetry.timeline import Timeline
 

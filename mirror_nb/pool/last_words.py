@@ -17,7 +17,7 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, final
 
-from mirror_nb.nameless import nameless_file
+from mirror_nb.machine.nameless import nameless_file
 
 TELL = signal.SIGUSR2
 TELL_SECONDS = 0.5

@@ -41,11 +41,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from mirror_nb import memory
 from mirror_nb.channel import Channel, ChannelClosed, Frame
-from mirror_nb.cores import cores
 from mirror_nb.devices import Device
 from mirror_nb.errors import DeviceError, ReplicaError
+from mirror_nb.machine import memory
+from mirror_nb.machine.cores import cores
 from mirror_nb.messages import Exit, Record, Rendezvous, ReplicaSpec
 from mirror_nb.pool import huge_pages, nanny, outside
 from mirror_nb.pool.base import Pool

@@ -11,8 +11,10 @@ from typing import Any, cast, final
 
 from torch import nn
 
-from mirror_nb.attributes import names_by_id, names_in
-from mirror_nb.contents import (
+from mirror_nb.distributed import Distributed
+from mirror_nb.messages import travels
+from mirror_nb.mirroring.attributes import names_by_id, names_in
+from mirror_nb.noticing.contents import (
     WITHOUT_IDENTITY,
     Content,
     Was,
@@ -25,10 +27,8 @@ from mirror_nb.contents import (
     set_since,
     stays_itself,
 )
-from mirror_nb.distributed import Distributed
-from mirror_nb.insides import inside
-from mirror_nb.messages import travels
-from mirror_nb.reads import reached
+from mirror_nb.noticing.insides import inside
+from mirror_nb.noticing.reads import reached
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from mirror_nb.gradients import GradientSynchronizer
-from mirror_nb.told import parameters_of
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
+from mirror_nb.transfer.told import parameters_of
 
 
 class GlobalLosses:

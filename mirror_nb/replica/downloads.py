@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.hub
 
-from mirror_nb.imported import when_imported
+from mirror_nb.environment.imported import when_imported
 from mirror_nb.replica.saves import beside
 
 PATIENCE_SECONDS = 0.5

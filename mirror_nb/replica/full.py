@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from mirror_nb.memory import usable
-from mirror_nb.raised import text
+from mirror_nb.machine.memory import usable
 from mirror_nb.readable import size
+from mirror_nb.transfer.raised import text
 
 _CPU = "DefaultCPUAllocator: can't allocate memory"
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)|[Uu]nable to allocate ([\d.]+) (bytes|[KMGT]iB)")

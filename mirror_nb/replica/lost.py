@@ -22,9 +22,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from mirror_nb.compiled import compiled_from
-from mirror_nb.contents import digest
-from mirror_nb.pickler import travels_by_name
+from mirror_nb.noticing.contents import digest
+from mirror_nb.transfer.compiled import compiled_from
+from mirror_nb.transfer.pickler import travels_by_name
 
 _SKIPPED = (
     *(str, bytes, int, float, complex, bool, type(None), tuple, types.ModuleType, types.BuiltinFunctionType),

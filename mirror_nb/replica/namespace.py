@@ -20,10 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mirror_nb import torchmetrics_objects, variables
-from mirror_nb.attributes import named_attributes, names_by_id
-from mirror_nb.checksums import bits, checksums, mixed
-from mirror_nb.contents import REFILLED, filling, has_an_identity, is_trained, refill
+from mirror_nb import variables
 from mirror_nb.distributed import Distributed, Underway
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
@@ -39,7 +36,8 @@ from mirror_nb.messages import (
     Stayed,
     travels,
 )
-from mirror_nb.mirrors import (
+from mirror_nb.mirroring.attributes import named_attributes, names_by_id
+from mirror_nb.mirroring.mirrors import (
     ATTRIBUTES,
     Mirrors,
     components_in,
@@ -47,8 +45,7 @@ from mirror_nb.mirrors import (
     mirrored_values,
     told_by_all,
 )
-from mirror_nb.payload import Arrivals, Begins, Last, Packed, Payload, SearchPath, note_not_made_again, pack, unpack
-from mirror_nb.pickler import TooLarge, label_class
+from mirror_nb.noticing.contents import REFILLED, filling, has_an_identity, is_trained, refill
 from mirror_nb.readable import size
 from mirror_nb.replica.changes import Before, Changes, meant
 from mirror_nb.replica.held import Held
@@ -61,8 +58,22 @@ from mirror_nb.replica.outgoing import (
     is_large,
     rebuilds,
 )
-from mirror_nb.sharded import WHY, has_sharded
-from mirror_nb.told import is_told
+from mirror_nb.tensors.checksums import bits, checksums, mixed
+from mirror_nb.tensors.sharded import WHY, has_sharded
+from mirror_nb.transfer import torchmetrics_objects
+from mirror_nb.transfer.payload import (
+    Arrivals,
+    Begins,
+    Last,
+    Packed,
+    Payload,
+    SearchPath,
+    note_not_made_again,
+    pack,
+    unpack,
+)
+from mirror_nb.transfer.pickler import TooLarge, label_class
+from mirror_nb.transfer.told import is_told
 
 KEPT_RESULTS = 8
 # Values of last expressions that did not travel: so many are kept for the user to fetch.

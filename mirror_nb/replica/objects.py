@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from mirror_nb.errors import TransferError
-from mirror_nb.handles import Handles
-from mirror_nb.told import Told, is_told, parameters_of, take_told
+from mirror_nb.mirroring.handles import Handles
+from mirror_nb.transfer.told import Told, is_told, parameters_of, take_told
 
 
 @final

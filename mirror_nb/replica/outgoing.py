@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from mirror_nb.errors import TransferError
-from mirror_nb.keras_objects import reduce_keras
-from mirror_nb.layouts import nbytes
-from mirror_nb.mirrors import Mirrors, tensors
-from mirror_nb.parametrized import reduce_parametrized
-from mirror_nb.payload import Payload, pack, unpack
-from mirror_nb.pickler import TooLarge
+from mirror_nb.mirroring.mirrors import Mirrors, tensors
 from mirror_nb.replica.objects import Objects
-from mirror_nb.sharded import has_sharded
-from mirror_nb.told import is_told
+from mirror_nb.tensors.layouts import nbytes
+from mirror_nb.tensors.sharded import has_sharded
+from mirror_nb.transfer.keras_objects import reduce_keras
+from mirror_nb.transfer.parametrized import reduce_parametrized
+from mirror_nb.transfer.payload import Payload, pack, unpack
+from mirror_nb.transfer.pickler import TooLarge
+from mirror_nb.transfer.told import is_told
 
 PLAIN_BYTES = 1 << 20
 # A plain value above this stays in the replica and is fetched on request.

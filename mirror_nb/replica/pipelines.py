@@ -9,8 +9,8 @@ import importlib
 import weakref
 from typing import Any
 
-from mirror_nb.replaced import Replaced
-from mirror_nb.tracked import Tracked
+from mirror_nb.environment.replaced import Replaced
+from mirror_nb.gradients.tracked import Tracked
 
 
 def install() -> None:

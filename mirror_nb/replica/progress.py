@@ -23,11 +23,11 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from mirror_nb.checksums import checksums, mixed
 from mirror_nb.fused import step_times
 from mirror_nb.held_variables import attribute_variables
-from mirror_nb.layouts import nbytes
-from mirror_nb.told import parameters_of
+from mirror_nb.tensors.checksums import checksums, mixed
+from mirror_nb.tensors.layouts import nbytes
+from mirror_nb.transfer.told import parameters_of
 from mirror_nb.values import VariableAggregation
 from mirror_nb.variables import MirroredVariable, Variable, bare
 

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mirror_nb import seeds
-from mirror_nb.replaced import called_by_us
+from mirror_nb.environment import seeds
+from mirror_nb.environment.replaced import called_by_us
 from mirror_nb.replica.whole import whole
 
 TAKEN_STATES = 64

@@ -27,15 +27,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils.data import _utils as torch_loaders
 
-from mirror_nb import modes, raised, reporting, sources, surroundings
-from mirror_nb.batches import to_device
-from mirror_nb.checksums import checksums
 from mirror_nb.collectives import process_group
 from mirror_nb.collectives.base import Member
 from mirror_nb.collectives.options import Communication, chosen
+from mirror_nb.data.batches import to_device
 from mirror_nb.devices import Device
+from mirror_nb.environment import modes, reporting, sources, surroundings
 from mirror_nb.errors import MirrorError, PeerFailed, UsageError, users_frames
-from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.messages import (
     Again,
     Bind,
@@ -59,8 +58,6 @@ from mirror_nb.messages import (
     Steps,
     TryFused,
 )
-from mirror_nb.payload import Arrivals, NotRebuilt, Packed, Payload, closing_slab, pack
-from mirror_nb.recorder import Recorder
 from mirror_nb.replica import broken, files, full, whereabouts
 from mirror_nb.replica.lost import Copies
 from mirror_nb.replica.namespace import Namespace
@@ -68,8 +65,12 @@ from mirror_nb.replica.progress import Progress
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.shell import ReplicaShell, learn, make_shell
 from mirror_nb.replica.undivided import Undivided
-from mirror_nb.sharded import is_sharded
-from mirror_nb.steering import Steering
+from mirror_nb.steps.recorder import Recorder
+from mirror_nb.steps.steering import Steering
+from mirror_nb.tensors.checksums import checksums
+from mirror_nb.tensors.sharded import is_sharded
+from mirror_nb.transfer import raised
+from mirror_nb.transfer.payload import Arrivals, NotRebuilt, Packed, Payload, closing_slab, pack
 from mirror_nb.values import Shares
 
 _NOTHING = Arrivals()

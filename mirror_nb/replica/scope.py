@@ -30,17 +30,17 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mirror_nb.agreement import Keys
-from mirror_nb.compiled import OutsideOfCompiled, tracing
-from mirror_nb.gradients import GradientSynchronizer
-from mirror_nb.imported import when_imported
-from mirror_nb.lazy import kind_of
-from mirror_nb.replaced import Replaced
+from mirror_nb.environment.imported import when_imported
+from mirror_nb.environment.replaced import Replaced
+from mirror_nb.gradients.agreement import Keys
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
+from mirror_nb.mirroring.lazy import kind_of
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
 from mirror_nb.replica.random_streams import RandomStreams, Streams, seeding_functions, state_functions
 from mirror_nb.replica.whole import whole
-from mirror_nb.sharded import is_sharded
-from mirror_nb.told import note_step, parameters_of
+from mirror_nb.tensors.sharded import is_sharded
+from mirror_nb.transfer.compiled import OutsideOfCompiled, tracing
+from mirror_nb.transfer.told import note_step, parameters_of
 
 _Change = Replaced | RemovableHandle | GlobalMetrics
 

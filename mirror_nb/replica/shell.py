@@ -30,7 +30,7 @@ from IPython.core.pylabtools import print_figure
 from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
-from mirror_nb import sources
+from mirror_nb.environment import sources
 from mirror_nb.errors import MirrorError, PeerFailed, UsageError, users_frames
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, HeldBack, Source
 from mirror_nb.replica.whole import SAY_SECONDS, whole

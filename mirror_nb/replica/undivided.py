@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import sampler as samplers
 
-from mirror_nb.layouts import as_row, blocks, is_block, sizes
-from mirror_nb.replaced import Replaced, called_by_us
+from mirror_nb.environment.replaced import Replaced, called_by_us
+from mirror_nb.tensors.layouts import as_row, blocks, is_block, sizes
 
 _DEPTH = 4
 _GONE: Any = (None, None, None, math.inf)

@@ -35,7 +35,7 @@ def look(question: int, request: int | None, main_thread: int, cells: Mapping[st
         request,
         "" if mine is None else _line(mine, mine.f_lineno, cells),
         "" if frame is None or frame is mine else _inside(frame),
-        _passes(frame, "mirror_nb.gradients"),
+        _passes(frame, "mirror_nb.gradients.synchronizer"),
         any(_users(other) is not None for thread, other in frames.items() if thread not in ours),
         tuple(process_group.standing()),
     )

@@ -34,11 +34,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mirror_nb import event_files, surroundings
+from mirror_nb import event_files
 from mirror_nb.channel import Channel, ChannelClosed
 from mirror_nb.collectives import process_group, sealed
-from mirror_nb.cores import cores
+from mirror_nb.environment import surroundings
 from mirror_nb.errors import PeerFailed
+from mirror_nb.machine.cores import cores
 from mirror_nb.messages import (
     Abort,
     CommMessage,
@@ -57,11 +58,11 @@ from mirror_nb.messages import (
     Stream,
     Where,
 )
-from mirror_nb.recorder import Recorder
 from mirror_nb.replica import downloads, files, runtime, saves, shell, whereabouts, whole
 from mirror_nb.replica.alarm import Alarm
 from mirror_nb.replica.streams import Streams
-from mirror_nb.steering import Steering
+from mirror_nb.steps.recorder import Recorder
+from mirror_nb.steps.steering import Steering
 from mirror_nb.telemetry.ring import Writer
 
 INTERRUPT = signal.SIGUSR1

@@ -11,10 +11,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mirror_nb.collectives.options import Communication, chosen
-from mirror_nb.data import Loaders
+from mirror_nb.data.dataset import Loaders
 from mirror_nb.devices import Device
 from mirror_nb.errors import ContextError
-from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.whole import heed, held_back
 from mirror_nb.strategies.context import ReplicaContext, entered

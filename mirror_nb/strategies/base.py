@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from mirror_nb.environment.imported import when_imported
 from mirror_nb.errors import ContextError, TransferError, UsageError
-from mirror_nb.imported import when_imported
 from mirror_nb.strategies.context import StrategyScope, check_call, require_cross_replica
 from mirror_nb.strategies.extended import StrategyExtended
 from mirror_nb.strategies.place import Place

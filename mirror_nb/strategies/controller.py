@@ -20,14 +20,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from mirror_nb import modes, surroundings, torchmetrics_objects
 from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
+from mirror_nb.environment import modes, surroundings
 from mirror_nb.errors import ContextError, ReplicaDied, UsageError, users_level
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirrors import absorb_states, called
-from mirror_nb.payload import Packed, Weighed, note_not_made_again, pack
+from mirror_nb.mirroring.mirrors import absorb_states, called
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
 from mirror_nb.pool.recovery import compare, recover
@@ -61,7 +60,9 @@ from mirror_nb.strategies.references import References
 from mirror_nb.strategies.states import States, add_groups, groups_from, kept, load_state, state_of
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.telemetry.timeline import Timeline
-from mirror_nb.told import is_told
+from mirror_nb.transfer import torchmetrics_objects
+from mirror_nb.transfer.payload import Packed, Weighed, note_not_made_again, pack
+from mirror_nb.transfer.told import is_told
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
 from mirror_nb.variables import Variable, update_component
 

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from mirror_nb.replaced import Replaced
+from mirror_nb.environment.replaced import Replaced
 
 _CLASSES: tuple[type, ...] = (
     nn.Module,

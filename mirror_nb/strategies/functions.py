@@ -16,10 +16,10 @@ from typing import Any, cast, final
 import torch
 from torch import nn
 
-from mirror_nb.compiled import compiled_from
-from mirror_nb.handles import referring
-from mirror_nb.payload import Payload
-from mirror_nb.pickler import global_names, travels_by_name
+from mirror_nb.mirroring.handles import referring
+from mirror_nb.transfer.compiled import compiled_from
+from mirror_nb.transfer.payload import Payload
+from mirror_nb.transfer.pickler import global_names, travels_by_name
 
 _UNCHANGING = (
     *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis)),

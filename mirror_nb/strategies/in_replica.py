@@ -21,14 +21,14 @@ from torch.utils import _pytree as pytree
 from mirror_nb.collectives.base import name_of
 from mirror_nb.collectives.headers import MERGE_CALL
 from mirror_nb.collectives.options import Communication
-from mirror_nb.data import Loaders
+from mirror_nb.data.dataset import Loaders
+from mirror_nb.data.weighing import Weighing
 from mirror_nb.errors import ContextError, TransferError, UsageError
-from mirror_nb.gradients import GradientSynchronizer
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.messages import Meeting, Note, Reduces
-from mirror_nb.payload import Payload, pack, unpack
-from mirror_nb.recorder import Recorder
 from mirror_nb.replica.scope import Scope
-from mirror_nb.steering import Steering
+from mirror_nb.steps.recorder import Recorder
+from mirror_nb.steps.steering import Steering
 from mirror_nb.strategies.context import ReplicaContext, entered, stand_nowhere
 from mirror_nb.strategies.differentiable import all_gathered, all_reduced
 from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
@@ -54,9 +54,9 @@ from mirror_nb.strategies.replica_variables import ReplicaHome
 from mirror_nb.strategies.seat import PeerSeat
 from mirror_nb.strategies.standalone import Standalone
 from mirror_nb.telemetry.comparison import Comparison, compared
+from mirror_nb.transfer.payload import Payload, pack, unpack
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp, Shares, widened
 from mirror_nb.variables import Variable, component, distributed, provide_arrivals, update_component
-from mirror_nb.weighing import Weighing
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from mirror_nb import data
-from mirror_nb.batches import count, cut, joined, share_of, spread
-from mirror_nb.data import GlobalBatches, Loaders, Parts, Share
+from mirror_nb.data import dataset as data
+from mirror_nb.data.batches import count, cut, joined, share_of, spread
+from mirror_nb.data.dataset import GlobalBatches, Loaders, Parts, Share
+from mirror_nb.data.prefetch import ahead
 from mirror_nb.distributed import Distributed, Underway
 from mirror_nb.errors import TransferError, UsageError, users_level
-from mirror_nb.prefetch import ahead
 from mirror_nb.strategies.context import on_one_replica
 from mirror_nb.strategies.reductions import in_order, structure
 from mirror_nb.strategies.specs import spec_of

@@ -12,8 +12,8 @@ from typing import Any, final
 import torch
 
 from mirror_nb.errors import UsageError
-from mirror_nb.handles import Handles
-from mirror_nb.told import Told, take_told
+from mirror_nb.mirroring.handles import Handles
+from mirror_nb.transfer.told import Told, take_told
 
 
 def optimizer_of(obj: Any) -> torch.optim.Optimizer | None:

@@ -28,9 +28,9 @@ from mirror_nb.collectives.headers import MERGE_CALL, UNEVEN_MERGE_CALLS
 from mirror_nb.collectives.nccl import NcclAllReduce
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
 from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
-from mirror_nb.layouts import as_row
 from mirror_nb.pool.hangs import DECIDED_ALONE
 from mirror_nb.strategies.reductions import common_dtype, in_short
+from mirror_nb.tensors.layouts import as_row
 from mirror_nb.values import CARRIERS, ReduceOp, added, mean, wide, widened
 
 _AS_THE_GROUP = (SharedMemoryAllReduce, GlooAllReduce, NcclAllReduce)

@@ -16,7 +16,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import nn
 
-from mirror_nb.replaced import Replaced
+from mirror_nb.environment.replaced import Replaced
 
 _READS = (
     "__getattr__",

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
-from mirror_nb.layouts import check_summable
+from mirror_nb.tensors.layouts import check_summable
 from mirror_nb.values import CARRIERS, DistributedValues, PerReplica, ReduceOp, added, mean, widened
 from mirror_nb.variables import Variable
 

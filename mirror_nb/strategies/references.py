@@ -13,11 +13,11 @@ from torch import nn
 
 from mirror_nb.errors import UsageError
 from mirror_nb.held_variables import scope_variables
-from mirror_nb.mirrors import Mirrors, Moved
-from mirror_nb.payload import Arrivals, Packed, pack
+from mirror_nb.mirroring.mirrors import Mirrors, Moved
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.misuse import not_mirrored, not_owned, of_another_strategy
 from mirror_nb.strategies.objects import Objects
+from mirror_nb.transfer.payload import Arrivals, Packed, pack
 from mirror_nb.variables import Variable
 
 _BELONGS_TO_SCOPE = (

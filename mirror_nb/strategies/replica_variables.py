@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from mirror_nb.aggregation import check_parts, check_readable, from_outside
-from mirror_nb.checksums import bits
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.strategies.context import has_strategy, on_one_replica, updates_component
 from mirror_nb.strategies.peers import Form, Leaf, Peers, form_of_nest
 from mirror_nb.strategies.reductions import check_size, is_number, not_distributed, select
+from mirror_nb.tensors.checksums import bits
 from mirror_nb.values import DistributedValues, ReduceOp, VariableAggregation, widened
 from mirror_nb.variables import SyncOnReadVariable, Variable, apply_assign, as_value, component, copy_of
 

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mirror_nb.checksums import checksums
 from mirror_nb.collectives.base import as_sent, word_device
-from mirror_nb.gradients import GradientSynchronizer
-from mirror_nb.layouts import is_block
-from mirror_nb.recorder import Recorder
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.replica.scope import Scope
-from mirror_nb.steering import Steering
+from mirror_nb.steps.recorder import Recorder
+from mirror_nb.steps.steering import Steering
+from mirror_nb.tensors.checksums import checksums
+from mirror_nb.tensors.layouts import is_block
 
 
 class Seat(ABC):

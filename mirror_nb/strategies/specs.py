@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from mirror_nb.batches import is_batched, lists_examples, map_examples, spread
-from mirror_nb.layouts import sizes
+from mirror_nb.data.batches import is_batched, lists_examples, map_examples, spread
+from mirror_nb.tensors.layouts import sizes
 
 
 @final

@@ -21,18 +21,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mirror_nb import seeds
 from mirror_nb.collectives.base import Member
 from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.devices import Device
+from mirror_nb.environment import seeds
 from mirror_nb.errors import UsageError, users_level
-from mirror_nb.gradients import GradientSynchronizer
-from mirror_nb.pickler import label_class
-from mirror_nb.recorder import Recorder
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.replica.scope import Scope
-from mirror_nb.sharded import is_sharded
-from mirror_nb.steering import Steering
+from mirror_nb.steps.recorder import Recorder
+from mirror_nb.steps.steering import Steering
 from mirror_nb.strategies.context import get_strategy, on_one_replica
+from mirror_nb.tensors.sharded import is_sharded
+from mirror_nb.transfer.pickler import label_class
 
 REST_SECONDS = 2.0
 # At the end of a process.

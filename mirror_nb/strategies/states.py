@@ -19,7 +19,7 @@ import torch
 
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.readable import listed
-from mirror_nb.told import parameters_of
+from mirror_nb.transfer.told import parameters_of
 
 
 class Keeper(Protocol):

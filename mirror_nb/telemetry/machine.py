@@ -11,9 +11,9 @@ from typing import Any, TypeVar, final
 
 import psutil
 
-from mirror_nb.cores import cores
 from mirror_nb.errors import DeviceError, UsageError
-from mirror_nb.memory import usable
+from mirror_nb.machine.cores import cores
+from mirror_nb.machine.memory import usable
 from mirror_nb.telemetry.samples import clock
 
 T = TypeVar("T")

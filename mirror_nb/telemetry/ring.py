@@ -24,7 +24,7 @@ from typing import Self, final
 import numpy as np
 
 from mirror_nb.errors import UsageError
-from mirror_nb.nameless import nameless_file
+from mirror_nb.machine.nameless import nameless_file
 from mirror_nb.telemetry.samples import (
     BLOCKING,
     COLLECTIVE,

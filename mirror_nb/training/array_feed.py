@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from mirror_nb.batches import leaves, map_leaves, share_of
+from mirror_nb.data.batches import leaves, map_leaves, share_of
 from mirror_nb.training.offer import Offer
 from mirror_nb.training.shares import Agree, Feed, Share, agree_on, check_begun, check_state, permutation
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mirror_nb.batches import leaves
+from mirror_nb.data.batches import leaves
 from mirror_nb.errors import UsageError
 
 

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from mirror_nb import layouts
 from mirror_nb.errors import JobLost, MirrorError, ReplicaDied, UsageError, users_level
-from mirror_nb.told import settings_of
+from mirror_nb.tensors import layouts
 from mirror_nb.training import job
 from mirror_nb.training.array_feed import ArrayFeed
 from mirror_nb.training.callbacks import CallbackList
@@ -37,6 +36,7 @@ from mirror_nb.training.loop import Note, Task, Totals
 from mirror_nb.training.progress import Progress
 from mirror_nb.training.running import Guard, Logs, Running, known_steps, task_of
 from mirror_nb.training.shares import Feed
+from mirror_nb.transfer.told import settings_of
 from mirror_nb.values import PerReplica
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from mirror_nb.batches import leaves, map_leaves
+from mirror_nb.data.batches import leaves, map_leaves
+from mirror_nb.data.sampling import describe, length_of
 from mirror_nb.distributed import Distributed
 from mirror_nb.errors import UsageError
-from mirror_nb.sampling import describe, length_of
 from mirror_nb.training.array_feed import ArrayFeed
 from mirror_nb.training.columns import checked_arrays
 from mirror_nb.training.loader_feed import LoaderFeed, feed_of_dataset

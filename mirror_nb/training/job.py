@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from mirror_nb import mirrors
 from mirror_nb.errors import JobLost, ReplicaError
+from mirror_nb.mirroring import mirrors
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.training import offer, trials

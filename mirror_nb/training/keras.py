@@ -36,8 +36,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from mirror_nb.data.sampling import held_streams
 from mirror_nb.errors import UsageError, users_level
-from mirror_nb.sampling import held_streams
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import get_strategy, has_strategy, require_cross_replica
 from mirror_nb.training import keras_job

@@ -25,10 +25,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from mirror_nb.batches import share_of
+from mirror_nb.data.batches import share_of
+from mirror_nb.data.sampling import held_streams
 from mirror_nb.errors import UsageError
 from mirror_nb.replica.whole import whole
-from mirror_nb.sampling import held_streams
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.training.keras_travel import Arrived, Parcel
 

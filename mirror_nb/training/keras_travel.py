@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from mirror_nb.errors import TransferError
-from mirror_nb.keras_objects import reduce_keras, repairing
-from mirror_nb.pickler import Pickler, module_by_name
+from mirror_nb.transfer.keras_objects import reduce_keras, repairing
+from mirror_nb.transfer.pickler import Pickler, module_by_name
 
 
 @final

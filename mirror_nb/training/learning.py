@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from mirror_nb import mirrors
-from mirror_nb.batches import map_leaves
+from mirror_nb.data.batches import map_leaves
 from mirror_nb.errors import UsageError
+from mirror_nb.mirroring import mirrors
 from mirror_nb.replica.decisions import OfAll
 from mirror_nb.replica.whole import whole
 from mirror_nb.strategies.seat import Seat

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mirror_nb.collectives.segments import Address, Segment
 from mirror_nb.errors import ReplicaError
-from mirror_nb.layouts import as_row, is_block
+from mirror_nb.tensors.layouts import as_row, is_block
 from mirror_nb.training.loop import Totals
 
 ENTRY_BYTES = 1 << 16

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from mirror_nb.data import DistributedDataset, Loaders
-from mirror_nb.errors import UsageError
-from mirror_nb.sampling import (
+from mirror_nb.data.dataset import DistributedDataset, Loaders
+from mirror_nb.data.sampling import (
     describe,
     draws_only_at_first,
     held_streams,
@@ -23,6 +22,7 @@ from mirror_nb.sampling import (
     iterates_plainly,
     length_of,
 )
+from mirror_nb.errors import UsageError
 from mirror_nb.training.shares import (
     Agree,
     Feed,

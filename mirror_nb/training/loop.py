@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from mirror_nb import mirrors
-from mirror_nb.batches import map_leaves
 from mirror_nb.collectives.segments import Address
+from mirror_nb.data.batches import map_leaves
 from mirror_nb.errors import TrainingStopped
+from mirror_nb.mirroring import mirrors
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.telemetry.samples import Mark
 from mirror_nb.training.settings import CompileSettings

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from mirror_nb.batches import leaves, map_leaves
+from mirror_nb.data.batches import leaves, map_leaves
 from mirror_nb.errors import UsageError
 from mirror_nb.training.objectives import member, output_name, weighed, weight_of
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mirror_nb.batches import leaves
+from mirror_nb.data.batches import leaves
 from mirror_nb.errors import UsageError
 from mirror_nb.training.metric import IGNORED, Called, Mean, Metric, OfOutput, Sums, only_tensor, sums_of
 from mirror_nb.training.objectives import (

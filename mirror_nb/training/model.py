@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from mirror_nb.errors import MirrorError, UsageError
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import get_strategy
-from mirror_nb.told import change_settings
 from mirror_nb.training import driver, evaluating, files, job
 from mirror_nb.training.feeds import feed, split_validation
 from mirror_nb.training.history import History
 from mirror_nb.training.loop import average_statistics
 from mirror_nb.training.settings import CompileSettings, make_optimizer
 from mirror_nb.training.shares import Feed
+from mirror_nb.transfer.told import change_settings
 
 if TYPE_CHECKING:
     from mirror_nb.training.driver import Fit

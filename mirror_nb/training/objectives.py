@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import loss as torch_losses
 
-from mirror_nb.batches import leaves
+from mirror_nb.data.batches import leaves
 from mirror_nb.errors import UsageError
 
 Weights = dict[int, float]

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any, final
 
-from mirror_nb.payload import Payload, pack, unpack
+from mirror_nb.transfer.payload import Payload, pack, unpack
 
 
 @final

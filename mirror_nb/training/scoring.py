@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from mirror_nb.batches import map_leaves
+from mirror_nb.data.batches import map_leaves
 from mirror_nb.errors import UsageError
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.training.loop import Job, Task, Totals, device_of, told

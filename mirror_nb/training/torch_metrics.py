@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from mirror_nb.batches import leaves, map_leaves, to_device
+from mirror_nb.data.batches import leaves, map_leaves, to_device
 from mirror_nb.errors import UsageError
 from mirror_nb.training.metric import IGNORED, Metric, State, number, on_cpu, only_tensor
 from mirror_nb.training.objectives import fit_classes, fit_elements, is_binary

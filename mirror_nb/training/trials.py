@@ -14,8 +14,8 @@ import torch
 
 from mirror_nb import advice
 from mirror_nb.collectives.options import Communication, CommunicationOptions
-from mirror_nb.cores import cores
 from mirror_nb.fused import median_ms, step_times
+from mirror_nb.machine.cores import cores
 from mirror_nb.strategies.place import Place
 from mirror_nb.training.learning import Training
 

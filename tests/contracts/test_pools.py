@@ -27,12 +27,12 @@ from mirror_nb.messages import (
     Stayed,
     Word,
 )
-from mirror_nb.payload import closing_slab, pack, unpack
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.report import Report
 from mirror_nb.strategies.mirrored import SETUP
+from mirror_nb.transfer.payload import closing_slab, pack, unpack
 
 KINDS = [(InProcessPool, 1), (LocalPool, 1), (LocalPool, 2)]
 

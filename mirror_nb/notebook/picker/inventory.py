@@ -11,8 +11,8 @@ from typing import Any, TypeVar, final
 
 import psutil
 
-from mirror_nb.cores import cores
 from mirror_nb.errors import UsageError
+from mirror_nb.machine.cores import cores
 from mirror_nb.telemetry.machine import Gpus, Host, Reading
 from mirror_nb.telemetry.samples import clock
 

@@ -1,0 +1,181 @@
+"""Variables of the user's own modules that are set from outside: where one process has set its own, others do too.
+
+    import config
+    config.LR = 0.1    config.OPTIONS["depth"] = 3    config.args.epochs = 5    config.Net.width = 64
+
+Told are plain values that are others than after the import: what a module finds out by itself, its rank say, is each
+process's own. Knows no replicas and no channel.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any, final
+
+from mirror_nb import plain
+from mirror_nb.environment import sources
+from mirror_nb.environment.imported import left_out_of_tracebacks
+from mirror_nb.environment.replaced import Replaced
+
+_Path = tuple[str, ...]
+Variables = dict[str, dict[_Path, Any]]
+# By module and path: ("LR",), or ("args", "epochs") of an object or a class that the module has.
+WATCHED = 5_000
+# So many variables, 0.1 µs each, are looked at between two calls of one cell; where there are more, in each cell once.
+
+_imported: dict[str, tuple[ModuleType, dict[_Path, Any], set[_Path]]] = {}
+# What a module held after its import, or when it was looked at first, and which objects and classes.
+_set: dict[str, set[_Path]] = {}
+# What has been something else since: it is told even where it is again what it was.
+_wanted: Variables = {}
+# What another process has set.
+_taken: Variables = {}
+# That as it was set here: what this process has made of it since stays.
+
+
+def watch() -> None:
+    """Notice from now on what modules hold after their import; again is once."""
+    if not _watched:
+        loader = importlib.machinery.SourceFileLoader
+        _watched.append(Replaced(loader, "exec_module", after=_executed))
+        left_out_of_tracebacks(loader.exec_module)
+        for module in sources.users().values():
+            _note(module)
+
+
+_watched: list[Replaced] = []
+
+
+def _executed(loader: object, module: ModuleType) -> None:
+    name = module.__name__
+    if sources.is_users(name):
+        _note(module)
+        _taken.pop(name, None)
+        _apply(name)
+
+
+def _note(module: ModuleType) -> None:
+    _imported[module.__name__] = module, dict(_variables(module)), {path for path, _ in _owners(module)}
+    _set.pop(module.__name__, None)
+
+
+def changed() -> Variables:
+    """Return what was set in the user's modules since their import."""
+    found: Variables = {}
+    for name, module in sources.users().items():
+        if name not in _imported or _imported[name][0] is not module:
+            _note(module)
+        _, before, owners = _imported[name]
+        now = {path: value for path, value in _variables(module) if path[:-1] in owners}
+        known = _set.setdefault(name, set())
+        known |= {path for path, value in now.items() if path not in before or not _equal(value, before[path])}
+        if known:
+            found[name] = {path: now[path] for path in known if path in now}
+    return found
+
+
+def take(variables: Variables) -> None:
+    """Set what another process has set: in modules that are here now, in others after their import."""
+    _wanted.clear()
+    _wanted.update(variables)
+    for name in variables:
+        if name in sys.modules:
+            _apply(name)
+
+
+def _apply(name: str) -> None:
+    taken = _taken.setdefault(name, {})
+    for path, value in _wanted.get(name, {}).items():
+        if path in taken and _equal(taken[path], value):
+            continue
+        taken[path] = plain.copied(value)
+        try:
+            _put(sys.modules[name], path, value)
+        except Exception as reason:
+            where = ".".join((name, *path))
+            warnings.warn(f"a replica could not set `{where}`: {type(reason).__name__}: {reason}", stacklevel=2)
+
+
+def _put(owner: Any, path: _Path, value: Any) -> None:
+    for name in path[:-1]:
+        owner = getattr(owner, name)
+    there: Any = getattr(owner, path[-1], None)
+    if type(there) is type(value) and isinstance(there, list):
+        # In place: other modules may have it by a name of their own.
+        there[:] = value
+    elif type(there) is type(value) and isinstance(there, (dict, set)):
+        there.clear()
+        there.update(value)
+    else:
+        setattr(owner, path[-1], value)
+
+
+def _variables(module: ModuleType) -> Iterator[tuple[_Path, Any]]:
+    """Yield the plain values that a module has, in objects and classes of its own too, by path."""
+    for path, held in _owners(module):
+        for name, value in _plain_in(held).items():
+            yield (*path, name), value
+
+
+def _plain_in(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of plain values; of none that are private."""
+    copies = {name: plain.copied(value) for name, value in list(held.items()) if name[:1] != "_"}
+    return {name: copy for name, copy in copies.items() if copy is not plain.NOT_PLAIN}
+
+
+def _owners(module: ModuleType) -> Iterator[tuple[_Path, Mapping[str, Any]]]:
+    """Yield the module, and classes and objects in it, by path, with what they hold."""
+    yield (), vars(module)
+    for name, value in list(vars(module).items()):
+        if name[:1] != "_" and type(value) not in plain.ATOMS:
+            held = _held(value, module)
+            if held is not None:
+                yield (name,), held
+
+
+def _held(value: object, module: ModuleType) -> Mapping[str, Any] | None:
+    # Past all that the object itself says: one that is loaded when it is used would be.
+    if isinstance(value, type):
+        held: Any = type.__dict__["__dict__"].__get__(value)
+        return held if held.get("__module__") == module.__name__ else None
+    kind = type.__dict__["__module__"].__get__(type(value))
+    if kind not in _NAMESPACES and not (isinstance(kind, str) and sources.is_users(kind)):
+        return None
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    # A network's are its own to travel with.
+    return held if type(held) is dict and "_parameters" not in held else None
+
+
+_NAMESPACES = ("types", "argparse")
+
+
+def _equal(value: Any, before: Any) -> bool:
+    return plain.same(value, before) or (type(value) is type(before) and bool(value == before))
+
+
+@final
+class Signs:
+    """Tells in some µs whether a variable was set since."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Mapping[str, Any], int, list[str], list[Any]]] = []
+        for module in sources.users().values():
+            for _, held in _owners(module):
+                known = _plain_in(held)
+                self._held.append((held, len(held), list(known), list(known.values())))
+        if sum(len(names) for _, _, names, _ in self._held) > WATCHED:
+            self._held.clear()
+
+    def hold(self) -> bool:
+        """Whether none was."""
+        for held, count, names, values in self._held:
+            if len(held) != count or not all(map(plain.same, map(held.get, names), values)):
+                return False
+        return True

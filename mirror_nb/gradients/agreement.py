@@ -1,0 +1,234 @@
+"""What the replicas agree on: parameters that all of them know by the same numbers, with equal values.
+
+Knows the default process group, and which parameters are tracked here. Knows no gradients and no rounds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from mirror_nb.errors import UsageError, users_level
+from mirror_nb.gradients.buckets import Agreed
+from mirror_nb.gradients.matching import Offer, Portrait, Values, made_alike, match
+from mirror_nb.gradients.tracked import Tracked
+from mirror_nb.readable import listed
+from mirror_nb.values import VariableAggregation
+from mirror_nb.variables import Variable
+
+Keys = tuple[dict[str, int], list[tuple[Any, str, int]]]
+# How many parameters of each name were made, and parameters with their names and which of them they are.
+NAMED = 5
+# Parameters whose names a warning gives.
+SWEPT = 1000
+# So many are tracked at least before those that are gone are looked for.
+
+
+@final
+class Agreement:
+    """The tracked parameters of one replica, and those that are agreed on; every replica makes the same calls."""
+
+    def __init__(self, replica_id: int, num_replicas: int) -> None:
+        self.replica_id = replica_id
+        self.num_replicas = num_replicas
+        self.agreed: list[Agreed] = []
+        # By their numbers.
+        self._before: list[Agreed] = []
+        self._tracked: dict[tuple[str, int], Tracked] = {}
+        self._by_id: dict[int, Tracked] = {}
+        self._registered: dict[str, int] = {}
+        self._sweep_at = SWEPT
+
+    def new_ordinal(self, name: str) -> int:
+        """Return how many parameters of this name there were before."""
+        ordinal = self._registered.get(name, 0)
+        self._registered[name] = ordinal + 1
+        return ordinal
+
+    def add(self, tracked: Tracked, parameter: nn.Parameter) -> None:
+        """Have a parameter be agreed on once it is used."""
+        if len(self._tracked) >= self._sweep_at:
+            # Who copies a network in every step trains none of the copies.
+            self._drop_dead()
+            self._sweep_at = max(SWEPT, 2 * len(self._tracked))
+        self._tracked[tracked.key] = tracked
+        self._by_id[id(parameter)] = tracked
+
+    def keys(self, parameters: Iterable[Tensor]) -> Keys:
+        """Return by what the other replicas know these, those that are tracked, for `take_keys` of one of them."""
+        found = {id(parameter): self.find(parameter) for parameter in parameters}
+        tracked = [(one.parameter(), one.name, one.ordinal) for one in found.values() if one is not None]
+        return dict(self._registered), tracked
+
+    def take_keys(self, keys: Keys) -> None:
+        """Know parameters by what another replica knows them, whose copies they are; nothing is agreed on here yet."""
+        registered, named = keys
+        told = {id(parameter): (name, ordinal) for parameter, name, ordinal in named}
+        mine = list(self._tracked.values())
+        self._registered, self._tracked = dict(registered), {}
+        for tracked in mine:
+            key = told.get(id(tracked.parameter()))
+            tracked.name, tracked.ordinal = key or (tracked.name, self.new_ordinal(tracked.name))
+            self._tracked[tracked.key] = tracked
+
+    def find(self, parameter: Tensor) -> Tracked | None:
+        """Return what is known of a parameter that is tracked."""
+        tracked = self._by_id.get(id(parameter))
+        return tracked if tracked is not None and tracked.parameter() is parameter else None
+
+    def synchronized(self) -> dict[str, nn.Parameter]:
+        """Return what was agreed on and lives: "Linear.weight", the further ones of a name "Linear.weight (2)"."""
+        found: dict[str, nn.Parameter] = {}
+        for agreed in self.agreed or self._before:
+            parameter, tracked = agreed.parameter(), agreed.tracked
+            if parameter is not None and tracked is not None:
+                found[f"{tracked.name} ({tracked.ordinal + 1})" if tracked.ordinal else tracked.name] = parameter
+        return found
+
+    def forget(self) -> None:
+        """All that was agreed on is void."""
+        # It still tells which parameters are to be equal.
+        self._before = self.agreed or self._before
+        self.agreed = []
+        for tracked in self._tracked.values():
+            tracked.number = None
+
+    def agree(self, unknown: list[Tracked], left: Iterable[Tracked]) -> tuple[frozenset[int], frozenset[int]]:
+        """Number the parameters that someone used for the first time; returns the new numbers, the dead.
+
+        Of those that are `left` of `no_sync` some may stay without a number: no other replica has them.
+        """
+        self._drop_dead()
+        dead = [number for number, agreed in enumerate(self.agreed) if agreed.parameter() is None]
+        offer = Offer(
+            tuple((*tracked.key, tuple(tracked.alive().shape), str(tracked.alive().dtype)) for tracked in unknown),
+            dict(self._registered),
+            frozenset(dead),
+            frozenset(tracked.key for tracked in left),
+        )
+        offers = _gather(offer, self.num_replicas)
+        contested = {entry[0] for other in offers for entry in other.unknown if not made_alike(offers, entry[0])}
+        there = _gather(self._values_of(contested), self.num_replicas) if contested else []
+        mine = [keys[self.replica_id] for keys in match(offers, there)]
+        portraits = self._portraits(mine)
+        doubted = {key[0] for key, column in zip(mine, portraits, strict=True) if _differ(column)} - contested
+        if doubted:
+            # One may have got in a parcel what others made, and has it as a later one of that name.
+            there = _gather(self._values_of(contested | doubted), self.num_replicas)
+            mine = [keys[self.replica_id] for keys in match(offers, there, doubted)]
+            portraits = self._portraits(mine)
+        new = self._compare([self._tracked.get(key) for key in mine], [name for name, _ in mine], portraits)
+        numbers = range(len(self.agreed), len(self.agreed) + len(new))
+        for number, agreed in zip(numbers, new, strict=True):
+            self.agreed.append(agreed)
+            if agreed.tracked is not None:
+                old = agreed.tracked.number
+                if old is not None:
+                    # Converted here, too, and in this pass used elsewhere only: it is known by one number at a time.
+                    self.agreed[old] = self.agreed[old].without_parameter()
+                agreed.tracked.number = number
+        return frozenset(numbers), frozenset.intersection(*(other.dead for other in offers))
+
+    def _portraits(self, keys: Iterable[tuple[str, int]]) -> list[tuple[Portrait | None, ...]]:
+        """Return what every replica has under its key of each parameter."""
+        held = (self._tracked.get(key) for key in keys)
+        parameters = [None if tracked is None else tracked.parameter() for tracked in held]
+        portraits = [None if parameter is None else Portrait.of(parameter) for parameter in parameters]
+        return list(zip(*_gather(portraits, self.num_replicas), strict=True))
+
+    def _compare(
+        self,
+        candidates: list[Tracked | None],
+        names: list[str],
+        portraits: list[tuple[Portrait | None, ...]],
+    ) -> list[Agreed]:
+        """Raise where shapes differ; where values differ, take those of the first replica that has them."""
+        differing: list[str] = []
+        sources: set[int] = set()
+        # Of them, who gave the values.
+        assigned: list[str] = []
+        # Variables that each replica assigns to by itself.
+        agreed: list[Agreed] = []
+        for tracked, name, column in zip(candidates, names, portraits, strict=True):
+            there = [(i, portrait) for i, portrait in enumerate(column) if portrait is not None]
+            source, first = there[0]
+            if any(portrait.form != first.form for _, portrait in there):
+                raise UsageError(
+                    f"replicas disagree about parameter {name}: "
+                    + ", ".join(f"{portrait.form} on replica {i}" for i, portrait in there)
+                    + "; create and convert modules alike on every replica"
+                )
+            sparse = any(portrait.sparse for _, portrait in there)
+            kinds = first.dtype, first.device_type, first.gradient
+            entry = Agreed(tracked, torch.Size(first.shape), *kinds, sparse)
+            if any(portrait.checksum != first.checksum for _, portrait in there):
+                parameter = entry.parameter()
+                if isinstance(parameter, Variable) and parameter.aggregation is VariableAggregation.NONE:
+                    assigned.append(repr(parameter.name))
+                else:
+                    differing.append(name)
+                    sources.add(source)
+                entry.take_values(source, self.replica_id)
+            agreed.append(entry)
+        if assigned and self.replica_id == 0:
+            warnings.warn(
+                f"the replicas had assigned different values to the Variable {listed(assigned)}, made with "
+                "VariableAggregation.NONE; since gradients train it, all have replica 0's from now on. Make it with "
+                "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign the same value on all",
+                stacklevel=users_level(),
+            )
+        if differing and self.replica_id == 0:
+            more = len(differing) - NAMED
+            rest = [f"{more} more parameter{'s' if more > 1 else ''}"] if more > 0 else []
+            whose = listed([f"replica {i}'s" for i in sorted(sources)])
+            warnings.warn(
+                f"the replicas had different values in {listed([*differing[:NAMED], *rest])}; {whose} were taken. "
+                "Build modules in the same order on every replica, from random numbers of torch, NumPy or Python. "
+                "After training without synchronisation (--no-sync) this is how they become equal again",
+                stacklevel=users_level(),
+            )
+        return agreed
+
+    def _values_of(self, names: set[str]) -> Values:
+        """Return the checksums of the parameters of these names that are not agreed on, used or not."""
+        values: Values = {}
+        for tracked in self._tracked.values():
+            parameter = tracked.parameter()
+            if parameter is None or is_lazy(parameter) or tracked.name not in names or tracked.number is not None:
+                continue
+            portrait = Portrait.of(parameter)
+            alike = values.setdefault((tracked.name, portrait.shape, str(portrait.dtype)), {})
+            alike.setdefault(portrait.checksum, []).append(tracked.ordinal)
+        return values
+
+    def _drop_dead(self) -> None:
+        dead = [tracked for tracked in self._tracked.values() if tracked.parameter() is None]
+        for tracked in dead:
+            del self._tracked[tracked.key]
+        self._by_id = {id(tracked.parameter()): tracked for tracked in self._tracked.values()}
+
+    def let_go(self, dead: frozenset[int]) -> dict[int, int]:
+        """Let go of numbers whose parameters are gone on every replica; returns the new ones of the others, by old."""
+        kept = [number for number in range(len(self.agreed)) if number not in dead]
+        self.agreed = [self.agreed[number] for number in kept]
+        renamed = {old: new for new, old in enumerate(kept)}
+        for agreed in self.agreed:
+            if agreed.tracked is not None and agreed.tracked.number is not None:
+                agreed.tracked.number = renamed[agreed.tracked.number]
+        return renamed
+
+
+def _differ(column: Iterable[Portrait | None]) -> bool:
+    return len({(portrait.form, portrait.checksum) for portrait in column if portrait is not None}) > 1
+
+
+def _gather(value: Any, num_replicas: int) -> list[Any]:
+    gathered: list[Any] = [None] * num_replicas
+    dist.all_gather_object(gathered, value)
+    return gathered

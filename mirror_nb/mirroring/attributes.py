@@ -1,0 +1,147 @@
+"""Plain attributes of a network's parts: numbers, strings, and tuples, lists, dicts and sets of them.
+
+    model.temperature = 0.5    model.dropout.p = 0.1    self.losses.append(loss)
+
+And which of the others have a name besides: self.config = config. Knows torch; knows no replicas and no channel.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import nn
+
+from mirror_nb import plain
+from mirror_nb.noticing.contents import WITHOUT_IDENTITY
+from mirror_nb.transfer.told import is_told
+
+_INTERNAL = frozenset(vars(nn.Module()))
+_ATOMS = plain.ATOMS | {torch.dtype} | {np.dtype(code).type for code in np.typecodes["All"] if code not in "OV"}
+# NumPy's numbers too: what the mean of a list is, say.
+_OTHERS = ("keras.", "torchmetrics.", "mirror_nb.", "torch._dynamo.", "torch.jit.")
+# Packages whose networks keep in attributes what only goes with other states of theirs.
+
+
+@final
+class Attributes:
+    """What the parts of a network had at some moment."""
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self._parts = [_Part(part) for part in parts]
+
+    def changed(self) -> bool:
+        """Whether a part has an attribute that it had not, or another value in one."""
+        for part in self._parts:
+            held = part.held
+            if len(held) != part.count or not all(map(operator.is_, map(held.get, part.names), part.atoms)):
+                return True
+            if part.copies and any(not plain.same(held.get(name), copy) for name, copy in part.copies.items()):
+                return True
+        return False
+
+    def settle(self) -> None:
+        """Take what the parts have now for what they had."""
+        for part in self._parts:
+            part.note()
+
+    def since(self, everything: bool = False) -> torch.Tensor | None:
+        """Return, as bytes, what has changed, or everything, for `set_attributes`; None if there is nothing."""
+        found = {i: values for i, part in enumerate(self._parts) if (values := part.since(everything))}
+        return torch.frombuffer(bytearray(pickle.dumps(found)), dtype=torch.uint8) if found else None
+
+
+@final
+class _Part:
+    __slots__ = ("atoms", "copies", "count", "held", "names")
+
+    def __init__(self, part: nn.Module) -> None:
+        # Of others nothing is held, so that nothing changes.
+        self.held = {} if _is_others(type(part)) else vars(part)
+        self.note()
+
+    def note(self) -> None:
+        self.count = len(self.held)
+        self.names: list[str] = []
+        self.atoms: list[Any] = []
+        self.copies: dict[str, Any] = {}
+        # Of plain attributes that are none.
+        for name, value in self.held.items():
+            if name not in _INTERNAL:
+                if type(value) in _ATOMS:
+                    self.names.append(name)
+                    self.atoms.append(value)
+                elif (copy := _copied(value)) is not plain.NOT_PLAIN:
+                    self.copies[name] = copy
+
+    def since(self, everything: bool) -> dict[str, Any]:
+        before = {**dict(zip(self.names, self.atoms, strict=True)), **self.copies}
+        changed = (
+            (name, _copied(value))
+            for name, value in self.held.items()
+            if name not in _INTERNAL and (everything or name not in before or not plain.same(value, before[name]))
+        )
+        return {name: copy for name, copy in changed if copy is not plain.NOT_PLAIN}
+
+
+def _copied(value: object) -> Any:
+    return plain.copied(value, _ATOMS, plain.LIKE_THEM, plain.FLAT_ITEMS)
+
+
+def _is_others(kind: type) -> bool:
+    return any(f"{base.__module__}.".startswith(_OTHERS) for base in kind.__mro__)
+
+
+def set_attributes(parts: Sequence[nn.Module | None], changes: torch.Tensor) -> None:
+    """Give a network's parts, of which some may be gone, the attributes that another process had."""
+    for i, values in pickle.loads(changes.numpy().tobytes()).items():
+        part = parts[i] if i < len(parts) else None
+        if part is not None:
+            vars(part).update(values)
+
+
+def names_by_id(names: Iterable[tuple[str, object]]) -> dict[int, list[str]]:
+    """Return the names by the ids of their values, of those that a network may have as an attribute."""
+    found: dict[int, list[str]] = {}
+    for name, value in names:
+        if type(value) not in WITHOUT_IDENTITY:
+            found.setdefault(id(value), []).append(name)
+    return found
+
+
+def named_attributes(network: nn.Module, named: Mapping[int, Sequence[str]]) -> Iterator[tuple[str, str, str]]:
+    """Yield where the parts of a network have a value that has a name: the part's path, the attribute and the name.
+
+    `named` are the names by the values' ids. Not of plain values, which `Attributes` tells of, nor of parts.
+    """
+    for path, part in network.named_modules():
+        yield from ((path, attribute, name) for attribute, name in _named_of(part, named))
+
+
+def names_in(network: nn.Module, named: Mapping[int, Sequence[str]]) -> set[str]:
+    """Return which of these names the network's attributes have."""
+    return {name for part in network.modules() for _, name in _named_of(part, named)}
+
+
+def _named_of(part: nn.Module, named: Mapping[int, Sequence[str]]) -> Iterable[tuple[str, str]]:
+    # Not one by one: networks have thousands, and this is done for every cell.
+    if named.keys().isdisjoint(map(id, vars(part).values())) or _is_others(type(part)):
+        return ()
+    held = ((attribute, value) for attribute, value in vars(part).items() if id(value) in named)
+    return [(attribute, name) for attribute, value in held if _is_apart(value) for name in named[id(value)]]
+
+
+def _is_apart(value: object) -> bool:
+    if isinstance(value, (nn.Module, torch.Tensor)) or is_told(value):
+        return False
+    return _copied(value) is plain.NOT_PLAIN
+
+
+def set_named(part: nn.Module, attribute: str, value: object) -> None:
+    """Give a part of a network the value that has a name, in the place of its copy of that."""
+    if type(vars(part).get(attribute)) is type(value):
+        part.__dict__[attribute] = value

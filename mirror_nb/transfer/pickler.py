@@ -1,0 +1,221 @@
+"""cloudpickle's pickler as mirror_nb needs it: code keeps its file, classes of cells are the same on all replicas.
+
+Knows no tensors and no slab.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import enum
+import functools
+import importlib
+import io
+import sys
+import types
+from collections.abc import Callable, MutableMapping
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from mirror_nb.environment.reporting import warned_of
+from mirror_nb.transfer import submodules
+from mirror_nb.transfer.raised import reduce_raised
+
+submodules.install()
+
+
+class Limited(io.BytesIO):
+    """A file that refuses to grow beyond a limit, so that a huge object is given up early."""
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def write(self, data: Any) -> int:
+        if self.limit is not None and self.tell() + memoryview(data).nbytes > self.limit:
+            raise TooLarge
+        return super().write(data)
+
+
+class TooLarge(Exception):
+    """The object takes more than the limit given to `pack`."""
+
+
+class Pickler(cloudpickle.Pickler):
+    """cloudpickle's, but code keeps the file where it was written, for tracebacks; from 3.1.3 on it loses it.
+
+    And a function that arrives anew with each call warns once all the same: what it has warned of is known there.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.CodeType:
+            return _code_at, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
+        if type(obj) is types.FunctionType and id(obj.__globals__) not in self.globals_ref:
+            here = obj.__globals__
+            anew = {name: here[name] for name in ("__package__", "__name__", "__path__", "__file__") if name in here}
+            self.globals_ref[id(here)] = anew | {"__warningregistry__": _Warned(str(here.get("__name__")))}
+        if type(obj) is types.FunctionType and obj.__code__ is _DISPATCHES and not travels_by_name(obj):
+            # What it has found out, it keeps by weak references.
+            kinds: dict[Any, Any] = dict(vars(obj)["registry"])
+            return _dispatching, (kinds.pop(object), kinds)
+        if isinstance(obj, BaseException) and (made := reduce_raised(obj)) is not None:
+            return made
+        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
+            # By its name, as it wants to, it would be looked for in another __main__. What it remembers stays here.
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if type(obj) is functools.cached_property:
+            # Python 3.11's has a lock.
+            return _cached_property, (obj.func, obj.attrname)
+        reduced = super().reducer_override(obj)
+        if (
+            isinstance(obj, type)
+            and not issubclass(obj, enum.Enum)
+            and isinstance(reduced, tuple)
+            and len(reduced) == 6
+        ):
+            # By value. To a class that is there already cloudpickle only adds.
+            make, args, state, *_, put = reduced
+            arguments = make, *_with_slots(obj, args)
+            return _made_again, arguments, (put, _without_members(obj, state)), None, None, _set_class
+        return reduced
+
+
+def _made_again(make: Callable[..., type], constructor: Any, name: str, bases: tuple[Any, ...], *rest: Any) -> type:
+    """Make a class as `make` does, past what classes like it do with each new one (`__init_subclass__`).
+
+    That was done where it was made, and came with them: here it would be done once more, before the names are there
+    that it needs.
+    """
+    with contextlib.ExitStack() as stack:
+        for kind in {kind: None for base in bases if isinstance(base, type) for kind in base.__mro__}:
+            own = vars(kind).get("__init_subclass__")
+            if own is not None and not travels_by_name(kind):
+                # Past what their own class may say to that.
+                stack.callback(type.__setattr__, kind, "__init_subclass__", own)
+                type.__setattr__(kind, "__init_subclass__", classmethod(_leave))
+        return make(constructor, name, bases, *rest)
+
+
+def _leave(kind: type, /, **_: object) -> None:
+    """Do nothing with a new class."""
+
+
+def _with_slots(kind: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let a class be made with its slots: cloudpickle's newer ones give it that name alone, and a `__dict__`.
+
+    What an object of one holds cannot be put into one of the other.
+    """
+    make, name, bases, own, *rest = args
+    # A NamedTuple has slots of Python's, which refuses to be given any.
+    if "__slots__" not in vars(kind) or NamedTuple in bases:
+        return args
+    return make, name, bases, {**own, "__slots__": vars(kind)["__slots__"]}, *rest
+
+
+def _without_members(kind: type, state: Any) -> Any:
+    """Leave out what Python makes of slots: of `__private` ones cloudpickle does not know the name."""
+    if "__slots__" not in vars(kind):
+        return state
+    held, *rest = state
+    ours = {name: value for name, value in held.items() if type(value) is not types.MemberDescriptorType}
+    if NamedTuple in vars(kind).get("__orig_bases__", ()):
+        # Of one that is Generic, typing makes it too; it cannot be pickled.
+        ours.pop("__class_getitem__", None)
+    return (ours, *rest)
+
+
+def _set_class(kind: type, state: tuple[Callable[[type, Any], object], Any]) -> None:
+    put, held = state
+    put(kind, held)
+    own = held[0] if isinstance(held, tuple) else held
+    # Of the rest some are Python's and the class's bases'.
+    for name in [name for name in vars(kind) if name not in own and not name.startswith("_")]:
+        if not isinstance(vars(kind)[name], types.MemberDescriptorType):
+            delattr(kind, name)
+
+
+_DISPATCHES = vars(types.FunctionType)["__code__"].__get__(functools.singledispatch(len))
+
+
+def _dispatching(function: Any, others: dict[type, Any]) -> Any:
+    made = functools.singledispatch(function)
+    for kind, other in others.items():
+        made.register(kind, other)
+    return made
+
+
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _cached_property(function: Any, name: str | None) -> Any:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+class _Warned:
+    """Stands for what functions of a module have warned of, where they arrive."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return warned_of, (self._module,)
+
+
+def _code_at(file: str, make: Callable[..., types.CodeType], parts: tuple[Any, ...]) -> types.CodeType:
+    return make(*parts).replace(co_filename=file)
+
+
+def dumps(obj: object) -> bytes:
+    """Pickle an object as cloudpickle's function of that name does."""
+    file = io.BytesIO()
+    Pickler(file, protocol=5).dump(obj)
+    return file.getvalue()
+
+
+def travels_by_name(obj: type | types.FunctionType) -> bool:
+    """Whether a class or a function travels by its name: it is that of a module which is no notebook and no script."""
+    found: Any = sys.modules.get(obj.__module__) if obj.__module__ != "__main__" else None
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
+def module_by_name(module: types.ModuleType) -> tuple[Any, ...] | None:
+    """Return how to import a module that is of a class of its own, `torch.ops` for instance; None: it has no name.
+
+    cloudpickle takes it along with `torch` wherever code says `.ops`, as in `keras.ops`, and cannot pickle it.
+    """
+    name = module.__name__
+    return (importlib.import_module, (name,)) if sys.modules.get(name) is module else None
+
+
+_GLOBAL_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+
+
+def global_names(code: types.CodeType) -> set[str]:
+    """Return every name that `code`, or a function inside it, may look up in its globals."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= global_names(constant)
+    return names
+
+
+def label_class(kind: type, label: str, namespace: MutableMapping[str, Any]) -> None:
+    """Let a class that a cell made be the same class wherever it comes from, if `label` is the same on all replicas.
+
+    cloudpickle knows a class by an id that each process draws for itself: the class of a cell would arrive as
+    one class from each replica, and objects of it would never be equal.
+    """
+    known = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", None)
+    by_id = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", None)
+    if known is None or by_id is None or kind in known or kind.__module__ != namespace.get("__name__"):
+        return
+    name = f"mirror_nb {label} {kind.__qualname__}"
+    while name in by_id:
+        name += "'"
+    known[kind], by_id[name] = name, kind
