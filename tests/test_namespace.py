@@ -14,7 +14,7 @@ from two_sides import Scope
 
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Exports, Imported, KnownModule, NewModule, Plain, Stayed, travels
-from mirror_nb.noticing import contents
+from mirror_nb.noticing import digests
 from mirror_nb.noticing.contents import WATCHED_BYTES, content
 from mirror_nb.replica import outgoing as outgoing_module
 from mirror_nb.replica.namespace import Namespace, describe
@@ -126,7 +126,7 @@ def test_only_what_can_be_compared_cheaply_is_watched():
 
 
 def test_of_a_large_array_pages_here_and_there_are_looked_at(monkeypatch):
-    monkeypatch.setattr(contents, "ARRAY_BYTES", 1 << 16)
+    monkeypatch.setattr(digests, "ARRAY_BYTES", 1 << 16)
     x = np.zeros(1 << 20)
     before, all_before = content(x, no_token), content(x, no_token, large=True)
     x[1000] = 1
@@ -139,7 +139,7 @@ def test_of_a_large_array_pages_here_and_there_are_looked_at(monkeypatch):
 def test_a_large_array_is_not_read_from_a_file_and_not_copied(monkeypatch, tmp_path):
     x = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(1 << 20,))
     assert content(x, no_token) is not None
-    monkeypatch.setattr(contents, "ARRAY_BYTES", 1 << 16)
+    monkeypatch.setattr(digests, "ARRAY_BYTES", 1 << 16)
     assert content(x, no_token) is None
     # More than there is memory.
     assert content(np.broadcast_to(np.zeros(2), (1 << 45, 2)), no_token) is None

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mirror_nb import plain
-from mirror_nb.noticing.contents import WITHOUT_IDENTITY
+from mirror_nb.noticing.kinds import WITHOUT_IDENTITY
 from mirror_nb.transfer.told import is_told
 
 _INTERNAL = frozenset(vars(nn.Module()))

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from mirror_nb.messages import Setting
-from mirror_nb.noticing.contents import Content, Was, attributes, set_since
+from mirror_nb.noticing.contents import Content
+from mirror_nb.noticing.settings import Was, attributes, set_since
 
 Look = Callable[[object], Content | None]
 # Tells what a value holds now.

@@ -19,7 +19,7 @@ from mirror_nb.held_variables import read_together
 from mirror_nb.messages import Export, Imported, KnownModule, NewModule, Plain, Stayed
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
-from mirror_nb.noticing.contents import is_trained
+from mirror_nb.noticing.refilling import is_trained
 from mirror_nb.transfer.payload import Payload, unpack
 from mirror_nb.transfer.told import parameters_of
 from mirror_nb.values import PerReplica, Remote, merged

@@ -34,19 +34,12 @@ from mirror_nb.notebook.incoming import Incoming, Undelivered, all_alike
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.parcels import Parcel, Parcels
 from mirror_nb.notebook.shared import MISSING, SharedNames
-from mirror_nb.noticing.contents import (
-    Content,
-    class_content,
-    content,
-    data_sets,
-    filling,
-    has_an_identity,
-    is_refillable,
-    refill,
-    stays_itself,
-)
+from mirror_nb.noticing.contents import Content, class_content, content
+from mirror_nb.noticing.data_sets import data_sets
 from mirror_nb.noticing.insides import inside
+from mirror_nb.noticing.kinds import has_an_identity
 from mirror_nb.noticing.reads import names_read
+from mirror_nb.noticing.refilling import filling, is_refillable, refill, stays_itself
 from mirror_nb.pool.failures import spans
 from mirror_nb.strategies.reading import reading
 from mirror_nb.transfer import torchmetrics_objects

@@ -16,7 +16,8 @@ from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Setting, travels
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
-from mirror_nb.noticing.contents import filling, has_an_identity, is_refillable
+from mirror_nb.noticing.kinds import has_an_identity
+from mirror_nb.noticing.refilling import filling, is_refillable
 from mirror_nb.transfer.payload import Packed, pack
 
 

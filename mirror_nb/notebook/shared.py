@@ -12,8 +12,9 @@ from typing import Any
 
 from mirror_nb.messages import Setting
 from mirror_nb.notebook.apart import Apart
-from mirror_nb.noticing.contents import Content, has_an_identity
+from mirror_nb.noticing.contents import Content
 from mirror_nb.noticing.insides import inside
+from mirror_nb.noticing.kinds import has_an_identity
 
 MISSING = object()
 # What a name has that the notebook does not have.

@@ -7,49 +7,42 @@ much that of the outer levels. Other objects of libraries are told apart by iden
 
 from __future__ import annotations
 
-import argparse
-import collections.abc
 import contextlib
-import copy
 import copyreg
 import dataclasses
-import datetime
-import decimal
-import enum
 import functools
 import inspect
 import io
-import logging
 import operator
-import pathlib
 import pickle
 import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    ChainDataset,
-    ConcatDataset,
-    DataLoader,
-    Subset,
-    TensorDataset,
-    WeightedRandomSampler,
-)
 
-from mirror_nb.distributed import Distributed
 from mirror_nb.environment.sources import is_users
+from mirror_nb.noticing.data_sets import data_sets, is_around_data
+from mirror_nb.noticing.digests import ARRAY_BYTES, digest, is_plain, table_digest, values_of, written
 from mirror_nb.noticing.insides import closed_over
+from mirror_nb.noticing.kinds import (
+    CONTAINERS,
+    NAMED,
+    UNCHANGING,
+    alike,
+    is_own,
+    is_plain_kind,
+    is_table,
+    is_unchanging,
+    keeps,
+)
 from mirror_nb.noticing.levels import Kinds, Levels, Opener
-from mirror_nb.tensors.layouts import address, as_row, is_block
 from mirror_nb.transfer.pickler import Limited, TooLarge
-from mirror_nb.transfer.told import is_told, told_of
 
 WATCHED_BYTES = 1 << 16
 # A value up to this size, pickled, is compared whole; of a larger one which objects are in it, in those, and so on.
@@ -61,10 +54,6 @@ _CLASS_BYTES = 1 << 20
 # What is looked at of a class is made anew each time: nothing in it is told by identity.
 _ODD = 100
 # What it takes to look at an array or a tensor in them.
-ARRAY_BYTES = 64 << 20
-# Of a larger array so many bytes are looked at, in evenly spaced pages: reading it all before and after every cell
-# would take longer than many cells.
-_PAGE = 4096
 _ARRAYS_BYTES = 256 << 20
 # Of many arrays in a large value so much is read, for the same reason.
 
@@ -94,9 +83,9 @@ class Content:
         """Whether `same` sees every change: there is nothing inside that is told apart by identity alone."""
         # By their types first: a large container's parts one by one would take long.
         return (
-            self.whole or _UNCHANGING.issuperset(map(type, self.parts)) or all(map(is_unchanging, self.parts))
+            self.whole or UNCHANGING.issuperset(map(type, self.parts)) or all(map(is_unchanging, self.parts))
         ) and all(
-            reference is not None and (state is not None or isinstance(reference(), _NAMED))
+            reference is not None and (state is not None or isinstance(reference(), NAMED))
             for reference, state in self.beside
         )
 
@@ -105,7 +94,7 @@ class Content:
         return (
             other is not None
             and (self.pickled, self.state, len(self.parts)) == (other.pickled, other.state, len(other.parts))
-            and (all(map(operator.is_, self.parts, other.parts)) or all(map(_alike, self.parts, other.parts)))
+            and (all(map(operator.is_, self.parts, other.parts)) or all(map(alike, self.parts, other.parts)))
             and len(self.beside) == len(other.beside)
             and all(map(_same, self.beside, other.beside))
         )
@@ -131,11 +120,11 @@ def content(
         state = digest(value, whole=large)
         return None if state is None else Content(state=state)
     if isinstance(value, torch.Tensor) and not _is_small(value):
-        return Content(state=_written(value))
-    if _is_around_data(value):
+        return Content(state=written(value))
+    if is_around_data(value):
         return Content(beside=((weakref.ref(value), _of_data_sets(value, token)),), own=True)
-    own = _is_own(value) or keeps(value)
-    if not own and not isinstance(value, (*_CONTAINERS, np.ndarray, torch.Tensor)):
+    own = is_own(value) or keeps(value)
+    if not own and not isinstance(value, (*CONTAINERS, np.ndarray, torch.Tensor)):
         return None
     file = Limited(WATCHED_BYTES if most is None else most)
     reader = _Reader(file, token, value, sought, seen)
@@ -190,152 +179,10 @@ _PYTHONS = ("__", "_abc_")
 # How names begin that are Python's: what pickle remembers of a class, say.
 
 
-_CONTAINERS = (list, dict, set, tuple, bytearray, collections.deque)
-REFILLED = frozenset(
-    {list, dict, set, bytearray, collections.deque}
-    | {collections.OrderedDict, collections.Counter, collections.defaultdict}
-)
-
-
-def _is_own(value: object) -> bool:
-    kind = type(value)
-    if isinstance(value, (type, types.FunctionType, nn.Module, torch.Tensor, *_CONTAINERS)):
-        return False
-    library = kind.__module__.partition(".")[0]
-    if library == "mirror_nb":
-        return False
-    plain = (
-        kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind) or library == "pandas"
-    )
-    if not (plain or isinstance(value, collections.abc.MutableMapping) or is_users(kind.__module__)):
-        return False
-    # Of an optimizer of the user's class each side hears by itself what the other changes, as of torch's.
-    return not is_told(value) or told_of(value) is None
-
-
-def keeps(value: object) -> bool:
-    """Whether it is a function that may keep something from call to call: of the notebook, a partial or a method."""
-    match value:
-        case types.FunctionType():
-            # By where it was written: `functools.wraps` lets a library's pass for the notebook's.
-            return value.__globals__.get("__name__") == "__main__"
-        case functools.partial():
-            return True
-        case types.MethodType():
-            return _is_own(value.__self__)
-    return False
-
-
 def _kept(function: types.FunctionType) -> Any:
     """Return what a function has besides its code: defaults, attributes, and the names of the functions around it."""
     kept = function.__defaults__, function.__kwdefaults__, vars(function), closed_over(function)
     return kept if any(kept) else None
-
-
-def is_refillable(value: object) -> bool:
-    """Whether another object with the same `filling` is the same."""
-    if stays_itself(value) or _is_table(value):
-        return True
-    kind = type(value)
-    plain = kind is types.SimpleNamespace or all(
-        getattr(kind, name, None) is getattr(object, name, None)
-        for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
-    )
-    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
-    return plain and not slots and hasattr(value, "__dict__") and _is_own(value)
-
-
-def _is_table(value: object) -> bool:
-    """Whether it is a table of pandas or a column of one, and of no class derived from those."""
-    kind = type(value)
-    return kind.__module__.partition(".")[0] == "pandas" and kind.__name__ in ("DataFrame", "Series")
-
-
-def attributes(value: object) -> dict[str, Any] | None:
-    """Return the attributes of an object, to read and to write, if there is nothing else to it; None for others."""
-    return vars(value) if is_refillable(value) and not (stays_itself(value) or _is_table(value)) else None
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Was:
-    """What an attribute was: kept if it is plain, or can only be kept."""
-
-    value: object
-    weakly: weakref.ref[Any] | None = None
-
-    @classmethod
-    def of(cls, value: object) -> Was:
-        try:
-            return cls(value) if type(value) in _UNCHANGING else cls(None, weakref.ref(value))
-        except TypeError:
-            return cls(value)
-
-    def is_still(self, now: object) -> bool:
-        """Whether it is the same object, or an equal plain one."""
-        if self.weakly is None:
-            return _alike(self.value, now)
-        return now is not None and self.weakly() is now
-
-
-def set_since(before: Mapping[str, Was], now: Mapping[str, object]) -> set[str]:
-    """Return the names of attributes that are new or gone by now, or other ones."""
-    known = before.keys() & now.keys()
-    return (before.keys() ^ now.keys()) | {name for name in known if not before[name].is_still(now[name])}
-
-
-def stays_itself(value: object) -> bool:
-    """Whether what a cell changes in place in it is changed in the notebook's own: containers and tensors."""
-    return type(value) in REFILLED or is_trained(value) or _is_free(value)
-
-
-def _is_free(value: object) -> bool:
-    """Whether it is a tensor that anybody may write to, and that no gradients pass."""
-    # Of this class alone: others may have ways of their own.
-    return type(value) is torch.Tensor and not value.requires_grad and not value.is_inference() and is_block(value)
-
-
-def is_trained(value: object) -> bool:
-    """Whether it is a tensor whose gradients are of interest: a parameter, or one that was made to be one."""
-    # Of these classes alone: a Variable has its own ways.
-    return type(value) in (torch.Tensor, nn.Parameter) and value.requires_grad and value.is_leaf  # type: ignore[attr-defined]
-
-
-def filling(value: object) -> Any:
-    """Return what a refillable object holds, for `refill`: members of a container, a tensor's values, attributes."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if _is_table(value):
-        return value.copy(deep=False)  # type: ignore[attr-defined]
-    return copy.copy(value) if type(value) in REFILLED else dict(vars(value))
-
-
-def refill(value: Any, held: Any) -> None:
-    """Let an object hold this and nothing else."""
-    kind = type(value)
-    if kind is list or kind is bytearray:
-        value[:] = held
-    elif kind is collections.deque:
-        value.clear()
-        value.extend(held)
-    elif _is_table(value):
-        # Made again out of the other, whose values it shares until one of the two is written to.
-        kind.__init__(value, held)
-        value.attrs = dict(held.attrs)
-    elif isinstance(value, torch.Tensor):
-        # To an expanded one nobody can write.
-        expanded = any(n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True))
-        with torch.no_grad():
-            if value.shape == held.shape and value.dtype == held.dtype and not expanded:
-                value.copy_(held)
-            else:
-                value.data = held.to(value.device, copy=True)
-    else:
-        inside = value if kind in REFILLED else vars(value)
-        inside.clear()
-        inside.update(held)
-        if kind is collections.defaultdict:
-            value.default_factory = held.default_factory
 
 
 class _Reader(pickle.Pickler):
@@ -365,12 +212,12 @@ class _Reader(pickle.Pickler):
         if token is not None:
             return token
         if isinstance(obj, torch.Tensor):
-            return None if _is_small(obj) else self.note(obj, _written(obj))
+            return None if _is_small(obj) else self.note(obj, written(obj))
         if isinstance(obj, np.ndarray):
             if obj.nbytes <= WATCHED_BYTES:
                 return None
             return self.note(obj, digest(obj) if obj.nbytes <= ARRAY_BYTES else None)
-        if _is_around_data(obj):
+        if is_around_data(obj):
             return self.note(obj, _of_data_sets(obj, self.token))
         if isinstance(obj, types.FunctionType) and keeps(obj):
             return None
@@ -380,7 +227,7 @@ class _Reader(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
-            return _nothing, (_values(obj).tobytes(), str(obj.dtype), tuple(obj.shape), obj.requires_grad)
+            return _nothing, (values_of(obj).tobytes(), str(obj.dtype), tuple(obj.shape), obj.requires_grad)
         if isinstance(obj, types.FunctionType):
             # As a state: it may have itself among what it keeps.
             return _nothing, (self.note(obj),), _kept(obj)
@@ -421,13 +268,13 @@ def _large(value: object, reader: _Reader, own: bool, objects: int) -> Content:
             told.append(token)
         elif isinstance(obj, torch.Tensor):
             # Of many small ones their values would take ten times as long to read.
-            reader.note(obj, _written(obj))
+            reader.note(obj, written(obj))
         elif isinstance(obj, bytearray):
             told.append((zlib.crc32(obj), len(obj)))
         else:
-            reader.note(obj, _hash(obj) if _is_table(obj) else None)
+            reader.note(obj, table_digest(obj) if is_table(obj) else None)
 
-    kinds = Kinds(_is_plain_kind, _opener, look_at, _ODD)
+    kinds = Kinds(is_plain_kind, _opener, look_at, _ODD)
     levels.fill(value, kinds)
     state = (*levels.sizes, tuple(levels.order), *told)
     parts, beside = tuple(levels.parts), tuple(reader.beside)
@@ -444,7 +291,7 @@ def _opener(obj: object) -> Opener | None:
         case types.MethodType():
             return lambda method: (method.__self__,)
     slots = [name for base in type(obj).__mro__ for name in _slots_of(base)]
-    if not _is_own(obj) or _is_table(obj):
+    if not is_own(obj) or is_table(obj):
         return None
     if not slots:
         return vars if hasattr(obj, "__dict__") else None
@@ -456,23 +303,9 @@ def _kept_apart(function: types.FunctionType) -> Sequence[object]:
     return own if keeps(function) else ()
 
 
-def _hash(table: Any) -> object:
-    """Return what is another once somebody wrote to a table of pandas; None where it holds what has no hash."""
-    with contextlib.suppress(TypeError):
-        rows = sys.modules["pandas"].util.hash_pandas_object(table).to_numpy()
-        named = list(table.columns) if table.ndim > 1 else table.name
-        return zlib.crc32(rows), len(rows), repr((named, table.dtypes, table.attrs))
-    return None
-
-
 def _slots_of(kind: type) -> Iterable[str]:
     slots = vars(kind).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else slots
-
-
-def _is_plain_kind(kind: type) -> bool:
-    """Whether objects of a class cannot change: they are told apart by identity, or by what they are equal to."""
-    return kind in _UNCHANGING or (issubclass(kind, _PLAIN_KINDS) and not issubclass(kind, np.void))
 
 
 def _uncached(reduced: Any) -> Any:
@@ -484,40 +317,6 @@ def _uncached(reduced: Any) -> Any:
     kept = ({k: v for k, v in part.items() if k != "_cache"} if isinstance(part, dict) else part for part in parts)
     # Before the first reading there may be no attributes at all.
     return make, args, tuple(part for part in kept if not isinstance(part, dict) or part), *rest
-
-
-def data_sets(value: object) -> list[object]:
-    """Return what a loader, or one of torch's data sets, goes by: data sets, samplers and functions of the user's.
-
-    And containers, tensors and arrays.
-    """
-    found: list[object] = []
-    queue: list[Any] = [value] if _is_around_data(value) else []
-    while queue:
-        one = queue.pop()
-        if isinstance(one, Distributed):
-            queue.append(one.source)
-        elif isinstance(one, DataLoader):
-            queue += (one.dataset, one.sampler, one.batch_sampler, one.collate_fn)
-        elif isinstance(one, Subset):
-            queue.append(one.dataset)
-        elif isinstance(one, (ConcatDataset, ChainDataset)):
-            queue += one.datasets
-        elif type(one) is TensorDataset:
-            found += one.tensors
-        elif type(one) is BatchSampler:
-            queue.append(one.sampler)
-        elif type(one) is WeightedRandomSampler:
-            found.append(one.weights)
-        elif is_users(type(one).__module__) or keeps(one) or isinstance(one, (*_CONTAINERS, np.ndarray, torch.Tensor)):
-            found.append(one)
-    return found
-
-
-def _is_around_data(value: object) -> bool:
-    # Of a class derived from it the user has a say: it is looked into as any object of the user's.
-    around = (DataLoader, Subset, ConcatDataset, ChainDataset, Distributed)
-    return isinstance(value, around) or type(value) in (TensorDataset, BatchSampler, WeightedRandomSampler)
 
 
 def _of_data_sets(value: object, token: Token) -> object:
@@ -544,36 +343,9 @@ class _Contents:
         )
 
 
-def is_unchanging(value: object) -> bool:
-    """Whether nobody can change it in place."""
-    return type(value) in _UNCHANGING or (
-        type(value) in (tuple, frozenset) and all(map(is_unchanging, value))  # type: ignore[call-overload]
-    )
-
-
-def has_an_identity(value: object) -> bool:
-    """Whether it matters that two names, or a name and a container, have this very object."""
-    return not is_unchanging(value) and not issubclass(type(value), _ALIKE)
-
-
-_UNCHANGING = frozenset({str, bytes, int, float, complex, bool, type(None), range, torch.dtype, torch.device})
-_PLAIN_KINDS = (
-    np.generic,
-    decimal.Decimal,
-    datetime.date,
-    datetime.time,
-    datetime.timedelta,
-    enum.Enum,
-    pathlib.PurePath,
-)
-_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-_ALIKE = (type, types.FunctionType, types.ModuleType, logging.Logger, pathlib.PurePath, enum.Enum)
-# A copy of one is as good, or is the very same.
-WITHOUT_IDENTITY = frozenset({*_UNCHANGING, *_NAMED})
-# Types of most of what `has_an_identity` denies.
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), tuple, list, dict, set, frozenset})
 _BY_IDENTITY = (
-    *(*_NAMED, nn.Module, torch.Generator),
+    *(*NAMED, nn.Module, torch.Generator),
     *(torch.utils.data.Dataset, torch.utils.data.Sampler),
 )
 
@@ -582,53 +354,8 @@ def _nothing(*_: object) -> None:
     """Stands in a pickle that nobody opens."""
 
 
-def _written(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what is another once somebody wrote to a tensor: without reading it, which on a GPU would wait."""
-    return _version(tensor), address(tensor), tensor.numel(), tensor.requires_grad
-
-
-def digest(array: Any, whole: bool = False) -> tuple[object, ...] | None:
-    """Return what is another once somebody wrote to an array; None for a large one that is no block of plain memory.
-
-    Of one above ARRAY_BYTES it is made of pages here and there, unless `whole`.
-    """
-    layout = array.dtype.str, array.shape, array.strides
-    large = array.nbytes > ARRAY_BYTES and not whole
-    plain = type(array) is np.ndarray and not array.dtype.hasobject
-    if large and not (plain and (array.flags.c_contiguous or array.flags.f_contiguous)):
-        # It would be read from a file, or copied: a view of few elements may be of any size.
-        return None
-    if not plain:
-        return zlib.crc32(array.tobytes()), *layout
-    data: Any = np.ascontiguousarray(array.T if array.flags.f_contiguous else array).reshape(-1).view(np.uint8)
-    if large:
-        pages = data[: data.size // _PAGE * _PAGE].reshape(-1, _PAGE)
-        data = np.ascontiguousarray(pages[:: -(-data.size // ARRAY_BYTES)])
-    return zlib.crc32(data), *layout
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and is_block(tensor)
-
-
 def _is_small(tensor: torch.Tensor) -> bool:
-    return _is_plain(tensor) and tensor.nbytes <= WATCHED_BYTES
-
-
-def _values(tensor: torch.Tensor) -> Any:
-    return as_row(tensor).view(torch.uint8).numpy()
-
-
-def _version(tensor: torch.Tensor) -> object:
-    if not tensor.is_inference():
-        return tensor._version
-    # Nobody counts the writes to it: it is read, or taken for another each time.
-    return hash(_values(tensor).tobytes()) if _is_plain(tensor) else object()
-
-
-def _alike(one: object, other: object) -> bool:
-    """Whether two objects inside a large value are the same, or plain values that are equal."""
-    return one is other or (type(one) is type(other) and type(one) in _UNCHANGING and one == other)
+    return is_plain(tensor) and tensor.nbytes <= WATCHED_BYTES
 
 
 def _same(one: tuple[Any, object], other: tuple[Any, object]) -> bool:

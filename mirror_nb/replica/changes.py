@@ -14,21 +14,12 @@ from torch import nn
 from mirror_nb.distributed import Distributed
 from mirror_nb.messages import travels
 from mirror_nb.mirroring.attributes import names_by_id, names_in
-from mirror_nb.noticing.contents import (
-    WITHOUT_IDENTITY,
-    Content,
-    Was,
-    attributes,
-    class_content,
-    content,
-    has_an_identity,
-    is_refillable,
-    is_unchanging,
-    set_since,
-    stays_itself,
-)
+from mirror_nb.noticing.contents import Content, class_content, content
 from mirror_nb.noticing.insides import inside
+from mirror_nb.noticing.kinds import WITHOUT_IDENTITY, has_an_identity, is_unchanging
 from mirror_nb.noticing.reads import reached
+from mirror_nb.noticing.refilling import is_refillable, stays_itself
+from mirror_nb.noticing.settings import Was, attributes, set_since
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from mirror_nb.noticing.contents import digest
+from mirror_nb.noticing.digests import digest
 from mirror_nb.transfer.compiled import compiled_from
 from mirror_nb.transfer.pickler import travels_by_name
 

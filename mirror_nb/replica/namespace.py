@@ -45,7 +45,8 @@ from mirror_nb.mirroring.mirrors import (
     mirrored_values,
     told_by_all,
 )
-from mirror_nb.noticing.contents import REFILLED, filling, has_an_identity, is_trained, refill
+from mirror_nb.noticing.kinds import has_an_identity
+from mirror_nb.noticing.refilling import REFILLED, filling, is_trained, refill
 from mirror_nb.readable import size
 from mirror_nb.replica.changes import Before, Changes, meant
 from mirror_nb.replica.held import Held

@@ -1,0 +1,98 @@
+"""What can be changed in place, and whose it is: by its class. Looks into nothing."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import collections.abc
+import dataclasses
+import datetime
+import decimal
+import enum
+import functools
+import logging
+import pathlib
+import types
+
+import numpy as np
+import torch
+from torch import nn
+
+from mirror_nb.environment.sources import is_users
+from mirror_nb.transfer.told import is_told, told_of
+
+CONTAINERS = (list, dict, set, tuple, bytearray, collections.deque)
+
+
+def is_own(value: object) -> bool:
+    kind = type(value)
+    if isinstance(value, (type, types.FunctionType, nn.Module, torch.Tensor, *CONTAINERS)):
+        return False
+    library = kind.__module__.partition(".")[0]
+    if library == "mirror_nb":
+        return False
+    plain = (
+        kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind) or library == "pandas"
+    )
+    if not (plain or isinstance(value, collections.abc.MutableMapping) or is_users(kind.__module__)):
+        return False
+    # Of an optimizer of the user's class each side hears by itself what the other changes, as of torch's.
+    return not is_told(value) or told_of(value) is None
+
+
+def keeps(value: object) -> bool:
+    """Whether it is a function that may keep something from call to call: of the notebook, a partial or a method."""
+    match value:
+        case types.FunctionType():
+            # By where it was written: `functools.wraps` lets a library's pass for the notebook's.
+            return value.__globals__.get("__name__") == "__main__"
+        case functools.partial():
+            return True
+        case types.MethodType():
+            return is_own(value.__self__)
+    return False
+
+
+def is_table(value: object) -> bool:
+    """Whether it is a table of pandas or a column of one, and of no class derived from those."""
+    kind = type(value)
+    return kind.__module__.partition(".")[0] == "pandas" and kind.__name__ in ("DataFrame", "Series")
+
+
+def is_plain_kind(kind: type) -> bool:
+    """Whether objects of a class cannot change: they are told apart by identity, or by what they are equal to."""
+    return kind in UNCHANGING or (issubclass(kind, _PLAIN_KINDS) and not issubclass(kind, np.void))
+
+
+def is_unchanging(value: object) -> bool:
+    """Whether nobody can change it in place."""
+    return type(value) in UNCHANGING or (
+        type(value) in (tuple, frozenset) and all(map(is_unchanging, value))  # type: ignore[call-overload]
+    )
+
+
+def has_an_identity(value: object) -> bool:
+    """Whether it matters that two names, or a name and a container, have this very object."""
+    return not is_unchanging(value) and not issubclass(type(value), _ALIKE)
+
+
+def alike(one: object, other: object) -> bool:
+    """Whether two objects are the same, or plain values that are equal."""
+    return one is other or (type(one) is type(other) and type(one) in UNCHANGING and one == other)
+
+
+UNCHANGING = frozenset({str, bytes, int, float, complex, bool, type(None), range, torch.dtype, torch.device})
+_PLAIN_KINDS = (
+    np.generic,
+    decimal.Decimal,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    enum.Enum,
+    pathlib.PurePath,
+)
+NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_ALIKE = (type, types.FunctionType, types.ModuleType, logging.Logger, pathlib.PurePath, enum.Enum)
+# A copy of one is as good, or is the very same.
+WITHOUT_IDENTITY = frozenset({*UNCHANGING, *NAMED})
+# Types of most of what `has_an_identity` denies.

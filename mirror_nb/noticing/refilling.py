@@ -1,0 +1,89 @@
+"""Objects that stay themselves though what they hold was changed in another process: they are filled with that.
+
+Who else has such an object, under another name or in a container, sees the change, too.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirror_nb.noticing.kinds import is_own, is_table
+from mirror_nb.tensors.layouts import is_block
+
+REFILLED = frozenset(
+    {list, dict, set, bytearray, collections.deque}
+    | {collections.OrderedDict, collections.Counter, collections.defaultdict}
+)
+
+
+def is_refillable(value: object) -> bool:
+    """Whether another object with the same `filling` is the same."""
+    if stays_itself(value) or is_table(value):
+        return True
+    kind = type(value)
+    plain = kind is types.SimpleNamespace or all(
+        getattr(kind, name, None) is getattr(object, name, None)
+        for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+    )
+    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    return plain and not slots and hasattr(value, "__dict__") and is_own(value)
+
+
+def stays_itself(value: object) -> bool:
+    """Whether what a cell changes in place in it is changed in the notebook's own: containers and tensors."""
+    return type(value) in REFILLED or is_trained(value) or _is_free(value)
+
+
+def _is_free(value: object) -> bool:
+    """Whether it is a tensor that anybody may write to, and that no gradients pass."""
+    # Of this class alone: others may have ways of their own.
+    return type(value) is torch.Tensor and not value.requires_grad and not value.is_inference() and is_block(value)
+
+
+def is_trained(value: object) -> bool:
+    """Whether it is a tensor whose gradients are of interest: a parameter, or one that was made to be one."""
+    # Of these classes alone: a Variable has its own ways.
+    return type(value) in (torch.Tensor, nn.Parameter) and value.requires_grad and value.is_leaf  # type: ignore[attr-defined]
+
+
+def filling(value: object) -> Any:
+    """Return what a refillable object holds, for `refill`: members of a container, a tensor's values, attributes."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if is_table(value):
+        return value.copy(deep=False)  # type: ignore[attr-defined]
+    return copy.copy(value) if type(value) in REFILLED else dict(vars(value))
+
+
+def refill(value: Any, held: Any) -> None:
+    """Let an object hold this and nothing else."""
+    kind = type(value)
+    if kind is list or kind is bytearray:
+        value[:] = held
+    elif kind is collections.deque:
+        value.clear()
+        value.extend(held)
+    elif is_table(value):
+        # Made again out of the other, whose values it shares until one of the two is written to.
+        kind.__init__(value, held)
+        value.attrs = dict(held.attrs)
+    elif isinstance(value, torch.Tensor):
+        # To an expanded one nobody can write.
+        expanded = any(n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True))
+        with torch.no_grad():
+            if value.shape == held.shape and value.dtype == held.dtype and not expanded:
+                value.copy_(held)
+            else:
+                value.data = held.to(value.device, copy=True)
+    else:
+        inside = value if kind in REFILLED else vars(value)
+        inside.clear()
+        inside.update(held)
+        if kind is collections.defaultdict:
+            value.default_factory = held.default_factory
