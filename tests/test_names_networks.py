@@ -99,6 +99,21 @@ def test_values_written_through_data_in_the_notebook_are_seen_in_the_replicas(no
     assert notebook.user_ns["w"] == 7
 
 
+def test_a_network_that_the_notebook_has_changed_comes_back_once_a_cell_changes_it(notebook):
+    notebook.here(NET)
+    notebook.cell("net")
+    notebook.here("net[0].weight.data.fill_(7)")
+    assert notebook.cell("w = float(net[0].weight[0, 0])").bound == ["w"]
+    notebook.here("net[0].weight.data.fill_(8)")
+    assert "net" in notebook.cell("net[0].bias.data.fill_(1)").bound
+    assert weights(notebook) == weights(notebook, 0)
+    assert weights(notebook)[:5] == [8, 8, 8, 8, 1]
+    # Back to what both have had before.
+    notebook.here("net[0].weight.data.fill_(9)")
+    assert "net" in notebook.cell("net[0].weight.data.fill_(8)").bound
+    assert weights(notebook) == weights(notebook, 0)
+
+
 def test_mode_frozen_parameters_and_dtype_of_a_network_are_alike_on_both_sides(notebook):
     seen = "seen = net.training, net[1].training, net[0].weight.requires_grad, net[0].weight.dtype"
     notebook.here(NET)

@@ -210,6 +210,7 @@ class Namespace:
             module = self.mirrors.find(handle)
             if module is None:
                 continue
+            told = self._all_told(handle, module)
             # What was told last is not what the controller has any more.
             self._sums.pop(handle, None)
             if self.mirrors.outgrown(module):
@@ -217,10 +218,22 @@ class Namespace:
                 self.mirrors.take_left(module, state)
             else:
                 load(module, state)
-                loaded.append(module)
-        for module in loaded:
+                loaded.append((handle, module, told))
+        for handle, module, told in loaded:
             # When all have their values: networks may share tensors.
             self.mirrors.mark(module)
+            if told is not None:
+                self._sums[handle] = bits(told(module).values())
+
+    def _all_told(self, handle: str, module: nn.Module) -> Callable[[nn.Module], dict[str, torch.Tensor]] | None:
+        """Return what this replica tells of a network, if the controller has all of that: it will again, after `load`.
+
+        None where the controller puts together what all replicas tell: it has let go of that.
+        """
+        last = self._sums.get(handle)
+        if last is None or told_by_all(module):
+            return None
+        return next((tell for tell in (told_by_all, mirrored_values) if bits(tell(module).values()) == last), None)
 
     def _own(self) -> tuple[int, int]:
         return self._given["replica_id"], self._given["num_replicas"]
