@@ -62,6 +62,23 @@ def test_an_optimizer_sent_later_holds_the_very_parameters_of_the_network_there(
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in arrived.parameters()]
 
 
+def test_all_networks_are_gone_through_once_for_all_parameters_that_are_asked_for(monkeypatch):
+    module = nn.ModuleList(net() for _ in range(5))
+    here, _, _ = sent(module)
+    gone_through = []
+    every = Mirrors.all
+    monkeypatch.setattr(Mirrors, "all", lambda self: gone_through.append(self) or every(self))
+    tokens = [here.reference(parameter) for parameter in module.parameters()]
+    assert None not in tokens
+    assert len(set(tokens)) == len(tokens)
+    assert [here.reference(nn.Parameter(torch.ones(1))) for _ in range(5)] == [None] * 5
+    assert len(gone_through) == 1
+    other = net()
+    pack(other, reference=here.reference, handle=here.handle)
+    here.gave([other])
+    assert here.reference(other[0].weight) is not None
+
+
 def test_a_network_with_a_new_part_is_another_network():
     module = net()
     here, there, arrived = sent(module)
@@ -260,6 +277,23 @@ def test_values_in_another_order_have_another_checksum(values, random):
     first, second = torch.tensor(values), torch.tensor(order)
     equal = torch.equal(first.view(torch.int32), second.view(torch.int32))
     assert (bits([first]) == bits([second])) == equal
+
+
+def test_the_work_of_checksums_grows_with_the_number_of_tensors_and_no_faster():
+    asked = []
+
+    class Counted(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            asked.append(function)
+            return super().__torch_function__(function, types, args, kwargs)
+
+    def work(n: int) -> int:
+        asked.clear()
+        bits([torch.ones(3).as_subclass(Counted) for _ in range(n)])
+        return len(asked)
+
+    assert 0 < work(80) <= 2 * work(40)
 
 
 def test_values_swapped_between_tensors_or_far_apart_change_the_checksum():

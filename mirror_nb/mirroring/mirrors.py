@@ -113,6 +113,11 @@ class Mirrors:
         # Registrations when roots were looked for last: since then a network may have let go of a part.
         self._held: dict[str, list[int]] = {}
         # By handle: checksums of a network's tensors, while somebody may write to them past autograd's count.
+        self._changes = 0
+        # How often a handle or a mark has come or gone.
+        self._tokens: dict[int, tuple[str, str, str]] = {}
+        self._tokens_of = (-1, -1)
+        # By the ids of parameters, and after which changes and registrations: each is asked for.
         self.statistics: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
         # By handle and replica: what is averaged of a network, as the replica told it last. None of what both sides
         # have equal.
@@ -135,9 +140,11 @@ class Mirrors:
 
     def learn(self, handle: str, module: nn.Module) -> None:
         """Remember which network here a handle means."""
+        self._changes += 1
         self._handles.learn(handle, module)
 
     def _forget(self, handle: str) -> None:
+        self._changes += 1
         if handle in self._roots:
             self._roots.discard(handle)
             self._bereft = True
@@ -271,6 +278,7 @@ class Mirrors:
         """Both sides hold equal values from now on."""
         handle = self.find_handle(module)
         if handle is not None:
+            self._changes += 1
             self.statistics.pop(handle, None)
             self._held.pop(handle, None)
             _registrations.watch()
@@ -305,6 +313,7 @@ class Mirrors:
 
     def unmark(self, module: nn.Module) -> None:
         """The other side has not got the network, and none of its parts."""
+        self._changes += 1
         for part in module.modules():
             handle = self.find_handle(part) or ""
             self._marks.pop(handle, None)
@@ -371,6 +380,7 @@ class Mirrors:
 
     def outdate(self, handles: Iterable[str]) -> None:
         """The other side has these networks with other parts or tensors, which are not here."""
+        self._changes += 1
         for handle in handles:
             if handle in self._marks:
                 self._marks[handle] = _Mark((), (), -1, -1, (), (), [], [], [], [], {}, Attributes(()))
@@ -457,19 +467,25 @@ class Mirrors:
         return None
 
     def _parameter_token(self, parameter: nn.Parameter) -> Any:
+        now = self._changes, _registrations.count
+        if self._tokens_of != now:
+            self._tokens = self._parameter_tokens()
+            self._tokens_of = now
+        return self._tokens.get(id(parameter))
+
+    def _parameter_tokens(self) -> dict[int, tuple[str, str, str]]:
+        found: dict[int, tuple[str, str, str]] = {}
         for handle in self.all():
             if handle in self._marks:
                 # As the other side has them, whatever became of the network here.
                 for name, own in self._marks[handle].own.items():
-                    if own is parameter:
-                        return ("parameter", handle, name)
+                    found.setdefault(id(own), ("parameter", handle, name))
         # The part that had it is gone: a parametrization that was removed, say. The whole had it, too.
         for handle, _ in self.roots():
             mark = self._marks.get(handle)
             for name, tensor in zip(mark.names, mark.tensors, strict=True) if mark is not None else ():
-                if tensor is parameter:
-                    return ("of", handle, name)
-        return None
+                found.setdefault(id(tensor), ("of", handle, name))
+        return found
 
     def resolve(self, token: Any) -> object:
         """For `unpack`: the object here that the other side's token means. Raises TransferError if it is gone."""

@@ -27,8 +27,11 @@ def bits(values: Iterable[torch.Tensor]) -> int:
 def checksums(values: Iterable[torch.Tensor]) -> list[int]:
     """Return such a checksum of each tensor; a GPU is waited for once."""
     sums = [_sum(value.detach()) for value in values]
-    here = torch.stack([each.cpu() if len({s.device for s in sums}) > 1 else each for each in sums]) if sums else None
-    return [] if here is None else [each % _MODULUS for each in here.tolist()]
+    if not sums:
+        return []
+    apart = len({each.device for each in sums}) > 1
+    here = torch.stack([each.cpu() for each in sums] if apart else sums)
+    return [each % _MODULUS for each in here.tolist()]
 
 
 def _sum(value: torch.Tensor) -> torch.Tensor:
