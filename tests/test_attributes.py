@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from mirror_nb.mirroring.attributes import Attributes, set_attributes
+from mirror_nb.mirroring.attributes import Attributes, names_by_id, names_in, set_attributes
 from mirror_nb.plain import FLAT_ITEMS, ITEMS
 
 
@@ -120,6 +120,30 @@ def test_networks_that_keep_their_own_state_there_and_gone_ones_are_left_alone()
     del here[1]
     assert not before.changed()
     assert before.since() is None
+
+
+class Keeps(nn.Module):
+    OF_ONE_PROCESS = frozenset({"strategy", "steps"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strategy, self.steps, self.scale = Odd(), 0, 1.0
+
+
+def test_what_a_class_keeps_in_one_process_stays_there() -> None:
+    here, there = Keeps(), Keeps()
+    before = attributes(here)
+    here.steps += 1
+    assert not before.changed()
+    here.scale = 2.0
+    told = before.since()
+    assert told is not None
+    set_attributes([there], told)
+    assert (there.scale, there.steps) == (2.0, 0)
+    named = names_by_id([("strategy", here.strategy), ("odd", odd := Odd())])
+    assert names_in(here, named) == set()
+    here.odd = odd
+    assert names_in(here, named) == {"odd"}
 
 
 def test_parts_that_another_process_has_not_are_skipped() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
-from mirror_nb.gradients import agreement
+from mirror_nb.gradients.synchronizer import agreement
 from mirror_nb.gradients.buckets import PATIENCE, Agreed, History
 from mirror_nb.gradients.matching import Portrait
 from mirror_nb.gradients.synchronizer import GradientSynchronizer

@@ -813,6 +813,38 @@ def test_a_gan_steps_by_itself(two, size):
     assert many == pytest.approx(one, rel=1e-4)
 
 
+class Scaled(mnb.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.scale, self.settings, self.steps = 1.0, {"smoothing": 0.0}, 0
+
+    def training_step(self, batch: Any) -> Any:
+        inputs, targets = batch
+        self.steps += 1
+        smoothing = self.settings["smoothing"]
+        return self.scale * F.cross_entropy(self.linear(inputs), targets, label_smoothing=smoothing)
+
+
+def test_numbers_that_a_training_step_goes_by_may_be_set_between_fits_and_by_callbacks(two):
+    def doubled(epoch: int, logs: Any) -> None:
+        model.scale *= 2
+        model.settings["smoothing"] += 0.1
+
+    found = []
+    for strategy in (mnb.OneDeviceStrategy("cpu:0"), two):
+        torch.manual_seed(5)
+        with strategy.scope():
+            model = Scaled()
+            model.compile("sgd")
+        losses = model.fit(X, Y, verbose=0, epochs=3, callbacks=[mnb.callbacks.LambdaCallback(on_epoch_end=doubled)])
+        model.scale = 0.5
+        found.append([*losses.history["loss"], *model.fit(X, Y, verbose=0).history["loss"]])
+        assert model.linear(X).shape == (50, 2)
+        assert (model.steps, model.scale) == (8, 0.5)
+    assert found[1] == pytest.approx(found[0])
+
+
 def test_a_copy_of_a_model_is_a_network_without_a_training(place):
     model = made(place)
     model.fit(X, Y, verbose=0)

@@ -23,7 +23,7 @@ from mirror_nb.transfer.told import is_told
 _INTERNAL = frozenset(vars(nn.Module()))
 _ATOMS = plain.ATOMS | {torch.dtype} | {np.dtype(code).type for code in np.typecodes["All"] if code not in "OV"}
 # NumPy's numbers too: what the mean of a list is, say.
-_OTHERS = ("keras.", "torchmetrics.", "mirror_nb.", "torch._dynamo.", "torch.jit.")
+_OTHERS = ("keras.", "torchmetrics.", "mirror_nb.transfer.ddp.", "torch._dynamo.", "torch.jit.")
 # Packages whose networks keep in attributes what only goes with other states of theirs.
 
 
@@ -57,11 +57,12 @@ class Attributes:
 
 @final
 class _Part:
-    __slots__ = ("atoms", "copies", "count", "held", "names")
+    __slots__ = ("atoms", "copies", "count", "held", "names", "skipped")
 
     def __init__(self, part: nn.Module) -> None:
         # Of others nothing is held, so that nothing changes.
         self.held = {} if _is_others(type(part)) else vars(part)
+        self.skipped = _skipped(type(part))
         self.note()
 
     def note(self) -> None:
@@ -71,7 +72,7 @@ class _Part:
         self.copies: dict[str, Any] = {}
         # Of plain attributes that are none.
         for name, value in self.held.items():
-            if name not in _INTERNAL:
+            if name not in self.skipped:
                 if type(value) in _ATOMS:
                     self.names.append(name)
                     self.atoms.append(value)
@@ -83,7 +84,7 @@ class _Part:
         changed = (
             (name, _copied(value))
             for name, value in self.held.items()
-            if name not in _INTERNAL and (everything or name not in before or not plain.same(value, before[name]))
+            if name not in self.skipped and (everything or name not in before or not plain.same(value, before[name]))
         )
         return {name: copy for name, copy in changed if copy is not plain.NOT_PLAIN}
 
@@ -94,6 +95,12 @@ def _copied(value: object) -> Any:
 
 def _is_others(kind: type) -> bool:
     return any(f"{base.__module__}.".startswith(_OTHERS) for base in kind.__mro__)
+
+
+def _skipped(kind: type) -> frozenset[str]:
+    """Attributes that no process has from another: torch's own, and those that the class says."""
+    own: frozenset[str] | None = getattr(kind, "OF_ONE_PROCESS", None)
+    return _INTERNAL if own is None else _INTERNAL | own
 
 
 def set_attributes(parts: Sequence[nn.Module | None], changes: torch.Tensor) -> None:
@@ -131,7 +138,8 @@ def _named_of(part: nn.Module, named: Mapping[int, Sequence[str]]) -> Iterable[t
     # Not one by one: networks have thousands, and this is done for every cell.
     if named.keys().isdisjoint(map(id, vars(part).values())) or _is_others(type(part)):
         return ()
-    held = ((attribute, value) for attribute, value in vars(part).items() if id(value) in named)
+    skipped = _skipped(type(part))
+    held = ((name, value) for name, value in vars(part).items() if id(value) in named and name not in skipped)
     return [(attribute, name) for attribute, value in held if _is_apart(value) for name in named[id(value)]]
 
 

@@ -84,6 +84,8 @@ class Model(nn.Module):
     _advised: bool
     # Once: what would make its steps faster was looked for.
     stop_training: bool
+    OF_ONE_PROCESS = frozenset({*_OURS, "_updates", "_scheduled"})
+    # Attributes that no other process gets when they change.
 
     def __init__(self, network: nn.Module | None = None) -> None:
         super().__init__()
