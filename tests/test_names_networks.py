@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from two_sides import NET, TRAIN, Notebook, with_torch
 
-from mirror_nb import Remote
+from mirror_nb import Remote, UsageError
 
 
 @pytest.fixture
@@ -539,3 +539,19 @@ def test_a_weight_that_a_new_network_shares_with_one_of_the_notebooks_stays_what
     notebook.cell("new = nn.Sequential(nn.Linear(2, 2), net)\nnew[0].weight = net.weight")
     notebook.here("same = weight is net.weight is new[0].weight")
     assert notebook.user_ns["same"]
+
+
+def test_a_model_that_a_cell_has_compiled_says_that_it_is_not_compiled_here(notebook, tmp_path):
+    notebook.cell("import mirror_nb as mnb\nmodel = mnb.Model(nn.Linear(4, 2))")
+    model = notebook.user_ns["model"]
+    model.save(tmp_path / "never.pt")
+    notebook.cell("model.compile('sgd', 'mse')")
+    with pytest.warns(UserWarning, match="weights and structure alone: .* save where it was compiled"):
+        model.save(tmp_path / "compiled.pt")
+    for use in (lambda: model.fit(torch.ones(1, 4), torch.ones(1, 2)), lambda: model.learning_rate):
+        with pytest.raises(UsageError, match=r"not compiled here: .* call fit and evaluate where it was compiled"):
+            use()
+    model.compile("sgd", "mse")
+    model.save(tmp_path / "compiled.pt")
+    notebook.cell("sure = model.compiled_settings.loss")
+    assert notebook.user_ns["sure"] == "mse"

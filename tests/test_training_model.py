@@ -851,7 +851,7 @@ def test_a_copy_of_a_model_is_a_network_without_a_training(place):
     twin = copy.deepcopy(model)
     assert equal(weights(twin), weights(model))
     assert twin.optimizer is None
-    with pytest.raises(mnb.UsageError, match="not compiled"):
+    with pytest.raises(mnb.UsageError, match="not compiled here: what compile was told goes neither with a copy"):
         twin.fit(X, Y)
 
 

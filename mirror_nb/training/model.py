@@ -6,6 +6,7 @@ Checks what callers give and hands over to the driver. Knows a strategy by its s
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror_nb.errors import MirrorError, UsageError
+from mirror_nb.errors import MirrorError, UsageError, users_level
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import get_strategy
 from mirror_nb.training import driver, evaluating, files, job
@@ -57,6 +58,8 @@ _IN_TORCH = {
 }
 # Names of keras.Model that mean what a network of torch has under another one.
 
+_STAYS = "what compile was told goes neither with a copy nor from a %%mirrored cell to an ordinary one or back"
+
 
 class Model(nn.Module):
     """Trains `network` on the devices of the strategy in whose scope it is made; without one, in this process.
@@ -86,6 +89,8 @@ class Model(nn.Module):
     stop_training: bool
     OF_ONE_PROCESS = frozenset({*_OURS, "_updates", "_scheduled"})
     # Attributes that no other process gets when they change.
+    _was_compiled = False
+    # Anywhere: other processes and copies get this, and not the settings.
 
     def __init__(self, network: nn.Module | None = None) -> None:
         super().__init__()
@@ -203,6 +208,7 @@ class Model(nn.Module):
             if obj is not None and not place.mirrors(obj):
                 place.mirror(obj)
         self._settings, self._optimizer, self._scheduler = settings, made, moved
+        self._was_compiled = True
         self._pending = self._last = None
 
     def _check_own_steps(self, settings: CompileSettings) -> None:
@@ -344,9 +350,12 @@ class Model(nn.Module):
     def compiled_settings(self) -> CompileSettings:
         """What `compile` was told. Raises UsageError where it was not called."""
         if self._settings is None:
-            # One that a `%%mirrored` cell made comes here as a network.
-            there = " here" if self._strategy is None else ""
-            raise UsageError(f"this model is not compiled{there}; call compile(optimizer=..., loss=...) first")
+            if self._was_compiled:
+                raise UsageError(
+                    f"this model is not compiled here: {_STAYS}; call fit and evaluate where it was compiled, or "
+                    "compile(optimizer=..., loss=...) here first"
+                )
+            raise UsageError("this model is not compiled; call compile(optimizer=..., loss=...) first")
         return self._settings
 
     @property
@@ -377,6 +386,8 @@ class Model(nn.Module):
             group["lr"] = group["lr"].new_tensor(value) if isinstance(group["lr"], Tensor) else float(value)
 
     def _some_optimizer(self) -> Optimizer:
+        if self._was_compiled:
+            _ = self.compiled_settings
         if self._optimizer is None:
             raise UsageError("this model has no optimizer; call compile(optimizer=..., loss=...) first")
         return self._optimizer
@@ -395,7 +406,8 @@ class Model(nn.Module):
         any number of devices. With `include_optimizer` a training goes on from it as if it had never stopped. In a
         `%%mirrored` cell all replicas call it, and replica 0 writes.
 
-        Raises CheckpointError where the file cannot be written.
+        Warns where compile was called, but in another process: the file has weights and structure alone then. Raises
+        CheckpointError where the file cannot be written.
         """
         # Below here: what loads a file makes a Model of it.
         from mirror_nb.training import saving
@@ -406,6 +418,12 @@ class Model(nn.Module):
         if place.seat is not None:
             average_statistics(place.seat, self)
         if place.replica_id in (None, 0):
+            if self._settings is None and self._was_compiled:
+                warnings.warn(
+                    f"{os.fspath(path)!r} gets weights and structure alone: {_STAYS}; save where it was compiled to "
+                    "go on with its training",
+                    stacklevel=users_level(),
+                )
             try:
                 saving.save_model(
                     path,
@@ -452,8 +470,7 @@ class Model(nn.Module):
 
         Raises UsageError where the model is not compiled as the one that it was taken of.
         """
-        if self._settings is None:
-            raise UsageError("this model is not compiled; call compile(optimizer=..., loss=...) first")
+        _ = self.compiled_settings
         saved = state.get("optimizer")
         if saved is not None and self._optimizer is not None:
             groups = [{n: v for n, v in group.items() if n != "params"} for group in saved["param_groups"]]
