@@ -406,6 +406,16 @@ def test_an_epoch_without_batches_is_told(place):
     assert len(history.history["loss"]) == 1
 
 
+def test_a_scheduler_goes_on_in_each_of_several_fits_that_are_seeded_alike(place):
+    model = made(place, optimizer=("sgd", {"lr": 1.0}), scheduler=("StepLR", {"step_size": 1, "gamma": 0.5}))
+    rates = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        model.fit(X, Y, verbose=0)
+        rates.append(model.learning_rate)
+    assert rates == [0.5, 0.25, 0.125]
+
+
 def test_lbfgs_refuses_what_it_cannot_do():
     model = made(mnb.OneDeviceStrategy("cpu:0"), optimizer="lbfgs", accumulate_steps=2)
     with pytest.raises(mnb.UsageError, match="LBFGS goes over each batch several times"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import secrets
 import time
 import warnings
 from collections.abc import Collection
@@ -109,6 +110,8 @@ class Fit:
         self._validation: Running | None = None
         self._epoch = plan.initial_epoch
         # Epochs that have ended; the one that runs is of this number.
+        self._name = secrets.token_hex(8)
+        # No other fit's: the seed is, where torch's generator is seeded before each.
         self._inside = False
         # An epoch has begun and not ended.
         self._step = 0
@@ -375,7 +378,7 @@ class Fit:
             logs["learning_rate"] = self._model.learning_rate
             assert self._training is not None
             # A name of this epoch's end and no other's, in this fit and all others of the model.
-            self._training.ask(job.end_epoch, f"{plan.seed} {epoch}", logs.get("val_loss", logs.get("loss")))
+            self._training.ask(job.end_epoch, f"{self._name} {epoch}", logs.get("val_loss", logs.get("loss")))
         self._epoch, self._step, self._inside, self._before, self._examples_before = epoch + 1, 0, False, [], 0
         with self._progress.held():
             # They may add to the logs, and speak of an epoch whose line comes first.
