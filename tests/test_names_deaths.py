@@ -253,3 +253,38 @@ def test_what_only_the_replicas_had_is_told_when_they_end(run, shell, end):
         run("%%mirrored --quiet\nheld")
     run("%%mirrored --quiet\nmade = 3")
     assert run("made") == 3
+
+
+COMPILED = """
+import mirror_nb as mnb
+Y = X.sum(1, keepdim=True)
+model = mnb.Model(net)
+model.compile(("adam", {"lr": 0.02}), LOSS, scheduler=("StepLR", {"step_size": 1}))
+history = model.fit(X, Y, verbose=0)
+"""
+GOES_ON = "lacks = model.optimizer is None\nif not lacks: model.fit(X, Y, batch_size=3, verbose=0)"
+
+
+def test_a_model_that_cells_have_compiled_is_fitted_on_after_a_death(run):
+    run(MADE)
+    run(f"%%mirrored --quiet\n{COMPILED.replace('LOSS', repr('mse'))}")
+    lost(run, "model.history.params['told'] = 1")
+    run(
+        f"%%mirrored --quiet\n{GOES_ON}\nrate, told = model.learning_rate, model.history.epoch\n"
+        "steps = {int(state['step']) for state in model.optimizer.state.values()}"
+    )
+    assert run("lacks, rate, told, steps") == (False, pytest.approx(0.0002), [0], {4})
+    run("values = [value.detach().clone() for value in model.parameters()]")
+    run("%%mirrored --quiet --replicas 1\nequal = all(map(torch.equal, values, net.parameters()))")
+    assert run("equal") is True
+
+
+def test_what_a_model_was_compiled_with_that_cannot_travel_is_lost_in_a_death_and_told(run, shell):
+    run(MADE)
+    loss = "type('Held', (nn.MSELoss,), {'__reduce_ex__': lambda self, protocol: threading.Lock().__reduce__()})()"
+    run(f"%%mirrored --quiet\nimport threading\n{COMPILED.replace('LOSS', loss)}")
+    lost(run, "")
+    with capture_output() as seen:
+        shell.run_cell(f"%%mirrored\n{GOES_ON.splitlines()[0]}")
+    assert "except what a model was compiled with, which cannot travel" in seen.outputs[-1].data["text/plain"]
+    assert run("lacks").values == (True, False)

@@ -501,10 +501,12 @@ class Namespace:
         while True:
             named = [(Begins(name), name, value) for name, value in mine.items()]
             packed: list[Any] = []
+            compiled = None if _COMPILED in left else Last(functools.partial(_for_replicas, packed))
             last = Last(functools.partial(beside, packed))
             try:
                 untold = [handle for handle, module in handles.items() if self.mirrors.outgrown(module)]
-                whole = (SearchPath(), named, Begins(""), handles, untold, objects, tuple(self.objects.kept()), last)
+                told = handles, untold, objects, tuple(self.objects.kept())
+                whole = (SearchPath(), named, Begins(""), told, Begins(_COMPILED), compiled, Begins(""), last)
                 # Appended to: it is none of the handles that are asked for.
                 return pack(whole, namespace=self.names, handle=packed.append, lend=packed.append), tuple(left)
             except TransferError:
@@ -516,7 +518,9 @@ class Namespace:
                 handles = {handle: module for handle, module in handles.items() if self._packs(module)}
                 objects = {handle: obj for handle, obj in objects.items() if self._packs(obj)}
                 if len(mine) + len(handles) + len(objects) == tried:
-                    raise
+                    if _COMPILED in left:
+                        raise
+                    left.append(_COMPILED)
 
     def _packs(self, value: object) -> bool:
         try:
@@ -530,7 +534,8 @@ class Namespace:
 
         Raises NotRebuilt, with the name, where one of its names cannot be had here: nothing is taken over then.
         """
-        _, names, _, handles, untold, objects, kept, beside = self.open(payload, slab, of_replica=True)
+        _, names, _, told, _, compiled, _, beside = self.open(payload, slab, of_replica=True)
+        handles, untold, objects, kept = told
         self.objects = Objects()
         for handle, obj in objects.items():
             (self.objects.keep if handle in kept else self.objects.give)(handle, obj)
@@ -538,6 +543,8 @@ class Namespace:
         self._trained.update(name for _, name, value in names if is_trained(value))
         for handle, module in handles.items():
             self.mirrors.learn(handle, module)
+        for module, held in compiled or ():
+            vars(module).update(held)
         self.mirrors.gave(handles.values())
         # The controller may not have heard of all that these are by now: a call has no values read back.
         self.mirrors.outdate(untold)
@@ -706,6 +713,12 @@ class Namespace:
         return states
 
 
+def _for_replicas(packed: Iterable[object]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return what networks have that no pickle of theirs has, but that another replica is to get."""
+    networks = (obj for obj in packed if isinstance(obj, nn.Module))
+    return [(each, {name: vars(each)[name] for name in getattr(type(each), "OF_REPLICAS", ())}) for each in networks]
+
+
 def _alone(exported: dict[str, Export]) -> list[str]:
     """Return the names whose values travel by themselves."""
     return [name for name, export in exported.items() if isinstance(export, Plain | Same)]
@@ -733,4 +746,6 @@ def describe(value: object) -> str:
     return name
 
 
+_COMPILED = "what a model was compiled with"
+# Stands among the names that could not travel.
 _MISSING = object()
