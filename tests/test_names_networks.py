@@ -555,3 +555,17 @@ def test_a_model_that_a_cell_has_compiled_says_that_it_is_not_compiled_here(note
     model.save(tmp_path / "compiled.pt")
     notebook.cell("sure = model.compiled_settings.loss")
     assert notebook.user_ns["sure"] == "mse"
+
+
+def test_the_optimizer_of_a_compiled_model_is_the_notebooks_too_once_it_has_a_name(notebook):
+    notebook.cell(
+        "import mirror_nb as mnb\nmodel = mnb.Model(nn.Linear(4, 2))\n"
+        "model.compile('adam', 'mse', scheduler=('StepLR', {'step_size': 1}))"
+    )
+    notebook.cell("optimizer, scheduler = model.optimizer, model.scheduler")
+    optimizer, scheduler = notebook.user_ns["optimizer"], notebook.user_ns["scheduler"]
+    assert scheduler.optimizer is optimizer
+    assert optimizer.param_groups[0]["params"][0] is notebook.user_ns["model"].network.weight
+    notebook.cell("same = model.optimizer is optimizer, model.scheduler is scheduler")
+    assert notebook.user_ns["same"] == (True, True)
+    assert notebook.user_ns["optimizer"] is optimizer
