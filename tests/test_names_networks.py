@@ -569,3 +569,14 @@ def test_the_optimizer_of_a_compiled_model_is_the_notebooks_too_once_it_has_a_na
     notebook.cell("same = model.optimizer is optimizer, model.scheduler is scheduler")
     assert notebook.user_ns["same"] == (True, True)
     assert notebook.user_ns["optimizer"] is optimizer
+
+
+def test_what_a_callback_of_the_notebooks_notes_in_a_cell_is_in_it_afterwards(notebook):
+    notebook.here(
+        "import mirror_nb as mnb\nclass Notes(mnb.callbacks.Callback):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.epochs = []\n"
+        "    def on_epoch_end(self, epoch, logs=None): self.epochs.append(epoch)\nnotes = Notes()"
+    )
+    notebook.cell("called = mnb.callbacks.CallbackList([notes], leads=replica_id == 0, tell=lambda text: None)")
+    notebook.cell("called.on_epoch_end(0)\ncalled.close()\nnotes")
+    assert notebook.user_ns["notes"].epochs == [0]

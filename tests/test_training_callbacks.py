@@ -838,3 +838,17 @@ def test_no_warning_is_given_by_a_training_in_which_all_is_there(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit([EarlyStopping(), ReduceLROnPlateau(), ModelCheckpoint(tmp_path / "m.pt")], val_losses(2, 1))
+
+
+def test_a_callback_keeps_nothing_of_those_who_called_it_and_a_list_inside_a_fit_gives_back_the_fits():
+    said: list[str] = []
+    callback = LambdaCallback()
+    before = dict(vars(callback))
+    fitting = CallbackList([callback, callback], leads=False, agree=lambda value: 7, tell=said.append)
+    inside = CallbackList(callback)
+    assert (callback._leads, callback._agree(1)) == (True, 1)
+    inside.close()
+    assert (callback._leads, callback._agree(1), callback._tell) == (False, 7, said.append)
+    fitting.close()
+    assert vars(callback) == {**before, "params": {}}
+    assert (callback._leads, callback._agree(1)) == (True, 1)

@@ -18,6 +18,10 @@ _TEST_STEP = ("on_test_batch_begin", "on_test_batch_end")
 _PREDICT_STEP = ("on_predict_batch_begin", "on_predict_batch_end")
 
 
+def _itself(value: T) -> T:
+    return value
+
+
 class Callback:
     """Derive from it and override the hooks that you want; `self.model` and `self.params` are there in all of them.
 
@@ -34,14 +38,14 @@ class Callback:
     # Whether this process is the one that writes files and shows things: in a `%%mirrored` cell, replica 0.
     _together = False
     # Whether all replicas of a cell need it: it changes the model, or saves it, which all take part in.
+    _agree: Callable[[Any], Any] = staticmethod(_itself)
+    # Gives replica 0's value on all replicas: for what each would find out at its own time, about a file say.
+    _tell: Callable[[str], None] = staticmethod(say)
+    # Shows a line of text, above the bar and below the line of an epoch that ends.
 
     def __init__(self) -> None:
         self.model: Any = None
         self.params: dict[str, Any] = {}
-        self._agree: Callable[[Any], Any] = _itself
-        # Gives replica 0's value on all replicas: for what each would find out at its own time, about a file say.
-        self._tell: Callable[[str], None] = say
-        # Shows a line of text, above the bar and below the line of an epoch that ends.
 
     def set_model(self, model: Any) -> None:
         """Take the model; called before any other hook."""
@@ -131,8 +135,14 @@ def _overrides(callback: Callback, hooks: Iterable[str]) -> bool:
     )
 
 
-def _itself(value: T) -> T:
-    return value
+_LENT = ("_leads", "_agree", "_tell")
+# What a callback has from those who call it, for as long: it would not travel with that.
+
+
+def _give_back(callback: Callback, before: dict[str, Any]) -> None:
+    for name in _LENT:
+        vars(callback).pop(name, None)
+    vars(callback).update(before)
 
 
 @final
@@ -159,6 +169,7 @@ class CallbackList(Callback):
         given = [_checked(callback) for callback in _flat(callbacks)]
         recorder = [] if history is None else [_Recorder(history)]
         self.callbacks = sorted([*given, *recorder], key=lambda callback: callback._order)
+        self._before = [{name: vars(one)[name] for name in _LENT if name in vars(one)} for one in self.callbacks]
         for callback in self.callbacks:
             callback._leads = leads
             callback._agree = agree
@@ -213,7 +224,8 @@ class CallbackList(Callback):
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
             # All of them, whichever raises.
-            for callback in self.callbacks:
+            for callback, before in zip(self.callbacks, self._before, strict=True):
+                stack.callback(_give_back, callback, before)
                 stack.callback(callback.close)
 
     def on_train_begin(self, logs: Logs = None) -> None:
