@@ -32,7 +32,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from mirror_nb.data.dataset import batches as batches_module
+from mirror_nb.data import batches as batches_module
 from mirror_nb.data.batches import count, cut, share_of, to_device
 from mirror_nb.data.dataset import DistributedDataset, GlobalBatches, Loaders
 from mirror_nb.errors import UsageError

@@ -14,7 +14,7 @@ from crew import Crew, Replica
 from driving import run_cell
 from torch import Tensor, nn
 
-from mirror_nb.gradients.synchronizer import buckets
+from mirror_nb.gradients import buckets
 from mirror_nb.pool.local import LocalPool
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

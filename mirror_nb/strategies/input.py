@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from mirror_nb.data.dataset import dataset as data
+from mirror_nb.data import dataset as data
 from mirror_nb.data.batches import count, cut, joined, share_of, spread
 from mirror_nb.data.dataset import GlobalBatches, Loaders, Parts, Share
 from mirror_nb.data.prefetch import ahead
