@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
+from mirror_nb.gradients import agreement
 from mirror_nb.gradients.buckets import PATIENCE, Agreed, History
 from mirror_nb.gradients.matching import Portrait
-from mirror_nb.gradients.synchronizer import GradientSynchronizer, agreement
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.steps.steering import QUIET
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
