@@ -1,1 +1,1 @@
-"""What values hold, and that somebody has changed them in place since. Knows neither names nor replicas."""
+"""What values hold, and that somebody has changed them in place since. Knows no replicas."""
