@@ -605,6 +605,33 @@ def test_an_abort_in_a_signal_s_handler_calls_who_waits_once_the_lock_is_free() 
     assert told.free == [True]
 
 
+def test_what_was_begun_first_is_laid_out_first_though_the_other_goes_on_between_two_looks(monkeypatch) -> None:
+    ours, theirs = side_by_side()
+    for i in range(40):
+        # What lies in the memory from then on was of sums of this very form.
+        before = [fabric.all_reduce(torch.full((4,), float(-i)), Fold.SUM) for fabric in (ours, theirs)]
+        ours.progress()
+        assert all(exchange.ended for exchange in before)
+    looked = ours._flags.reached
+
+    def reached(counter: int, value: int) -> bool:
+        found = looked(counter, value)
+        if len(ours._queue) > 1:
+            theirs.progress()
+        return found
+
+    monkeypatch.setattr(ours._flags, "reached", reached)
+    totals = {fabric: [torch.full((4,), float(i)) for i in range(40)] for fabric in (theirs, ours)}
+    # More than have a place in the memory at once.
+    exchanges = [fabric.all_reduce(total, Fold.SUM) for fabric, own in totals.items() for total in own]
+    for _ in range(10):
+        ours.progress()
+        theirs.progress()
+    assert [exchange.number for exchange in exchanges if not exchange.ended] == []
+    for own in totals.values():
+        assert [int(total[0]) for total in own] == [2 * i for i in range(40)]
+
+
 def test_a_mismatch_leaves_everybody_in_step(few: Few) -> None:
     def use(gather: Any, replica_id: int, n: int) -> str:
         fabric = formed(gather, replica_id, n)

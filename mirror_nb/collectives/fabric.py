@@ -470,7 +470,8 @@ class Fabric:
         while queue and self._carry_on(queue[0], to_the_end=True):
             if queue:
                 queue.popleft()
-        if len(queue) > 1:
+        # In their order, the first one too: others take it that who has come to a number has come to all before it.
+        if len(queue) > 1 and queue[0].posted:
             for exchange in list(queue)[1 : SLOTS + 1]:
                 if not exchange.posted and not self._post_ahead(exchange):
                     return
