@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from mirror_nb.aggregation import aggregate, from_outside
-from mirror_nb.plain import ITEMS
+from mirror_nb.plain import FEW
 from mirror_nb.values import VariableAggregation
 from mirror_nb.variables import MirroredVariable, PlainVariable, SyncOnReadVariable, Variable, apply_assign, component
 
@@ -28,7 +28,7 @@ def attribute_variables(module: nn.Module) -> Iterator[tuple[str, Variable]]:
         for name, value in vars(part).items():
             # By kinds first: of the twenty attributes that every part has none is a Variable.
             if name not in _REGISTERED and (type(value) in _CONTAINERS or type(value) in _KINDS):
-                yield from _inside(f"{path}.{name}" if path else name, value, ITEMS)
+                yield from _inside(f"{path}.{name}" if path else name, value, FEW)
 
 
 def scope_variables(module: nn.Module) -> Iterator[Variable]:

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import copy as copies
+import itertools
+import pickle
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection
 from typing import Any
 
-ITEMS = 10_000
-FLAT_ITEMS = 100 * ITEMS
-# Larger collections are left alone: to copy them takes 10 ms, of numbers and strings alone 30 ms.
+FEW = 10_000
+# Items of a collection that is copied one by one, in 10 ms.
+ITEMS = 100_000
+FLAT_ITEMS = 10 * ITEMS
+# Larger collections are left alone: to copy them takes 30 ms, and as long of numbers and strings alone.
 ATOMS: frozenset[type] = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _COLLECTIONS = frozenset({tuple, list, dict, set, frozenset})
 LIKE_THEM: frozenset[type] = frozenset({OrderedDict, Counter, defaultdict, deque})
 # Of Python's own, with more than their items or other ways.
+_DEPTH = 100
+# Of a collection with many items: one that has itself has no end.
 _FACTORIES = (None, int, float, bool, str, list, dict, set, tuple)
 NOT_PLAIN = object()
 
 
 def copied(
-    value: Any, atoms: frozenset[type] = ATOMS, also: frozenset[type] = frozenset(), flat_items: int = ITEMS
+    value: Any,
+    atoms: frozenset[type] = ATOMS,
+    also: frozenset[type] = frozenset(),
+    items: int = FEW,
+    flat_items: int = FEW,
 ) -> Any:
     """Return a copy of a plain value, `NOT_PLAIN` for any other; `also`: of LIKE_THEM those that are plain, too.
 
-    `flat_items`: so many numbers and strings are still not too many.
+    `items`, `flat_items`: so many, and so many numbers and strings, are still not too many.
     """
     if type(value) in atoms:
         return value
-    left = [ITEMS]
+    left = [FEW]
     collections = _COLLECTIONS | also if also else _COLLECTIONS
 
     def copy(one: Any) -> Any:
@@ -37,9 +48,9 @@ def copied(
         if kind not in collections:
             raise TypeError
         flat = _has_alone(one, atoms) and kind is not defaultdict
-        left[0] -= len(one) * ITEMS // flat_items if flat else len(one)
+        left[0] -= len(one) * FEW // flat_items if flat else len(one)
         if left[0] < 0:
-            raise TypeError
+            raise _ManyError
         if flat:
             return copies.copy(one)
         if kind is deque:
@@ -55,8 +66,34 @@ def copied(
 
     try:
         return copy(value)
+    except _ManyError:
+        return pickle.loads(pickle.dumps(value)) if _is_plain(value, atoms, collections, items) else NOT_PLAIN
     except (TypeError, RecursionError):
         return NOT_PLAIN
+
+
+def is_large(value: Any, atoms: frozenset[type]) -> bool:
+    """Whether a value would be plain if it had fewer items."""
+    return type(value) not in atoms and _is_plain(value, atoms, _COLLECTIONS | LIKE_THEM, sys.maxsize)
+
+
+class _ManyError(Exception):
+    pass
+
+
+def _is_plain(value: Any, atoms: frozenset[type], collections: frozenset[type], items: int) -> bool:
+    """Whether a value is plain, and of no more items: level by level, since of many each would take too long."""
+    known = atoms | collections
+    level: list[Any] = [value]
+    for _ in range(_DEPTH):
+        if not level or items < 0 or not known.issuperset(map(type, level)):
+            break
+        held = [one for one in level if type(one) in collections]
+        if any(type(one) is defaultdict and one.default_factory not in _FACTORIES for one in held):
+            return False
+        items -= sum(map(len, held))
+        level = [*itertools.chain(*held), *itertools.chain(*(one.values() for one in held if isinstance(one, dict)))]
+    return not level
 
 
 def _has_alone(one: Collection[Any], atoms: frozenset[type]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mirror_nb.mirroring.attributes import Attributes, names_by_id, names_in, set_attributes
-from mirror_nb.plain import FLAT_ITEMS, ITEMS
+from mirror_nb.plain import FEW, FLAT_ITEMS, ITEMS
 
 
 def network() -> nn.Sequential:
@@ -39,6 +39,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a new one of a part that has none": lambda net: setattr(net[2], "name", "inner"),
     "a list in place": lambda net: net.losses.append(2.0),
     "a number for each of many steps": lambda net: net.losses.extend([0.5] * (ITEMS + 1)),
+    "a tuple for each of many steps": lambda net: net.losses.extend((i, 0.5) for i in range(2 * FEW)),
+    "a list for each of many steps": lambda net: net.lists["x"].extend([i, np.float32(i)] for i in range(2 * FEW)),
     "deep inside": lambda net: net.settings["a"][1].add(3),
     "a number of NumPy's": lambda net: setattr(net, "best", np.mean([1.0, 2.0])),
     "the last ones": lambda net: net.window.append(np.float32(2)),
@@ -95,6 +97,7 @@ LEFT_ALONE: dict[str, Callable[[Any], object]] = {
     "an object put into a list": lambda net: net.losses.append(Odd()),
     "a large list": lambda net: setattr(net, "losses", [0] * (FLAT_ITEMS + 100)),
     "a large list of lists": lambda net: setattr(net, "losses", [[]] * (ITEMS + 1)),
+    "a large list with an object": lambda net: setattr(net, "losses", [*([i] for i in range(2 * FEW)), [Odd()]]),
     "one that has itself": lambda net: net.losses.append(net.losses),
     "a hook": lambda net: net.register_forward_hook(lambda *_: None),
     "the mode": lambda net: net.eval(),
@@ -109,6 +112,17 @@ def test_what_is_not_plain_is_left_alone(change: Callable[[Any], object]) -> Non
     before.changed()
     assert before.since() is None
     assert not attributes(here).changed()
+
+
+def test_of_a_list_that_has_grown_too_long_to_follow_the_user_is_told() -> None:
+    here = network()
+    before = attributes(here)
+    here.losses.append(2.0)
+    assert before.since() is not None
+    before.settle()
+    here.losses.extend([[]] * ITEMS)
+    with pytest.warns(UserWarning, match="`losses` of a network has more than some 100,000 items"):
+        assert before.since() is None
 
 
 def test_networks_that_keep_their_own_state_there_and_gone_ones_are_left_alone() -> None:

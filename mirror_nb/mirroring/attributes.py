@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import pickle
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from mirror_nb import plain
+from mirror_nb.errors import users_level
 from mirror_nb.noticing.kinds import WITHOUT_IDENTITY
 from mirror_nb.transfer.told import is_told
 
@@ -86,11 +88,20 @@ class _Part:
             for name, value in self.held.items()
             if name not in self.skipped and (everything or name not in before or not plain.same(value, before[name]))
         )
-        return {name: copy for name, copy in changed if copy is not plain.NOT_PLAIN}
+        copies = dict(changed)
+        for name in copies.keys() & self.copies.keys():
+            if copies[name] is plain.NOT_PLAIN and plain.is_large(self.held[name], _ATOMS):
+                warnings.warn(
+                    f"`{name}` of a network has more than some {plain.ITEMS:,} items, or {plain.FLAT_ITEMS:,} of "
+                    "numbers and strings alone: notebook and replicas hear no more of each other's changes in it. "
+                    "Keep it outside the network, or shorten it",
+                    stacklevel=users_level(),
+                )
+        return {name: copy for name, copy in copies.items() if copy is not plain.NOT_PLAIN}
 
 
 def _copied(value: object) -> Any:
-    return plain.copied(value, _ATOMS, plain.LIKE_THEM, plain.FLAT_ITEMS)
+    return plain.copied(value, _ATOMS, plain.LIKE_THEM, plain.ITEMS, plain.FLAT_ITEMS)
 
 
 def _is_others(kind: type) -> bool:
