@@ -92,6 +92,10 @@ def test_nothing_is_told_of_what_is_only_read():
         (set(), lambda held: held.add(1)),
         (deque(maxlen=2), lambda held: held.append(1)),
         (list(range(5000)), lambda held: held.append(1)),
+        (list(range(5000)), lambda held: held.__setitem__(4000, -1)),
+        (dict.fromkeys(range(5000), 0), lambda held: held.update({4000: 1})),
+        (Counter(range(5000)), lambda held: held.update([4000])),
+        (deque(range(5000)), lambda held: held.rotate()),
     ],
     ids=lambda value: type(value).__name__ if not callable(value) else "",
 )

@@ -32,9 +32,13 @@ _SKIPPED = (
     # They travel by name.
     logging.Logger,
 )
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None)})
 _ARRAYS = (torch.Tensor, np.ndarray)
-_DEPTH, _NUMBER, _LENGTH = 3, 200, 1000
-# How deep is looked, at how many objects, and up to which length what a container holds is compared.
+_DEPTH, _NUMBER, _LENGTH = 3, 200, 100_000
+# How deep is looked, at how many objects, and up to which length what a container holds is compared: in a few
+# milliseconds, as long as it took to send.
+_LOOKED_INTO = 1000
+# Of a container so many members are looked into, if they may hold something in turn.
 _Given = tuple[Sequence[Any], Mapping[str, Any]]
 # Arguments, and those by name.
 _Stays = Callable[[object], bool]
@@ -212,9 +216,11 @@ def _members(path: str, held: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(held, _Attributes):
         yield from ((f"{path}.{name}", value) for name, value in held.items())
     elif isinstance(held, dict):
-        yield from ((f"{path}[{key!r}]", value) for key, value in held.items())
-    elif isinstance(held, (list, deque)):
-        yield from ((f"{path}[{i}]", value) for i, value in enumerate(held))
+        if not _PLAIN.issuperset(map(type, held.values())):
+            some = itertools.islice(held.items(), _LOOKED_INTO)
+            yield from ((f"{path}[{key!r}]", value) for key, value in some)
+    elif isinstance(held, (list, deque)) and not _PLAIN.issuperset(map(type, held)):
+        yield from ((f"{path}[{i}]", value) for i, value in enumerate(itertools.islice(held, _LOOKED_INTO)))
 
 
 def _parts(path: str, held: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
@@ -242,7 +248,7 @@ def _others(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _same(now: Any, before: Any) -> bool:
     if isinstance(now, dict):
-        return now.keys() == before.keys() and all(value is before[key] for key, value in now.items())
+        return now.keys() == before.keys() and all(map(operator.is_, now.values(), map(before.__getitem__, now)))
     if isinstance(now, (list, deque)):
         return len(now) == len(before) and all(map(operator.is_, now, before))
     return bool(now == before)
