@@ -318,3 +318,21 @@ def test_what_a_network_got_after_it_was_sent_need_not_be_fit_to_travel(notebook
     notebook.here("lock = threading.Lock(); net.head.lock = lock")
     notebook.cell("there = hasattr(net.head, 'lock')")
     assert notebook.user_ns["there"] is False
+
+
+@pytest.mark.parametrize(
+    "held", ["[Item() for _ in range(n)]", "[add for _ in range(n)]", "{i: [i] for i in range(n)} | {-1: Item()}"]
+)
+def test_what_very_many_objects_look_up_is_watched_for_changes(notebook, held):
+    notebook.here("log, n = [], 5000\ndef add(): log.append(1)\nclass Item:\n    def __call__(self): log.append(1)")
+    notebook.here(f"held = {held}")
+    notebook.cell("one = held[-1]\none()")
+    assert notebook.user_ns["log"] == [1]
+
+
+def test_a_stand_in_that_only_a_very_long_list_has_keeps_its_value(notebook):
+    notebook.cell("import threading\nlock = threading.Lock()")
+    notebook.here("kept = [*range(5000), lock]\ndel lock")
+    notebook.cell("lock = 1")
+    notebook.cell("free = not kept[-1].locked()")
+    assert notebook.user_ns["free"] is True

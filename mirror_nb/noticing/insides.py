@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,11 @@ from mirror_nb.environment.sources import is_users
 from mirror_nb.values import PerReplica
 
 MOST = 4000
-# So many objects of a value are looked at, and so many members of one container: this is done for every cell.
+# So many objects of one class are looked at in a value, and three times as many in all: this is done for every cell.
+_TOLD_APART = 100_000
+# So many members of containers that have more than that are told apart, by their classes, in some milliseconds.
+_OF_EACH = 200
+# So many of each class are looked at then.
 
 
 def closed_over(function: types.FunctionType) -> list[object]:
@@ -47,14 +52,18 @@ def inside(value: object, is_wanted: Callable[[object], bool]) -> list[object]:
 def walk(value: object, into: Callable[[object], Iterable[object]]) -> None:
     """Go through a value: `into` gets each object that is no mere container, and returns what to go through next."""
     seen: set[int] = set()
-    queue = [value]
-    while queue and len(seen) < MOST:
+    left: collections.defaultdict[type, int] = collections.defaultdict(lambda: MOST)
+    room = _TOLD_APART
+    queue: list[Any] = [value]
+    while queue and len(seen) < 3 * MOST:
         obj = queue.pop()
-        if type(obj) in LEAVES or id(obj) in seen:
+        if type(obj) in LEAVES or id(obj) in seen or not left[type(obj)]:
             continue
         seen.add(id(obj))
+        left[type(obj)] -= 1
         if type(obj) in _PLAIN:
-            queue += _plain_members(obj)
+            queue += _plain_members(obj, room)
+            room -= min(room, len(obj)) if len(obj) > MOST else 0
             continue
         # A proxy of something that is not there, say, raises whatever it is asked.
         with contextlib.suppress(Exception):
@@ -85,11 +94,21 @@ def members(obj: object) -> Iterable[object]:
         return ()
 
 
-def _plain_members(container: Any) -> Collection[object]:
-    """Return what a container holds, as far as it may hold something in turn."""
+def _plain_members(container: Any, room: int = _TOLD_APART) -> Collection[object]:
+    """Return what a container holds, as far as it may hold something in turn; of very many some of each class."""
     held = container.values() if isinstance(container, dict) else container
+    if len(held) > MOST:
+        # From both ends: what is put into a long list is at its end.
+        sides = (held,) if isinstance(held, (set, frozenset)) else (held, reversed(held))
+        some = list(itertools.chain(*(itertools.islice(side, room // len(sides)) for side in sides)))
+        kinds = [kind for kind in dict.fromkeys(map(type, some)) if kind not in LEAVES]
+        return [one for kind in kinds for one in itertools.islice(_of(kind, some), _OF_EACH)]
     # Of numbers and strings alone: at once, not one by one.
-    return () if len(held) > MOST or LEAVES.issuperset(map(type, held)) else list(held)
+    return () if LEAVES.issuperset(map(type, held)) else list(held)
+
+
+def _of(kind: type, some: list[Any]) -> Iterator[object]:
+    return (one for one in some if type(one) is kind)
 
 
 _PLAIN = frozenset({list, tuple, dict, set})
