@@ -126,6 +126,15 @@ def test_who_only_waited_for_the_one_that_failed_is_not_the_error():
     assert "replicas 0, 2 (cuda:0, cuda:2) waited for it and were freed" in shown
 
 
+def test_an_interrupt_that_the_users_code_has_raised_is_the_error_of_those_who_waited_for_it():
+    error, shown = raised(freed(), stopped())
+    assert type(error) is KeyboardInterrupt
+    assert "raised by replica 1" in shown
+    assert "replica 0 (cuda:0) waited for it and was freed" in shown
+    error, shown = raised(stopped(), failed(ValueError("bad")))
+    assert type(error) is ValueError
+
+
 def test_who_failed_for_want_of_examples_is_told_so():
     empty, single = ValueError("no maximum of nothing"), ValueError("no variance of one")
     _, text = raised(freed(), freed(), failed(empty, shares=(0, 4)), failed(empty, shares=(0, 4)))

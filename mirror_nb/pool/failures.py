@@ -70,7 +70,9 @@ def _where(report: Report, devices: Sequence[Device]) -> list[str]:
 def _raise_users(
     failures: dict[int, Failure], devices: Sequence[Device], among: int, deaths: list[str], where: list[str]
 ) -> NoReturn:
-    primary = {r: f for r, f in failures.items() if not f.secondary and not f.interrupted}
+    own = {r: f for r, f in failures.items() if not f.secondary}
+    # Where nobody has pressed the button and nothing else has failed, the user's code has raised it.
+    primary = {r: f for r, f in own.items() if not f.interrupted} or own
     groups: dict[tuple[str, str], list[int]] = {}
     for replica_id, failure in (primary or failures).items():
         groups.setdefault((failure.type_name, failure.message), []).append(replica_id)
