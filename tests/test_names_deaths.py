@@ -225,36 +225,6 @@ def test_statistics_of_a_replica_that_died_do_not_count(run):
     assert run("equal") is True
 
 
-@pytest.mark.parametrize("end", ["%mirror stop", "%mirror restart", "all die"])
-def test_what_only_the_replicas_had_is_told_when_they_end(run, shell, end):
-    run("import torch\nbig = kept = torch.ones(300, 1000)")
-    run("%%mirrored --quiet\nbig /= 2\nmade = torch.ones(300, 1000)\nprivate = [made]")
-    run("other, held = made, [private]")
-    assert run("type(big).__name__, type(made).__name__") == ("Remote", "Remote")
-    if end == "all die":
-        with pytest.raises(ReplicaDied):
-            run("%%mirrored --quiet\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-        with pytest.raises(ReplicaError, match=r"^`made` .*: its value is lost; run the cell that makes it again$"):
-            run("made.fetch()")
-    else:
-        with capture_output() as shown:
-            shell.run_line_magic("mirror", end.split()[1])
-        assert "; lost with the replicas: made, other, private; again as before cells" in shown.stdout
-    assert run("big is kept") is True
-    assert run("repr(held[0])") == (
-        "<private: list of 1, was in the replicas alone, which have ended: its value is lost>"
-    )
-    with pytest.raises(UsageError, match=r"^`made` \(Tensor\) was in the replicas alone, which have ended: "):
-        run("made + 1")
-    with pytest.raises(NameError) as error:
-        run("%%mirrored --quiet\nmade + 1")
-    assert "`made` (Tensor) was in the replicas alone" in error.value.__notes__[0]
-    with pytest.raises(TransferError, match=r"`held` .* was in the replicas alone, which have ended"):
-        run("%%mirrored --quiet\nheld")
-    run("%%mirrored --quiet\nmade = 3")
-    assert run("made") == 3
-
-
 COMPILED = """
 import mirror_nb as mnb
 Y = X.sum(1, keepdim=True)
@@ -288,3 +258,47 @@ def test_what_a_model_was_compiled_with_that_cannot_travel_is_lost_in_a_death_an
         shell.run_cell(f"%%mirrored\n{GOES_ON.splitlines()[0]}")
     assert "except what a model was compiled with, which cannot travel" in seen.outputs[-1].data["text/plain"]
     assert run("lacks").values == (True, False)
+
+
+@pytest.mark.parametrize("changed_here", [False, True])
+def test_what_a_cell_whose_replica_died_has_changed_in_an_object_is_the_notebooks(run, changed_here):
+    run("class Log:\n    def __init__(self): self.lines = []\nlog, trainer = Log(), Log()\ntrainer.log = log")
+    run("%%mirrored --quiet\nlog.lines.append(0), trainer.lines")
+    if changed_here:
+        run("log.lines.append(0)")
+    lost(run, "log.lines.append(1); trainer.lines.append(2)")
+    lines = [0] * (1 + changed_here) + [1]
+    assert run("log.lines, trainer.lines, trainer.log is log") == (lines, [2], True)
+    run("log.lines.append(3)")
+    run("%%mirrored --quiet\nseen = log.lines, trainer.lines, trainer.log is log")
+    assert run("seen") == ([*lines, 3], [2], True)
+
+
+@pytest.mark.parametrize("end", ["%mirror stop", "%mirror restart", "all die"])
+def test_what_only_the_replicas_had_is_told_when_they_end(run, shell, end):
+    run("import torch\nbig = kept = torch.ones(300, 1000)")
+    run("%%mirrored --quiet\nbig /= 2\nmade = torch.ones(300, 1000)\nprivate = [made]")
+    run("other, held = made, [private]")
+    assert run("type(big).__name__, type(made).__name__") == ("Remote", "Remote")
+    if end == "all die":
+        with pytest.raises(ReplicaDied):
+            run("%%mirrored --quiet\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+        with pytest.raises(ReplicaError, match=r"^`made` .*: its value is lost; run the cell that makes it again$"):
+            run("made.fetch()")
+    else:
+        with capture_output() as shown:
+            shell.run_line_magic("mirror", end.split()[1])
+        assert "; lost with the replicas: made, other, private; again as before cells" in shown.stdout
+    assert run("big is kept") is True
+    assert run("repr(held[0])") == (
+        "<private: list of 1, was in the replicas alone, which have ended: its value is lost>"
+    )
+    with pytest.raises(UsageError, match=r"^`made` \(Tensor\) was in the replicas alone, which have ended: "):
+        run("made + 1")
+    with pytest.raises(NameError) as error:
+        run("%%mirrored --quiet\nmade + 1")
+    assert "`made` (Tensor) was in the replicas alone" in error.value.__notes__[0]
+    with pytest.raises(TransferError, match=r"`held` .* was in the replicas alone, which have ended"):
+        run("%%mirrored --quiet\nheld")
+    run("%%mirrored --quiet\nmade = 3")
+    assert run("made") == 3

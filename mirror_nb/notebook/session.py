@@ -485,6 +485,9 @@ class Session:
         for death in report.deaths:
             self._names.mirrors.forget_replica(death.replica_id)
         payloads = _payloads(report)
+        for death in report.deaths if payloads else ():
+            # What the others tell of an object that it had, too, is all that there is of it.
+            self._names.shared.forget_replica(death.replica_id)
         told = bool(payloads)
         while payloads and lead not in payloads:
             # It was to send the networks: of these the others have sent only what is averaged.
