@@ -129,6 +129,17 @@ def test_it_is_kept_in_the_users_cache_folder(monkeypatch, tmp_path):
     assert auto.cache_folder() == Path.home() / ".cache" / "mirror_nb"
 
 
+def test_without_a_home_nothing_is_kept(monkeypatch):
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    folder = auto.cache_folder()
+    save(folder, WHAT, TIMES)
+    assert load(folder, WHAT) is None
+
+
 def test_it_counts_for_the_same_surroundings_only(tmp_path):
     save(tmp_path, WHAT, TIMES)
     for name in ("machine", "cores", "torch", "replicas", "candidates", "threads", "format"):
@@ -155,6 +166,7 @@ def _with(content: dict, size: str, pairs: object) -> str:
         lambda text: _with(json.loads(text), "4096", [[1.0, 2.0]]),
         lambda text: _with(json.loads(text), "4096", [[1.0, float("nan")], [1.0, 1.0]]),
         lambda text: _with(json.loads(text), "4096", [[-1.0, 1.0], [1.0, 1.0]]),
+        lambda text: _with(json.loads(text), "4096", [[10**400, 1.0], [1.0, 1.0]]),
         lambda text: _with(json.loads(text), "4096", "quick"),
         lambda text: json.dumps({"what": json.loads(text)["what"]}),
     ],

@@ -195,7 +195,11 @@ def _outcome(trial: Trial) -> tuple[float, float]:
 
 def cache_folder() -> Path:
     """Return where measurements are kept: below the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mirror_nb"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mirror_nb"
+    except RuntimeError:
+        # A user of no name, as containers have them, without HOME: nothing is to be found there, or kept.
+        return Path(os.devnull) / "mirror_nb"
 
 
 def surroundings(member: Member, candidates: Sequence[CrossDeviceOps]) -> dict[str, Any]:
@@ -226,7 +230,7 @@ def load(folder: Path, what: Mapping[str, Any]) -> Times | None:
                 return None
             content = json.loads(file.read(2**20))
         return _times_of(content, what)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
