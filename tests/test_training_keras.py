@@ -19,6 +19,7 @@ import torch
 from driving import doing, launch, press_ctrl_c
 from driving import run_cell as run_one
 from torch.utils.data import DataLoader, TensorDataset
+from two_sides import with_torch
 
 import mirror_nb as mnb
 from mirror_nb.pool.local import LocalPool
@@ -1054,6 +1055,20 @@ bias = float(model.dense.bias.value[0])
     # An optimizer that knows its variables in the copy too.
     model.fit(np.ones((4, 2), "float32"), np.ones((4, 1), "float32"), verbose=0)
     assert int(model.optimizer.iterations.value) == 2
+
+
+def test_a_model_that_the_notebook_has_evaluated_learns_in_cells_as_before():
+    notebook = with_torch()
+    notebook.here("import keras, numpy as np\nx, y = np.ones((4, 2), 'float32'), np.ones((4, 1), 'float32')")
+    notebook.cell(
+        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\nmodel.compile('sgd', 'mse')\nmodel(x)"
+    )
+    # Keras has other parts in it since.
+    notebook.here("model.evaluate(x, y, verbose=0)")
+    notebook.cell(
+        "model(x).sum().backward()\nlearns = [weight.value.grad is not None for weight in model.trainable_weights]"
+    )
+    assert notebook.user_ns["learns"] == [True, True]
 
 
 def test_a_function_may_use_keras_and_torch_at_once(two):

@@ -43,6 +43,7 @@ from mirror_nb.noticing.refilling import filling, is_refillable, refill, stays_i
 from mirror_nb.pool.failures import spans
 from mirror_nb.strategies.reading import reading
 from mirror_nb.transfer import torchmetrics_objects
+from mirror_nb.transfer.keras_objects import reduce_keras
 from mirror_nb.transfer.payload import Arrivals, Payload, unpack
 from mirror_nb.transfer.told import is_told
 from mirror_nb.values import PerReplica, Remote
@@ -213,6 +214,9 @@ class Names:
         if is_told(obj):
             return self.lent.reference(obj, replicas)
         token = self._token(obj)
+        if token is None and isinstance(obj, nn.Module) and reduce_keras(obj) is not None:
+            # It goes out whole: to the parts of then belong the layers of then, which are no parts to torch.
+            self.mirrors.unmark(obj)
         if token is None or isinstance(obj, Remote):
             return token
         return token if self._holders.get(token[1], set()).issuperset(replicas) else None
