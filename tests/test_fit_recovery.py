@@ -221,6 +221,34 @@ def test_a_replica_that_dies_between_two_steps_is_missed_at_the_next(strategies,
     same(trained(made(strategy, tmp_path), callbacks=[killer]), undisturbed(2))
 
 
+class Fragile(torch.optim.SGD):
+    """Kills the replica that reads its state, once it is armed, by the controller's number in a file, and once."""
+
+    def __init__(self, parameters: Any, folder: Path) -> None:
+        super().__init__(parameters, 0.1, momentum=0.9)
+        self.armed = folder / "armed"
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.armed.exists() and self.armed.read_text() != str(os.getpid()):
+            self.armed.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().state_dict()
+
+
+def test_a_model_is_saved_whole_though_a_replica_dies_meanwhile(strategies, tmp_path):
+    strategy = strategies(2)
+    with strategy.scope():
+        model = mnb.Model(nn.Linear(4, 1))
+        model.compile(Fragile(model.parameters(), tmp_path), loss="mse")
+    model.fit(X, X[:, :1], batch_size=8, verbose=0)
+    state = model.training_state()["optimizer"]["state"]
+    (tmp_path / "armed").write_text(str(os.getpid()))
+    model.save(tmp_path / "model.pt")
+    assert not (tmp_path / "armed").exists()
+    assert (tmp_path / "model.pt").exists()
+    assert torch.equal(state[0]["momentum_buffer"], model.training_state()["optimizer"]["state"][0]["momentum_buffer"])
+
+
 class Deadly(mnb.CrossDeviceOps):
     """Kills replica 1 as it becomes its op, once."""
 

@@ -92,6 +92,9 @@ class AlonePlace(Place):
         finally:
             self._listeners.pop()
 
+    def ask(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        return self.command(fn, args, changes=False)
+
     def mend(self) -> Mended:
         return Mended({}, True)
 

@@ -202,7 +202,6 @@ class ControllerPlace(Place):
             self._let_go()
 
     def ask(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        """Call on every replica what changes nothing, or may be called twice; again where one dies meanwhile."""
         return self._answered(lambda attempt: self.command(fn, args, changes=False))
 
     def _let_go(self) -> None:

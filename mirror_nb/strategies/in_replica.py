@@ -219,6 +219,9 @@ class ReplicaPlace(Place):
         finally:
             self._listeners.pop()
 
+    def ask(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        return self.command(fn, args, changes=False)
+
     def mend(self) -> Mended:
         return Mended({}, True)
 

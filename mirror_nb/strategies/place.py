@@ -110,6 +110,10 @@ class Place(ABC):
         """
 
     @abstractmethod
+    def ask(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """As `command`, of what changes nothing, or may be called twice: again where a replica dies meanwhile."""
+
+    @abstractmethod
     def mend(self) -> Mended:
         """Start dead replicas anew, with what a survivor has, and bring survivors to one step.
 

@@ -512,7 +512,7 @@ class Model(nn.Module):
             return driver.with_current_settings(dict(self._pending), self._optimizer)
         place = self.strategy._place
         arguments = (self.strategy, self._optimizer, self._scheduler)
-        states = place.every(place.command(job.optimizer_state, arguments, changes=False))[0]
+        states = place.every(place.ask(job.optimizer_state, arguments))[0]
         history = self._history.state_dict() if self._history is not None else History().state_dict()
         last: dict[str, Any] = {"epoch": 0, "step": 0, "total_steps": 0, "feed": None, "random": {}, "scaler": None}
         last |= {"grouped": 0, "gradients": [], "accumulators": [], "callbacks": {}}
