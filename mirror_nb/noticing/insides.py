@@ -19,8 +19,8 @@ from mirror_nb.values import PerReplica
 
 MOST = 4000
 # So many objects of one class are looked at in a value, and three times as many in all: this is done for every cell.
-_TOLD_APART = 100_000
-# So many members of containers that have more than that are told apart, by their classes, in some milliseconds.
+_TOLD_APART = 25 * MOST
+# Of containers that have more members MOST are told apart by their classes, half a millisecond; so many of a value.
 _OF_EACH = 200
 # So many of each class are looked at then.
 
@@ -63,7 +63,7 @@ def walk(value: object, into: Callable[[object], Iterable[object]]) -> None:
         left[type(obj)] -= 1
         if type(obj) in _PLAIN:
             queue += _plain_members(obj, room)
-            room -= min(room, len(obj)) if len(obj) > MOST else 0
+            room -= min(room, MOST) if len(obj) > MOST else 0
             continue
         # A proxy of something that is not there, say, raises whatever it is asked.
         with contextlib.suppress(Exception):
@@ -94,13 +94,13 @@ def members(obj: object) -> Iterable[object]:
         return ()
 
 
-def _plain_members(container: Any, room: int = _TOLD_APART) -> Collection[object]:
+def _plain_members(container: Any, room: int = MOST) -> Collection[object]:
     """Return what a container holds, as far as it may hold something in turn; of very many some of each class."""
     held = container.values() if isinstance(container, dict) else container
     if len(held) > MOST:
         # From both ends: what is put into a long list is at its end.
         sides = (held,) if isinstance(held, (set, frozenset)) else (held, reversed(held))
-        some = list(itertools.chain(*(itertools.islice(side, room // len(sides)) for side in sides)))
+        some = list(itertools.chain(*(itertools.islice(side, min(room, MOST) // len(sides)) for side in sides)))
         kinds = [kind for kind in dict.fromkeys(map(type, some)) if kind not in LEAVES]
         return [one for kind in kinds for one in itertools.islice(_of(kind, some), _OF_EACH)]
     # Of numbers and strings alone: at once, not one by one.
