@@ -447,7 +447,8 @@ def test_the_state_of_an_optimizer_that_the_notebook_has_by_another_name_lives_o
 
 @pytest.mark.parametrize("run", ["%%mirrored\n"], indirect=True)
 def test_a_state_that_went_with_a_name_in_the_replicas_costs_calls_of_a_strategy_nothing(run):
-    run("import mirror_nb as mnb\nown = mnb.MirroredStrategy(['cpu:0', 'cpu:1'])\nmany = [optimizer, *range(5000)]")
+    run("import mirror_nb as mnb\nown = mnb.MirroredStrategy(['cpu:0', 'cpu:1'])")
+    run("many = [*range(5000), optimizer, *range(5000)]")
     run("before = own.mirror(optimizer); own.mirror(model)")
     run("def step():\n    model(x).sum().backward(); before.step()\nown.run(step); before.state_dict(); del before")
     run(THERE + "\ndel scheduler")
@@ -456,17 +457,17 @@ def test_a_state_that_went_with_a_name_in_the_replicas_costs_calls_of_a_strategy
     with pytest.warns(UserWarning, match="state of this AdamW was in the replicas.*replicas go on with theirs"):
         assert run("own.run(lambda: 1)") == 1
     with pytest.raises(UsageError, match="the state of this AdamW was in the replicas"):
-        run("many[0].state_dict()")
+        run("many[5000].state_dict()")
     run("own.close()")
 
 
 @pytest.mark.parametrize("run", ["%%mirrored\n"], indirect=True)
 def test_a_state_that_went_with_a_name_in_the_replicas_is_an_error_where_it_is_looked_at(run):
     run(THERE + "\ndel scheduler")
-    # So many are not looked through before each cell.
-    run("many = [optimizer, *range(5000)]")
+    # What is in the middle of so many is not looked at before each cell.
+    run("many = [*range(5000), optimizer, *range(5000)]")
     run("%%mirrored\noptimizer = torch.optim.SGD(model.parameters(), 0.5)\nimport gc; gc.collect()")
-    run("before = many[0]")
+    run("before = many[5000]")
     run("%%mirrored\noptimizer = torch.optim.SGD(model.parameters(), 0.5)\nimport gc; gc.collect()")
     assert run("type(optimizer).__name__, type(before).__name__") == ("SGD", "AdamW")
     with pytest.raises(

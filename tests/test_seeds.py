@@ -136,6 +136,7 @@ def test_who_gives_the_replicas_a_seed_keeps_it():
 
 @pytest.mark.parametrize("imports", ["import torch, mirror_nb as mnb", "import mirror_nb as mnb, torch"])
 def test_a_script_seeds_before_it_uses_a_name(imports):
-    source = f"{imports}\ntorch.manual_seed(9)\nfrom mirror_nb import seeds\nprint(seeds.seeded()['torch'][1])"
+    told = "from mirror_nb.environment import seeds\nprint(seeds.seeded()['torch'][1])"
+    source = f"{imports}\ntorch.manual_seed(9)\n{told}"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
     assert done.stdout == "9\n", done.stderr

@@ -50,7 +50,8 @@ def two() -> Iterator[mnb.MirroredStrategy]:
 def test_a_process_that_has_set_nothing_tells_nothing(own):
     torch.set_default_dtype(torch.float32)
     assert changes(current(), current()) is None
-    fresh = "from mirror_nb import Model, surroundings as it; print(it.changes(it.at_start(), it.current()))"
+    made = "from mirror_nb import Model; from mirror_nb.environment import surroundings as it"
+    fresh = f"{made}; print(it.changes(it.at_start(), it.current()))"
     done = subprocess.run([sys.executable, "-c", fresh], capture_output=True, text=True, timeout=120)
     assert done.stdout == "None\n", done.stderr
 
