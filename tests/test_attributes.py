@@ -137,7 +137,7 @@ def test_networks_that_keep_their_own_state_there_and_gone_ones_are_left_alone()
 
 
 class Keeps(nn.Module):
-    OF_ONE_PROCESS = frozenset({"strategy", "steps"})
+    _OF_ONE_PROCESS = frozenset({"strategy", "steps"})
 
     def __init__(self) -> None:
         super().__init__()

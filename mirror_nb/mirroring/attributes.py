@@ -110,7 +110,7 @@ def _is_others(kind: type) -> bool:
 
 def _skipped(kind: type) -> frozenset[str]:
     """Attributes that no process has from another: torch's own, and those that the class says."""
-    own: frozenset[str] | None = getattr(kind, "OF_ONE_PROCESS", None)
+    own: frozenset[str] | None = getattr(kind, "_OF_ONE_PROCESS", None)
     return _INTERNAL if own is None else _INTERNAL | own
 
 

@@ -716,7 +716,7 @@ class Namespace:
 def _for_replicas(packed: Iterable[object]) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Return what networks have that no pickle of theirs has, but that another replica is to get."""
     networks = (obj for obj in packed if isinstance(obj, nn.Module))
-    return [(each, {name: vars(each)[name] for name in getattr(type(each), "OF_REPLICAS", ())}) for each in networks]
+    return [(each, {name: vars(each)[name] for name in getattr(type(each), "_OF_REPLICAS", ())}) for each in networks]
 
 
 def _alone(exported: dict[str, Export]) -> list[str]:

@@ -221,7 +221,7 @@ class Outgoing:
 def told_inside(network: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the optimizers, schedulers and scalers that a network's parts have as attributes, or in lists or dicts."""
     for path, part in network.named_modules():
-        stays = getattr(type(part), "OF_ONE_PROCESS", ())
+        stays = getattr(type(part), "_OF_ONE_PROCESS", ())
         for name, value in [item for item in vars(part).items() if item[0] not in stays]:
             items = (
                 value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()

@@ -87,9 +87,9 @@ class Model(nn.Module):
     _advised: bool
     # Once: what would make its steps faster was looked for.
     stop_training: bool
-    OF_ONE_PROCESS = frozenset({*_OURS, "_updates", "_scheduled"})
+    _OF_ONE_PROCESS = frozenset({*_OURS, "_updates", "_scheduled"})
     # Attributes that no other process gets when they change.
-    OF_REPLICAS = ("_settings", "_optimizer", "_scheduler", "_history", "_pending", "_last")
+    _OF_REPLICAS = ("_settings", "_optimizer", "_scheduler", "_history", "_pending", "_last")
     # Those that one which takes a dead replica's place gets from another.
     _was_compiled = False
     # Anywhere: other processes and copies get this, and not the settings.
