@@ -513,6 +513,11 @@ def read_component(variable: Variable) -> Tensor:
     return component(variable)
 
 
+def read_components(variables: Sequence[Variable]) -> tuple[Tensor, ...]:
+    """For the controller: the components of the replica that this is called on."""
+    return tuple(map(component, variables))
+
+
 def copy_component(variable: Variable, copy: Variable) -> None:
     """For the controller: give the copy the component of the replica that this is called on."""
     bare(copy).copy_(bare(variable))

@@ -93,6 +93,32 @@ def test_a_sum_of_whole_numbers_takes_operations_in_place_from_outside(two):
     assert int(count) == 9
 
 
+def test_many_variables_are_read_by_one_request(two, monkeypatch):
+    with two.scope():
+        many = [mnb.Variable(float(i), aggregation="only_first_replica") for i in range(9)]
+        apart, large = (mnb.Variable(torch.zeros(n), trainable=False, aggregation="mean") for n in (1, 1 << 18))
+
+    def change() -> None:
+        for variable in (*many[1:], large):
+            variable.assign_add(torch.ones(variable.shape))
+        apart.add_(1.0 + replica_id())
+
+    two.run(change)
+    asked: list[int] = []
+    ask = two._place.ask
+    monkeypatch.setattr(two._place, "ask", lambda fn, args: asked.append(len(*args)) or ask(fn, args))
+    square = many[0] * many[0]
+    assert [float(v) for v in many] == [0.0, *map(float, range(2, 10))]
+    assert float(large[0]) == 1.0
+    assert len(asked) == 2, "what is large comes by itself, what differs for who reads it"
+    with pytest.warns(UserWarning, match="differ"):
+        assert float(apart) == 1.0
+    two.run(change)
+    assert float(many[1]) == 3.0
+    square.backward()
+    assert many[0].grad == 0.0, "it is not written to where it has not changed"
+
+
 def test_on_a_batch_replicas_draw_different_random_numbers(two):
     torch.manual_seed(3)
     batch = next(iter(two.distribute_dataset(torch.zeros(4), batch_size=4)))

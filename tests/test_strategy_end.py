@@ -362,12 +362,12 @@ def test_what_fails_when_a_strategy_is_closed_is_told_and_costs_nothing_else_its
     home = strategy._place._home
     keep = home.keep
 
-    def lose(variable: mnb.Variable) -> None:
+    def lose(variable: mnb.Variable, fetched: Any) -> None:
         if variable is broken:
             raise RuntimeError("lost on the way")
-        keep(variable)
+        keep(variable, fetched)
 
-    monkeypatch.setattr(type(home), "keep", lambda self, variable: lose(variable))
+    monkeypatch.setattr(type(home), "keep", lambda self, variable, fetched: lose(variable, fetched))
     with pytest.warns(UserWarning, match="without the latest values of the Variable 'broken': lost on the way"):
         strategy.close()
     assert float(value) == 2.0

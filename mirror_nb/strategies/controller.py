@@ -667,9 +667,11 @@ class ControllerPlace(Place):
         if self.stale:
             yield "networks", self.refresh
         objects = self._objects.all()
-        for obj in objects:
-            if isinstance(obj, Variable) and self._objects.is_sent(obj):
-                yield f"the Variable {obj.name!r}", functools.partial(self._home.keep, obj)
+        variables = [obj for obj in objects if isinstance(obj, Variable) and self._objects.is_sent(obj)]
+        # All by one request, and each by itself: what cannot be kept costs the others nothing.
+        fetched = functools.cache(lambda: self._home.fetched(variables))
+        for variable in variables:
+            yield f"the Variable {variable.name!r}", functools.partial(self._home.keep, variable, fetched)
         for obj in objects:
             if isinstance(obj, torch.optim.Optimizer):
                 yield f"the {type(obj).__name__}", functools.partial(self._states.read, obj)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
 from torch import Tensor
@@ -17,18 +17,22 @@ from mirror_nb.variables import (
     SyncOnReadVariable,
     Variable,
     apply_assign,
+    bare,
     component,
     component_variable,
     copy_component,
     copy_of,
     distributed,
     read_component,
+    read_components,
     set_trained,
     writes_to,
 )
 
 NEVER = -1
 # Of `_seen`, the number of calls after which the tensor here had the replicas' value.
+ALONG = 1 << 20
+# Bytes of other Variables that are brought up to date with one that is read: many are mostly read one by one.
 
 
 class Replicas(Protocol):
@@ -89,10 +93,10 @@ class ControllerHome:
         """All that was written to the tensor here is known wherever the components are."""
         variable._writes = writes_to(variable)  # type: ignore[attr-defined]
 
-    def keep(self, variable: Variable) -> None:
-        """Bring the components here for good: the replicas are about to end."""
-        components = self.components(variable)
-        variable._kept = {i: component_variable(variable, own) for i, own in components.items()}  # type: ignore[attr-defined]
+    def keep(self, variable: Variable, fetched: Callable[[], Mapping[Variable, Sequence[Tensor]]]) -> None:
+        """Keep the components here for good, as they are among those `fetched`: the replicas are about to end."""
+        components = fetched()[variable]
+        variable._kept = {i: component_variable(variable, own) for i, own in enumerate(components)}  # type: ignore[attr-defined]
         if not variable.is_read_together:
             self._take_first(variable, components)
 
@@ -102,10 +106,13 @@ class ControllerHome:
         if kept:
             return {i: component(own) for i, own in kept.items()}
         if self._replicas.has_sent(variable):
-            values = self._replicas.ask(read_component, (variable,))
-        else:
-            values = [component(variable)] * self._replicas.num_replicas
-        return dict(enumerate(values))
+            return dict(enumerate(self.fetched([variable])[variable]))
+        return dict.fromkeys(range(self._replicas.num_replicas), component(variable))
+
+    def fetched(self, variables: Sequence[Variable]) -> dict[Variable, tuple[Tensor, ...]]:
+        """Return the components of each of these Variables, all of which the replicas have, by one request."""
+        parts = self._replicas.ask(read_components, (tuple(variables),))
+        return dict(zip(variables, zip(*parts, strict=True), strict=True))
 
     def assign(self, variable: Variable, how: str, value: Any) -> Any:
         if isinstance(value, DistributedValues):
@@ -144,18 +151,39 @@ class ControllerHome:
         return component(variable)
 
     def refresh(self, variable: Variable) -> None:
-        seen: int = getattr(variable, "_seen", NEVER)
-        if seen == self._replicas.calls or not self._replicas.has_sent(variable):
+        if not self._is_behind(variable) or not self._replicas.has_sent(variable):
             return
-        self._take_first(variable, self.components(variable))
-        variable._seen = self._replicas.calls  # type: ignore[attr-defined]
+        self.wrote(variable)
+        for each, components in self.fetched([variable, *self._behind(variable)]).items():
+            # Where those of another one differ, that is told to who reads it.
+            if each is variable or not _have_parted(each, components):
+                self._take_first(each, components)
+                each._seen = self._replicas.calls  # type: ignore[attr-defined]
 
-    def _take_first(self, variable: Variable, components: Mapping[int, Tensor]) -> None:
-        first, *others = components.values()
-        apply_assign(variable, "assign", first)
-        self._settle(variable)
-        apart = variable.is_read_together or variable.aggregation is VariableAggregation.NONE
-        if not (apart or variable.warned or all(same(first, other) for other in others)):
+    def _is_behind(self, variable: Variable) -> bool:
+        seen: int = getattr(variable, "_seen", NEVER)
+        return seen != self._replicas.calls
+
+    def _behind(self, variable: Variable) -> list[Variable]:
+        """Return other Variables whose values here are old, and that are small together."""
+        found, room = [], ALONG
+        for reference in list(self._sent.values()):
+            other = reference()
+            if other is None or other is variable or other.is_read_together or not self._is_behind(other):
+                continue
+            size = bare(other).nbytes
+            if size <= room and self._replicas.has_sent(other):
+                found.append(other)
+                room -= size
+        return found
+
+    def _take_first(self, variable: Variable, components: Sequence[Tensor]) -> None:
+        first = components[0]
+        if not same(component(variable), first):
+            # Not otherwise: autograd may hold it for a backward to come.
+            apply_assign(variable, "assign", first)
+            self._settle(variable)
+        if not variable.warned and _have_parted(variable, components):
             variable.warned = True
             warn_of_parted(variable)
 
@@ -209,6 +237,12 @@ class ControllerHome:
 
     def is_elsewhere(self, variable: Variable) -> bool:
         return self._replicas.has_sent(variable)
+
+
+def _have_parted(variable: Variable, components: Sequence[Tensor]) -> bool:
+    """Whether components differ that are meant to be equal."""
+    apart = variable.is_read_together or variable.aggregation is VariableAggregation.NONE
+    return not apart and not all(same(components[0], other) for other in components[1:])
 
 
 def _kept(variable: Variable) -> Mapping[int, Variable]:
