@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mirror_nb.errors import TransferError
-from mirror_nb.mirroring.mirrors import Mirrors, averaged_statistics, graft, load, structure, tensors
+from mirror_nb.mirroring.grafting import graft
+from mirror_nb.mirroring.mirrors import Mirrors
+from mirror_nb.mirroring.networks import averaged_statistics, load, structure, tensors
 from mirror_nb.strategies.reading import Reading
 from mirror_nb.tensors.checksums import bits
 from mirror_nb.transfer.payload import pack, unpack

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import mirror_nb as mnb
-from mirror_nb.mirroring.mirrors import graft
+from mirror_nb.mirroring.grafting import graft
 
 X = torch.arange(32.0).reshape(8, 4).sin()
 

@@ -6,28 +6,42 @@ place. Knows payloads and torch, no replicas and no channel.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import nn
-from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 
-from mirror_nb.environment.replaced import Replaced
 from mirror_nb.errors import TransferError
-from mirror_nb.held_variables import attribute_variables, is_elsewhere, part_of, read_together_in, whole
-from mirror_nb.mirroring import lazy
+from mirror_nb.held_variables import is_elsewhere, part_of, read_together_in, whole
 from mirror_nb.mirroring.attributes import Attributes, set_attributes
+from mirror_nb.mirroring.grafting import graft
 from mirror_nb.mirroring.handles import Handles
-from mirror_nb.tensors.checksums import checksums
-from mirror_nb.tensors.layouts import address
+from mirror_nb.mirroring.networks import (
+    ATTRIBUTES,
+    FLAGS,
+    all_parameters,
+    all_values,
+    averaged_statistics,
+    give,
+    kept_equal,
+    load,
+    mirrored_values,
+    parameters_of,
+    parts_below,
+    places,
+    structure,
+    sums,
+    training_modes,
+    versions,
+)
+from mirror_nb.mirroring.registrations import registrations
 from mirror_nb.transfer.payload import Arrivals
-from mirror_nb.variables import SyncOnReadVariable, bare, take_from_outside
+from mirror_nb.variables import bare
 
 Moved = tuple[nn.Parameter, str, str]
 # A parameter, and the handle and the name under which the other side has it.
@@ -52,49 +66,10 @@ class _Mark:
     parts: list[weakref.ref[nn.Module]]
     training: list[bool | None]
     trained: list[torch.Tensor]
-    # Every part's parameters, in the order of `_flags`.
+    # Every part's parameters, in the order of `parameters_of`.
     own: dict[str, nn.Parameter | None]
     # The network's own parameters, without its parts'.
     attributes: Attributes
-
-
-class _Registrations:
-    """Counts every part that any network of the process registers or lets go of, and conversions of networks."""
-
-    def __init__(self) -> None:
-        self.count = self.conversions = 0
-        self._watching = False
-
-    def watch(self) -> None:
-        if not self._watching:
-            self._watching = True
-            hooks.register_module_module_registration_hook(self._registered)
-            hooks.register_module_parameter_registration_hook(self._registered)
-            hooks.register_module_buffer_registration_hook(self._registered)
-            # There are no hooks for what goes or is put between, nor for a parameter that is None.
-            for owner, name in _UNTOLD:
-                Replaced(owner, name, after=self._registered)
-            # `network.double()` and the like put other buffers in the place of those that there are. By a name of
-            # torch's own: without it, only networks that have parameters tell that they were converted.
-            if hasattr(nn.Module, "_apply"):
-                Replaced(nn.Module, "_apply", after=self._converted)
-
-    def _registered(self, *_: object) -> None:
-        self.count += 1
-
-    def _converted(self, *_: object, **__: object) -> None:
-        self.conversions += 1
-
-
-_UNTOLD = (
-    (nn.Module, "__delattr__"),
-    (nn.Module, "register_parameter"),
-    (nn.ModuleDict, "__delitem__"),
-    (nn.ModuleDict, "clear"),
-    (nn.ModuleList, "insert"),
-    (nn.Sequential, "insert"),
-)
-_registrations = _Registrations()
 
 
 class Mirrors:
@@ -184,7 +159,7 @@ class Mirrors:
         As `prune.l1_unstructured(layer, "weight")` makes `weight_orig` of the weight, which optimizers have.
         """
         places = self._places()
-        for part, name, parameter in _all_parameters(modules):
+        for part, name, parameter in all_parameters(modules):
             known = places.get(id(parameter), [])
             if known and (self.find_handle(part), name) not in known:
                 yield parameter, *known[0]
@@ -195,7 +170,7 @@ class Mirrors:
         As `layer.weight = nn.Parameter(…)` puts them: who has the old one, an optimizer say, keeps that.
         """
         places = self._places()
-        for part, name, parameter in _all_parameters(modules):
+        for part, name, parameter in all_parameters(modules):
             mark = self._marks.get(self.find_handle(part) or "")
             if id(parameter) not in places and mark is not None and mark.own.get(name) is not None:
                 yield parameter
@@ -238,10 +213,10 @@ class Mirrors:
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         """Return the networks that travelled as such, not as a part of another that lives, with their handles."""
-        if self._bereft or self._counted != _registrations.count:
-            self._bereft, self._counted = False, _registrations.count
+        if self._bereft or self._counted != registrations.count:
+            self._bereft, self._counted = False, registrations.count
             marked = {handle: module for handle, module in self.all().items() if handle in self._marks}
-            parts = _parts(marked.values())
+            parts = parts_below(marked.values())
             self._roots.update(handle for handle, module in marked.items() if id(module) not in parts)
         return [(handle, module) for handle in sorted(self._roots) if (module := self.find(handle)) is not None]
 
@@ -251,13 +226,13 @@ class Mirrors:
         mark = self._marks.get(handle or "")
         if mark is None or handle is None:
             return None
-        if mark.registrations != _registrations.count:
+        if mark.registrations != registrations.count:
             if mark.structure != structure(module) or mark.places != places(module):
                 return None
-            self._marks[handle] = replace(mark, registrations=_registrations.count)
-        elif mark.conversions != _registrations.conversions:
+            self._marks[handle] = replace(mark, registrations=registrations.count)
+        elif mark.conversions != registrations.conversions:
             # Of what was on the meta device the parameters are others, too.
-            own = _parameters(list(map(vars, module.modules())))
+            own = parameters_of(list(map(vars, module.modules())))
             if list(map(id, own)) != list(map(id, mark.trained)):
                 return None
         return handle
@@ -281,21 +256,21 @@ class Mirrors:
             self._changes += 1
             self.statistics.pop(handle, None)
             self._held.pop(handle, None)
-            _registrations.watch()
+            registrations.watch()
             named = dict(kept_equal(module))
             watched = tuple(named.values())
             parts = [weakref.ref(part) for part in module.modules()]
             self._marks[handle] = _Mark(
                 structure(module),
                 places(module),
-                _registrations.count,
-                _registrations.conversions,
+                registrations.count,
+                registrations.conversions,
                 tuple(named),
                 watched,
-                _versions(watched),
+                versions(watched),
                 parts,
-                _training(parts),
-                _parameters(list(map(vars, module.modules()))),
+                training_modes(parts),
+                parameters_of(list(map(vars, module.modules()))),
                 dict(module._parameters),
                 Attributes(module.modules()),
             )
@@ -326,7 +301,7 @@ class Mirrors:
         """
         for handle, _ in self.roots():
             if handle in self._marks:
-                self._held[handle] = _sums(self._marks[handle].tensors)
+                self._held[handle] = sums(self._marks[handle].tensors)
 
     def let_go(self) -> None:
         """Nobody writes to them until they are read again."""
@@ -336,18 +311,18 @@ class Mirrors:
         """Whether the network's values have changed since `mark`: by what autograd counts, or since `remember`."""
         handle = self.find_handle(module) or ""
         mark = self._marks.get(handle)
-        if mark is None or mark.versions != _versions(mark.tensors) or mark.training != _training(mark.parts):
+        if mark is None or mark.versions != versions(mark.tensors) or mark.training != training_modes(mark.parts):
             return True
         return mark.attributes.changed() or self._exchanged(handle, module) or bool(self._overwritten(handle, mark))
 
     def _exchanged(self, handle: str, module: nn.Module) -> bool:
         """Whether a conversion has given the network other tensors than at `mark`."""
         mark = self._marks[handle]
-        if mark.conversions == _registrations.conversions:
+        if mark.conversions == registrations.conversions:
             return False
         if mark.structure != structure(module):
             return True
-        self._marks[handle] = replace(mark, conversions=_registrations.conversions)
+        self._marks[handle] = replace(mark, conversions=registrations.conversions)
         return False
 
     def _overwritten(self, handle: str, mark: _Mark) -> set[str]:
@@ -355,7 +330,7 @@ class Mirrors:
         held = self._held.get(handle)
         if held is None:
             return set()
-        return {name for name, was, now in zip(mark.names, held, _sums(mark.tensors), strict=True) if was != now}
+        return {name for name, was, now in zip(mark.names, held, sums(mark.tensors), strict=True) if was != now}
 
     def attributes(self, module: nn.Module, everything: bool = False) -> torch.Tensor | None:
         """Return the plain attributes that have changed since `mark`, or all, for `load`; None if there are none."""
@@ -371,7 +346,7 @@ class Mirrors:
         now = dict(kept_equal(module))
         # What was on the meta device and has got memory is another tensor.
         moved = [tensor.is_meta for tensor in mark.tensors] != [tensor.is_meta for tensor in now.values()]
-        replaced = list(map(id, mark.trained)) != list(map(id, _parameters(list(map(vars, module.modules())))))
+        replaced = list(map(id, mark.trained)) != list(map(id, parameters_of(list(map(vars, module.modules())))))
         return not same or replaced or mark.names != tuple(now) or mark.places != places(module) or moved
 
     def outgrown(self, module: nn.Module) -> bool:
@@ -399,10 +374,10 @@ class Mirrors:
         mark = self._marks.get(handle)
         if mark is None or self.known(module) is not None:
             return {}
-        now, training = _versions(mark.tensors), _training(mark.parts)
+        now, training = versions(mark.tensors), training_modes(mark.parts)
         overwritten = self._overwritten(handle, mark)
         if overwritten:
-            self._held[handle] = _sums(mark.tensors)
+            self._held[handle] = sums(mark.tensors)
         values = {
             name: tensor.detach()
             for i, (name, tensor) in enumerate(zip(mark.names, mark.tensors, strict=True))
@@ -430,10 +405,10 @@ class Mirrors:
             there = dict(zip(mark.names, mark.tensors, strict=True))
             with torch.no_grad():
                 for name in state.keys() & there.keys():
-                    _give(there[name], state[name])
+                    give(there[name], state[name])
             if ATTRIBUTES in state:
                 set_attributes([reference() for reference in mark.parts], state[ATTRIBUTES])
-            self._marks[handle] = replace(mark, versions=_versions(mark.tensors))
+            self._marks[handle] = replace(mark, versions=versions(mark.tensors))
 
     def written(self, module: nn.Module) -> set[str]:
         """Return the names of the values that were written to, or replaced, since `mark`.
@@ -444,7 +419,7 @@ class Mirrors:
         if handle is None:
             return set()
         mark = self._marks[handle]
-        was, now, same_mode = mark.versions, _versions(mark.tensors), mark.training == _training(mark.parts)
+        was, now, same_mode = mark.versions, versions(mark.tensors), mark.training == training_modes(mark.parts)
         names = {ATTRIBUTES} if mark.attributes.changed() else set()
         names |= self._overwritten(handle, mark)
         if now == was and same_mode and not self._exchanged(handle, module):
@@ -452,7 +427,7 @@ class Mirrors:
         names |= set() if same_mode and now[2::3] == was[2::3] else {FLAGS}
         before = dict(zip(map(id, mark.tensors), zip(was[::3], was[1::3], strict=True), strict=True))
         own = [(name, tensor) for name, tensor in kept_equal(module) if not is_lazy(tensor)]
-        return names | {name for name, t in own if before.get(id(t)) != tuple(_versions([t])[:2])}
+        return names | {name for name, t in own if before.get(id(t)) != tuple(versions([t])[:2])}
 
     def reference(self, obj: object) -> Any:
         """For `pack`: a token for a network, or a parameter of one, that the other side has; else None."""
@@ -467,7 +442,7 @@ class Mirrors:
         return None
 
     def _parameter_token(self, parameter: nn.Parameter) -> Any:
-        now = self._changes, _registrations.count
+        now = self._changes, registrations.count
         if self._tokens_of != now:
             self._tokens = self._parameter_tokens()
             self._tokens_of = now
@@ -503,244 +478,6 @@ class Mirrors:
         return found
 
 
-def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and tensors of a network: parameters, then buffers (those not in state_dict too)."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def kept_equal(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and tensors of a network whose values both sides bring each other, Variables it has too.
-
-    Not a Variable whose components are the other side's, and are asked for by themselves.
-    """
-    seen = set()
-    for name, tensor in _all_values(module):
-        if id(tensor) not in seen and not is_elsewhere(tensor):
-            seen.add(id(tensor))
-            yield name, tensor
-
-
-def _all_values(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return itertools.chain(tensors(module), attribute_variables(module))
-
-
-def _all_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield each parameter of each part of these, with the part and its name there."""
-    for part in dict.fromkeys(part for module in modules for part in module.modules()):
-        yield from ((part, name, held) for name, held in part._parameters.items() if held is not None)
-
-
-def structure(module: nn.Module) -> tuple[int, ...]:
-    """Return what changes when parts of the network are replaced, but not when values are."""
-    parts = list(module.modules())
-    # Past named_parameters, which brings the replicas' values here first: nobody wants to see them.
-    held = [vars(part).get(kind, {}) for part in parts for kind in ("_parameters", "_buffers")]
-    found = (id(tensor) for tensors in held for tensor in tensors.values() if tensor is not None)
-    return (*map(id, parts), *dict.fromkeys(found))
-
-
-def places(module: nn.Module) -> tuple[object, ...]:
-    """Return what is where in the network: a part, or a tensor, may be in several places."""
-    parts, chain = list(map(vars, module.modules())), itertools.chain.from_iterable
-    # What torch has scripted keeps its parts in something else.
-    children, parameters, buffers = (
-        [held for part in parts if isinstance(held := part.get(kind), dict)] for kind in _HELD
-    )
-    order: dict[int, int] = {}
-    # Which tensors they are, `structure` tells.
-    seen = [order.setdefault(own, len(order)) for own in map(id, chain(map(dict.values, (*parameters, *buffers))))]
-    return (*chain((*children, *parameters, *buffers)), *map(id, chain(map(dict.values, children))), *seen)
-
-
-_HELD = ("_modules", "_parameters", "_buffers")
-FLAGS = "flags()"
-# A name that no tensor of a network has: under it is which of its parts are in training mode, and what is trained.
-ATTRIBUTES = "attributes()"
-# Likewise, for plain attributes that have changed.
-
-
-def mirrored_values(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what is equal on both sides: the network's tensors by name, those that have values, and its flags."""
-    flags = [2 if flag is None else flag for flag in _flags(module.modules())]
-    held = {name: bare(tensor) for name, tensor in kept_equal(module) if not is_lazy(tensor)}
-    return {**held, FLAGS: torch.tensor(flags, dtype=torch.uint8, device="cpu")}
-
-
-def _training(parts: list[weakref.ref[nn.Module]]) -> list[bool | None]:
-    """Return whether each part is in training mode, None if it does not know, or is gone."""
-    return [None if (part := reference()) is None else vars(part).get("training") for reference in parts]
-
-
-def _flags(modules: Iterable[nn.Module]) -> list[bool | None]:
-    """Return whether each part is in training mode, None if it does not know, and which parameters are trained."""
-    parts = list(map(vars, modules))
-    return [part.get("training") for part in parts] + [p.requires_grad for p in _parameters(parts)]
-
-
-def _parameters(parts: list[dict[str, Any]]) -> list[torch.Tensor]:
-    # Past __getattr__, which brings the replicas' values here first.
-    return [p for part in parts for p in part.get("_parameters", {}).values() if p is not None]
-
-
-def _set_flags(module: nn.Module, flags: list[int]) -> None:
-    parts = list(module.modules())
-    parameters = _parameters(list(map(vars, parts)))
-    if len(flags) != len(parts) + len(parameters):
-        # Parts were replaced on one side: it goes out whole.
-        return
-    for part, flag in zip(parts, flags, strict=False):
-        if flag != 2:
-            part.training = bool(flag)
-    for parameter, flag in zip(parameters, flags[len(parts) :], strict=True):
-        if parameter.requires_grad != flag:
-            # No method: those that have no values yet refuse it.
-            parameter.requires_grad = bool(flag)
-
-
-def _versions(watched: Sequence[torch.Tensor]) -> list[int]:
-    """Return autograd's count of writes of each tensor, its address, and whether it is trained."""
-    counts: list[int] = []
-    # Past subclasses' own ways: those that have no values yet have no address, either.
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
-            for tensor in watched:
-                # Together: where to find each of them takes longer than to read it.
-                counts += (tensor._version, address(tensor), tensor.requires_grad)
-        except RuntimeError:
-            # Of what was made in inference mode nobody counts the writes.
-            counts = [each for t in watched for each in (_writes_to(t), address(t), t.requires_grad)]
-    return counts
-
-
-def _writes_to(tensor: torch.Tensor) -> int:
-    return _sums([tensor])[0] if tensor.is_inference() else tensor._version
-
-
-def _sums(watched: Iterable[torch.Tensor]) -> list[int]:
-    return checksums(torch.empty(0) if is_lazy(tensor) else bare(tensor) for tensor in watched)
-
-
-def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Give the network other values, in place, so that optimizers and views keep its tensors."""
-    own = dict(kept_equal(module))
-    with torch.no_grad():
-        for name, value in state.items():
-            if name == FLAGS:
-                _set_flags(module, value.tolist())
-            elif name == ATTRIBUTES:
-                set_attributes(list(module.modules()), value)
-            elif name in own:
-                # Others are Variables that are asked for by themselves, or that the other side alone has got since.
-                lazy.take_shape(own[name], value)
-                _give(own[name], value)
-    lazy.settle(module)
-
-
-def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    if isinstance(tensor, SyncOnReadVariable):
-        # The other side has what all components make together.
-        take_from_outside(tensor, value)
-    elif tensor.dtype == value.dtype and tensor.shape == value.shape:
-        # What was made in inference mode is written to in that alone.
-        with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
-            tensor.copy_(value)
-    else:
-        # It was converted on the other side, by `module.double()` for instance, or has grown there.
-        gradient, tensor.grad = tensor.grad, None
-        tensor.data = value.to(tensor.device, copy=True)
-        if gradient is not None and gradient.shape == tensor.shape:
-            # Converted along, as by the module's own methods: the next backward pass adds to it.
-            tensor.grad = gradient.to(tensor.dtype)
-
-
-def graft(
-    new: Iterable[nn.Module],
-    here: Callable[[nn.Module], nn.Module | None],
-    moved: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
-    replacing: Iterable[torch.Tensor] = (),
-) -> dict[int, nn.Module]:
-    """Make the networks that are here what the `new` ones are, with their own parts and tensors.
-
-    `here` gives what stands for a part of a new one already, None: nothing does. `moved` are parameters of new ones,
-    each with the one that stands for it, of another place; for those `replacing` none does. Returns what became of
-    the new ones' parts, by the id of each. All at once: they may share parts, or have exchanged some.
-    """
-    new = list(new)
-    became: dict[int, nn.Module] = {}
-    tensors_of = {id(parameter): parameter for parameter in replacing}
-    stands: dict[int, nn.Module | None] = {}
-    # By the id of a new part: what stands for it already.
-
-    def tensor(own: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
-        if value is None:
-            return None
-        if id(value) not in tensors_of:
-            alike = own is not None and type(own) is type(value) and own.is_meta == value.is_meta
-            keeps = alike and not is_lazy(value)
-            if keeps and own is not None and own is not value:
-                _give(own, value)
-                if own.requires_grad != value.requires_grad:
-                    own.requires_grad = value.requires_grad
-            tensors_of[id(value)] = own if keeps and own is not None else value
-        return tensors_of[id(value)]
-
-    def part(_: object, value: nn.Module | None) -> nn.Module | None:
-        if value is None or id(value) in became:
-            return None if value is None else became[id(value)]
-        own = stands[id(value)]
-        result = became[id(value)] = value if own is None else own
-        had, has = vars(result).copy(), vars(value).copy()
-        for kind in ("_parameters", "_buffers", "_modules"):
-            keep: Callable[[Any, Any], Any] = part if kind == "_modules" else tensor
-            has[kind] = type(has[kind])((name, keep(had[kind].get(name), held)) for name, held in has[kind].items())
-        # Past the ways of `nn.Module`, which would see parts registered.
-        vars(result).clear()
-        vars(result).update(has)
-        return result
-
-    with torch.no_grad():
-        for parameter, same in moved:
-            tensor(same, parameter)
-        # First those of what is here: a part that is new may share one (`head.weight = embedding.weight`).
-        for value in {id(value): value for module in new for value in module.modules()}.values():
-            own = stands[id(value)] = _made_one_of(type(value), here(value))
-            if own is not None:
-                for kind in ("_parameters", "_buffers"):
-                    for name, held in vars(value)[kind].items():
-                        tensor(vars(own)[kind].get(name), held)
-        for module in new:
-            part(None, module)
-    # No hook tells: another strategy may have the network too, as it was.
-    _registrations.count += 1
-    return became
-
-
-def _parts(networks: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of all parts of these networks, however deep."""
-    parts: set[int] = set()
-    queue = [child for network in networks for child in network.children()]
-    while queue:
-        part = queue.pop()
-        if id(part) not in parts:
-            parts.add(id(part))
-            queue += part.children()
-    return parts
-
-
-def _made_one_of(kind: type[nn.Module], module: nn.Module | None) -> nn.Module | None:
-    """Return the module, from now on of this class; None where Python does not let it be one.
-
-    Another class is what `parametrizations.weight_norm(layer)` gives the layer, which is the same layer all the same.
-    """
-    if module is not None and type(module) is not kind:
-        try:
-            module.__class__ = kind
-        except TypeError:
-            return None
-    return module
-
-
 def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.Tensor]]], owner: int) -> None:
     """Copy what the replicas sent into the networks here: the owner's values, averaged statistics of all."""
     loaded = []
@@ -759,7 +496,7 @@ def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.
         }
         averaged |= together.keys()
         # These are asked for by themselves.
-        averaged -= {name for name, held in _all_values(module) if is_elsewhere(held)}
+        averaged -= {name for name, held in all_values(module) if is_elsewhere(held)}
         for r, sent in states.items():
             if handle in sent:
                 shares[r] = {name: value for name, value in sent[handle].items() if name in averaged}
@@ -784,38 +521,3 @@ def absorb_states(mirrors: Mirrors, states: dict[int, dict[str, dict[str, torch.
         # When all have their values: networks may share tensors.
         mirrors.mark(module)
     mirrors.statistics.update(told)
-
-
-def averaged_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the running statistics that replicas average when they are read from outside (DESIGN decision 7)."""
-    kept = {}
-    for prefix, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
-            for name in ("running_mean", "running_var"):
-                kept[f"{prefix}.{name}" if prefix else name] = part._buffers[name]
-    return {name: value for name, value in kept.items() if value is not None and not is_lazy(value)}
-
-
-def told_by_all(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what every replica tells of a network, not its owner alone: what is averaged, and components."""
-    return {**averaged_statistics(module), **components_in(module)}
-
-
-def components_in(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this process's components of a network's Variables that are made one when they are read from outside."""
-    return {name: bare(held) for name, held in read_together_in(kept_equal(module)).items()}
-
-
-def called(module: nn.Module) -> str:
-    """Return what to call a network on a screen: its class and size, `ResNet, 11.2 M parameters`."""
-    inner = list(module._modules.values())
-    if type(module).__module__.startswith("mirror_nb.") and len(inner) == 1 and inner[0] is not None:
-        # A wrapper of ours; the user's is inside.
-        return called(inner[0])
-    # Not by parameters(): that would bring the replicas' values here first.
-    held = (p for part in module.modules() for p in part._parameters.values())
-    count = sum(p.numel() for p in held if p is not None and not is_lazy(p))
-    size = next(
-        (f"{count / unit:.3g} {name}" for name, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if count >= unit), ""
-    )
-    return f"{type(module).__name__}, {size or count} parameters"

@@ -29,7 +29,7 @@ from mirror_nb.environment import modes
 from mirror_nb.errors import PoolClosed, TransferError, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Again, Bind, CommSent, Fetch, LoadModules, Reduces, RunCell, Source
-from mirror_nb.mirroring.mirrors import called
+from mirror_nb.mirroring.networks import called
 from mirror_nb.notebook.advising import LEAST_SECONDS, CellAdvice
 from mirror_nb.notebook.closing_line import ClosingLine, lost_values, mended, shortened
 from mirror_nb.notebook.lent import Lent

@@ -37,14 +37,8 @@ from mirror_nb.messages import (
     travels,
 )
 from mirror_nb.mirroring.attributes import named_attributes, names_by_id
-from mirror_nb.mirroring.mirrors import (
-    ATTRIBUTES,
-    Mirrors,
-    components_in,
-    load,
-    mirrored_values,
-    told_by_all,
-)
+from mirror_nb.mirroring.mirrors import Mirrors
+from mirror_nb.mirroring.networks import ATTRIBUTES, components_in, load, mirrored_values, told_by_all
 from mirror_nb.noticing.kinds import has_an_identity
 from mirror_nb.noticing.refilling import REFILLED, filling, is_trained, refill
 from mirror_nb.readable import size

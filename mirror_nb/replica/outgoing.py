@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from mirror_nb.errors import TransferError
-from mirror_nb.mirroring.mirrors import Mirrors, tensors
+from mirror_nb.mirroring.mirrors import Mirrors
+from mirror_nb.mirroring.networks import tensors
 from mirror_nb.replica.objects import Objects
 from mirror_nb.tensors.layouts import nbytes
 from mirror_nb.tensors.sharded import has_sharded

@@ -26,7 +26,8 @@ from mirror_nb.environment import modes, surroundings
 from mirror_nb.errors import ContextError, ReplicaDied, UsageError, users_level
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
-from mirror_nb.mirroring.mirrors import absorb_states, called
+from mirror_nb.mirroring.mirrors import absorb_states
+from mirror_nb.mirroring.networks import called
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
 from mirror_nb.pool.recovery import compare, recover

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from mirror_nb.errors import JobLost, ReplicaError
-from mirror_nb.mirroring import mirrors
+from mirror_nb.mirroring import networks
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.training import offer, trials
@@ -255,7 +255,7 @@ def _align(seat: Seat, model: Model, optimizer: Optimizer | None, scheduler: Any
         return
     source = counts.index(max(counts))
     with torch.no_grad():
-        seat.hand_out([tensor for _, tensor in mirrors.tensors(model)], source)
+        seat.hand_out([tensor for _, tensor in networks.tensors(model)], source)
     mine = states_of(optimizer, scheduler) if seat.replica_id == source else None
     states = seat.collect(mine)[source]
     if seat.replica_id != source:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from mirror_nb.data.batches import map_leaves
 from mirror_nb.errors import UsageError
-from mirror_nb.mirroring import mirrors
+from mirror_nb.mirroring import networks
 from mirror_nb.replica.decisions import OfAll
 from mirror_nb.replica.whole import whole
 from mirror_nb.strategies.seat import Seat
@@ -63,7 +63,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = buffers = list(model.buffers())
-        statistics = {id(each) for each in mirrors.averaged_statistics(model).values()}
+        statistics = {id(each) for each in networks.averaged_statistics(model).values()}
         self._silent = {i for i, buffer in enumerate(buffers) if id(buffer) in statistics}
         # torch's normalisation writes to them and does not count it.
         self._kept = [buffer.detach().clone() for buffer in buffers]

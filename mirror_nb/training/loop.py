@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mirror_nb.collectives.segments import Address
 from mirror_nb.data.batches import map_leaves
 from mirror_nb.errors import TrainingStopped
-from mirror_nb.mirroring import mirrors
+from mirror_nb.mirroring import networks
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.telemetry.samples import Mark
 from mirror_nb.training.settings import CompileSettings
@@ -341,7 +341,7 @@ def average_statistics(seat: Seat, model: nn.Module) -> None:
     """Give every replica the mean of all running statistics: what is read from outside (DESIGN decision 7)."""
     if seat.num_replicas == 1:
         return
-    statistics = [s for s in mirrors.averaged_statistics(model).values() if s.is_floating_point()]
+    statistics = [s for s in networks.averaged_statistics(model).values() if s.is_floating_point()]
     if statistics:
         with torch.no_grad():
             flat = torch.cat([each.reshape(-1) for each in statistics])

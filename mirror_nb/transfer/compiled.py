@@ -76,7 +76,7 @@ def _backend_of(backend: Any) -> dict[str, Any]:
 
 _OURS = (
     *("gradients", "steps", "telemetry", "collectives", "replica", "pool", "strategies"),
-    *("tensors.checksums", "tensors.layouts", "environment.replaced", "mirroring.mirrors"),
+    *("tensors.checksums", "tensors.layouts", "environment.replaced", "mirroring"),
     *("transfer.told", "transfer.keras_objects"),
 )
 # Where code of ours is that runs within what users compile. Not training: its layers are part of networks.
