@@ -97,6 +97,7 @@ def _flags(modules: Iterable[nn.Module]) -> list[bool | None]:
 
 
 def parameters_of(parts: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """Return the parameters of parts that are given by their `vars`, in their order."""
     # Past __getattr__, which brings the replicas' values here first.
     return [p for part in parts for p in part.get("_parameters", {}).values() if p is not None]
 
@@ -136,6 +137,7 @@ def _writes_to(tensor: torch.Tensor) -> int:
 
 
 def sums(watched: Iterable[torch.Tensor]) -> list[int]:
+    """Return a checksum of each tensor; of one that has no value yet as of an empty one."""
     return checksums(torch.empty(0) if is_lazy(tensor) else bare(tensor) for tensor in watched)
 
 
@@ -156,6 +158,7 @@ def load(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor of a network another value, in place; it takes on another shape or type where it has to."""
     if isinstance(tensor, SyncOnReadVariable):
         # The other side has what all components make together.
         take_from_outside(tensor, value)
