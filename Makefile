@@ -71,7 +71,7 @@ chaos: $(VENV)/.has-test
 	  --report benchmarks/results/chaos.txt
 
 leaks: $(VENV)/.has-test
-	MIRROR_NB_LEAKS=long $(BIN)/python -m pytest tests/test_leaks.py --timeout 7200 -q
+	MIRROR_NB_LEAKS=long $(BIN)/python -m pytest tests/test_leaks.py --timeout 7200 -o faulthandler_timeout=7200 -q
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo.png
