@@ -139,6 +139,8 @@ class RunCell(_Compact):
     # True on the one replica whose networks and results travel to the controller whole.
     sources: tuple[Source, ...] = ()
     # Of the functions among `names`.
+    submodules: tuple[str, ...] = ()
+    # Modules that the source reaches through others, `a.b` in `a.b.c`: imported in the notebook, maybe there alone.
     partial: bool = False
     # True: some replicas do not run this cell, so that nothing in it may wait for all.
     widgets: bool = True

@@ -177,6 +177,14 @@ def test_a_name_that_only_changes_in_place_is_mentioned():
     assert {"items", "model", "f", "helper"} <= names.mentioned
 
 
+def test_attributes_of_names_and_imports_of_submodules_are_told():
+    source = "import a.b.c, d, e.f as g\nfrom h.i import j\ndef k():\n    import l.m\n    return n.o.p(q.r)[0].s"
+    names = cell_names(f"{source}\nget_ipython().run_cell_magic('time', '', 'import t.u\\nv.w')")
+    assert names.imported == {"a.b.c", "t.u"}
+    assert {("n", "o", "p"), ("q", "r"), ("v", "w")} <= names.paths
+    assert not any("s" in path for path in names.paths)
+
+
 # ---------------------------------------------------------------------- against Python's own symbol table
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e"])

@@ -159,3 +159,37 @@ def test_an_edited_module_is_the_same_in_cells_and_with_run(write, run, first, t
     write(2)
     run(then)
     assert [line for look in LOOKS for line in run(look)][: len(after)] == after
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Iterator[None]:
+    """A package that imports none of its modules itself."""
+    for n, folder in enumerate(["mirror_nb_outer", "mirror_nb_outer/inner"]):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text(f"VALUE = {n}\n")
+    for n in range(4):
+        (tmp_path / f"mirror_nb_outer/inner/part{n}.py").write_text(f"VALUE = {n + 2}\n")
+    yield
+    for name in [name for name in sys.modules if name.startswith("mirror_nb_outer")]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("package")
+def test_a_module_of_a_package_that_one_side_imports_is_there_on_the_other(run):
+    assert run("%%mirrored\nimport mirror_nb_outer\nprint(mirror_nb_outer.VALUE, flush=True)") == ["0"]
+    run("import mirror_nb_outer.inner.part0")
+    assert run("%%mirrored\nprint(mirror_nb_outer.inner.part0.VALUE, flush=True)") == ["2"]
+    run("import mirror_nb_outer.inner.part1")
+    assert run("%%mirrored\ndef get(): return mirror_nb_outer.inner.part1.VALUE\nprint(get(), flush=True)") == ["3"]
+    run("%%mirrored\nif True: import mirror_nb_outer.inner.part2")
+    assert run("print(mirror_nb_outer.inner.part2.VALUE)") == ["4"]
+
+
+@pytest.mark.usefixtures("package")
+def test_what_a_function_of_run_lacks_of_a_package_may_be_imported_after_it_has_failed(run):
+    run("import mirror_nb_outer, mirror_nb as mnb\nstrategy = mnb.MirroredStrategy(['cpu:0', 'cpu:1'])")
+    run("def get(): return mirror_nb_outer.inner.part3.VALUE")
+    with pytest.raises(AttributeError, match="inner"):
+        run("strategy.run(get)")
+    run("import mirror_nb_outer.inner.part3")
+    assert run("print(strategy.run(get))") == ["5"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import sys
 import types
 import xml.dom.minidom
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from cloudpickle import cloudpickle
 
 from mirror_nb.transfer import pickler
-from mirror_nb.transfer.submodules import find_imported_submodules
+from mirror_nb.transfer.submodules import find_imported_submodules, reached
 
 
 def as_cloudpickle_does(code: types.CodeType, modules: list[Any]) -> set[str]:
@@ -47,6 +48,15 @@ def test_the_same_submodules_are_found(function: Callable[[], object], modules: 
     wanted = as_cloudpickle_does(function.__code__, modules)
     assert {module.__name__ for module in found} == {sys.modules[name].__name__ for name in wanted}
     assert wanted or not function.__code__.co_names
+
+
+def test_paths_lead_through_submodules_as_far_as_there_are_some():
+    here = types.ModuleType("somewhere")
+    names = {"torch": torch, "F": F, "xml": xml, "os": os, "here": here, "number": 1}
+    here.minidom = xml.dom.minidom  # type: ignore[attr-defined]
+    paths = [("torch", "nn", "Linear", "forward"), ("F", "relu"), ("xml", "dom", "minidom"), ("os", "path", "join")]
+    paths += [("number", "real"), ("missing", "part"), ("here", "minidom"), ("torch", "not_there")]
+    assert reached(paths, names) == ("torch.nn", "xml.dom", "xml.dom.minidom", "os.path")
 
 
 def test_cloudpickle_asks_here():

@@ -52,6 +52,7 @@ from mirror_nb.readable import aligned, duration, size
 from mirror_nb.replica.shell import cell_numbers, learn, source_of
 from mirror_nb.strategies.mirrored import SETUP
 from mirror_nb.transfer.payload import Payload, closing_slab, pack
+from mirror_nb.transfer.submodules import bring, reached
 from mirror_nb.transfer.told import is_told
 from mirror_nb.values import Remote
 
@@ -327,6 +328,7 @@ class Session:
                 self._enter(closing, parcels, report)
                 self._lent.take_changes(report, replicas[0])
                 closing.returned = self._absorb(report, replicas[0])
+                self._import_too(names.imported)
                 self._level()
             report.interrupted = report.interrupted or interrupt.came
             closing.mixed = self._note_mixed(report)
@@ -347,6 +349,13 @@ class Session:
             self._shell.user_ns[options.out] = closing.returned.result
             return None
         return self._shown(report, replicas[0], closing.returned.result)
+
+    def _import_too(self, submodules: Iterable[str]) -> None:
+        """Import what the replicas have imported of packages, where the package has a name here."""
+        for path in submodules:
+            if isinstance(self._shell.user_ns.get(path.partition(".")[0]), types.ModuleType):
+                with contextlib.suppress(ImportError):
+                    bring([path])
 
     def _explain_lacking(self, report: Report) -> None:
         """Say below a NameError if the replicas that had the name are gone."""
@@ -417,6 +426,7 @@ class Session:
                 partial=len(replicas) < self._running().size,
                 owner=replica_id == replicas[0],
                 sources=self._sources(parcel, replica_id),
+                submodules=reached(sorted(names.paths), self._shell.user_ns),
                 widgets=getattr(self._shell, "kernel", None) is not None,
                 holdings=self._names.holdings(replica_id),
                 modes=modes.current(),

@@ -31,6 +31,10 @@ class CellNames:
     # Every name that occurs at all, outside the inner scopes that own it.
     bound: frozenset[str]
     # Bound by the cell on some path.
+    paths: frozenset[tuple[str, ...]] = frozenset()
+    # Attributes of names, wherever they occur: ("a", "b", "c") for `a.b.c`.
+    imported: frozenset[str] = frozenset()
+    # `a.b` of each `import a.b` that binds `a`.
 
 
 def cell_names(source: str) -> CellNames:
@@ -51,7 +55,18 @@ def cell_names(source: str) -> CellNames:
         frozenset(reader.read | (late - reader.bound)),
         frozenset(reader.mentioned | late),
         frozenset(reader.bound),
+        frozenset(reader.paths.union(filter(None, map(_path, ast.walk(tree))))),
+        frozenset(reader.imported),
     )
+
+
+def _path(node: ast.AST) -> tuple[str, ...] | None:
+    """Return the attributes that an expression is of a name, with the name; None for another one."""
+    attributes: list[str] = []
+    while isinstance(node, ast.Attribute):
+        attributes.append(node.attr)
+        node = node.value
+    return (node.id, *reversed(attributes)) if attributes and isinstance(node, ast.Name) else None
 
 
 def _globals_of_functions(scope: symtable.SymbolTable, inside: bool = False) -> set[str]:
@@ -82,6 +97,9 @@ class _Reader:
         self.read: set[str] = set()
         self.mentioned: set[str] = set()
         self.bound: set[str] = set()
+        self.paths: set[tuple[str, ...]] = set()
+        # Of the Python in magics.
+        self.imported: set[str] = set()
 
     def walk(self, statements: Iterable[ast.stmt], known: set[str]) -> set[str]:
         for statement in statements:
@@ -131,6 +149,7 @@ class _Reader:
                 after = self.walk(node.orelse, after)
                 return self.walk(node.finalbody, after | known)
             case ast.Import() | ast.ImportFrom():
+                self.imported |= {a.name for a in node.names if "." in a.name and not a.asname}
                 return self._bind({(a.asname or a.name).partition(".")[0] for a in node.names}, known)
             case ast.Assign():
                 self._load([node.value], known)
@@ -201,6 +220,8 @@ class _Reader:
             inner = cell_names(_TRANSFORMER.transform_cell(_MAGIC_OPTIONS.sub("", text).lstrip()))
             self._note(set(inner.read), known)
             self.mentioned |= inner.mentioned
+            self.paths |= inner.paths
+            self.imported |= inner.imported
             names |= inner.bound
         return names
 

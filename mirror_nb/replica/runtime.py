@@ -69,7 +69,7 @@ from mirror_nb.steps.recorder import Recorder
 from mirror_nb.steps.steering import Steering
 from mirror_nb.tensors.checksums import checksums
 from mirror_nb.tensors.sharded import is_sharded
-from mirror_nb.transfer import raised
+from mirror_nb.transfer import raised, submodules
 from mirror_nb.transfer.payload import Arrivals, NotRebuilt, Packed, Payload, closing_slab, pack
 from mirror_nb.values import Shares
 
@@ -382,6 +382,7 @@ class Replica:
             self.partial = cell.partial
             try:
                 with self._interruptible(number):
+                    submodules.bring(cell.submodules)
                     end = shell.run(cell.source, cell.count)
                 if end.error is not None:
                     failure = self.failure(end.error, end.traceback)

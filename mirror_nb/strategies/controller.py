@@ -315,7 +315,11 @@ class ControllerPlace(Place):
         finally:
             for sent in packed:
                 sent.close()
-        return self._taken(fn, report, plain)
+        try:
+            return self._taken(fn, report, plain)
+        except BaseException:
+            self._functions.drop(fn)
+            raise
 
     def _prepared(
         self,

@@ -61,6 +61,11 @@ class Functions:
                 known = [weakly.get(id(obj), obj) for obj in captured]
                 self._kept[function] = (known, list(weakly.values()), plain, payload)
 
+    def drop(self, function: Any) -> None:
+        """Pickle a function anew that has failed: it may lack a submodule, which its caller imports next."""
+        if type(function) is types.FunctionType:
+            self._kept.pop(function, None)
+
     def forget(self) -> None:
         """Forget all: what travelled by reference is known by other names."""
         self._kept.clear()
