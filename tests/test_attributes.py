@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mirror_nb.mirroring.attributes import Attributes, names_by_id, names_in, set_attributes
@@ -49,6 +54,12 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a default": lambda net: net.lists["x"].append(1),
     "a list that becomes a number": lambda net: setattr(net, "losses", 3),
     "an object that becomes plain": lambda net: setattr(net, "kind", None),
+    "a function of a module": lambda net: setattr(net, "activation", torch.relu),
+    "a function that Python wrote": lambda net: setattr(net[2], "activation", F.silu),
+    "a class": lambda net: setattr(net, "norm", nn.LayerNorm),
+    "a size": lambda net: setattr(net, "kind", torch.Size([2])),
+    "a layout": lambda net: setattr(net, "kind", torch.channels_last),
+    "a file": lambda net: setattr(net, "kind", Path("model.pt")),
 }
 
 
@@ -91,7 +102,11 @@ class Odd:
 LEFT_ALONE: dict[str, Callable[[Any], object]] = {
     "an object": lambda net: setattr(net, "odd", Odd()),
     "a tensor": lambda net: setattr(net, "cache", torch.ones(2)),
-    "a function": lambda net: setattr(net, "act", torch.relu),
+    "a function of the notebook": lambda net: setattr(net, "act", lambda x: x),
+    "a method": lambda net: setattr(net, "act", net.losses.append),
+    "a partial call of a function of the notebook": lambda net: setattr(net, "act", functools.partial(lambda x: x)),
+    "a partial call with an object": lambda net: setattr(net, "act", functools.partial(torch.relu, Odd())),
+    "a class of the notebook": lambda net: setattr(net, "norm", type("Mine", (nn.LayerNorm,), {})),
     "a device, which is each process's own": lambda net: setattr(net, "device", torch.device("cpu")),
     "a list with an object": lambda net: setattr(net, "losses", [Odd()]),
     "an object put into a list": lambda net: net.losses.append(Odd()),
@@ -112,6 +127,35 @@ def test_what_is_not_plain_is_left_alone(change: Callable[[Any], object]) -> Non
     before.changed()
     assert before.since() is None
     assert not attributes(here).changed()
+
+
+def test_a_partial_call_comes_with_what_it_gives() -> None:
+    here, there = network(), network()
+    before = attributes(here)
+    here.activation = functools.partial(functools.partial(F.leaky_relu, inplace=False), negative_slope=0.5)  # type: ignore[assignment]
+    told = before.since()
+    assert told is not None
+    set_attributes(list(there.modules()), told)
+    activation: Any = there.activation
+    assert activation(torch.tensor([-1.0, 1.0])).tolist() == [-0.5, 1.0]
+
+
+def test_what_cannot_be_imported_is_an_error_where_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = network(), network()
+    before = attributes(here)
+    module = types.ModuleType("mirror_nb_gone")
+    exec("def f(x): return x", vars(module))
+    monkeypatch.setitem(sys.modules, "mirror_nb_gone", module)
+    here.activation, here.temperature = module.f, 2.0
+    told = before.since()
+    assert told is not None
+    monkeypatch.delitem(sys.modules, "mirror_nb_gone")
+    set_attributes(list(there.modules()), told)
+    assert there.temperature == 2.0
+    activation: Any = there.activation
+    with pytest.raises(ImportError, match=r"mirror_nb_gone\.f, an attribute of a network, cannot be imported"):
+        activation(1)
+    assert attributes(there).since(everything=True) is not None
 
 
 def test_of_a_list_that_has_grown_too_long_to_follow_the_user_is_told() -> None:

@@ -21,7 +21,7 @@ from IPython.core.events import EventManager, available_events
 
 import mirror_nb as mnb
 from mirror_nb.environment import surroundings
-from mirror_nb.environment.reporting import Filter, filters, set_filters, settle
+from mirror_nb.environment.reporting import Filter, Logger, filters, rest, set_filters, set_loggers, settle
 from mirror_nb.environment.surroundings import changes, current, follow
 
 
@@ -238,6 +238,43 @@ def test_a_file_that_cannot_be_written_is_told_and_costs_nothing_else(own, tmp_p
     assert told is not None
     with pytest.warns(UserWarning, match=r"what replicas log does not go to .*lines\.log"):
         follow(told)
+
+
+def test_a_librarys_logger_is_set_again_when_the_library_is_imported_and_sets_its_own(own, tmp_path, monkeypatch):
+    (tmp_path / "mirror_nb_logs.py").write_text(
+        "import logging\nlogging.getLogger('mirror_nb_logs').setLevel(logging.INFO)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    logger = logging.getLogger("mirror_nb_logs")
+    rest()
+    set_loggers((Logger("mirror_nb_logs", logging.ERROR, None, False, ()),))
+    importlib.import_module("mirror_nb_logs")
+    assert logger.level == logging.ERROR
+    # More of it is imported.
+    logger.setLevel(logging.INFO)
+    settle()
+    assert logger.level == logging.ERROR
+    logger.setLevel(logging.DEBUG)
+    settle()
+    assert logger.level == logging.DEBUG, "only once"
+    rest()
+
+
+def test_a_library_that_user_code_imports_is_set_up_by_that_from_then_on(own, tmp_path, monkeypatch):
+    (tmp_path / "mirror_nb_logs_too.py").write_text(
+        "import logging\nlogging.getLogger('mirror_nb_logs_too').setLevel(logging.INFO)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    logger = logging.getLogger("mirror_nb_logs_too")
+    set_loggers((Logger("mirror_nb_logs_too", logging.ERROR, None, False, ()),))
+    settle()
+    importlib.import_module("mirror_nb_logs_too")
+    assert logger.level == logging.ERROR
+    logger.setLevel(logging.DEBUG)
+    rest()
+    settle()
+    assert logger.level == logging.DEBUG
+    rest()
 
 
 def test_a_logger_that_a_replica_has_set_up_for_itself_stays(own):

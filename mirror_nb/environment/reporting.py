@@ -18,6 +18,8 @@ import cloudpickle
 import numpy as np
 import torch
 
+from mirror_nb.environment.imported import when_imported
+
 # --------------------------------------------------------------------------- warnings
 
 
@@ -108,11 +110,32 @@ def set_filters(wanted: tuple[Filter, ...]) -> None:
 
 
 def settle() -> None:
-    """User code is about to run: set the filters whose modules have been imported since."""
+    """User code is about to run: set the filters, and loggers, whose modules have been imported since."""
+    global _users_turn
+    _users_turn = True
+    for package in [package for package in _unset if package in sys.modules]:
+        for one in _unset.pop(package):
+            _set_level(one)
     for module in _waiting:
         if module in sys.modules:
             set_filters(_waiting[module])
             return
+
+
+def rest() -> None:
+    """User code has ended."""
+    global _users_turn
+    _users_turn = False
+
+
+def imported() -> None:
+    """Set loggers of packages that have just been imported: a package sets its own then."""
+    for package in _unset:
+        for one in _unset[package] if package in sys.modules else ():
+            _set_level(one)
+    if _users_turn:
+        # What it sets after that stays. Else more of the package may be imported before it is its turn.
+        settle()
 
 
 def _path(category: Any) -> str:
@@ -195,10 +218,15 @@ def set_loggers(wanted: tuple[Logger, ...]) -> None:
     logging.disable(set_up.pop("").level if "" in set_up else logging.NOTSET)
     # Another replica writes the same lines into the same file.
     first = os.environ.get("RANK", "0") == "0"
+    _unset.clear()
     for name in sorted(_handlers.keys() | set_up.keys()):
-        one, logger = set_up.get(name, _fresh(name)), logging.getLogger(None if name == "root" else name)
-        logger.setLevel(one.level)
-        logger.disabled = one.disabled
+        one = set_up.get(name, _fresh(name))
+        logger = _set_level(one)
+        package = name.partition(".")[0]
+        if one.propagates is None and package not in sys.modules:
+            # Imported here, it sets its own once more, which an import anew in the other process does not.
+            _unset.setdefault(package, []).append(one)
+            when_imported(package, f"{__name__}:{imported.__name__}")
         if one.propagates is not None:
             logger.propagate = one.propagates
         for handler in _handlers.pop(name, []):
@@ -220,6 +248,18 @@ _handlers: dict[str, list[logging.Handler]] = {}
 # Of loggers that were set up as in another process: those that were made for it.
 _filters: dict[str, list[Any]] = {}
 # Likewise.
+
+
+_users_turn = False
+_unset: dict[str, list[Logger]] = {}
+# By package that is not imported here: loggers that it sets up.
+
+
+def _set_level(one: Logger) -> logging.Logger:
+    logger = logging.getLogger(None if one.name == "root" else one.name)
+    logger.setLevel(one.level)
+    logger.disabled = one.disabled
+    return logger
 
 
 def _fresh(name: str) -> Logger:

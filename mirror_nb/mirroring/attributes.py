@@ -2,13 +2,18 @@
 
     model.temperature = 0.5    model.dropout.p = 0.1    self.losses.append(loss)
 
-And which of the others have a name besides: self.config = config. Knows torch; knows no replicas and no channel.
+Also functions and classes of modules, `layer.activation = F.gelu`, which every process finds by their names. And which
+of the others have a name besides: self.config = config. Knows torch; knows no replicas and no channel.
 """
 
 from __future__ import annotations
 
+import functools
+import io
 import operator
+import pathlib
 import pickle
+import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -20,11 +25,14 @@ from torch import nn
 from mirror_nb import plain
 from mirror_nb.errors import users_level
 from mirror_nb.noticing.kinds import WITHOUT_IDENTITY
+from mirror_nb.transfer.pickler import travels_by_name
 from mirror_nb.transfer.told import is_told
 
 _INTERNAL = frozenset(vars(nn.Module()))
-_ATOMS = plain.ATOMS | {torch.dtype} | {np.dtype(code).type for code in np.typecodes["All"] if code not in "OV"}
+_ATOMS = plain.ATOMS | {np.dtype(code).type for code in np.typecodes["All"] if code not in "OV"}
 # NumPy's numbers too: what the mean of a list is, say.
+_ATOMS |= {torch.dtype, torch.layout, torch.memory_format, torch.Size, range, slice, type(pathlib.Path())}
+# No devices, which are each process's own.
 _OTHERS = ("keras.", "torchmetrics.", "mirror_nb.transfer.ddp.", "torch._dynamo.", "torch.jit.")
 # Packages whose networks keep in attributes what only goes with other states of theirs.
 
@@ -75,7 +83,7 @@ class _Part:
         # Of plain attributes that are none.
         for name, value in self.held.items():
             if name not in self.skipped:
-                if type(value) in _ATOMS:
+                if type(value) in _ATOMS or _is_found_by_name(value):
                     self.names.append(name)
                     self.atoms.append(value)
                 elif (copy := _copied(value)) is not plain.NOT_PLAIN:
@@ -101,7 +109,20 @@ class _Part:
 
 
 def _copied(value: object) -> Any:
+    if _is_found_by_name(value):
+        return value
     return plain.copied(value, _ATOMS, plain.LIKE_THEM, plain.ITEMS, plain.FLAT_ITEMS)
+
+
+def _is_found_by_name(value: object) -> bool:
+    """Whether it is a function or a class of a module, or a partial call of one."""
+    if isinstance(value, functools.partial):
+        given = _copied([value.args, value.keywords, vars(value)])
+        return type(value) is functools.partial and given is not plain.NOT_PLAIN and _is_found_by_name(value.func)
+    if isinstance(value, types.BuiltinFunctionType):
+        # Those of a module, none that is bound to an object.
+        return value.__self__ is None or isinstance(value.__self__, types.ModuleType | type)
+    return isinstance(value, types.FunctionType | type) and travels_by_name(value)
 
 
 def _is_others(kind: type) -> bool:
@@ -116,10 +137,26 @@ def _skipped(kind: type) -> frozenset[str]:
 
 def set_attributes(parts: Sequence[nn.Module | None], changes: torch.Tensor) -> None:
     """Give a network's parts, of which some may be gone, the attributes that another process had."""
-    for i, values in pickle.loads(changes.numpy().tobytes()).items():
+    for i, values in _Unpickler(io.BytesIO(changes.numpy().tobytes())).load().items():
         part = parts[i] if i < len(parts) else None
         if part is not None:
             vars(part).update(values)
+
+
+@final
+class _Unpickler(pickle.Unpickler):
+    """What cannot be imported in this process is an error for who calls it, and costs no other attribute its value."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError) as reason:
+            why = f"{module}.{name}, an attribute of a network, cannot be imported in this process: {reason}"
+
+        def missing(*_: object, **__: object) -> None:
+            raise ImportError(why)
+
+        return missing
 
 
 def names_by_id(names: Iterable[tuple[str, object]]) -> dict[int, list[str]]:

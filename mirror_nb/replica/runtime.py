@@ -265,6 +265,7 @@ class Replica:
             self.recorder.end()
         except BaseException as error:
             failure = self.failure(error)
+        reporting.rest()
         sources.note()
         seconds = time.perf_counter() - began
         payload = packed.payload if packed is not None else None
