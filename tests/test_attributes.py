@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
 import sys
 import types
@@ -127,6 +129,49 @@ def test_what_is_not_plain_is_left_alone(change: Callable[[Any], object]) -> Non
     before.changed()
     assert before.since() is None
     assert not attributes(here).changed()
+
+
+@dataclasses.dataclass
+class Settings:
+    dropout: float = 0.5
+    sizes: list[int] = dataclasses.field(default_factory=list)
+    other: Any = None
+
+
+@pytest.mark.parametrize("make", [Settings, lambda: argparse.Namespace(**vars(Settings()))])
+def test_what_is_plain_in_settings_comes_into_those_that_are_there(make: Callable[[], Any]) -> None:
+    here, there = network(), network()
+    for net in (here, there):
+        net[0].config = net.config = net[2][1].config = make()  # type: ignore[assignment]
+    kept: Any = there.config
+    before = attributes(here)
+    assert not before.changed()
+    here.config.dropout, here.config.new, here.config.other = 0.1, "x", Odd()  # type: ignore[union-attr]
+    here.config.sizes.append(3)  # type: ignore[union-attr, operator]
+    assert before.changed()
+    told = before.since()
+    assert told is not None
+    set_attributes(list(there.modules()), told)
+    assert there.config is there[0].config is there[2][1].config is kept
+    assert (kept.dropout, kept.sizes, kept.new, kept.other) == (0.1, [3], "x", None)
+    before.settle()
+    assert before.since() is None
+    here.config = make()  # type: ignore[assignment]
+    before.settle()
+    here.config.dropout = 0.2  # type: ignore[assignment, union-attr]
+    assert before.since() is not None
+
+
+def test_settings_that_another_process_has_not_are_left_out() -> None:
+    here, there = network(), network()
+    here.config, there.config = Settings(), Odd()  # type: ignore[assignment]
+    before = attributes(here)
+    here.config.dropout = here.temperature = 0.1  # type: ignore[assignment, union-attr]
+    told = before.since()
+    assert told is not None
+    set_attributes(list(there.modules()), told)
+    assert there.temperature == 0.1
+    assert not vars(there.config)
 
 
 def test_a_partial_call_comes_with_what_it_gives() -> None:

@@ -2,12 +2,15 @@
 
     model.temperature = 0.5    model.dropout.p = 0.1    self.losses.append(loss)
 
-Also functions and classes of modules, `layer.activation = F.gelu`, which every process finds by their names. And which
-of the others have a name besides: self.config = config. Knows torch; knows no replicas and no channel.
+Also functions and classes of modules, `layer.activation = F.gelu`, which every process finds by their names, and what
+is plain in an attribute that holds settings, `model.config.dropout = 0.1`. And which of the others have a name
+besides: self.config = config. Knows torch; knows no replicas and no channel.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
 import io
 import operator
@@ -35,6 +38,7 @@ _ATOMS |= {torch.dtype, torch.layout, torch.memory_format, torch.Size, range, sl
 # No devices, which are each process's own.
 _OTHERS = ("keras.", "torchmetrics.", "mirror_nb.transfer.ddp.", "torch._dynamo.", "torch.jit.")
 # Packages whose networks keep in attributes what only goes with other states of theirs.
+_CONFIGURATIONS = ("transformers.configuration_utils.", "transformers.generation.configuration_utils.")
 
 
 @final
@@ -42,11 +46,19 @@ class Attributes:
     """What the parts of a network had at some moment."""
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
-        self._parts = [_Part(part) for part in parts]
+        # Of others nothing is held, so that nothing changes.
+        self._parts = [_Part({} if _is_others(type(part)) else vars(part), _skipped(type(part))) for part in parts]
+        self._inside: dict[tuple[int, str], _Part] = {}
+        # By part and attribute: what holds settings, each once, though all parts may have it.
+        self._look_inside()
+
+    def _look_inside(self) -> None:
+        found = {id(value): ((i, name), value) for i, part in enumerate(self._parts) for name, value in part.settings}
+        self._inside = {where: _Part(vars(value), frozenset()) for where, value in found.values()}
 
     def changed(self) -> bool:
         """Whether a part has an attribute that it had not, or another value in one."""
-        for part in self._parts:
+        for part in (*self._parts, *self._inside.values()):
             held = part.held
             if len(held) != part.count or not all(map(operator.is_, map(held.get, part.names), part.atoms)):
                 return True
@@ -58,21 +70,22 @@ class Attributes:
         """Take what the parts have now for what they had."""
         for part in self._parts:
             part.note()
+        self._look_inside()
 
     def since(self, everything: bool = False) -> torch.Tensor | None:
         """Return, as bytes, what has changed, or everything, for `set_attributes`; None if there is nothing."""
-        found = {i: values for i, part in enumerate(self._parts) if (values := part.since(everything))}
+        parts = [*enumerate(self._parts), *self._inside.items()]
+        found = {where: values for where, part in parts if (values := part.since(everything))}
         return torch.frombuffer(bytearray(pickle.dumps(found)), dtype=torch.uint8) if found else None
 
 
 @final
 class _Part:
-    __slots__ = ("atoms", "copies", "count", "held", "names", "skipped")
+    __slots__ = ("atoms", "copies", "count", "held", "names", "settings", "skipped")
 
-    def __init__(self, part: nn.Module) -> None:
-        # Of others nothing is held, so that nothing changes.
-        self.held = {} if _is_others(type(part)) else vars(part)
-        self.skipped = _skipped(type(part))
+    def __init__(self, held: dict[str, Any], skipped: frozenset[str]) -> None:
+        self.held = held
+        self.skipped = skipped
         self.note()
 
     def note(self) -> None:
@@ -81,6 +94,7 @@ class _Part:
         self.atoms: list[Any] = []
         self.copies: dict[str, Any] = {}
         # Of plain attributes that are none.
+        self.settings: list[tuple[str, object]] = []
         for name, value in self.held.items():
             if name not in self.skipped:
                 if type(value) in _ATOMS or _is_found_by_name(value):
@@ -88,6 +102,8 @@ class _Part:
                     self.atoms.append(value)
                 elif (copy := _copied(value)) is not plain.NOT_PLAIN:
                     self.copies[name] = copy
+                elif _holds_settings(value):
+                    self.settings.append((name, value))
 
     def since(self, everything: bool) -> dict[str, Any]:
         before = {**dict(zip(self.names, self.atoms, strict=True)), **self.copies}
@@ -125,8 +141,26 @@ def _is_found_by_name(value: object) -> bool:
     return isinstance(value, types.FunctionType | type) and travels_by_name(value)
 
 
+def _holds_settings(value: object) -> bool:
+    """Whether it is a namespace, a dataclass's object, or a configuration of transformers."""
+    kind: Any = type(value)
+    return _is_for_settings(kind)
+
+
+@functools.cache
+def _is_for_settings(kind: type) -> bool:
+    if issubclass(kind, (nn.Module, torch.Tensor)) or not kind.__dictoffset__:
+        return False
+    spaces = (types.SimpleNamespace, argparse.Namespace)
+    return issubclass(kind, spaces) or dataclasses.is_dataclass(kind) or _is_of(kind, _CONFIGURATIONS)
+
+
 def _is_others(kind: type) -> bool:
-    return any(f"{base.__module__}.".startswith(_OTHERS) for base in kind.__mro__)
+    return _is_of(kind, _OTHERS)
+
+
+def _is_of(kind: type, packages: tuple[str, ...]) -> bool:
+    return any(f"{base.__module__}.".startswith(packages) for base in kind.__mro__)
 
 
 def _skipped(kind: type) -> frozenset[str]:
@@ -137,10 +171,12 @@ def _skipped(kind: type) -> frozenset[str]:
 
 def set_attributes(parts: Sequence[nn.Module | None], changes: torch.Tensor) -> None:
     """Give a network's parts, of which some may be gone, the attributes that another process had."""
-    for i, values in _Unpickler(io.BytesIO(changes.numpy().tobytes())).load().items():
+    for where, values in _Unpickler(io.BytesIO(changes.numpy().tobytes())).load().items():
+        i, *inside = where if type(where) is tuple else (where,)
         part = parts[i] if i < len(parts) else None
-        if part is not None:
-            vars(part).update(values)
+        held: object = part if part is None or not inside else vars(part).get(inside[0])
+        if held is not None and (not inside or _holds_settings(held)):
+            vars(held).update(values)
 
 
 @final

@@ -26,7 +26,7 @@ CONTAINERS = (list, dict, set, tuple, bytearray, collections.deque)
 
 def is_own(value: object) -> bool:
     kind = type(value)
-    if isinstance(value, (type, types.FunctionType, nn.Module, torch.Tensor, *CONTAINERS)):
+    if isinstance(value, (type, types.FunctionType, types.ModuleType, nn.Module, torch.Tensor, *CONTAINERS)):
         return False
     library = kind.__module__.partition(".")[0]
     if library == "mirror_nb":
