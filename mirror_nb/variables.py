@@ -89,7 +89,7 @@ class Variable(torch.Tensor):
 
     `aggregation` tells what becomes of the values that replicas assign in `strategy.run`: SUM or MEAN of them (of
     whole numbers one that is whole), replica 0's (ONLY_FIRST_REPLICA), or each its own (NONE). Trainable is the
-    default, but with ON_READ.
+    default, but with ON_READ. None leaves an option out, as in TensorFlow.
 
     Raises UsageError for a trainable ON_READ Variable, for `synchronization` NONE and for values that are no tensor.
     Source: tf.Variable, tf.distribute's MirroredVariable and SyncOnReadVariable.
@@ -109,15 +109,17 @@ class Variable(torch.Tensor):
         initial_value: Any,
         *,
         trainable: bool | None = None,
-        aggregation: VariableAggregation | str = VariableAggregation.NONE,
-        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
+        synchronization: VariableSynchronization | str | None = VariableSynchronization.AUTO,
         dtype: torch.dtype | None = None,
         name: str | None = None,
     ) -> Variable:
         if cls is not Variable:
             raise UsageError(f"a {cls.__name__} cannot be made by itself; call Variable(...) in the strategy's scope")
         rule = _member(VariableAggregation, aggregation, "aggregation")
-        when = _member(VariableSynchronization, synchronization, "synchronization")
+        when = _member(
+            VariableSynchronization, "AUTO" if synchronization is None else synchronization, "synchronization"
+        )
         on_read = when is VariableSynchronization.ON_READ
         if when is VariableSynchronization.NONE:
             raise UsageError(
@@ -184,27 +186,32 @@ class Variable(torch.Tensor):
 
     # ------------------------------------------------------------------ writing and reading
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
         """Set the value, of the same shape; by the Variable's aggregation where replicas do it in `strategy.run`.
 
-        Returns the new value there, a tensor, and elsewhere the Variable. Raises UsageError for another shape, for a
+        Returns the new value there, a tensor, and elsewhere the Variable; with `read_value=False` nothing.
+        `use_locking` and `name` are tf.Variable's, and change nothing. Raises UsageError for another shape, for a
         dtype that it cannot hold, and for what its aggregation does not allow.
         """
-        return self._assign("assign", value)
+        return self._assign("assign", value, read_value)
 
-    def assign_add(self, delta: Any) -> Any:
+    def assign_add(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
         """Add `delta` to the value; else as `assign`."""
-        return self._assign("assign_add", delta)
+        return self._assign("assign_add", delta, read_value)
 
-    def assign_sub(self, delta: Any) -> Any:
+    def assign_sub(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
         """Subtract `delta` from the value; else as `assign`. Raises UsageError where they are flags."""
         if self.dtype is torch.bool:
             raise UsageError(
                 f"cannot assign_sub to {self.name}, which holds flags; assign the flags that it is to have"
             )
-        return self._assign("assign_sub", delta)
+        return self._assign("assign_sub", delta, read_value)
 
-    def _assign(self, how: str, value: Any) -> Any:
+    def _assign(self, how: str, value: Any, read_value: bool) -> Any:
+        assigned = self._assigned(how, value)
+        return assigned if read_value else None
+
+    def _assigned(self, how: str, value: Any) -> Any:
         if self._home is not None:
             return self._home.assign(self, how, value)
         if self._aggregation is not VariableAggregation.NONE and _of_several():

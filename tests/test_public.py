@@ -114,9 +114,9 @@ TF_NAMES = [
     (mnb.ReplicaContext.all_gather, "value axis options"),
     (mnb.ReplicaContext.merge_call, "merge_fn args kwargs"),
     (mnb.Variable.__new__, "initial_value trainable aggregation synchronization dtype name"),
-    (mnb.Variable.assign, "value"),
-    (mnb.Variable.assign_add, "delta"),
-    (mnb.Variable.assign_sub, "delta"),
+    (mnb.Variable.assign, "value use_locking name read_value"),
+    (mnb.Variable.assign_add, "delta use_locking name read_value"),
+    (mnb.Variable.assign_sub, "delta use_locking name read_value"),
 ]
 
 

@@ -65,6 +65,11 @@ def test_assigning_returns_the_variable_and_reading_a_copy():
     assert variable.numpy().tolist() == [0, 0]
 
 
+def test_an_option_that_is_none_is_left_out_as_in_tensorflow():
+    variable = Variable(1.0, trainable=None, aggregation=None, synchronization=None, dtype=None, name=None)
+    assert (variable.trainable, variable.aggregation.name, variable.synchronization.name) == (True, "NONE", "AUTO")
+
+
 @pytest.mark.parametrize(
     ("assign", "message"),
     [

@@ -70,6 +70,23 @@ def copies(strategy):
     counter.total.assign(100.0)
     return [*found, counter.told(), float(twins[2]), twins[0].told()[:3]]
 
+def assigned_as_in_tensorflow(strategy):
+    found = []
+    for synchronization in ("on_write", "on_read", None):
+        with strategy.scope():
+            v = mnb.Variable(0.0, aggregation="mean", synchronization=synchronization)
+
+        def assign():
+            one = torch.tensor(1.0)
+            told = [v.assign(one, True, "assign", False), v.assign(one, use_locking=True, name="assign")]
+            told += [v.assign_add(one, False, None, False), v.assign_sub(delta=one, read_value=False)]
+            return [given if given is None else float(given) for given in told]
+
+        with strategy.scope():
+            found.append([kind(v), assign(), float(v)])
+        found.append([strategy.local_results(strategy.run(assign))[0], float(v)])
+    return found
+
 def copies_of_what_differs(strategy):
     with strategy.scope():
         own = mnb.Variable(0.0, synchronization="on_read")
@@ -391,6 +408,11 @@ EXPECTED: dict[str, Any] = {
         [[5.0, 5.0], [15.0, 15.0], [2.0, 2.0], [4.0, 4.0], [3.0, 5.0]],
         [[10.0, 10.0], [15.0, 15.0], [2.5, 2.5], [8.0, 8.0], [3.0, 5.0]],
         [[10.0, 10.0], [10.0, 10.0], [2.0, 2.0], [8.0, 8.0], [3.0, 5.0]],
+    ],
+    "assigned_as_in_tensorflow": [
+        line
+        for kind in ("MirroredVariable", "SyncOnReadVariable", "MirroredVariable")
+        for line in ([kind, [None, 1.0, None, None], 1.0], [[None, 1.0, None, None], 1.0])
     ],
     "by_torch_distributed": [2.0, 2.0],
     "merged_with_what_differs": [[1.0, 1.0], True, True],
