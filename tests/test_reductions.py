@@ -156,7 +156,9 @@ def test_results_are_grouped_leaf_by_leaf():
     assert grouped["none"] is None
 
 
-@pytest.mark.parametrize("value", [None, 1, 1.5, "a", b"a", True, float("nan"), 1j, torch.float32, SUM, int])
+@pytest.mark.parametrize(
+    "value", [None, 1, 1.5, "a", b"a", True, float("nan"), 1j, torch.float32, SUM, int, t(1).shape]
+)
 def test_an_equal_python_value_stays_one_value(value):
     assert not isinstance(regroup([value, value]), PerReplica)
 
@@ -171,6 +173,21 @@ def test_one_object_on_all_replicas_stays_that_object_and_one_replica_needs_no_g
     assert regroup([module, module]) is module
     assert isinstance(regroup([t(1)] * 2), PerReplica)
     assert same(regroup([t(1)]), t(1))
+
+
+def test_a_size_stays_one():
+    # Torch's pytrees make a plain tuple of what they have taken apart.
+    small, large = torch.Size([2, 3]), torch.Size([4, 3])
+    one, each = regroup([{"one": small, "each": size} for size in (small, large)]).values()
+    assert (type(one), one) == (torch.Size, small)
+    assert each.values == (small, large)
+    assert [type(size) for size in each] == [torch.Size] * 2
+    assert type(select({"a": small, "b": PerReplica([1, 2])}, 1)["a"]) is torch.Size
+    assert type(local_parts({"a": small, "b": PerReplica([1, 2])}, 2)[1]["a"]) is torch.Size
+    ordered = [{"a": small, "b": 1}, {"b": 1, "a": small}]
+    assert type(regroup(ordered)["a"]) is torch.Size
+    assert in_order({"a": small})[0] == [small]
+    assert reduce_values(SUM, [small, large], None).tolist() == [6, 6]
 
 
 def test_the_order_of_keys_makes_no_difference():

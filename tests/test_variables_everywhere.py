@@ -87,6 +87,17 @@ def assigned_as_in_tensorflow(strategy):
         found.append([strategy.local_results(strategy.run(assign))[0], float(v)])
     return found
 
+def sizes(strategy):
+    def step():
+        def merged(merging, given):
+            return [kind(part) for part in merging.local_results(given)]
+
+        size = torch.ones(int(mine()), 2).shape
+        return {"size": size, "merged": mnb.get_replica_context().merge_call(merged, args=(size,))}
+
+    found = strategy.local_results(strategy.run(step))[0]
+    return [kind(found["size"]), found["merged"]]
+
 def copies_of_what_differs(strategy):
     with strategy.scope():
         own = mnb.Variable(0.0, synchronization="on_read")
@@ -409,6 +420,7 @@ EXPECTED: dict[str, Any] = {
         [[10.0, 10.0], [15.0, 15.0], [2.5, 2.5], [8.0, 8.0], [3.0, 5.0]],
         [[10.0, 10.0], [10.0, 10.0], [2.0, 2.0], [8.0, 8.0], [3.0, 5.0]],
     ],
+    "sizes": ["Size", ["Size", "Size"]],
     "assigned_as_in_tensorflow": [
         line
         for kind in ("MirroredVariable", "SyncOnReadVariable", "MirroredVariable")

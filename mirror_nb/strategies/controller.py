@@ -51,6 +51,7 @@ from mirror_nb.strategies.reductions import (
     check_size,
     components,
     gather_local,
+    is_whole,
     local_parts,
     parts_of,
     reduce_local,
@@ -716,7 +717,7 @@ def _weighed(nest: Any) -> Any:
         examples = leaf.shares or ()
         return PerReplica([Weighed(own, (n, sum(examples))) for own, n in zip(leaf.values, examples, strict=True)])
 
-    return pytree.tree_map(told, nest, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
+    return pytree.tree_map(told, nest, is_leaf=lambda leaf: isinstance(leaf, DistributedValues) or is_whole(leaf))
 
 
 def _of_batch(results: Any, shares: tuple[int, ...] | None) -> Any:

@@ -367,7 +367,7 @@ class ReplicaPlace(Place):
     def _merged(self, function: str, nest: Any) -> Any:
         """Return the nest of PerReplica that the replicas' nests make; what is mirrored stays this replica's own."""
         nest = select(nest, self.replica_id)
-        leaves, spec = pytree.tree_flatten(nest)
+        leaves, spec = pytree.tree_flatten(nest, is_leaf=_is_size)
 
         def offered() -> tuple[Form, bytes]:
             sent = [_Own() if _stays(leaf) else _sendable(leaf) for leaf in leaves]
@@ -407,7 +407,7 @@ class ReplicaPlace(Place):
 
     def _here(self, leaf: Any) -> Any:
         # A packed sequence is one leaf, and holds several.
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), leaf)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), leaf, is_leaf=_is_size)
 
     # ------------------------------------------------------------------ values and input
 
@@ -525,6 +525,11 @@ def _stays(leaf: Any) -> bool:
     """Whether an argument of merge_call is each replica's own copy of one thing, which does not travel."""
     kinds = (*_MIRRORED, nn.Parameter, Variable, types.ModuleType)
     return isinstance(leaf, kinds) or (callable(leaf) and not isinstance(leaf, Tensor))
+
+
+def _is_size(node: Any) -> bool:
+    """Whether it is a torch.Size, which torch's pytrees would make a plain tuple."""
+    return isinstance(node, torch.Size)
 
 
 def _sendable(leaf: Any) -> Any:

@@ -122,8 +122,8 @@ def is_number(value: Any) -> bool:
 
 
 def as_tensor(value: Any, what: str, device: torch.device | None = None) -> Tensor:
-    """Return a tensor, an array or a number as a dense tensor. Raises UsageError for anything else."""
-    if not isinstance(value, Tensor | np.ndarray) and not is_number(value):
+    """Return a tensor, an array, a size or a number as a dense tensor. Raises UsageError for anything else."""
+    if not isinstance(value, Tensor | np.ndarray | torch.Size) and not is_number(value):
         raise UsageError(
             f"cannot {what} a {type(value).__name__} ({_short(value)}): only tensors, arrays, numbers and nests "
             "of them"
@@ -249,16 +249,19 @@ def regroup(results: Sequence[Any]) -> Any:
     if all(type(result) in _LEAVES for result in results):
         # The usual loss, or nothing: no structure to take apart.
         return _group(results)
-    flat, specs = zip(*(pytree.tree_flatten(result, is_leaf=_is_packed) for result in results), strict=True)
+    flat, specs = zip(*(pytree.tree_flatten(result, is_leaf=is_whole) for result in results), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
         ordered = [_ordered_like(results[0], result, i, results) for i, result in enumerate(results)]
-        flat = tuple(pytree.tree_leaves(result, is_leaf=_is_packed) for result in ordered)
+        flat = tuple(pytree.tree_leaves(result, is_leaf=is_whole) for result in ordered)
     return pytree.tree_unflatten([_group(leaves) for leaves in zip(*flat, strict=True)], specs[0])
 
 
-def _is_packed(node: Any) -> bool:
-    """Whether it is a tuple that cannot hold a PerReplica in the place of its tensors."""
-    return isinstance(node, PackedSequence)
+def is_whole(node: Any) -> bool:
+    """Whether it is a tuple that cannot hold a PerReplica, or anything else, in the place of its members.
+
+    Of a torch.Size that was taken apart, torch's pytrees make a plain tuple.
+    """
+    return isinstance(node, PackedSequence | torch.Size)
 
 
 def select(nest: Any, replica_id: int) -> Any:
@@ -314,7 +317,7 @@ def parts_of(nest: Any) -> list[DistributedValues]:
 
 def local_parts(nest: Any, num_replicas: int) -> tuple[Any, ...]:
     """Return what each replica has of a nest, of a Variable its component; a nest that is one for all stands alone."""
-    nest = pytree.tree_map(components, nest)
+    nest = pytree.tree_map(components, nest, is_leaf=is_whole)
     parts = [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, DistributedValues)]
     if not parts:
         return (nest,)
@@ -358,7 +361,7 @@ def in_order(
         return [nest], ["*"], lambda made: made[0]
 
     def ends(node: Any) -> bool:
-        return _is_packed(node) or (is_leaf is not None and is_leaf(node))
+        return is_whole(node) or (is_leaf is not None and is_leaf(node))
 
     found, spec = _placed(nest, ends), pytree.tree_structure(nest, is_leaf=ends)
     order = sorted(range(len(found)), key=lambda i: [_rank(key) for key in found[i][0]])
@@ -397,7 +400,7 @@ def _rank(key: Any) -> tuple[int, str]:
 
 def _children(nest: Any) -> tuple[list[Any], Any]:
     """Return the members of a container and how to make it of them; a leaf has (itself, None)."""
-    if isinstance(nest, Tensor) or nest is None or _is_packed(nest):
+    if isinstance(nest, Tensor) or nest is None or is_whole(nest):
         return [nest], None
     children, spec = pytree.tree_flatten(nest, is_leaf=lambda node: node is not nest)
     return (children, None) if len(children) == 1 and children[0] is nest else (children, spec)
@@ -416,7 +419,7 @@ def _group(leaves: Sequence[Any]) -> Any:
 
 def _is_immutable(value: Any) -> bool:
     return value is None or isinstance(
-        value, numbers.Number | np.generic | str | bytes | enum.Enum | type | torch.dtype | torch.device
+        value, numbers.Number | np.generic | str | bytes | enum.Enum | type | torch.dtype | torch.device | torch.Size
     )
 
 
