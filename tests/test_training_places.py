@@ -450,5 +450,12 @@ def test_random_states_are_taken_and_given_back(n, two):
 
 def test_in_cross_replica_context_of_another_strategy_a_model_is_refused(two):
     model = mnb.Model(torch.nn.Linear(4, 2))
-    with two.scope(), pytest.raises(ContextError, match="Mixing different"):
+    with two.scope(), pytest.raises(ContextError, match="Mixing different") as error:
         model.predict(torch.zeros(3, 4), verbose=0)
+    assert str(error.value).endswith("make inside it what was made outside of every scope: a Model, say")
+
+
+def test_a_model_made_outside_of_the_scope_that_it_is_compiled_in_is_told_where_to_be_made(two):
+    model = mnb.Model(torch.nn.Linear(4, 2))
+    with two.scope(), pytest.raises(ContextError, match="make inside it what was made outside of every scope"):
+        model.compile("sgd", "mse")

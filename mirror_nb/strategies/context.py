@@ -189,7 +189,7 @@ class StrategyScope(ContextDecorator):
             # As in tf.distribute: code in it stands where code outside every scope stands.
             if has_strategy():
                 raise ContextError(
-                    f"Must not nest Strategy scopes: {get_strategy()!r} is current; leave its scope first"
+                    f"Must not nest Strategy scopes: {get_strategy()!r} is current; leave its scope, or {_INSIDE}"
                 )
             return self._strategy
         require_cross_replica("Strategy.scope", "enter it around strategy.run, not in the function given to it")
@@ -282,8 +282,12 @@ def require_cross_replica(what: str, instead: str, strategy: Strategy | None = N
         raise _mixed(top.strategy, strategy)
 
 
+_INSIDE = "make inside it what was made outside of every scope: a Model, say"
+
+
 def _mixed(current: Strategy, other: Strategy) -> ContextError:
-    return ContextError(f"Mixing different mirror_nb Strategy objects: {current!r} is not {other!r}")
+    instead = f"; leave the scope, or {_INSIDE}" if other in _defaults else ""
+    return ContextError(f"Mixing different mirror_nb Strategy objects: {current!r} is not {other!r}{instead}")
 
 
 def check_call(argument: str, fn: Any, args: Any, kwargs: Any) -> None:
