@@ -395,6 +395,27 @@ def test_predictions_keep_the_structure_of_the_outputs(strategy):
         torch.testing.assert_close(found[name], value)
 
 
+class Positives(nn.Module):
+    """Of each row the numbers above 0: as many tensors of other lengths, and a sparse one."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        rows = [row[row > 0] for row in x]
+        made = {layout: torch.nested.nested_tensor(rows, layout=layout) for layout in (torch.strided, torch.jagged)}
+        return {"nested": made[torch.strided], "jagged": made[torch.jagged], "sparse": x.relu().to_sparse()}
+
+
+@pytest.mark.parametrize("size", [1, 5, 23])
+def test_predictions_may_be_nested_and_sparse(strategy, size):
+    with strategy.scope():
+        model = mnb.Model(Positives())
+    found = model.predict(X, batch_size=size, verbose=0)
+    for name in ("nested", "jagged"):
+        assert found[name].is_nested
+        assert [row.tolist() for row in found[name].unbind()] == [row[row > 0].tolist() for row in X]
+    assert found["sparse"].layout is torch.sparse_coo
+    assert torch.equal(found["sparse"].to_dense(), X.relu())
+
+
 def test_shuffling_depends_on_the_seed_alone(strategy):
     model, network = made(strategy, optimizer=("sgd", {"lr": 0.2}), loss="cross_entropy")
     torch.manual_seed(11)

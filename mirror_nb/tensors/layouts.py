@@ -5,6 +5,7 @@ Knows torch alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,15 @@ def rows_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
         f"cannot cut a tensor in layout {tensor.layout} of shape {tuple(tensor.shape)} by its examples; give it as "
         ".to_sparse() or .to_dense()"
     )
+
+
+def joined_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of tensors of one layout in one tensor: of nested ones, the tensors in them."""
+    first: Any = tensors[0]
+    if not first.is_nested:
+        return torch.cat(list(tensors))
+    parts = [part for tensor in tensors for part in tensor.unbind()]
+    return torch.nested.as_nested_tensor(parts, dtype=first.dtype, device=first.device, layout=first.layout)
 
 
 def _nested_rows(tensor: Any, rows: slice) -> torch.Tensor:

@@ -6,13 +6,15 @@ Knows a model and what jobs return; knows no shares.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import MirrorError, UsageError
+from mirror_nb.tensors.layouts import joined_rows, rows_of
 from mirror_nb.training import job
 from mirror_nb.training.callbacks import CallbackList
 from mirror_nb.training.loop import Advanced, Note, Task
@@ -148,10 +150,16 @@ def _in_order(advanced: list[Advanced]) -> Any:
     structure = None
     for each in replicas:
         leaves, structure = pytree.tree_flatten(each.outputs)
-        columns.append([leaf.split(list(each.counts)) for leaf in leaves])
+        columns.append([_parted(leaf, each.counts) for leaf in leaves])
     joined = [
-        torch.cat([part for batch in zip(*shares, strict=True) for part in batch])
+        joined_rows([part for batch in zip(*shares, strict=True) for part in batch])
         for shares in zip(*columns, strict=True)
     ]
     assert structure is not None
     return pytree.tree_unflatten(joined, structure)
+
+
+def _parted(tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Return so many rows of a tensor, so many of those below, and so on."""
+    ends = itertools.accumulate(counts, initial=0)
+    return [rows_of(tensor, slice(begin, end)) for begin, end in itertools.pairwise(ends)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
+from mirror_nb.tensors.layouts import joined_rows, sizes
 from mirror_nb.training.loop import Advanced, Job, Totals, told
 from mirror_nb.training.shares import Share
 
@@ -30,7 +31,7 @@ class Prediction(Job):
         if share.examples:
             leaves, self._structure = pytree.tree_flatten(self._outputs(share))
             for leaf in leaves:
-                if not isinstance(leaf, Tensor) or leaf.shape[:1] != (share.examples,):
+                if not isinstance(leaf, Tensor) or sizes(leaf)[:1] != (share.examples,):
                     raise UsageError(
                         f"predict got {told(leaf)} from the network for {share.examples} examples; every output has "
                         "to have one row an example in dimension 0"
@@ -45,7 +46,7 @@ class Prediction(Job):
     def _advanced(self) -> Advanced:
         outputs = None
         if self._ended and self._leaves:
-            joined = [torch.cat(column) for column in zip(*self._leaves, strict=True)]
+            joined = [joined_rows(column) for column in zip(*self._leaves, strict=True)]
             outputs = pytree.tree_unflatten(joined, self._structure)
         counts = tuple(self._counts) if self._ended else ()
         return Advanced(self.step, self._ended, self.examples, self._totals(), False, outputs, counts)
