@@ -161,6 +161,20 @@ def test_every_hook_of_a_callback_is_called_through_the_list():
     assert sorted(calls) == sorted(set(hooks) - {"on_batch_begin", "on_batch_end"})
 
 
+def test_a_hook_always_has_logs_to_look_into():
+    # Keras's guide to callbacks of one's own begins with one that lists logs.keys() in every hook.
+    seen: dict[str, list[str]] = {}
+    hooks = [name for name in dir(Callback) if name.startswith("on_")]
+
+    def named(hook: str) -> Any:
+        return lambda *a, logs=None, **k: seen.setdefault(hook, list((a[-1] if logs is None else logs).keys()))
+
+    several = CallbackList([LambdaCallback(**{hook: named(hook) for hook in hooks})])
+    for hook in hooks:
+        getattr(several, hook)(*([0] if "batch" in hook or "epoch" in hook else []))
+    assert seen == {hook: [] for hook in hooks if hook not in ("on_batch_begin", "on_batch_end")}
+
+
 def test_on_batch_end_is_another_name_of_on_train_batch_end():
     seen: list[int] = []
     callback = LambdaCallback(on_batch_end=lambda batch, logs: seen.append(batch))

@@ -279,6 +279,14 @@ def test_a_distributed_loader_is_divided_by_fit_itself(place):
         made(place).fit(place.experimental_distribute_dataset((X, Y), batch_size=10))
 
 
+def test_the_logs_of_a_batch_that_a_callback_keeps_stay_those_of_the_batch(place):
+    kept: list[Any] = []
+    keep = mnb.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: kept.append(logs))
+    fitted = made(place).fit(X, Y, batch_size=25, validation_data=(X, Y), callbacks=keep, verbose=0)
+    assert [list(logs) for logs in kept] == [["loss"], ["loss"]]
+    assert list(fitted.history) == ["loss", "val_loss"]
+
+
 def test_keras_names_that_torch_has_under_another_say_which():
     model = mnb.Model(nn.Linear(4, 2))
     with pytest.raises(AttributeError, match=r"'Model' has no `get_weights`: write model\.state_dict\(\)"):

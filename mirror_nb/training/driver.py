@@ -363,7 +363,8 @@ class Fit:
         callbacks.on_epoch_begin(epoch)
         self._progress.begin_epoch(epoch, plan.epochs, known_steps(plan.feed, plan.steps))
         began = time.monotonic()
-        logs = self._train(epoch)
+        logs = dict(self._train(epoch))
+        # Of its own: a callback may have kept the last batch's, which have nothing of the validation.
         if not self._step and self._leads and not self._model.stop_training:
             warnings.warn(
                 f"epoch {epoch + 1} had no batches, so nothing was learned in it: the data gave none; what can be "

@@ -27,7 +27,8 @@ class Callback:
 
     `params` has `epochs`, `steps` (global batches of an epoch, None if unknown) and `verbose`. `logs` has the loss and
     the metrics over all replicas: of the epoch so far in a batch hook, of the whole epoch and with `val_` those of the
-    validation data in `on_epoch_end`. What a hook puts into the `logs` of `on_epoch_end` goes to the history.
+    validation data in `on_epoch_end`; empty where nothing is known yet. What a hook puts into the `logs` of
+    `on_epoch_end` goes to the history.
 
     An epoch is one message to the replicas; with a batch hook overridden, each step is one.
     """
@@ -229,58 +230,72 @@ class CallbackList(Callback):
                 stack.callback(callback.close)
 
     def on_train_begin(self, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_train_begin(logs)
 
     def on_train_end(self, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_train_end(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_epoch_end(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_train_batch_begin(batch, logs=logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_train_batch_end(batch, logs=logs)
 
     def on_test_begin(self, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_test_begin(logs)
 
     def on_test_end(self, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_test_end(logs)
 
     def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_test_batch_begin(batch, logs=logs)
 
     def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_test_batch_end(batch, logs=logs)
 
     def on_predict_begin(self, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_predict_begin(logs)
 
     def on_predict_end(self, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_predict_end(logs)
 
     def on_predict_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_predict_batch_begin(batch, logs=logs)
 
     def on_predict_batch_end(self, batch: int, logs: Logs = None) -> None:
+        logs = _given(logs)
         for callback in self.callbacks:
             callback.on_predict_batch_end(batch, logs=logs)
 
@@ -293,6 +308,11 @@ class _Recorder(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self._history.record(epoch, logs or {})
+
+
+def _given(logs: Logs) -> Mapping[str, Any]:
+    """Return the logs; where there are none, a dict without entries, as Keras does: hooks look into it."""
+    return {} if logs is None else logs
 
 
 def _flat(callbacks: Any) -> list[Any]:
