@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -293,7 +294,42 @@ def test_keras_names_that_torch_has_under_another_say_which():
         model.get_weights()
     with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
         _ = model.nothing
+    with pytest.raises(AttributeError, match=r"no `weights`: write model\.state_dict\(\)"):
+        _ = model.weights
     assert not hasattr(model, "summary")
+
+
+def test_what_keras_would_call_of_a_subclass_is_told_its_name_here():
+    class Ported(mnb.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def call(self, x: Any) -> Any:
+            return self.layer(x)
+
+        def train_step(self, data: Any) -> Any:
+            return {"loss": 0.0}
+
+        def test_step(self, data: Any) -> Any:
+            return {"loss": 0.0}
+
+    class Renamed(Ported):
+        def training_step(self, batch: Any) -> Any:
+            return self.layer(batch[0]).mean()
+
+        validation_step = training_step
+
+    with (
+        pytest.warns(UserWarning, match=r"`train_step`.* `training_step\(batch\)`"),
+        pytest.warns(UserWarning, match=r"`test_step`.* `validation_step\(batch\)`"),
+    ):
+        Ported().compile("sgd", "mse")
+    with pytest.raises(mnb.UsageError, match="Ported has no `forward`, the name for Keras's `call`"):
+        Ported().predict(X, verbose=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Renamed().compile("sgd", "mse")
 
 
 def test_what_is_not_compiled_cannot_be_fitted():

@@ -51,12 +51,20 @@ _IN_TORCH = {
     "set_weights": "model.load_state_dict(state_dict)",
     "trainable_variables": "model.parameters()",
     "trainable_weights": "model.parameters()",
+    "variables": "model.state_dict()",
+    "weights": "model.state_dict()",
+    "non_trainable_variables": "model.buffers()",
+    "non_trainable_weights": "model.buffers()",
+    "layers": "list(model.children())",
+    "count_params": "sum(p.numel() for p in model.parameters())",
     "summary": "print(model)",
     "train_on_batch": "model.fit(x, y, batch_size=len(x))",
     "test_on_batch": "model.evaluate(x, y)",
     "predict_on_batch": "model.predict(x)",
 }
 # Names of keras.Model that mean what a network of torch has under another one.
+_STEPS_OF_KERAS = {"train_step": "training_step", "test_step": "validation_step"}
+# What users define in keras.Model, and its name here.
 
 _STAYS = "what compile was told goes neither with a copy nor from a %%mirrored cell to an ordinary one or back"
 
@@ -116,8 +124,9 @@ class Model(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network. Raises UsageError where a subclass has neither a network nor a `forward`."""
         if "network" not in self._modules:
+            named = ", the name for Keras's `call`" if callable(getattr(type(self), "call", None)) else ""
             raise UsageError(
-                f"{type(self).__qualname__} has no `forward`: define it, or give Model's __init__ a network"
+                f"{type(self).__qualname__} has no `forward`{named}: define it, or give Model's __init__ a network"
             )
         return self.network(*args, **kwargs)
 
@@ -199,6 +208,7 @@ class Model(nn.Module):
             channels_last=channels_last,
             sync_batch_norm=sync_batch_norm,
         )
+        self._look_for_steps_of_keras()
         if optimizer is None:
             self._check_own_steps(settings)
             made, moved = None, None
@@ -212,6 +222,15 @@ class Model(nn.Module):
         self._settings, self._optimizer, self._scheduler = settings, made, moved
         self._was_compiled = True
         self._pending = self._last = None
+
+    def _look_for_steps_of_keras(self) -> None:
+        for theirs, ours in _STEPS_OF_KERAS.items():
+            if callable(getattr(type(self), theirs, None)) and self.own_step(ours) is None:
+                warnings.warn(
+                    f"{type(self).__qualname__} defines `{theirs}`, which nothing here calls: name it "
+                    f"`{ours}(batch)`, and let it return the loss, without backward or a step of the optimizer",
+                    stacklevel=users_level(),
+                )
 
     def _check_own_steps(self, settings: CompileSettings) -> None:
         if self.own_step("training_step") is None:
