@@ -91,7 +91,8 @@ class Variable(torch.Tensor):
     whole numbers one that is whole), replica 0's (ONLY_FIRST_REPLICA), or each its own (NONE). Trainable is the
     default, but with ON_READ. None leaves an option out, as in TensorFlow.
 
-    Raises UsageError for a trainable ON_READ Variable, for `synchronization` NONE and for values that are no tensor.
+    Raises UsageError for a trainable ON_READ Variable, for `synchronization` NONE, for values that are no tensor and
+    for a `dtype` that is not torch's.
     Source: tf.Variable, tf.distribute's MirroredVariable and SyncOnReadVariable.
     """
 
@@ -107,8 +108,8 @@ class Variable(torch.Tensor):
     def __new__(
         cls,
         initial_value: Any,
-        *,
         trainable: bool | None = None,
+        *,
         aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
         synchronization: VariableSynchronization | str | None = VariableSynchronization.AUTO,
         dtype: torch.dtype | None = None,
@@ -133,7 +134,7 @@ class Variable(torch.Tensor):
             )
         make = _making() or plain
         made = make(
-            first_tensor(initial_value, dtype),
+            first_tensor(initial_value, _dtype(dtype)),
             trainable=not on_read if trainable is None else bool(trainable),
             aggregation=rule,
             synchronization=when,
@@ -340,6 +341,15 @@ class SyncOnReadVariable(Variable):
 
 
 # --------------------------------------------------------------------------- making
+
+
+def _dtype(dtype: Any) -> torch.dtype | None:
+    """Return torch's dtype, or one of Python's types, which torch takes too; others are told its name."""
+    if dtype is None or isinstance(dtype, torch.dtype) or dtype in (bool, int, float, complex):
+        return dtype
+    name = str(getattr(dtype, "__name__", dtype))
+    named = f"write torch.{name}" if isinstance(getattr(torch, name, None), torch.dtype) else "give one of torch's"
+    raise UsageError(f"`dtype` is {dtype!r}; {named}, or leave it out to have that of the value")
 
 
 def first_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:

@@ -70,6 +70,25 @@ def test_an_option_that_is_none_is_left_out_as_in_tensorflow():
     assert (variable.trainable, variable.aggregation.name, variable.synchronization.name) == (True, "NONE", "AUTO")
 
 
+def test_whether_it_is_trained_may_be_said_without_the_name_as_in_tensorflow():
+    assert [Variable(1.0, trainable).trainable for trainable in (None, True, False)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        ("float32", "`dtype` is 'float32'; write torch.float32, or leave it out"),
+        (np.int64, "write torch.int64"),
+        (np.dtype("int16"), "write torch.int16"),
+        ("numbers", "`dtype` is 'numbers'; give one of torch's"),
+    ],
+)
+def test_a_dtype_that_is_not_of_torch_is_told_its_name_there(dtype, message):
+    with pytest.raises(UsageError, match=message):
+        Variable(1, dtype=dtype)
+    assert Variable(1, dtype=float).dtype is torch.float64
+
+
 @pytest.mark.parametrize(
     ("assign", "message"),
     [
