@@ -299,6 +299,18 @@ def test_keras_names_that_torch_has_under_another_say_which():
     assert not hasattr(model, "summary")
 
 
+def test_weights_of_a_checkpoint_are_loaded_as_the_errors_say(place, tmp_path):
+    path = tmp_path / "weights"
+    model, other = made(place), made(place, optimizer="sgd")
+    model.fit(X, Y, verbose=0, callbacks=mnb.callbacks.ModelCheckpoint(path, save_weights_only=True))
+    with pytest.raises(AttributeError, match=r"no `load_weights`: write model\.load_training\(path\)"):
+        other.load_weights(path)
+    with pytest.raises(mnb.UsageError, match=r'its "state_dict"; write model\.load_training\(path\)'):
+        other.load_state_dict(torch.load(path, weights_only=True))
+    other.load_training(path)
+    assert torch.equal(model.predict(X, verbose=0), other.predict(X, verbose=0))
+
+
 def test_what_keras_would_call_of_a_subclass_is_told_its_name_here():
     class Ported(mnb.Model):
         def __init__(self) -> None:

@@ -95,6 +95,14 @@ def _checked(content: Any, name: str) -> dict[str, Any]:
     return content
 
 
+def is_all_of_one(content: Any) -> bool:
+    """Whether this is what torch.load gives of a file that `write` wrote, where its state dict is asked for."""
+    if not isinstance(content, Mapping) or "state_dict" not in content:
+        return False
+    written = content.get("format")
+    return isinstance(written, str) and written == FORMAT
+
+
 @contextlib.contextmanager
 def taking_apart(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn what fails inside, since parts of a file are not what was written there, into a CheckpointError."""

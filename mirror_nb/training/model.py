@@ -46,7 +46,7 @@ _OURS: dict[str, Any] = {
 # What belongs to who calls fit, and does not travel with the network; with its first values.
 _IN_TORCH = {
     "save_weights": "torch.save(model.state_dict(), path)",
-    "load_weights": "model.load_state_dict(torch.load(path))",
+    "load_weights": "model.load_training(path), or for a file of torch.save model.load_state_dict(torch.load(path))",
     "get_weights": "model.state_dict()",
     "set_weights": "model.load_state_dict(state_dict)",
     "trainable_variables": "model.parameters()",
@@ -550,7 +550,15 @@ class Model(nn.Module):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load what `state_dict` gives. Raises RuntimeError for names or shapes of another network."""
+        """Load what `state_dict` gives. Raises RuntimeError for names or shapes of another network.
+
+        Raises UsageError for all that `save` or ModelCheckpoint wrote, of which that is a part.
+        """
+        if files.is_all_of_one(state_dict):
+            raise UsageError(
+                'this is a whole file of Model.save or ModelCheckpoint, and the state dict is its "state_dict"; '
+                "write model.load_training(path)"
+            )
         if self._is_plain():
             return self.network.load_state_dict(state_dict, *args, **kwargs)
         return super().load_state_dict(state_dict, *args, **kwargs)

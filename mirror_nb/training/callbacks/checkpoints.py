@@ -20,7 +20,8 @@ class ModelCheckpoint(Callback):
     `filepath` may have fields for `epoch` (from 1), `batch` (from 1; with a number as `save_freq`) and what is logged:
     `"{epoch:02d}-{val_loss:.2f}.pt"`; folders are made. Any ending will do: the file is that of `model.save`, written
     whole or not at all. `save_best_only`: only when `monitor` is better than ever before, `initial_value_threshold`
-    included. `save_weights_only`: without the state of optimizer and training (Keras keeps the optimizer's).
+    included. `save_weights_only`: without the state of optimizer and training (Keras keeps the optimizer's);
+    what Keras has `load_weights` for is `model.load_training(path)`, or `load_model(path)`.
     With a number as `save_freq`, steps are counted over epochs, in parts that end with an epoch: the last part of an
     epoch may be shorter.
 
