@@ -117,6 +117,14 @@ def users_frames(trace: types.TracebackType | None) -> types.TracebackType | Non
     return short
 
 
+def lacking(obj: object, name: str, elsewhere: dict[str, str]) -> AttributeError:
+    """Return the error of an attribute that is not there; `elsewhere`: what to write instead of some."""
+    kind = type(obj).__name__
+    if name in elsewhere:
+        return AttributeError(f"'{kind}' has no `{name}`: write {elsewhere[name]}", name=name, obj=obj)
+    return AttributeError(f"'{kind}' object has no attribute '{name}'", name=name, obj=obj)
+
+
 def users_level() -> int:
     """Return the `stacklevel` by which a warning of the caller tells the user's line, past mirror_nb and torch."""
     frame, level = sys._getframe(1), 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import operator
 import os
 import re
 import subprocess
@@ -124,6 +125,26 @@ TF_NAMES = [
 def test_arguments_have_the_names_that_tensorflow_gives_them(method, names):
     own = list(inspect.signature(method).parameters)[1:]
     assert own[: len(names.split())] == names.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("experimental_run_v2", r"strategy\.run\("),
+        ("unwrap", "experimental_local_results"),
+        ("experimental_make_numpy_dataset", r"strategy\.distribute_dataset\("),
+        ("make_dataset_iterator", r"iter\(strategy"),
+        ("extended.call_for_each_replica", r"strategy\.run\("),
+    ],
+)
+def test_names_that_tensorflow_had_once_say_what_to_write(name, instead):
+    with pytest.raises(AttributeError, match=f"has no `{name.rpartition('.')[2]}`: write .*{instead}"):
+        operator.attrgetter(name)(mnb.get_strategy())
+    for obj in (mnb.get_strategy(), mnb.get_strategy().extended):
+        with pytest.raises(AttributeError, match="object has no attribute 'nothing'") as raised:
+            _ = obj.nothing  # type: ignore[attr-defined]
+        # By these, Python finds what may have been meant.
+        assert (raised.value.name, raised.value.obj) == ("nothing", obj)
 
 
 def test_type_checkers_take_its_types_from_an_installation_too():

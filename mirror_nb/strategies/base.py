@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from mirror_nb.environment.imported import when_imported
-from mirror_nb.errors import ContextError, TransferError, UsageError
+from mirror_nb.errors import ContextError, TransferError, UsageError, lacking
 from mirror_nb.strategies.context import StrategyScope, check_call, require_cross_replica
 from mirror_nb.strategies.extended import StrategyExtended
 from mirror_nb.strategies.place import Place
@@ -24,6 +24,15 @@ from mirror_nb.values import DistributedValues, ReduceOp
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.input import InputContext, InputOptions, ValueContext
+
+
+_OLDER_NAMES = {
+    "experimental_run_v2": "strategy.run(fn, args, kwargs)",
+    "unwrap": "strategy.experimental_local_results(value)",
+    "experimental_make_numpy_dataset": "strategy.distribute_dataset(arrays, batch_size=...)",
+    "make_dataset_iterator": "iter(strategy.experimental_distribute_dataset(loader))",
+}
+# What tf.distribute.Strategy has had, in tutorials still, and what is there instead.
 
 
 class Strategy(ABC):
@@ -37,6 +46,12 @@ class Strategy(ABC):
 
     @abstractmethod
     def __repr__(self) -> str: ...
+
+    if not TYPE_CHECKING:
+        # Type checkers would take every name for there.
+
+        def __getattr__(self, name: str) -> Any:
+            raise lacking(self, name, _OLDER_NAMES)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         # What is copied trains on the same replicas.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mirror_nb.collectives.options import CommunicationOptions
 from mirror_nb.devices import parse
-from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.errors import DeviceError, UsageError, lacking
 from mirror_nb.strategies.context import check_call, check_options, require_cross_replica, update_in
 from mirror_nb.strategies.reductions import regroup
 from mirror_nb.values import DistributedValues, ReduceOp
@@ -20,12 +20,22 @@ if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
 
 
+_OLDER_NAMES = {"call_for_each_replica": "strategy.run(fn, args, kwargs)"}
+# What tf.distribute's has for TensorFlow 1 only.
+
+
 @final
 class StrategyExtended:
     """tf.distribute's StrategyExtended: updates, reductions to a destination, devices."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
+
+    if not TYPE_CHECKING:
+        # Type checkers would take every name for there.
+
+        def __getattr__(self, name: str) -> Any:
+            raise lacking(self, name, _OLDER_NAMES)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
