@@ -345,7 +345,7 @@ class SyncOnReadVariable(Variable):
 
 def _dtype(dtype: Any) -> torch.dtype | None:
     """Return torch's dtype, or one of Python's types, which torch takes too; others are told its name."""
-    if dtype is None or isinstance(dtype, torch.dtype) or dtype in (bool, int, float, complex):
+    if dtype is None or isinstance(dtype, torch.dtype) or any(dtype is kind for kind in (bool, int, float, complex)):
         return dtype
     name = str(getattr(dtype, "__name__", dtype))
     named = f"write torch.{name}" if isinstance(getattr(torch, name, None), torch.dtype) else "give one of torch's"
