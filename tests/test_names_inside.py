@@ -229,6 +229,19 @@ def test_a_tensor_that_either_side_changes_in_place_is_changed_in_what_holds_it(
     assert notebook.user_ns["seen"] == ([2, 2], [2, 2])
 
 
+@pytest.mark.parametrize("named", ["weight = torch.ones(2); weights = [weight]", "weights = [torch.ones(2)]"])
+def test_whether_a_tensor_is_trained_is_the_same_on_both_sides_whoever_says_so(notebook, named):
+    look = "[one.requires_grad for one in weights], [one.tolist() for one in weights]"
+    notebook.here(named)
+    for switched in (True, False):
+        notebook.cell(f"for one in weights: one.requires_grad = {switched}")
+        assert eval(look, notebook.user_ns) == ([switched], [[1, 1]])
+    for switched in (True, False):
+        notebook.here(f"for one in weights: one.requires_grad = {switched}")
+        notebook.cell(f"seen = {look}")
+        assert notebook.user_ns["seen"] == ([switched], [[1, 1]])
+
+
 def test_an_expanded_tensor_that_a_cell_writes_to_is_here_as_it_is_there(notebook):
     notebook.here("row = torch.zeros(1).expand(3)")
     notebook.cell("row.set_(torch.full((3,), 6.0))")

@@ -53,9 +53,12 @@ def is_trained(value: object) -> bool:
 
 
 def filling(value: object) -> Any:
-    """Return what a refillable object holds, for `refill`: members of a container, a tensor's values, attributes."""
+    """Return what a refillable object holds, for `refill`: members of a container, attributes, a tensor's values.
+
+    Whether gradients of the tensor are of interest is among it.
+    """
     if isinstance(value, torch.Tensor):
-        return value.detach()
+        return value.detach().requires_grad_(is_trained(value))
     if is_table(value):
         return value.copy(deep=False)  # type: ignore[attr-defined]
     return copy.copy(value) if type(value) in REFILLED else dict(vars(value))
@@ -81,6 +84,8 @@ def refill(value: Any, held: Any) -> None:
                 value.copy_(held)
             else:
                 value.data = held.to(value.device, copy=True)
+        if value.requires_grad != held.requires_grad:
+            value.requires_grad_(held.requires_grad)
     else:
         inside = value if kind in REFILLED else vars(value)
         inside.clear()
