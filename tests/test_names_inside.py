@@ -282,6 +282,37 @@ def test_an_object_that_a_cell_has_changed_stays_the_one_that_holders_of_its_hav
     assert notebook.user_ns["same"] == (True, True)
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        *("List", "Optional[int]", "T", "list[int]", "int | str", "...", "slice(2)", "re.compile('a')"),
+        *("math.sin", "np.tanh", "torch.tanh", "np.dtype('float32')", "torch.strided"),
+    ],
+)
+def test_an_object_that_has_what_a_copy_of_is_as_good_comes_back_as_it_was_changed(notebook, named):
+    notebook.here("import math, re; from typing import *; T = TypeVar('T')")
+    notebook.here(f"inner = {named}; config = Config(); config.value = inner")
+    notebook.cell("inner")
+    assert notebook.cell("config.rate = 2").altered == []
+    notebook.here("inside = config.value == inner")
+    assert (notebook.user_ns["config"].rate, notebook.user_ns["inside"]) == (2, True)
+
+
+def test_an_object_of_an_annotated_class_comes_back_as_it_was_changed(notebook):
+    notebook.here("from typing import Dict, List\nclass Log:\n    losses: List[float]\n    best: Dict[str, int]")
+    notebook.here("log = Log(); log.losses = []")
+    assert notebook.cell("log.losses.append(1.0)").altered == []
+    assert notebook.user_ns["log"].losses == [1]
+
+
+def test_an_object_that_has_a_method_of_a_list_with_a_name_stays_as_it_was_where_that_would_be_a_copys(notebook):
+    notebook.here("losses = []; inner = losses.append; config = Config(); config.value = inner")
+    notebook.cell("inner")
+    notebook.cell("config.rate = 2")
+    notebook.here("config.value(1)")
+    assert notebook.user_ns["losses"] == [1]
+
+
 NET = """
 class Net(nn.Module):
     def __init__(self, config):

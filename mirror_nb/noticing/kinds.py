@@ -12,6 +12,7 @@ import enum
 import functools
 import logging
 import pathlib
+import re
 import types
 
 import numpy as np
@@ -73,7 +74,11 @@ def is_unchanging(value: object) -> bool:
 
 def has_an_identity(value: object) -> bool:
     """Whether it matters that two names, or a name and a container, have this very object."""
-    return not is_unchanging(value) and not issubclass(type(value), _ALIKE)
+    kind = type(value)
+    if kind is types.BuiltinFunctionType:
+        # A method of a list is that list's; a function is its module's, or its class's.
+        return not isinstance(value.__self__, types.ModuleType | type | None)  # type: ignore[attr-defined]
+    return not (is_unchanging(value) or issubclass(kind, _ALIKE) or kind.__module__ == "typing")
 
 
 def alike(one: object, other: object) -> bool:
@@ -92,7 +97,11 @@ _PLAIN_KINDS = (
     pathlib.PurePath,
 )
 NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-_ALIKE = (type, types.FunctionType, types.ModuleType, logging.Logger, pathlib.PurePath, enum.Enum)
-# A copy of one is as good, or is the very same.
+_ALIKE = (
+    *(type, types.FunctionType, types.ModuleType, logging.Logger, pathlib.PurePath, enum.Enum),
+    *(types.GenericAlias, types.UnionType, types.EllipsisType, slice, re.Pattern),
+    *(np.ufunc, np.dtype, torch.layout, torch.memory_format),
+)
+# A copy of one is as good, or is the very same. So are those of what annotations are made of.
 WITHOUT_IDENTITY = frozenset({*UNCHANGING, *NAMED})
 # Types of most of what `has_an_identity` denies.
