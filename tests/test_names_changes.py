@@ -934,6 +934,36 @@ def test_what_a_class_does_with_each_new_one_like_it_is_done_once(notebook):
     assert notebook.user_ns["Base"].known[-1] == ("Last", 3)
 
 
+META = """
+class Meta({base}):
+    known = {{}}
+    def __new__(mcs, name, bases, own, *, of):
+        made = super().__new__(mcs, name, bases, own)
+        mcs.known[name] = made
+        return made
+    def __init__(cls, name, bases, own, *, of):
+        super().__init__(name, bases, own)
+        cls.order = len(Meta.known), of
+class Base(metaclass=Meta, of=1):
+    def way(self): return 1
+"""
+
+
+@pytest.mark.parametrize(("base", "own"), [("type", "Own"), ("abc.ABCMeta", "Abstract")])
+@pytest.mark.parametrize("first", ["here", "cell"])
+def test_a_metaclass_that_keeps_its_classes_has_those_that_have_the_names(notebook, first, base, own):
+    look = "[(one is globals()[one.__name__], one().way(), *one.order) for one in Meta.known.values()]"
+    seen = [(True, 1, 1, 1), (True, 2, 2, 2), (True, 3, 3, 3)]
+    own += first  # All tests' classes are in this process.
+    notebook.here("import abc")
+    getattr(notebook, first)(META.format(base=base))
+    notebook.cell(f"class {own}(Base, of=2):\n    def way(self): return 2\nseen = {look}")
+    assert notebook.user_ns["seen"] == eval(look, notebook.user_ns) == seen[:2]
+    notebook.here(f"class More({own}, of=3):\n    def way(self): return 3")
+    notebook.cell(f"more = More()\nseen = {look}")
+    assert notebook.user_ns["seen"] == eval(look, notebook.user_ns) == seen
+
+
 LEARNER = """
 class Learner:
     def __init__(self): self.rate, self.losses, self.old, self.net = 1, [], 1, nn.Linear(1, 1)

@@ -82,23 +82,35 @@ class Pickler(cloudpickle.Pickler):
 
 
 def _made_again(make: Callable[..., type], constructor: Any, name: str, bases: tuple[Any, ...], *rest: Any) -> type:
-    """Make a class as `make` does, past what classes like it do with each new one (`__init_subclass__`).
+    """Make a class as `make` does, past what its metaclass and classes like it do with each new one.
 
     That was done where it was made, and came with them: here it would be done once more, before the names are there
-    that it needs.
+    that it needs, and with a class that is let go of where there is one already.
     """
     with contextlib.ExitStack() as stack:
-        for kind in {kind: None for base in bases if isinstance(base, type) for kind in base.__mro__}:
-            own = vars(kind).get("__init_subclass__")
+
+        def leave_out(kind: type, name: str, instead: Any) -> None:
+            own = vars(kind).get(name)
             if own is not None and not travels_by_name(kind):
                 # Past what their own class may say to that.
-                stack.callback(type.__setattr__, kind, "__init_subclass__", own)
-                type.__setattr__(kind, "__init_subclass__", classmethod(_leave))
+                stack.callback(type.__setattr__, kind, name, own)
+                type.__setattr__(kind, name, instead)
+
+        for kind in {kind: None for base in bases if isinstance(base, type) for kind in base.__mro__}:
+            leave_out(kind, "__init_subclass__", classmethod(_leave))
+        for kind in constructor.__mro__ if isinstance(constructor, type) else ():
+            leave_out(kind, "__new__", staticmethod(functools.partial(_new_past, kind)))
+            leave_out(kind, "__init__", _leave)
         return make(constructor, name, bases, *rest)
 
 
-def _leave(kind: type, /, **_: object) -> None:
+def _leave(kind: type, /, *_: object, **__: object) -> None:
     """Do nothing with a new class."""
+
+
+def _new_past(past: Any, /, kind: Any, *args: Any, **_: object) -> Any:
+    """Make a class as the metaclass after this one does."""
+    return super(past, kind).__new__(kind, *args)
 
 
 def _with_slots(kind: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
