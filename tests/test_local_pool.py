@@ -342,6 +342,29 @@ def test_a_replica_that_ends_itself_says_its_exit_code(two):
     two.mend()
 
 
+def test_a_loaders_worker_that_dies_while_its_replica_rests_does_not_end_that(two):
+    made = "loader = DataLoader(range(4), num_workers=1, persistent_workers=True); seen = len(list(loader))"
+    workers = "workers = [worker.pid for worker in loader._iterator._workers]"
+    ran = run_cell(two, f"from torch.utils.data import DataLoader; {made}; {workers}")
+    for values in ran.values.values():
+        os.kill(values["workers"][0], signal.SIGKILL)
+        eventually(lambda pid=values["workers"][0]: gone(pid), "the worker has ended")
+    ran = run_cell(two, "del loader; print(seen)")
+    assert (ran.text, ran.errors, two.dead()) == ({0: "4\n", 1: "4\n"}, {}, [])
+
+
+def test_what_a_handler_of_a_signal_raises_between_cells_ends_nobody(two, tmp_path):
+    handler = f"def late(*_): open('{tmp_path}/' + str(replica_id), 'x').close(); raise TimeoutError"
+    run_cell(two, f"import os, signal\n{handler}\nbefore = signal.signal(signal.SIGALRM, late)")
+    for i, pid in enumerate(pids(two)):
+        os.kill(pid, signal.SIGALRM)
+        eventually((tmp_path / str(i)).exists, "the handler was called")
+        (tmp_path / str(i)).unlink()
+    assert run_cell(two, "os.kill(os.getpid(), signal.SIGALRM)").errors == {0: "TimeoutError", 1: "TimeoutError"}
+    assert run_cell(two, "after = signal.signal(signal.SIGALRM, before)").errors == {}
+    assert two.dead() == []
+
+
 def test_all_replicas_dead_are_all_replaced(two):
     ran = run_cell(two, "import os\nos.kill(os.getpid(), 9)")
     assert {death.replica_id for death in ran.report.deaths} == {0, 1}

@@ -29,7 +29,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -67,6 +67,8 @@ from mirror_nb.telemetry.ring import Writer
 
 INTERRUPT = signal.SIGUSR1
 # Not SIGINT: Jupyter sends that to the whole process group, VS Code to every descendant.
+_RAISED_FROM = signal.SIGCHLD, signal.SIGALRM
+# Torch's handler of the first raises that a DataLoader's worker died. A loader finds out by its next batch, too.
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 512 * 2**20
@@ -445,6 +447,14 @@ class _Process:
             yield
         finally:
             self._running = None
+            self._restrain_handlers()
+
+    def _restrain_handlers(self) -> None:
+        """Let handlers of signals that the user's code has put in place raise in that code alone."""
+        for number in _RAISED_FROM:
+            handler = signal.getsignal(number)
+            if callable(handler) and not isinstance(handler, _Restrained):
+                signal.signal(number, _Restrained(handler, lambda: self._running is not None and not self._sending))
 
     def _catch_up(self, frame: FrameType | None) -> None:
         """Raise the interrupt that was held back, unless there is still a reason to hold it."""
@@ -488,6 +498,22 @@ class _Process:
         if not self._recorder.fed:
             self._steering.boundary()
         self._catch_up(sys._getframe(1))
+
+
+@final
+class _Restrained:
+    """A signal's handler whose exceptions are dropped where they would end this process, or cut a message in two."""
+
+    def __init__(self, handler: Callable[..., object], may_raise: Callable[[], bool]) -> None:
+        self._handler = handler
+        self._may_raise = may_raise
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._handler(number, frame)
+        except Exception:
+            if self._may_raise():
+                raise
 
 
 def _end() -> None:
