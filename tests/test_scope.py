@@ -136,6 +136,32 @@ def test_a_second_model_is_equal_too_after_training_that_differed() -> None:
         assert equal(draws)
 
 
+@pytest.mark.parametrize(
+    "again",
+    [
+        nn.Linear.reset_parameters,
+        lambda layer: nn.init.normal_(layer.weight.data),
+        lambda layer: nn.init.xavier_uniform_(layer.weight),
+    ],
+    ids=["reset_parameters", "its values", "a parameter"],
+)
+def test_initial_values_that_a_model_is_given_anew_are_equal_too(again: Callable[[nn.Linear], object]) -> None:
+    def cell(_: Scope) -> Tensor:
+        model = nn.Linear(3, 3)
+        for _fold in range(2):
+            again(model)
+            initial = weights(model)
+            nn.functional.dropout(model(torch.rand(2, 3)), 0.5)
+        return initial
+
+    def trained(scope: Scope) -> Tensor:
+        cell(scope)
+        return torch.rand(3)
+
+    assert equal(on_each(cell))
+    assert distinct(on_each(trained))
+
+
 def test_the_seed_of_the_session_decides() -> None:
     assert equal([*on_each(lambda _: weights(net()), seed=1), on_each(lambda _: weights(net()), seed=1)[0]])
     first, second = (on_each(lambda _: weights(net()), seed=seed)[0] for seed in (1, 2))

@@ -43,6 +43,11 @@ from mirror_nb.transfer.compiled import OutsideOfCompiled, tracing
 from mirror_nb.transfer.told import note_step, parameters_of
 
 _Change = Replaced | RemovableHandle | GlobalMetrics
+_INITIAL = (
+    *("uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_"),
+    *("kaiming_uniform_", "kaiming_normal_", "orthogonal_", "sparse_"),
+)
+# The functions of `nn.init` that draw.
 
 
 @final
@@ -238,6 +243,9 @@ class Scope:
         yield Replaced(nn.Module, "__init__", before=self._build)
         # A lazy module draws its initial values in the first forward pass.
         yield Replaced(UninitializedParameter, "materialize", before=self._build)
+        # One that is there already may be given others, for the next fold: `reset_parameters` draws by these, too.
+        for name in _INITIAL:
+            yield Replaced(nn.init, name, before=self._build)
         for owner, name, generators in seeding_functions(self._device):
             seeded = functools.partial(streams.seeded, generators)
             yield Replaced(owner, name, before=self._build, after=seeded)
