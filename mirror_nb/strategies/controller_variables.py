@@ -179,7 +179,7 @@ class ControllerHome:
 
     def _take_first(self, variable: Variable, components: Sequence[Tensor]) -> None:
         first = components[0]
-        if not same(component(variable), first):
+        if not same(bare(variable), first):
             # Not otherwise: autograd may hold it for a backward to come.
             apply_assign(variable, "assign", first)
             self._settle(variable)
