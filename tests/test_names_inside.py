@@ -242,6 +242,19 @@ def test_whether_a_tensor_is_trained_is_the_same_on_both_sides_whoever_says_so(n
         assert notebook.user_ns["seen"] == ([switched], [[1, 1]])
 
 
+@pytest.mark.parametrize("side", ["here", "cell"])
+def test_a_tensor_that_one_side_has_computed_takes_what_the_other_writes_to_it(notebook, side):
+    notebook.here("a = torch.ones(2, requires_grad=True)")
+    computed, changed = (notebook.here, notebook.cell) if side == "here" else (notebook.cell, notebook.here)
+    computed("b = a * 2; held = [a * 3]")
+    notebook.cell("b, held")
+    for _ in range(2):
+        changed("b.add_(1); held[0].add_(1)")
+        notebook.cell("seen = b.tolist(), held[0].tolist()")
+    assert notebook.user_ns["seen"] == ([4, 4], [5, 5])
+    assert (notebook.user_ns["b"].tolist(), notebook.user_ns["held"][0].tolist()) == ([4, 4], [5, 5])
+
+
 def test_an_expanded_tensor_that_a_cell_writes_to_is_here_as_it_is_there(notebook):
     notebook.here("row = torch.zeros(1).expand(3)")
     notebook.cell("row.set_(torch.full((3,), 6.0))")

@@ -84,7 +84,7 @@ def refill(value: Any, held: Any) -> None:
                 value.copy_(held)
             else:
                 value.data = held.to(value.device, copy=True)
-        if value.requires_grad != held.requires_grad:
+        if value.is_leaf and value.requires_grad != held.requires_grad:
             value.requires_grad_(held.requires_grad)
     else:
         inside = value if kind in REFILLED else vars(value)
