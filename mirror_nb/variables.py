@@ -525,11 +525,6 @@ def update_component(variable: Any, fn: Callable[..., Any], args: tuple[Any, ...
     return pytree.tree_map_only(Variable, component, fn(own, *args, **kwargs))
 
 
-def read_component(variable: Variable) -> Tensor:
-    """For the controller: the component of the replica that this is called on."""
-    return component(variable)
-
-
 def read_components(variables: Sequence[Variable]) -> tuple[Tensor, ...]:
     """For the controller: the components of the replica that this is called on."""
     return tuple(map(component, variables))

@@ -298,7 +298,7 @@ def test_assigning_to_a_sum_from_outside():
 
 
 def test_what_the_controller_calls_on_replicas_pickles_by_reference():
-    for function in (variables.apply_assign, variables.read_component, variables.rebuild):
+    for function in (variables.apply_assign, variables.read_components, variables.rebuild):
         assert pickle.loads(pickle.dumps(function)) is function
 
 

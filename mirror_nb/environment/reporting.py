@@ -113,9 +113,7 @@ def settle() -> None:
     """User code is about to run: set the filters, and loggers, whose modules have been imported since."""
     global _users_turn
     _users_turn = True
-    for package in [package for package in _unset if package in sys.modules]:
-        for one in _unset.pop(package):
-            _set_level(one)
+    imported()
     for module in _waiting:
         if module in sys.modules:
             set_filters(_waiting[module])
@@ -130,12 +128,10 @@ def rest() -> None:
 
 def imported() -> None:
     """Set loggers of packages that have just been imported: a package sets its own then."""
-    for package in _unset:
-        for one in _unset[package] if package in sys.modules else ():
+    for package in [package for package in _unset if package in sys.modules]:
+        # What user code sets after that stays. Before it is its turn more of the package may be imported.
+        for one in _unset.pop(package) if _users_turn else _unset[package]:
             _set_level(one)
-    if _users_turn:
-        # What it sets after that stays. Else more of the package may be imported before it is its turn.
-        settle()
 
 
 def _path(category: Any) -> str:

@@ -143,16 +143,11 @@ def _is_found_by_name(value: object) -> bool:
 
 def _holds_settings(value: object) -> bool:
     """Whether it is a namespace, a dataclass's object, or a configuration of transformers."""
-    kind: Any = type(value)
-    return _is_for_settings(kind)
-
-
-@functools.cache
-def _is_for_settings(kind: type) -> bool:
-    if issubclass(kind, (nn.Module, torch.Tensor)) or not kind.__dictoffset__:
+    kind = type(value)
+    if isinstance(value, (nn.Module, torch.Tensor)) or not kind.__dictoffset__:
         return False
     spaces = (types.SimpleNamespace, argparse.Namespace)
-    return issubclass(kind, spaces) or dataclasses.is_dataclass(kind) or _is_of(kind, _CONFIGURATIONS)
+    return isinstance(value, spaces) or dataclasses.is_dataclass(kind) or _is_of(kind, _CONFIGURATIONS)
 
 
 def _is_others(kind: type) -> bool:

@@ -354,7 +354,8 @@ class Session:
         """Import what the replicas have imported of packages, where the package has a name here."""
         for path in submodules:
             if isinstance(self._shell.user_ns.get(path.partition(".")[0]), types.ModuleType):
-                with contextlib.suppress(ImportError):
+                # Who uses it here is told why it cannot be imported.
+                with contextlib.suppress(Exception):
                     bring([path])
 
     def _explain_lacking(self, report: Report) -> None:

@@ -23,7 +23,6 @@ from mirror_nb.variables import (
     copy_component,
     copy_of,
     distributed,
-    read_component,
     read_components,
     set_trained,
     writes_to,
@@ -123,7 +122,7 @@ class ControllerHome:
             share = share.detach().clone()
         elif isinstance(share, DistributedValues) and not _kept(variable):
             # Each replica gets its own, of a Variable that it has to have first.
-            self._replicas.ask(read_component, (variable,))
+            self.fetched([variable])
         self.wrote(variable)
         # Here first: what cannot be assigned is refused before any replica has changed.
         apply_assign(variable, how, select(share, 0))
