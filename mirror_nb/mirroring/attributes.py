@@ -18,7 +18,7 @@ import pathlib
 import pickle
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -27,15 +27,18 @@ from torch import nn
 
 from mirror_nb import plain
 from mirror_nb.errors import users_level
+from mirror_nb.mirroring.hooks import keeping, kept, stays
 from mirror_nb.noticing.kinds import WITHOUT_IDENTITY
+from mirror_nb.transfer.hooks import HOOKS, hook_dicts
 from mirror_nb.transfer.pickler import travels_by_name
 from mirror_nb.transfer.told import is_told
 
-_INTERNAL = frozenset(vars(nn.Module()))
+_INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _ATOMS = plain.ATOMS | {np.dtype(code).type for code in np.typecodes["All"] if code not in "OV"}
 # NumPy's numbers too: what the mean of a list is, say.
 _ATOMS |= {torch.dtype, torch.layout, torch.memory_format, torch.Size, range, slice, type(pathlib.Path())}
 # No devices, which are each process's own.
+_FUNCTIONS = frozenset({types.FunctionType, types.MethodType, functools.partial})
 _OTHERS = ("keras.", "torchmetrics.", "mirror_nb.transfer.ddp.", "torch._dynamo.", "torch.jit.")
 # Packages whose networks keep in attributes what only goes with other states of theirs.
 _CONFIGURATIONS = ("transformers.configuration_utils.", "transformers.generation.configuration_utils.")
@@ -59,12 +62,15 @@ class Attributes:
     def changed(self) -> bool:
         """Whether a part has an attribute that it had not, or another value in one."""
         for part in (*self._parts, *self._inside.values()):
-            held = part.held
-            if len(held) != part.count or not all(map(operator.is_, map(held.get, part.names), part.atoms)):
+            if part.atoms_changed():
                 return True
-            if part.copies and any(not plain.same(held.get(name), copy) for name, copy in part.copies.items()):
+            if part.copies and any(not plain.same(part.held.get(name), copy) for name, copy in part.copies.items()):
                 return True
         return False
+
+    def other_functions(self) -> bool:
+        """Whether a part has other functions of the user's among its attributes."""
+        return any(part.functions_changed() for part in self._parts)
 
     def settle(self) -> None:
         """Take what the parts have now for what they had."""
@@ -81,7 +87,7 @@ class Attributes:
 
 @final
 class _Part:
-    __slots__ = ("atoms", "copies", "count", "held", "names", "settings", "skipped")
+    __slots__ = ("atoms", "copies", "count", "functions", "held", "names", "settings", "skipped")
 
     def __init__(self, held: dict[str, Any], skipped: frozenset[str]) -> None:
         self.held = held
@@ -94,6 +100,7 @@ class _Part:
         self.atoms: list[Any] = []
         self.copies: dict[str, Any] = {}
         # Of plain attributes that are none.
+        self.functions = self._functions()
         self.settings: list[tuple[str, object]] = []
         for name, value in self.held.items():
             if name not in self.skipped:
@@ -104,6 +111,26 @@ class _Part:
                     self.copies[name] = copy
                 elif _holds_settings(value):
                     self.settings.append((name, value))
+
+    def _functions(self) -> dict[str, Callable[..., object]]:
+        """Return those that no process finds by their names, and that travel with the network."""
+        own = ((name, value) for name, value in self.held.items() if type(value) in _FUNCTIONS)
+        return {
+            name: value
+            for name, value in own
+            if name not in self.skipped and not _is_found_by_name(value) and not stays(value)
+        }
+
+    def atoms_changed(self) -> bool:
+        """Whether an attribute has come or gone, or one that is compared by its identity is another."""
+        held = self.held
+        return len(held) != self.count or not all(map(operator.is_, map(held.get, self.names), self.atoms))
+
+    def functions_changed(self) -> bool:
+        if not self.functions and not self.atoms_changed():
+            return False
+        now = self._functions()
+        return now.keys() != self.functions.keys() or any(now[name] is not self.functions[name] for name in now)
 
     def since(self, everything: bool) -> dict[str, Any]:
         before = {**dict(zip(self.names, self.atoms, strict=True)), **self.copies}
@@ -202,6 +229,7 @@ def names_by_id(names: Iterable[tuple[str, object]]) -> dict[int, list[str]]:
 def named_attributes(network: nn.Module, named: Mapping[int, Sequence[str]]) -> Iterator[tuple[str, str, str]]:
     """Yield where the parts of a network have a value that has a name: the part's path, the attribute and the name.
 
+    Or a hook that keeps one: in the attribute's place the hook's kind, its number, and which it is of what it keeps.
     `named` are the names by the values' ids. Not of plain values, which `Attributes` tells of, nor of parts.
     """
     for path, part in network.named_modules():
@@ -214,21 +242,41 @@ def names_in(network: nn.Module, named: Mapping[int, Sequence[str]]) -> set[str]
 
 
 def _named_of(part: nn.Module, named: Mapping[int, Sequence[str]]) -> Iterable[tuple[str, str]]:
-    # Not one by one: networks have thousands, and this is done for every cell.
-    if named.keys().isdisjoint(map(id, vars(part).values())) or _is_others(type(part)):
+    if _is_others(type(part)):
         return ()
-    skipped = _skipped(type(part))
-    held = ((name, value) for name, value in vars(part).items() if id(value) in named and name not in skipped)
-    return [(attribute, name) for attribute, value in held if _is_apart(value) for name in named[id(value)]]
+    own = vars(part)
+    # What is plain too: a list that a hook adds to, say.
+    held: list[tuple[str, object]] = [
+        (f"{kind}.{number}.{i}", value)
+        for kind, hooks in hook_dicts(part).items()
+        for number, hook in hooks.items()
+        for i, value in enumerate(kept(hook))
+        if not _is_mirrored(value)
+    ]
+    # Not one by one: networks have thousands, and this is done for every cell.
+    if not named.keys().isdisjoint(map(id, own.values())):
+        skipped = _skipped(type(part))
+        found = ((name, value) for name, value in own.items() if id(value) in named and name not in skipped)
+        held += [(name, value) for name, value in found if _is_apart(value)]
+    return [(attribute, name) for attribute, value in held for name in named.get(id(value), ())]
+
+
+def _is_mirrored(value: object) -> bool:
+    return isinstance(value, (nn.Module, torch.Tensor)) or is_told(value)
 
 
 def _is_apart(value: object) -> bool:
-    if isinstance(value, (nn.Module, torch.Tensor)) or is_told(value):
-        return False
-    return _copied(value) is plain.NOT_PLAIN
+    return not _is_mirrored(value) and _copied(value) is plain.NOT_PLAIN
 
 
 def set_named(part: nn.Module, attribute: str, value: object) -> None:
-    """Give a part of a network the value that has a name, in the place of its copy of that."""
-    if type(vars(part).get(attribute)) is type(value):
-        part.__dict__[attribute] = value
+    """Give a part of a network the value that has a name, in the place of its copy of that; see `named_attributes`."""
+    own = vars(part)
+    kind, *numbers = attribute.split(".")
+    if kind in HOOKS:
+        number, i = map(int, numbers)
+        hook = own[kind].get(number)
+        if hook is not None and type(kept(hook)[i]) is type(value):
+            own[kind][number] = keeping(hook, i, value)
+    elif type(own.get(attribute)) is type(value):
+        own[attribute] = value

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from mirror_nb.mirroring.hooks import Hooks, graft_hooks, keeping, kept
 from mirror_nb.mirroring.networks import give
 from mirror_nb.mirroring.registrations import registrations
+from mirror_nb.transfer.hooks import hook_dicts
 
 
 def graft(
@@ -18,12 +20,14 @@ def graft(
     here: Callable[[nn.Module], nn.Module | None],
     moved: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
     replacing: Iterable[torch.Tensor] = (),
+    hooks_known: Callable[[nn.Module], Hooks] = lambda module: (),
 ) -> dict[int, nn.Module]:
     """Make the networks that are here what the `new` ones are, with their own parts and tensors.
 
     `here` gives what stands for a part of a new one already, None: nothing does. `moved` are parameters of new ones,
-    each with the one that stands for it, of another place; for those `replacing` none does. Returns what became of
-    the new ones' parts, by the id of each. All at once: they may share parts, or have exchanged some.
+    each with the one that stands for it, of another place; for those `replacing` none does. `hooks_known` tells which
+    hooks of a part both sides had. Returns what became of the new ones' parts, by the id of each. All at once: they
+    may share parts, or have exchanged some.
     """
     new = list(new)
     became: dict[int, nn.Module] = {}
@@ -53,6 +57,8 @@ def graft(
         for kind in ("_parameters", "_buffers", "_modules"):
             keep: Callable[[Any, Any], Any] = part if kind == "_modules" else tensor
             has[kind] = type(has[kind])((name, keep(had[kind].get(name), held)) for name, held in has[kind].items())
+        if own is not None:
+            graft_hooks(had, has, hooks_known(own))
         # Past the ways of `nn.Module`, which would see parts registered.
         vars(result).clear()
         vars(result).update(has)
@@ -70,9 +76,21 @@ def graft(
                         tensor(vars(own)[kind].get(name), held)
         for module in new:
             part(None, module)
+        for module in became.values():
+            _rebind(module, became)
     # No hook tells: another strategy may have the network too, as it was.
     registrations.count += 1
     return became
+
+
+def _rebind(module: nn.Module, became: dict[int, nn.Module]) -> None:
+    """Have methods that a part keeps, as hooks too, and what its functions have captured be of the parts that stay."""
+    dicts: list[dict[Any, Any]] = [vars(module), *hook_dicts(module).values()]
+    for held in dicts:
+        for name, value in list(held.items()):
+            for i, one in enumerate(kept(value)):
+                if became.get(id(one), one) is not one:
+                    held[name] = keeping(held[name], i, became[id(one)])
 
 
 def _made_one_of(kind: type[nn.Module], module: nn.Module | None) -> nn.Module | None:

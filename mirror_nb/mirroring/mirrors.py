@@ -21,6 +21,7 @@ from mirror_nb.held_variables import is_elsewhere, part_of, read_together_in, wh
 from mirror_nb.mirroring.attributes import Attributes, set_attributes
 from mirror_nb.mirroring.grafting import graft
 from mirror_nb.mirroring.handles import Handles
+from mirror_nb.mirroring.hooks import Hooks, hooks, keep_numbers, registered
 from mirror_nb.mirroring.networks import (
     ATTRIBUTES,
     FLAGS,
@@ -40,6 +41,7 @@ from mirror_nb.mirroring.networks import (
     versions,
 )
 from mirror_nb.mirroring.registrations import registrations
+from mirror_nb.transfer.hooks import hook_dicts
 from mirror_nb.transfer.payload import Arrivals
 from mirror_nb.variables import bare
 
@@ -70,6 +72,9 @@ class _Mark:
     own: dict[str, nn.Parameter | None]
     # The network's own parameters, without its parts'.
     attributes: Attributes
+    hooks: Hooks
+    hooked: int | None
+    # How many hooks had been registered anywhere: while that stays, a network without any has none.
 
 
 class Mirrors:
@@ -117,6 +122,7 @@ class Mirrors:
         """Remember which network here a handle means."""
         self._changes += 1
         self._handles.learn(handle, module)
+        hook_dicts(module)
 
     def _forget(self, handle: str) -> None:
         self._changes += 1
@@ -149,7 +155,12 @@ class Mirrors:
             for known_as, tensor in zip(self._marks[handle].names, self._marks[handle].tensors, strict=True)
             if known_as == name
         ]
-        became = graft(modules.values(), lambda part: known.get(id(part)), same, replacing)
+
+        def hooks_known(part: nn.Module) -> Hooks:
+            mark = self._marks.get(self.find_handle(part) or "")
+            return () if mark is None else mark.hooks
+
+        became = graft(modules.values(), lambda part: known.get(id(part)), same, replacing, hooks_known)
         arrivals.replace(became)
         return {handle: became[id(module)] for handle, module in modules.items()}
 
@@ -235,7 +246,19 @@ class Mirrors:
             own = parameters_of(list(map(vars, module.modules())))
             if list(map(id, own)) != list(map(id, mark.trained)):
                 return None
-        return handle
+        return None if self._has_other_functions(handle, module) else handle
+
+    def _has_other_functions(self, handle: str, module: nn.Module) -> bool:
+        """Whether hooks have come or gone since `mark`, or functions among the attributes."""
+        mark, count = self._marks[handle], registered()
+        if mark.attributes.other_functions():
+            return True
+        if not mark.hooks and mark.hooked == count is not None:
+            return False
+        if mark.hooks != hooks(module):
+            return True
+        self._marks[handle] = replace(mark, hooked=count)
+        return False
 
     def all(self) -> dict[str, nn.Module]:
         """Return every network that has a handle."""
@@ -260,6 +283,8 @@ class Mirrors:
             named = dict(kept_equal(module))
             watched = tuple(named.values())
             parts = [weakref.ref(part) for part in module.modules()]
+            found = hooks(module)
+            keep_numbers(found)
             self._marks[handle] = _Mark(
                 structure(module),
                 places(module),
@@ -273,6 +298,8 @@ class Mirrors:
                 parameters_of(list(map(vars, module.modules()))),
                 dict(module._parameters),
                 Attributes(module.modules()),
+                found,
+                registered(),
             )
 
     def given(self, module: nn.Module, names: set[str] | None = None) -> dict[str, torch.Tensor]:
@@ -347,7 +374,9 @@ class Mirrors:
         # What was on the meta device and has got memory is another tensor.
         moved = [tensor.is_meta for tensor in mark.tensors] != [tensor.is_meta for tensor in now.values()]
         replaced = list(map(id, mark.trained)) != list(map(id, parameters_of(list(map(vars, module.modules())))))
-        return not same or replaced or mark.names != tuple(now) or mark.places != places(module) or moved
+        if not same or replaced or mark.hooks != hooks(module) or mark.attributes.other_functions():
+            return True
+        return mark.names != tuple(now) or mark.places != places(module) or moved
 
     def outgrown(self, module: nn.Module) -> bool:
         """Whether the other side has the network, but with other parts or tensors."""
@@ -358,7 +387,7 @@ class Mirrors:
         self._changes += 1
         for handle in handles:
             if handle in self._marks:
-                self._marks[handle] = _Mark((), (), -1, -1, (), (), [], [], [], [], {}, Attributes(()))
+                self._marks[handle] = _Mark((), (), -1, -1, (), (), [], [], [], [], {}, Attributes(()), (), -1)
 
     def forget_replica(self, replica_id: int) -> None:
         """The replica is no more: what it told last of networks does not count."""

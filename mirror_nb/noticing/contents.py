@@ -25,6 +25,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.environment.sources import is_users
 from mirror_nb.noticing.data_sets import data_sets, is_around_data
@@ -231,6 +232,9 @@ class _Reader(pickle.Pickler):
         if isinstance(obj, types.FunctionType):
             # As a state: it may have itself among what it keeps.
             return _nothing, (self.note(obj),), _kept(obj)
+        if isinstance(obj, RemovableHandle):
+            # Of what it would bring along, hooks, their networks tell.
+            return _nothing, (obj.id,)
         try:
             reduce = copyreg.dispatch_table.get(type(obj))
             reduced = reduce(obj) if reduce is not None else obj.__reduce_ex__(5)

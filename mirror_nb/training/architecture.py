@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mirror_nb.errors import CheckpointError, UsageError
+from mirror_nb.transfer.hooks import HOOK_SETTINGS, HOOKS
 
 _PLAIN = (str, int, float, bool, type(None))
 _KIND = "kind"
@@ -151,19 +152,6 @@ _OF_MODULE = frozenset(
     {"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
     | {"_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
 )
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-_HOOK_SETTINGS = frozenset(
-    {"_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"}
-)
 
 
 @final
@@ -189,9 +177,9 @@ class _Description:
         attributes = {
             name: self.value(value)
             for name, value in vars(module).items()
-            if not (name in _OF_MODULE or name in _HOOKS or name in _HOOK_SETTINGS or name in without)
+            if not (name in _OF_MODULE or name in HOOKS or name in HOOK_SETTINGS or name in without)
         }
-        hooks = [name for name in _HOOKS if getattr(module, name, None)]
+        hooks = [name for name in HOOKS if getattr(module, name, None)]
         return {
             "class": kind.__name__,
             "of": "torch" if of_torch else kind.__module__,
@@ -381,7 +369,7 @@ class _Building:
         if "same_as" in node:
             return
         for name, value in node["attributes"].items():
-            if not isinstance(name, str) or name in _OF_MODULE or name in _HOOKS or name in _HOOK_SETTINGS:
+            if not isinstance(name, str) or name in _OF_MODULE or name in HOOKS or name in HOOK_SETTINGS:
                 raise CheckpointError(f"{name!r} is no attribute of a {node['class']}")
             module.__dict__[name] = self.value(value)
         module.training = bool(node["training"])

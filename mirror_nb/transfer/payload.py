@@ -22,11 +22,13 @@ import cloudpickle
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.environment.surroundings import look_in
 from mirror_nb.errors import MirrorError, TransferError, UsageError
 from mirror_nb.event_files import reduce_writer
 from mirror_nb.tensors.sharded import refuse
+from mirror_nb.transfer import hooks
 from mirror_nb.transfer import slab as slabs
 from mirror_nb.transfer.compiled import reduce_compiled
 from mirror_nb.transfer.ddp import begun, reduce_ddp
@@ -200,7 +202,7 @@ def _found_or_made(handle: str, make: Callable[..., Any], args: tuple[Any, ...])
     known = _opening.known(handle) if _opening is not None else None
     if known is None:
         return made
-    was = known, type(known), dict(vars(known))
+    was = known, type(known), dict(vars(known)), hooks.contents(known)
     try:
         known.__class__ = type(made)
     except TypeError:
@@ -214,10 +216,13 @@ def _found_or_made(handle: str, make: Callable[..., Any], args: tuple[Any, ...])
 def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
     values, handle = state
     if values is not None:
-        if _opening is not None and handle in _opening.were:
+        own = dict(vars(module)) if _opening is not None and handle in _opening.were else None
+        if own is not None:
             # Its state is all of it: a part that was taken away there goes here too.
             vars(module).clear()
         module.__setstate__(values)
+        if own is not None:
+            hooks.exchange(own, vars(module), lambda kind, number: hooks.known_to_stay(own[kind][number]) is True)
     if _opening is not None:
         _opening.arrivals.modules.append(module)
         if handle is not None:
@@ -323,6 +328,7 @@ class _Packer(Pickler):
         label: str,
         states: bool,
         containers: bool,
+        classes: bool,
         joined: Mapping[int, list[tuple[int, int]]],
     ) -> None:
         self._joined = joined
@@ -334,7 +340,8 @@ class _Packer(Pickler):
         self._states = states
         self._namespace = namespace
         self._reference = reference
-        self._never_referred = _NEVER_REFERRED - {list, dict, set, tuple} if containers else _NEVER_REFERRED
+        asked = (*((list, dict, set, tuple) if containers else ()), *((type,) if classes else ()))
+        self._never_referred = _NEVER_REFERRED.difference(asked)
         self._handle = handle
         self._lend = lend
         self._shadow: dict[str, Any] = {}
@@ -379,6 +386,8 @@ class _Packer(Pickler):
         compiled = reduce_compiled(obj)
         if compiled is not None:
             return compiled
+        if type(obj) is RemovableHandle and (made := hooks.reduce_handle(obj)) is not None:
+            return made
         if type(obj) is PerReplica:
             return _open_per_replica, (obj.values, obj.shares)
         if type(obj) in weakref.ProxyTypes:
@@ -562,16 +571,17 @@ def pack(
     label: str = "",
     states: bool = True,
     containers: bool = False,
+    classes: bool = False,
 ) -> Packed:
     """Turn `obj` into a payload.
 
     Functions whose globals are `namespace` travel without them and look names up where they arrive.
     `reference(obj)` may give a small token to send in the place of an object that the other side has; it is asked for
-    lists, dicts, sets and tuples only with `containers`. `handle(module)` numbers a module so that it can be referred
-    to later, `lend(obj)` an optimizer, a scheduler or a scaler. CUDA tensors travel through host memory. `limit`,
-    bytes, bounds the size; `in_band` puts all of it into the pickle, so that there is no slab. `label` is given to
-    classes of the namespace that have not travelled before: see `label_class`. Without `states`, optimizers travel
-    without their moments.
+    lists, dicts, sets and tuples only with `containers`, for classes with `classes`. `handle(module)` numbers a
+    module so that it can be referred to later, `lend(obj)` an optimizer, a scheduler or a scaler. CUDA tensors travel
+    through host memory. `limit`, bytes, bounds the size; `in_band` puts all of it into the pickle, so that there is
+    no slab. `label` is given to classes of the namespace that have not travelled before: see `label_class`. Without
+    `states`, optimizers travel without their moments.
 
     Raises TooLarge beyond `limit`, TransferError when something in `obj` cannot be pickled.
     """
@@ -588,7 +598,8 @@ def pack(
 
     def dumped(joined: Mapping[int, list[tuple[int, int]]]) -> tuple[Limited, _Packer]:
         file = Limited(limit)
-        packer = _Packer(file, namespace, reference, handle, lend, limit, in_band, label, states, containers, joined)
+        how = in_band, label, states, containers, classes
+        packer = _Packer(file, namespace, reference, handle, lend, limit, *how, joined)
         packer.dump(obj)
         return file, packer
 
@@ -653,18 +664,19 @@ class _Opener(pickle.Unpickler):
         self.device = device
         self.own = own
         self.known = known
-        self.were: dict[str, tuple[Any, type, dict[str, Any]]] = {}
-        # By handle what is here and comes again: itself, its class and its attributes of before.
+        self.were: dict[str, tuple[Any, type, dict[str, Any], dict[str, dict[int, Any]]]] = {}
+        # By handle what is here and comes again: itself, its class, its attributes and its hooks of before.
         self.at = ""
         self._namespace = namespace
         self._resolve = resolve
 
     def put_back(self) -> None:
         """Let all be what it was that is here already."""
-        for obj, kind, attributes in self.were.values():
+        for obj, kind, attributes, hooked in self.were.values():
             obj.__class__ = kind
             vars(obj).clear()
             vars(obj).update(attributes)
+            hooks.exchange(attributes, hooked, lambda kind, number: False)
 
     def find_class(self, module: str, name: str) -> Any:
         """For pickle: the class or function of that name, or what stands for it."""

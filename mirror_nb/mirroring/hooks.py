@@ -1,0 +1,144 @@
+"""Hooks of a network's parts: those that one side registers or removes, the other has from it.
+
+    layer.register_forward_hook(keep)    handle.remove()    layer._forward_hooks.clear()
+
+Knows torch and pickling; knows no replicas and no channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils.hooks import RemovableHandle
+
+from mirror_nb.errors import TransferError, users_level
+from mirror_nb.readable import size
+from mirror_nb.transfer.hooks import HOOKS, exchange, hook_dicts, known_to_stay, note_staying
+from mirror_nb.transfer.payload import pack
+from mirror_nb.transfer.pickler import TooLarge
+from mirror_nb.transfer.told import is_told
+
+Hooks = tuple[tuple[int, str, int], ...]
+# Part, kind and number.
+_BYTES = 64 * 2**20
+# What a hook may bring along.
+
+
+def hooks(module: nn.Module) -> Hooks:
+    """Return which hooks the parts of a network have, those that stay in this process left out."""
+    return tuple(
+        (i, kind, number)
+        for i, part in enumerate(module.modules())
+        for kind, held in hook_dicts(part).items()
+        for number, hook in held.items()
+        if not _is_lazy(hook) and not stays(hook)
+    )
+
+
+def registered() -> int | None:
+    """Return what is another number once any hook was registered; None where torch does not tell."""
+    return getattr(RemovableHandle, "next_id", None)
+
+
+def keep_numbers(found: Hooks) -> None:
+    """Give no hook of this process the number of another process's: it would take its place."""
+    count = registered()
+    if found and count is not None:
+        RemovableHandle.next_id = max(count, *(1 + number for *_, number in found))
+
+
+def graft_hooks(own: dict[str, Any], new: dict[str, Any], known: Hooks) -> None:
+    """Have a part that came with the attributes `new` have the hooks that its `own` one has got or lost since then.
+
+    When both had those that are `known`. All in the dicts of its own, whose handles are here.
+    """
+    before = {(kind, number) for i, kind, number in known if i == 0}
+    for kind, number in before:
+        if number not in own[kind]:
+            new[kind].pop(number, None)
+    lazy = {(kind, number) for kind in HOOKS for number, hook in own.get(kind, {}).items() if _is_lazy(hook)}
+    exchange(own, new, lambda kind, number: (kind, number) not in before | lazy)
+
+
+def kept(function: object) -> tuple[object, ...]:
+    """Return what a method is one of, a partial call has been given, or a function has captured."""
+    if isinstance(function, types.MethodType):
+        return (function.__self__,)
+    if isinstance(function, functools.partial):
+        return function.args
+    captured = function.__closure__ if isinstance(function, types.FunctionType) else None
+    return tuple(map(_content, captured or ()))
+
+
+def keeping(function: Any, i: int, value: object) -> Any:
+    """Return the function with another value in the place of that one of `kept`."""
+    if isinstance(function, types.MethodType):
+        return types.MethodType(function.__func__, value)
+    if isinstance(function, functools.partial):
+        arguments = (*function.args[:i], value, *function.args[i + 1 :])
+        return functools.partial(function.func, *arguments, **function.keywords)
+    function.__closure__[i].cell_contents = value
+    return function
+
+
+def _content(cell: types.CellType) -> object:
+    # It may be empty.
+    with contextlib.suppress(ValueError):
+        return cell.cell_contents
+    return None
+
+
+def _is_lazy(hook: Callable[..., object]) -> bool:
+    """Whether it is torch's own, of a module that has no shape yet: the other side's may have one."""
+    # Torch wraps some of its own.
+    return getattr(getattr(hook, "hook", hook), "__func__", None) in _OF_LAZY
+
+
+# By names of torch's own: it takes both away itself.
+_OF_LAZY = [
+    getattr(LazyModuleMixin, name)
+    for name in ("_infer_parameters", "_lazy_load_hook")
+    if hasattr(LazyModuleMixin, name)
+]
+
+
+def stays(function: Callable[..., object]) -> bool:
+    """Whether a network's hook, or function, cannot be pickled, or brings too much along; a warning says so."""
+    known = known_to_stay(function)
+    if known is not None:
+        return known
+    reason = _reason_to_stay(function)
+    if reason:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        warnings.warn(
+            f"`{name}`, a network's hook or attribute, stays in the process that set it, since {reason}. Where "
+            "notebook and replicas are both to have it, set it in each",
+            stacklevel=users_level(),
+        )
+    note_staying(function, bool(reason))
+    return bool(reason)
+
+
+def _reason_to_stay(function: Callable[..., object]) -> str:
+    inner: Any = getattr(function, "__func__", function)
+    try:
+        # As if networks and the like were there already, and what it looks up by name.
+        namespace = getattr(inner, "__globals__", {})
+        pack(function, namespace=namespace, reference=_is_apart, limit=_BYTES, in_band=True, classes=True)
+    except TransferError as error:
+        return str(error)
+    except TooLarge:
+        return f"it brings more than {size(_BYTES)} along"
+    return ""
+
+
+def _is_apart(obj: object) -> str | None:
+    # A class that is pickled gets a name from this process, and is to have one from all.
+    return "there" if isinstance(obj, nn.Module | type) or is_told(obj) else None
