@@ -161,6 +161,20 @@ def test_a_hook_registered_in_the_replicas_takes_no_other_ones_place(run):
     assert run("len(net[0]._forward_hooks)") == run("%%mirrored\nlen(net[0]._forward_hooks)") == 8
 
 
+def test_a_cell_that_has_a_part_alone_costs_the_network_here_nothing(run):
+    run("""%%mirrored
+layer = net[0]
+handle = layer.register_forward_hook(lambda m, i, o: o * 0)
+""")
+    run("net[2] = nn.Linear(3, 7); keep = net[1].register_forward_hook(lambda m, i, o: o + 1)")
+    run("%%mirrored\nlayer.register_forward_hook(lambda m, i, o: o + 1)")
+    look = "len(net[0]._forward_hooks), len(net[1]._forward_hooks), net[2].out_features"
+    assert run(look) == run("%%mirrored\n" + look) == (2, 1, 7)
+    run("net[2] = nn.Linear(3, 5)")
+    run("%%mirrored\nhandle.remove()")
+    assert run(look) == run("%%mirrored\n" + look) == (1, 1, 5)
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[mnb.MirroredStrategy]:
     with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
@@ -266,6 +280,27 @@ def _third(*_: object) -> None: ...
 def _fourth(*_: object) -> None: ...
 
 
+def test_numbers_of_hooks_do_not_meet_those_of_the_other_side(run):
+    look = "from torch.utils.hooks import RemovableHandle\nRemovableHandle.next_id"
+    run("handle = torch.ones(1, requires_grad=True).register_hook(print)")
+    assert run("%%mirrored\nhandle.remove()\nmade = torch.ones(1, requires_grad=True).register_hook(print)") is None
+    assert run("made.id") > 1 << 40 > run(look)
+    assert run("%%mirrored\n" + look) > 1 << 40
+    # Torch calls hooks of all modules as those of one that has their number.
+    run("net.register_forward_pre_hook(lambda m, a, k: None, with_kwargs=True)")
+    run("numbers = range(64); net._forward_pre_hooks_with_kwargs.update(dict.fromkeys(numbers, True))")
+    assert run("%%mirrored\nforward()") == run("forward()")
+
+
+def test_a_handle_that_its_own_hook_has_travels():
+    layer = nn.Linear(1, 1)
+    weight = layer.weight
+    handle = weight.register_hook(lambda grad: handle.remove())
+    packed = pack([weight, handle])
+    arrived: Any = unpack(packed.payload, packed.slab)[0]
+    assert arrived[1].id == handle.id
+
+
 def test_a_handle_of_what_is_gone_travels_and_removes_nothing():
     layer = nn.Linear(1, 1)
     handle = layer.register_forward_hook(_first)
@@ -315,7 +350,7 @@ def test_a_hook_that_has_no_hash_is_asked_again_and_travels():
     here.gave([net])
     net.register_forward_hook(Odd())
     assert here.known(net) is None
-    here.mark(net)
+    here.gave([net])
     assert here.known(net) is not None
     lock = threading.Lock()
     with warnings.catch_warnings(record=True) as told:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mirror_nb.mirroring.hooks import Hooks, graft_hooks, keeping, kept
+from mirror_nb.mirroring.hooks import graft_hooks, keeping, kept
 from mirror_nb.mirroring.networks import give
 from mirror_nb.mirroring.registrations import registrations
-from mirror_nb.transfer.hooks import hook_dicts
+from mirror_nb.transfer.hooks import Hooks, hook_dicts
 
 
 def graft(
@@ -20,7 +20,7 @@ def graft(
     here: Callable[[nn.Module], nn.Module | None],
     moved: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
     replacing: Iterable[torch.Tensor] = (),
-    hooks_known: Callable[[nn.Module], Hooks] = lambda module: (),
+    hooks_known: Callable[[nn.Module], Hooks] = lambda part: frozenset(),
 ) -> dict[int, nn.Module]:
     """Make the networks that are here what the `new` ones are, with their own parts and tensors.
 

@@ -15,31 +15,22 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.errors import TransferError, users_level
 from mirror_nb.readable import size
-from mirror_nb.transfer.hooks import HOOKS, exchange, hook_dicts, known_to_stay, note_staying
+from mirror_nb.transfer.hooks import HOOKS, Hooks, exchange, is_lazy, known_to_stay, note_staying, numbers
 from mirror_nb.transfer.payload import pack
 from mirror_nb.transfer.pickler import TooLarge
 from mirror_nb.transfer.told import is_told
 
-Hooks = tuple[tuple[int, str, int], ...]
-# Part, kind and number.
 _BYTES = 64 * 2**20
 # What a hook may bring along.
 
 
-def hooks(module: nn.Module) -> Hooks:
-    """Return which hooks the parts of a network have, those that stay in this process left out."""
-    return tuple(
-        (i, kind, number)
-        for i, part in enumerate(module.modules())
-        for kind, held in hook_dicts(part).items()
-        for number, hook in held.items()
-        if not _is_lazy(hook) and not stays(hook)
-    )
+def own_hooks(part: nn.Module) -> Hooks:
+    """Return a part's own hooks that both sides are to have."""
+    return frozenset((kind, number) for kind, number in numbers(part) if not stays(vars(part)[kind][number]))
 
 
 def registered() -> int | None:
@@ -47,24 +38,16 @@ def registered() -> int | None:
     return getattr(RemovableHandle, "next_id", None)
 
 
-def keep_numbers(found: Hooks) -> None:
-    """Give no hook of this process the number of another process's: it would take its place."""
-    count = registered()
-    if found and count is not None:
-        RemovableHandle.next_id = max(count, *(1 + number for *_, number in found))
-
-
 def graft_hooks(own: dict[str, Any], new: dict[str, Any], known: Hooks) -> None:
     """Have a part that came with the attributes `new` have the hooks that its `own` one has got or lost since then.
 
     When both had those that are `known`. All in the dicts of its own, whose handles are here.
     """
-    before = {(kind, number) for i, kind, number in known if i == 0}
-    for kind, number in before:
+    for kind, number in known:
         if number not in own[kind]:
             new[kind].pop(number, None)
-    lazy = {(kind, number) for kind in HOOKS for number, hook in own.get(kind, {}).items() if _is_lazy(hook)}
-    exchange(own, new, lambda kind, number: (kind, number) not in before | lazy)
+    lazy = {(kind, number) for kind in HOOKS for number, hook in own.get(kind, {}).items() if is_lazy(hook)}
+    exchange(own, new, lambda kind, number: (kind, number) not in known | lazy)
 
 
 def kept(function: object) -> tuple[object, ...]:
@@ -93,20 +76,6 @@ def _content(cell: types.CellType) -> object:
     with contextlib.suppress(ValueError):
         return cell.cell_contents
     return None
-
-
-def _is_lazy(hook: Callable[..., object]) -> bool:
-    """Whether it is torch's own, of a module that has no shape yet: the other side's may have one."""
-    # Torch wraps some of its own.
-    return getattr(getattr(hook, "hook", hook), "__func__", None) in _OF_LAZY
-
-
-# By names of torch's own: it takes both away itself.
-_OF_LAZY = [
-    getattr(LazyModuleMixin, name)
-    for name in ("_infer_parameters", "_lazy_load_hook")
-    if hasattr(LazyModuleMixin, name)
-]
 
 
 def stays(function: Callable[..., object]) -> bool:

@@ -21,7 +21,7 @@ from mirror_nb.held_variables import is_elsewhere, part_of, read_together_in, wh
 from mirror_nb.mirroring.attributes import Attributes, set_attributes
 from mirror_nb.mirroring.grafting import graft
 from mirror_nb.mirroring.handles import Handles
-from mirror_nb.mirroring.hooks import Hooks, hooks, keep_numbers, registered
+from mirror_nb.mirroring.hooks import own_hooks, registered
 from mirror_nb.mirroring.networks import (
     ATTRIBUTES,
     FLAGS,
@@ -41,7 +41,7 @@ from mirror_nb.mirroring.networks import (
     versions,
 )
 from mirror_nb.mirroring.registrations import registrations
-from mirror_nb.transfer.hooks import hook_dicts
+from mirror_nb.transfer.hooks import Hooks, hook_dicts, keep_numbers
 from mirror_nb.transfer.payload import Arrivals
 from mirror_nb.variables import bare
 
@@ -72,9 +72,8 @@ class _Mark:
     own: dict[str, nn.Parameter | None]
     # The network's own parameters, without its parts'.
     attributes: Attributes
-    hooks: Hooks
-    hooked: int | None
-    # How many hooks had been registered anywhere: while that stays, a network without any has none.
+    hooked: int | None = -1
+    # How many hooks had been registered anywhere when the network had none: while that stays, it has none.
 
 
 class Mirrors:
@@ -101,6 +100,8 @@ class Mirrors:
         self.statistics: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
         # By handle and replica: what is averaged of a network, as the replica told it last. None of what both sides
         # have equal.
+        self._hooks: dict[str, Hooks] = {}
+        # By the handles of networks and their parts: which hooks of each the other side has.
 
     def handle(self, module: nn.Module) -> str:
         """Return the network's handle; a new one if it has none."""
@@ -132,6 +133,7 @@ class Mirrors:
         # It has the network's tensors, which nobody else may want any more.
         self.statistics.pop(handle, None)
         self._held.pop(handle, None)
+        self._hooks.pop(handle, None)
         if self._marks.pop(handle, None) is not None:
             self._gone.append(handle)
 
@@ -155,12 +157,7 @@ class Mirrors:
             for known_as, tensor in zip(self._marks[handle].names, self._marks[handle].tensors, strict=True)
             if known_as == name
         ]
-
-        def hooks_known(part: nn.Module) -> Hooks:
-            mark = self._marks.get(self.find_handle(part) or "")
-            return () if mark is None else mark.hooks
-
-        became = graft(modules.values(), lambda part: known.get(id(part)), same, replacing, hooks_known)
+        became = graft(modules.values(), lambda part: known.get(id(part)), same, replacing, self._hooks_there)
         arrivals.replace(became)
         return {handle: became[id(module)] for handle, module in modules.items()}
 
@@ -202,11 +199,16 @@ class Mirrors:
         """Remember every network of a payload that came with a handle."""
         for handle, module in arrivals.handles.items():
             self.learn(handle, module)
+        for handle, came in arrivals.hooked.items():
+            self._hooks[handle] = came
+            keep_numbers(came)
         self._mark_all(arrivals.modules)
 
     def gave(self, modules: Iterable[nn.Module]) -> None:
         """These networks have just been sent whole; their parts got handles on the way."""
-        self._mark_all([part for module in modules for part in module.modules()])
+        parts = [part for module in modules for part in module.modules()]
+        self._hooks.update((self.handle(part), own_hooks(part)) for part in parts)
+        self._mark_all(parts)
 
     def _mark_all(self, modules: list[nn.Module]) -> None:
         parts = {id(child) for module in modules for child in module.children()}
@@ -249,16 +251,22 @@ class Mirrors:
         return None if self._has_other_functions(handle, module) else handle
 
     def _has_other_functions(self, handle: str, module: nn.Module) -> bool:
-        """Whether hooks have come or gone since `mark`, or functions among the attributes."""
+        """Whether the network has other hooks than the other side, or functions among its attributes."""
         mark, count = self._marks[handle], registered()
         if mark.attributes.other_functions():
             return True
-        if not mark.hooks and mark.hooked == count is not None:
+        if mark.hooked == count is not None:
             return False
-        if mark.hooks != hooks(module):
+        parts = list(module.modules())
+        found = list(map(own_hooks, parts))
+        if found != list(map(self._hooks_there, parts)):
             return True
-        self._marks[handle] = replace(mark, hooked=count)
+        if not any(found):
+            self._marks[handle] = replace(mark, hooked=count)
         return False
+
+    def _hooks_there(self, part: nn.Module) -> Hooks:
+        return self._hooks.get(self.find_handle(part) or "", frozenset())
 
     def all(self) -> dict[str, nn.Module]:
         """Return every network that has a handle."""
@@ -283,8 +291,6 @@ class Mirrors:
             named = dict(kept_equal(module))
             watched = tuple(named.values())
             parts = [weakref.ref(part) for part in module.modules()]
-            found = hooks(module)
-            keep_numbers(found)
             self._marks[handle] = _Mark(
                 structure(module),
                 places(module),
@@ -298,8 +304,6 @@ class Mirrors:
                 parameters_of(list(map(vars, module.modules()))),
                 dict(module._parameters),
                 Attributes(module.modules()),
-                found,
-                registered(),
             )
 
     def given(self, module: nn.Module, names: set[str] | None = None) -> dict[str, torch.Tensor]:
@@ -366,7 +370,8 @@ class Mirrors:
 
     def rebuilt(self, module: nn.Module) -> bool:
         """Whether the network has other parts than at its `mark`, or has them, or its tensors, in other places."""
-        mark = self._marks.get(self.find_handle(module) or "")
+        handle = self.find_handle(module) or ""
+        mark = self._marks.get(handle)
         if mark is None or self.known(module) is not None:
             return False
         same = [reference() for reference in mark.parts] == list(module.modules())
@@ -374,7 +379,7 @@ class Mirrors:
         # What was on the meta device and has got memory is another tensor.
         moved = [tensor.is_meta for tensor in mark.tensors] != [tensor.is_meta for tensor in now.values()]
         replaced = list(map(id, mark.trained)) != list(map(id, parameters_of(list(map(vars, module.modules())))))
-        if not same or replaced or mark.hooks != hooks(module) or mark.attributes.other_functions():
+        if not same or replaced or self._has_other_functions(handle, module):
             return True
         return mark.names != tuple(now) or mark.places != places(module) or moved
 
@@ -382,12 +387,17 @@ class Mirrors:
         """Whether the other side has the network, but with other parts or tensors."""
         return (self.find_handle(module) or "") in self._marks and self.known(module) is None
 
+    def parts_there(self, module: nn.Module) -> set[int]:
+        """Return the ids of the parts that the network had at its `mark`, as far as they live."""
+        mark = self._marks.get(self.find_handle(module) or "")
+        return set() if mark is None else {id(part) for reference in mark.parts if (part := reference()) is not None}
+
     def outdate(self, handles: Iterable[str]) -> None:
         """The other side has these networks with other parts or tensors, which are not here."""
         self._changes += 1
         for handle in handles:
             if handle in self._marks:
-                self._marks[handle] = _Mark((), (), -1, -1, (), (), [], [], [], [], {}, Attributes(()), (), -1)
+                self._marks[handle] = _Mark((), (), -1, -1, (), (), [], [], [], [], {}, Attributes(()))
 
     def forget_replica(self, replica_id: int) -> None:
         """The replica is no more: what it told last of networks does not count."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.messages import (
@@ -43,6 +44,7 @@ from mirror_nb.noticing.refilling import filling, is_refillable, refill, stays_i
 from mirror_nb.pool.failures import spans
 from mirror_nb.strategies.reading import reading
 from mirror_nb.transfer import torchmetrics_objects
+from mirror_nb.transfer.hooks import hook_dicts, owner
 from mirror_nb.transfer.keras_objects import reduce_keras
 from mirror_nb.transfer.payload import Arrivals, Payload, unpack
 from mirror_nb.transfer.told import is_told
@@ -347,12 +349,13 @@ class Names:
         """Names that functions, classes and objects among these read in turn."""
         needed: set[str] = set()
         queue = list(names)
+        anew = self._networks_anew()
         while queue:
             name = queue.pop()
             found = names_read(self.user_ns[name], self.user_ns)
             found |= self.shared.needs(name)
             found |= self._names_of(data_sets(self.user_ns[name]))
-            found |= self._names_in_networks(name)
+            found |= self._names_in_networks(name) | self._wholes_of(name, anew)
             for more in found:
                 if more not in needed and more not in names and self.travels(more):
                     needed.add(more)
@@ -369,6 +372,33 @@ class Names:
         named = names_by_id(list(self.user_ns.items())) if networks else {}
         found = {n for network in networks for n in names_in(network, named)}
         return {n for n in found if self.shared.is_there(n, self.user_ns[n])}
+
+    def _networks_anew(self) -> dict[str, set[int]]:
+        """Return the names of networks that go out whole, with the ids of their parts, here and there."""
+        found = {}
+        for name, network in list(self.user_ns.items()):
+            # By their classes: a proxy may raise whatever it is asked.
+            if issubclass(type(network), nn.Module) and travels(name) and self.mirrors.known(network) is None:
+                parts = list(network.modules())
+                for part in parts:
+                    # Now its hooks' handles can be told whose they are.
+                    hook_dicts(part)
+                found[name] = set(map(id, parts)) | self.mirrors.parts_there(network)
+        return found
+
+    def _wholes_of(self, name: str, anew: Mapping[str, set[int]]) -> set[str]:
+        """Names of those networks, of which a value has a part that the replicas have too, or the handle of a hook.
+
+        What a cell does to that part comes back with the whole; and a handle alone keeps no network.
+        """
+        if not anew:
+            return set()
+        value = self.user_ns[name]
+        handles = inside(value, lambda obj: isinstance(obj, RemovableHandle))
+        hooked = {id(owner(handle)[0]) for handle in handles}  # type: ignore[arg-type]
+        parts = {id(self.mirrors.find(handle)) for handle in self._inside.get(name, ())}
+        outgrown = (n for n in anew if not parts.isdisjoint(anew[n]) and self.mirrors.outgrown(self.user_ns[n]))
+        return {*outgrown, *(n for n in anew if not hooked.isdisjoint(anew[n]))}
 
     def _names_of(self, objects: list[object]) -> set[str]:
         """Names of these objects, by which it is noticed that something has changed inside them."""

@@ -64,6 +64,7 @@ from mirror_nb.replica.streams import Streams
 from mirror_nb.steps.recorder import Recorder
 from mirror_nb.steps.steering import Steering
 from mirror_nb.telemetry.ring import Writer
+from mirror_nb.transfer import hooks
 
 INTERRUPT = signal.SIGUSR1
 # Not SIGINT: Jupyter sends that to the whole process group, VS Code to every descendant.
@@ -208,6 +209,7 @@ class _Process:
         signal.signal(INTERRUPT, self._on_interrupt)
         sys.unraisablehook = functools.partial(self._on_unraisable, sys.unraisablehook)
         process_group.install()
+        hooks.number_apart()
         # The forkserver hands every replica the controller's key, which no other user can read.
         sealed.seal_objects(bytes(multiprocessing.current_process().authkey))
         saves.save_whole()

@@ -97,6 +97,8 @@ class Arrivals:
     # Tensors that require gradients, those of the modules among them.
     weighed: list[tuple[Any, Shares]] = field(default_factory=list)
     # This replica's parts of batches.
+    hooked: dict[str, hooks.Hooks] = field(default_factory=dict)
+    # By the handles of networks and their parts: the hooks that they came with.
     lacking: str = ""
     # What could not be imported here, if the payload was opened for all the rest of it.
 
@@ -215,18 +217,21 @@ def _found_or_made(handle: str, make: Callable[..., Any], args: tuple[Any, ...])
 
 def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
     values, handle = state
+    came: hooks.Hooks = frozenset()
     if values is not None:
         own = dict(vars(module)) if _opening is not None and handle in _opening.were else None
         if own is not None:
             # Its state is all of it: a part that was taken away there goes here too.
             vars(module).clear()
         module.__setstate__(values)
+        came = hooks.numbers(module)
         if own is not None:
             hooks.exchange(own, vars(module), lambda kind, number: hooks.known_to_stay(own[kind][number]) is True)
     if _opening is not None:
         _opening.arrivals.modules.append(module)
         if handle is not None:
             _opening.arrivals.handles[handle] = module
+            _opening.arrivals.hooked[handle] = came
 
 
 def _set_told_state(obj: Any, state: tuple[dict[str, Any], str | None]) -> None:
@@ -386,8 +391,8 @@ class _Packer(Pickler):
         compiled = reduce_compiled(obj)
         if compiled is not None:
             return compiled
-        if type(obj) is RemovableHandle and (made := hooks.reduce_handle(obj)) is not None:
-            return made
+        if type(obj) is RemovableHandle:
+            return hooks.reduce_handle(obj)
         if type(obj) is PerReplica:
             return _open_per_replica, (obj.values, obj.shares)
         if type(obj) in weakref.ProxyTypes:
