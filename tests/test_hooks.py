@@ -175,6 +175,19 @@ handle = layer.register_forward_hook(lambda m, i, o: o * 0)
     assert run(look) == run("%%mirrored\n" + look) == (1, 1, 5)
 
 
+def test_networks_that_are_half_made_end_no_cell(run):
+    run("""
+class Bare(nn.Module):
+    def __init__(self): pass
+class Odd(nn.Module):
+    def modules(self): raise ValueError('no parts')
+bare, odd = Bare(), Odd()
+handle = odd.register_forward_hook(print)
+""")
+    assert run("%%mirrored\nhandle.remove()\n1") == 1
+    run("del bare, odd, handle")
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[mnb.MirroredStrategy]:
     with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:

@@ -379,11 +379,13 @@ class Names:
         for name, network in list(self.user_ns.items()):
             # By their classes: a proxy may raise whatever it is asked.
             if issubclass(type(network), nn.Module) and travels(name) and self.mirrors.known(network) is None:
-                parts = list(network.modules())
-                for part in parts:
-                    # Now its hooks' handles can be told whose they are.
-                    hook_dicts(part)
-                found[name] = set(map(id, parts)) | self.mirrors.parts_there(network)
+                # One that is half made has no parts, and says so.
+                with contextlib.suppress(Exception):
+                    parts = list(network.modules())
+                    for part in parts:
+                        # Now its hooks' handles can be told whose they are.
+                        hook_dicts(part)
+                    found[name] = set(map(id, parts)) | self.mirrors.parts_there(network)
         return found
 
     def _wholes_of(self, name: str, anew: Mapping[str, set[int]]) -> set[str]:
