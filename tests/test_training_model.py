@@ -455,6 +455,28 @@ class Once(IterableDataset[Any]):
             yield X[self.left], Y[self.left]
 
 
+def test_a_learning_rate_that_is_set_as_keras_has_it_is_told_of_once(place):
+    class Rate(mnb.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            setattr(self.model.optimizer, self.name, 0.5)
+
+    rate = Rate()
+    model = made(place)
+    for name, other in ("learning_rate", "lr"), ("lr", "learning_rate"):
+        rate.name = name  # type: ignore[attr-defined]
+        with pytest.warns(
+            UserWarning, match=rf"`optimizer.{name}` has changed nothing.*`model.learning_rate`"
+        ) as told:
+            model.fit(X, Y, epochs=3, batch_size=10, verbose=0, callbacks=[rate])
+        assert len(told) == 1
+        assert other not in str(told[0].message).split("`")[1]
+    assert model.learning_rate == 0.02
+    # One that had it before has it for a reason.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(X, Y, epochs=2, batch_size=10, verbose=0, callbacks=[rate])
+
+
 def test_an_epoch_without_batches_is_told(place):
     with pytest.warns(UserWarning, match="epoch 2 had no batches") as told:
         history = made(place).fit(DataLoader(Once(), batch_size=2), epochs=2, verbose=0)

@@ -119,6 +119,8 @@ class Fit:
         self._total_steps = 0
         self._before: list[list[Totals]] = []
         # Of the epoch that runs, from before a fit that was resumed.
+        self._rates = _rates_of(self._model.optimizer)
+        # What the optimizer has of its own, or that was told of.
 
     def run(self) -> History:
         """Train; return the history. Raises what callbacks and users' functions raise, KeyboardInterrupt too."""
@@ -384,8 +386,21 @@ class Fit:
         with self._progress.held():
             # They may add to the logs, and speak of an epoch whose line comes first.
             callbacks.on_epoch_end(epoch, logs)
+            self._warn_of_lost_rates()
             self._progress.end_epoch(logs)
         return logs
+
+    def _warn_of_lost_rates(self) -> None:
+        """Warn of a learning rate that a callback has set as one of Keras would, which PyTorch's optimizers ignore."""
+        lost = _rates_of(self._model.optimizer) - self._rates
+        if lost and self._leads:
+            self._rates |= lost
+            name = min(lost)
+            warnings.warn(
+                f"setting `optimizer.{name}` has changed nothing: PyTorch's optimizers have no such attribute. Set "
+                "`model.learning_rate` (in a callback `self.model.learning_rate`)",
+                stacklevel=users_level(),
+            )
 
     def _train(self, epoch: int) -> dict[str, Any]:
         assert self._training is not None
@@ -506,3 +521,8 @@ def with_current_settings(state: dict[str, Any], optimizer: torch.optim.Optimize
     saved = state["optimizer"]
     groups = [{**group, **now} for group, now in zip(saved["param_groups"], settings_of(optimizer), strict=True)]
     return {**state, "optimizer": {**saved, "param_groups": groups}}
+
+
+def _rates_of(optimizer: object) -> set[str]:
+    """Return under which of Keras's names an optimizer has a learning rate."""
+    return {"learning_rate", "lr"} & getattr(optimizer, "__dict__", {}).keys()
