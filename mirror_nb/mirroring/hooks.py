@@ -102,7 +102,7 @@ def _reason_to_stay(function: Callable[..., object]) -> str:
         namespace = getattr(inner, "__globals__", {})
         pack(function, namespace=namespace, reference=_is_apart, limit=_BYTES, in_band=True, classes=True)
     except TransferError as error:
-        return str(error)
+        return f"it cannot be sent: {error.__cause__ or error}"
     except TooLarge:
         return f"it brings more than {size(_BYTES)} along"
     return ""
