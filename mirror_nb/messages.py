@@ -117,6 +117,8 @@ class Holdings(_Compact):
     # Names that the notebook has deleted since it shared them.
     outdated: tuple[str, ...] = ()
     # Names that it has bound anew since, and whose values the replica has not got.
+    changed: tuple[str, ...] = ()
+    # Names that the cell may bind, and whose values it has changed since.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1039,3 +1039,63 @@ def test_what_a_replica_that_begins_anew_is_filled_with_has_what_the_notebook_se
     learner.here("learn.rate = 2")
     learner.cell("y = learn.rate")
     assert (learner.names.withheld, learner.user_ns["y"]) == ([], 2)
+
+
+UNBOUND = {
+    "in a branch": "if replica_id > 5: x = made = 0",
+    "in a loop over nothing": "for x in (): pass",
+    "in a handler": "try: pass\nexcept ValueError as x: pass",
+    "after the end": "try:\n    1 / 0\n    x = 0\nexcept ZeroDivisionError: pass",
+    "in a match": "match 1:\n    case [x]: pass",
+    "by an import": "if replica_id > 5: import os as x",
+    "in a condition": "replica_id > 5 and (x := 0)",
+}
+VALUES = {
+    "another number": ("x = 1", "x = 2", "x"),
+    "another list": ("x = [1]", "x = [2]", "x"),
+    "a list in place": ("x = [1]", "x.append(2)", "x"),
+    "a tensor in place": ("x = torch.ones(2)", "x += 1", "x.tolist()"),
+    "an object": ("import types; x = types.SimpleNamespace(y=1)", "x.y = 2", "x.y"),
+    "a function": ("def x(): return 1", "def x(): return 2", "x()"),
+    "nothing": ("x = 1", "x = None", "x"),
+    "a network": ("x = nn.Linear(2, 2)", "x = nn.Linear(2, 3)", "x.out_features"),
+    "a part of a network": ("x = nn.Sequential(nn.Tanh())", "x[0] = nn.ReLU()", "repr(x)"),
+    "values of a network": (
+        "x = nn.Linear(1, 1)",
+        "with torch.no_grad(): x.weight.fill_(2)",
+        "float(x.weight.detach().sum())",
+    ),
+}
+
+
+@pytest.mark.parametrize("first", ["here", "there"])
+@pytest.mark.parametrize("source", UNBOUND.values(), ids=UNBOUND)
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_what_a_cell_binds_on_no_line_that_runs_stays_what_it_is_here(notebook, first, source, value):
+    made, changed, look = value
+    notebook.here("import torch; from torch import nn")
+    notebook.here(made) if first == "here" else notebook.cell("import torch; from torch import nn\n" + made)
+    notebook.cell("x")
+    notebook.here(changed)
+    notebook.here(f"before = {look}")
+    notebook.cell(source)
+    notebook.here(f"assert {look} == before, {look}")
+    notebook.cell(f"there = {look}")
+    notebook.here("assert there == before, there")
+
+
+@pytest.mark.parametrize("value", ["None", "1", "[1]", "'a'"])
+def test_what_a_cell_binds_to_the_very_value_that_it_had_there_is_here(notebook, value):
+    notebook.here(f"x = {value}")
+    notebook.cell("x")
+    notebook.here("x = 2")
+    notebook.cell(f"if True: x = {value}")
+    notebook.here(f"assert x == {value}")
+
+
+def test_what_one_replica_alone_binds_is_here_as_a_new_name_would_be(notebook):
+    notebook.here("x = 1")
+    notebook.cell("x")
+    notebook.here("x = 2")
+    notebook.cell("if replica_id == 1: x = 3")
+    notebook.here("assert x == 3")

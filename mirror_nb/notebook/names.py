@@ -454,8 +454,8 @@ class Names:
         """Return the name that the replica has for a stand-in's name by now."""
         return self._renamed.get(replica_id, {}).get(name, name)
 
-    def holdings(self, replica_id: int) -> Holdings:
-        """Return what the replica is to know of what the notebook has and has not."""
+    def holdings(self, replica_id: int, bound: Iterable[str] = ()) -> Holdings:
+        """Return what the replica is to know of what the notebook has and has not; `bound` are names of the cell."""
         renamed = tuple((old, new) for new, old in self._renamed.get(replica_id, {}).items())
         retained = {
             handle
@@ -465,7 +465,19 @@ class Names:
         }
         deleted = [n for n in self.shared.there(replica_id) if n not in RESERVED and not self._lives(n)]
         outdated = self.shared.untold(replica_id).difference(deleted)
-        return Holdings(renamed, tuple(sorted(retained)), tuple(sorted(deleted)), tuple(sorted(outdated)))
+        changed = sorted(n for n in bound if self._was_changed(replica_id, n))
+        return Holdings(
+            renamed, tuple(sorted(retained)), tuple(sorted(deleted)), tuple(sorted(outdated)), tuple(changed)
+        )
+
+    def _was_changed(self, replica_id: int, name: str) -> bool:
+        """Whether the value that the replica has by a name has been changed here since."""
+        shared = self.shared.of(replica_id, name)
+        if shared is None or shared.value is not self.user_ns.get(name):
+            return False
+        if isinstance(shared.value, nn.Module):
+            return self.mirrors.outgrown(shared.value)
+        return not is_told(shared.value) and not shared.same(self._content(shared.value))
 
     def told(self, replica_id: int, holdings: Holdings) -> None:
         """Take these holdings for known to the replica."""

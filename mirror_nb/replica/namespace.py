@@ -121,6 +121,10 @@ class Namespace:
         # What the notebook has besides the names that are here.
         self._outdated: set[str] = set()
         # Names that have another value in the notebook by now.
+        self._stale: set[str] = set()
+        # Those, and names whose values it has changed, of names that the cell may bind.
+        self._aside: dict[str, Any] = {}
+        # What these held, while the cell runs.
         self._results: deque[str] = deque()
         self._search = list(sys.path)
         # As the controller knows it.
@@ -173,6 +177,7 @@ class Namespace:
         for name in holdings.deleted:
             self.names.pop(name, None)
         self._outdated = set(holdings.outdated)
+        self._stale = self._outdated.union(holdings.changed)
 
     def bind(self, payload: Any, slab: int | None) -> None:
         """Bind the names of a payload, which is a dict, or `Changed`."""
@@ -188,6 +193,7 @@ class Namespace:
             opened = {**opened.names, **self._distributed_again(opened)}
         self.names.update(opened)
         self._outdated.difference_update(opened)
+        self._stale.difference_update(opened)
         self._trained.update(name for name, value in opened.items() if is_trained(value))
 
     def _distributed_again(self, changed: Changed) -> dict[str, Distributed]:
@@ -307,8 +313,14 @@ class Namespace:
     # ------------------------------------------------------------------ out
 
     def before(self, mentioned: Iterable[str], tag: int, bound: Iterable[str] = ()) -> Before:
-        """Remember what the names hold now. `tag` is a number of the cell, the same on all replicas."""
+        """Remember what the names hold now. `tag` is a number of the cell, the same on all replicas.
+
+        Of names that the cell may bind, and does not read, values that the notebook has others of are put aside until
+        `changed`: where no line binds them after all, the notebook keeps its own.
+        """
         self._label = str(tag)
+        stale = [n for n in bound if n in self._stale and n in self.names and n not in self._given]
+        self._aside = {n: self.names.pop(n) for n in stale}
         return Before(self.names, mentioned, bound, self._outdated, self.reference)
 
     def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
@@ -317,6 +329,8 @@ class Namespace:
         What was deleted since is told by the next `export`.
         """
         self._changes = before.changes(bound, mentioned)
+        self.names.update({n: value for n, value in self._aside.items() if n not in self.names})
+        self._aside.clear()
         names = sorted({*self._changes.names, *self._changes.filled})
         return [n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING)]
 
