@@ -1099,3 +1099,16 @@ def test_what_one_replica_alone_binds_is_here_as_a_new_name_would_be(notebook):
     notebook.here("x = 2")
     notebook.cell("if replica_id == 1: x = 3")
     notebook.here("assert x == 3")
+
+
+@pytest.mark.parametrize("body", ["x = 1", "\n    if False: x = 3", "return [g() for g in [lambda: set_it()]]"])
+@pytest.mark.parametrize("where", ["here", "there before", "there"])
+def test_what_a_function_binds_is_here_and_what_it_does_not_bind_stays(notebook, body, where):
+    source = f"def set_it():\n    global x\n    x = 1\ndef change():\n    global x\n    {body}"
+    notebook.here("x = 1")
+    notebook.cell("x" if where != "there before" else f"x\n{source}")
+    notebook.here("x = 2")
+    if where == "here":
+        notebook.here(source)
+    notebook.cell(f"{source if where == 'there' else 'pass'}\nchange()")
+    notebook.here(f"assert x == {2 if 'False' in body else 1}, x")

@@ -25,6 +25,12 @@ def names_read(value: object, namespace: Mapping[str, Any]) -> set[str]:
     return names
 
 
+def names_bound(value: object, namespace: Mapping[str, Any]) -> set[str]:
+    """Return the names of the namespace that the functions in a value bind: those that they declare `global`."""
+    functions, _ = _code(value)
+    return {n for f in functions if f.__globals__ is namespace for n in global_names(f.__code__, _BINDS)}
+
+
 def reached(names: Iterable[str], namespace: Mapping[str, Any]) -> set[str]:
     """Return the names, and those that what they stand for looks up in turn, as far as the namespace has them."""
     found: set[str] = set()
@@ -92,5 +98,6 @@ def _class_reads(kind: type, namespace: Mapping[str, Any]) -> set[str]:
     return names
 
 
+_BINDS = frozenset({"STORE_GLOBAL"})
 _HOLDERS = frozenset({dict, OrderedDict, set})
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})

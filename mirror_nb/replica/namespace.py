@@ -40,6 +40,7 @@ from mirror_nb.mirroring.attributes import named_attributes, names_by_id
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.mirroring.networks import ATTRIBUTES, components_in, load, mirrored_values, told_by_all
 from mirror_nb.noticing.kinds import has_an_identity
+from mirror_nb.noticing.reads import names_bound, reached
 from mirror_nb.noticing.refilling import REFILLED, filling, is_trained, refill
 from mirror_nb.readable import size
 from mirror_nb.replica.changes import Before, Changes, meant
@@ -319,9 +320,15 @@ class Namespace:
         `changed`: where no line binds them after all, the notebook keeps its own.
         """
         self._label = str(tag)
-        stale = [n for n in bound if n in self._stale and n in self.names and n not in self._given]
+        stale = {n for n in self._stale if n in self.names and n not in self._given}
+        if stale:
+            stale &= {*bound, *self._bound_by_functions(mentioned)}
         self._aside = {n: self.names.pop(n) for n in stale}
         return Before(self.names, mentioned, bound, self._outdated, self.reference)
+
+    def _bound_by_functions(self, mentioned: Iterable[str]) -> set[str]:
+        names = reached(mentioned, self.names)
+        return {bound for name in names for bound in names_bound(self.names[name], self.names)}
 
     def changed(self, before: Before, bound: Iterable[str], mentioned: Iterable[str]) -> list[str]:
         """Return the names that were bound since, or whose content was changed in place; uses `before` up.

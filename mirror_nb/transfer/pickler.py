@@ -205,15 +205,15 @@ def module_by_name(module: types.ModuleType) -> tuple[Any, ...] | None:
     return (importlib.import_module, (name,)) if sys.modules.get(name) is module else None
 
 
-_GLOBAL_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+_GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 
 
-def global_names(code: types.CodeType) -> set[str]:
-    """Return every name that `code`, or a function inside it, may look up in its globals."""
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS}
+def global_names(code: types.CodeType, instructions: frozenset[str] = _GLOBAL_READS) -> set[str]:
+    """Return every name that `code`, or a function inside it, may look up in its globals, or of other instructions."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in instructions}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= global_names(constant)
+            names |= global_names(constant, instructions)
     return names
 
 
