@@ -1112,3 +1112,22 @@ def test_what_a_function_binds_is_here_and_what_it_does_not_bind_stays(notebook,
         notebook.here(source)
     notebook.cell(f"{source if where == 'there' else 'pass'}\nchange()")
     notebook.here(f"assert x == {2 if 'False' in body else 1}, x")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "for i in (): x = i\nx.y = 2",
+        "x.y = 2\nif replica_id > 5: x = 0",
+        "x.y = 2; x = x",
+        "def change(it):\n    it.y = 2\n    return it\nx = change(x)",
+    ],
+)
+def test_an_object_that_a_cell_changes_and_may_bind_is_one_with_what_holds_it(notebook, source):
+    notebook.here("class It: y = 0\nx = It()")
+    notebook.cell("held = [x, {'x': x}]")
+    notebook.here("own = x")
+    notebook.cell(source)
+    notebook.here("assert x is own is held[0] is held[1]['x']; assert x.y == 2")
+    notebook.cell("x.y = 3")
+    notebook.here("assert own.y == 3")

@@ -142,7 +142,7 @@ class Before:
                 for n in altered & self._attributes.keys()
             },
             tuple(sorted(n for n in self._objects if n not in self._names and travels(n))),
-            tuple(n for n in still if stays_itself(self._names[n])),
+            tuple(n for n in still if is_refillable(self._names[n])),
             {n: there for n, there in unchanged.items() if there is not None},
             frozenset(holding),
             frozenset(filled),
