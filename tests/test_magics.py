@@ -479,6 +479,15 @@ def test_a_pull_says_which_replicas_it_is_from(run_on_two):
     assert run_on_two("%mirror pull few --replica 1")[1].endswith(" from replica 1\n")
 
 
+def test_what_the_replicas_cannot_make_again_says_that_this_is_what_failed(run_on_two):
+    run_on_two("class Picky:\n    def __setstate__(self, state): raise AttributeError('no defaults')")
+    run_on_two("picky = Picky(); picky.x = 1")
+    with pytest.raises(AttributeError, match="no defaults") as error:
+        run_on_two("%%mirrored\npicky")
+    assert "raised while what the cell reads was made again from its pickle" in "".join(error.value.__notes__)
+    assert run_on_two("%%mirrored --quiet\ny = 3")[0] is None
+
+
 def test_what_cannot_be_rebuilt_here_is_not_pulled(run_on_two):
     run_on_two(
         """%%mirrored

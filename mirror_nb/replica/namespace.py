@@ -182,7 +182,11 @@ class Namespace:
 
     def bind(self, payload: Any, slab: int | None) -> None:
         """Bind the names of a payload, which is a dict, or `Changed`."""
-        opened = self.open(payload, slab, own=self._own())
+        try:
+            opened = self.open(payload, slab, own=self._own())
+        except Exception as error:
+            note_not_made_again(error, "what the cell reads", "make it in the %%mirrored cell")
+            raise
         if isinstance(opened, Changed):
             for name, filling in opened.fillings.items():
                 refill(opened.names[name], filling)

@@ -767,12 +767,14 @@ def unpack(
         _opening = before
 
 
-def note_not_made_again(error: Exception, what: str) -> None:
+def note_not_made_again(
+    error: Exception, what: str, instead: str = "pass numbers, tensors and containers of them"
+) -> None:
     """Note on what a class of the user's has raised while it was unpickled that it was then, and inside of what."""
     if not isinstance(error, _SAYS_ENOUGH):
         error.add_note(
             f"raised while {what} was made again from its pickle: an object in it is pickled, but not unpickled. Give "
-            "its class a __reduce__ that its __init__ takes, or pass numbers, tensors and containers of them"
+            f"its class a __reduce__ that its __init__ takes, or {instead}"
         )
 
 
