@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict, deque
 
 import pytest
 import torch
-from two_sides import Notebook, with_torch
+from two_sides import NET, TRAIN, Notebook, with_torch
 
 from mirror_nb.noticing import contents
 
@@ -260,6 +261,18 @@ def test_who_holds_an_object_that_the_notebook_changes_sees_the_change(notebook,
         "rate, old = theirs.config.rate, hasattr(config, 'old')"
     )
     assert [notebook.user_ns[name] for name in ("one", "rate", "old")] == [True, 2, False]
+
+
+@pytest.mark.parametrize("make", CONFIGS.values(), ids=CONFIGS)
+def test_what_a_cell_changes_by_a_network_that_has_it_is_not_told_of_as_changed_in_the_replicas_alone(notebook, make):
+    notebook.here(f"{make}\nconfig.rate = 1\n{NET}\nnet.config = config")
+    returned = notebook.cell("net.config.rate = 2")
+    assert (returned.bound, returned.altered, notebook.user_ns["config"].rate) == (["config", "net"], [], 2)
+    notebook.cell("rate, one = config.rate, net.config is config")
+    assert (notebook.user_ns["rate"], notebook.user_ns["one"], notebook.names.withheld) == (2, True, [])
+    notebook.here("config.rate = 3")
+    notebook.cell("rate, one = config.rate, net.config is config")
+    assert (notebook.user_ns["rate"], notebook.user_ns["one"], notebook.names.withheld) == (3, True, [])
 
 
 def test_an_object_whose_class_has_a_say_in_what_it_holds_is_another_one_after_a_change_also_in_what_holds_it(

@@ -540,15 +540,16 @@ class Names:
                     self.lent.bereave(network, replica_id)
                 self.lent.gone(handle, replica_id)
         self.mirrors.gone()
+        altered = {name for exports in opened.values() for name in exports.altered}
+        filled = {name for exports in opened.values() for name in exports.filled}
+        # Before networks hear of their attributes, of which an object may be one: model.config.
+        left = {name for name in altered | filled if self._was_left(name)}
         self._absorb_modules(opened, owner)
         # A name that is bound anew may have been the last of what another one is to hold.
         held = [self.user_ns.get(name) for exports in opened.values() for name in exports.names]
         names = {name for exports in opened.values() for name in exports.names}
         self._awaited = {r: exports.names.keys() - exports.filled for r, exports in opened.items()}
         trained = {name for exports in opened.values() for name in exports.trained}
-        altered = {name for exports in opened.values() for name in exports.altered}
-        filled = {name for exports in opened.values() for name in exports.filled}
-        left = {name for name in altered | filled if self._was_left(name)}
         self._absorb_names(trained, opened, owner, returned, pulled, altered, filled & left)
         # Held until names have them.
         objects = self._absorb_objects(opened, owner, inside)
