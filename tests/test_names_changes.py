@@ -386,6 +386,59 @@ def test_an_object_that_a_cell_changes_in_all_replicas_alike_is_changed_here_too
     assert notebook.sent == []
 
 
+AVERAGES = """
+import weakref
+class Averages:
+    def __init__(self, parameters):
+        self.of = [weakref.ref(p) for p in parameters]
+        self.means, self.updates = [p().detach().clone() for p in self.of], 0
+    def update(self):
+        self.updates += 1
+        for mean, p in zip(self.means, self.of): mean.lerp_(p().detach(), 0.5)
+    def state_dict(self): return {"means": self.means, "updates": self.updates}
+    def load_state_dict(self, state): self.means, self.updates = state["means"], state["updates"]
+class Stream(Averages):
+    def __iter__(self): return iter(self.means)
+"""
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A module of nobody's own, `averages`."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "averages.py").write_text(AVERAGES)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    yield
+    sys.modules.pop("averages", None)
+
+
+def test_what_a_library_keeps_of_a_training_is_changed_on_both_sides(notebook, library):
+    notebook.here(f"from averages import Averages\n{NET}\nmean = Averages(net.parameters()); kept = [mean]")
+    notebook.cell(f"{TRAIN}mean.update()")
+    returned = notebook.cell(f"{TRAIN}mean.update()")
+    assert (returned.bound, returned.altered) == (["mean", "net", "p"], [])
+    notebook.here("same = kept[0] is mean, all(torch.equal(p(), q) for p, q in zip(mean.of, net.parameters()))")
+    assert (notebook.user_ns["same"], notebook.user_ns["mean"].updates) == ((True, True), 2)
+    before = [p.detach().clone() for p in notebook.user_ns["net"].parameters()]
+    for mean, p in zip(notebook.user_ns["mean"].means, before, strict=True):
+        assert torch.allclose(mean, p - 1 + 0.25)
+    notebook.here("mean.updates = 7; mean.means[0].zero_()")
+    notebook.cell("mean.update(); found = mean.updates, float(mean.means[0].sum())")
+    assert notebook.sent == ["mean"]
+    expected = 8, float(before[0].sum()) / 2
+    assert notebook.user_ns["found"] == pytest.approx(expected)
+
+
+def test_where_each_side_is_in_data_that_a_library_goes_through_is_its_own(notebook, library):
+    notebook.here(f"from averages import Stream\n{NET}\nstream = Stream(net.parameters())")
+    notebook.cell("stream")
+    returned = notebook.cell("stream.update()")
+    assert (returned.bound, returned.altered) == ([], [])
+    notebook.here("stream.update()")
+    notebook.cell("stream")
+    assert (notebook.sent, notebook.names.withheld) == ([], [])
+
+
 def test_an_object_that_differs_is_not_taken_for_changed_here_where_one_inside_it_has_come_back(notebook):
     notebook.here(f"{CONFIG}config = Config(){TRAINER}")
     returned = notebook.cell("trainer.config.lr = 3; trainer.other = replica_id")

@@ -1,8 +1,8 @@
 """What a value holds, kept to notice later that somebody changed it in place. Knows no names.
 
-Watched are containers, NumPy arrays, tensors, objects of the user's own classes, dataclasses, mappings and pandas'
-tables, and what the notebook's functions keep besides their code; what is inside them too, where it is very
-much that of the outer levels. Other objects of libraries are told apart by identity alone.
+Watched are containers, NumPy arrays, tensors, objects of the user's own classes, dataclasses, mappings, pandas' tables
+and what has a `state_dict`, and what the notebook's functions keep besides their code; what is inside them too, where
+it is very much that of the outer levels. Other objects of libraries are told apart by identity alone.
 """
 
 from __future__ import annotations

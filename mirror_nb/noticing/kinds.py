@@ -35,10 +35,21 @@ def is_own(value: object) -> bool:
     plain = (
         kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind) or library == "pandas"
     )
-    if not (plain or isinstance(value, collections.abc.MutableMapping) or is_users(kind.__module__)):
+    mapping = isinstance(value, collections.abc.MutableMapping)
+    if not (plain or mapping or is_users(kind.__module__) or _has_state(kind)):
         return False
     # Of an optimizer of the user's class each side hears by itself what the other changes, as of torch's.
     return not is_told(value) or told_of(value) is None
+
+
+def _has_state(kind: type) -> bool:
+    """Whether a library says of such objects where a training stands with them: of averages of weights, of callbacks.
+
+    Not of data that is gone through: each side is somewhere else in it.
+    """
+    return not hasattr(kind, "__iter__") and all(
+        callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict")
+    )
 
 
 def keeps(value: object) -> bool:
