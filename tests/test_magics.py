@@ -479,6 +479,13 @@ def test_a_pull_says_which_replicas_it_is_from(run_on_two):
     assert run_on_two("%mirror pull few --replica 1")[1].endswith(" from replica 1\n")
 
 
+def test_what_has_an_error_of_its_own_for_an_attribute_that_it_lacks_is_read_in_cells(run_on_two):
+    run_on_two("class Config(dict): __getattr__ = dict.__getitem__")
+    run_on_two("config = Config(lr=0.5, net=Config(width=4))")
+    run_on_two("%%mirrored --quiet\nx = config.lr * config.net.width")
+    assert run_on_two("x")[0] == 2
+
+
 def test_what_the_replicas_cannot_make_again_says_that_this_is_what_failed(run_on_two):
     run_on_two("class Picky:\n    def __setstate__(self, state): raise AttributeError('no defaults')")
     run_on_two("picky = Picky(); picky.x = 1")

@@ -41,9 +41,12 @@ def reached(paths: Iterable[tuple[str, ...]], namespace: Mapping[str, Any]) -> t
     for root, *attributes in paths:
         module = namespace.get(root)
         for attribute in attributes:
+            # Nothing else is asked for a name: a dict with `__getattr__ = dict.__getitem__` raises KeyError.
+            if type(module) is not types.ModuleType:
+                break
             # Past the module's own __getattr__, which may import.
-            inner = vars(module).get(attribute) if type(module) is types.ModuleType else None
-            name = f"{getattr(module, '__name__', '')}.{attribute}"
+            inner = vars(module).get(attribute)
+            name = f"{module.__name__}.{attribute}"
             if inner is None or sys.modules.get(name) is not inner:
                 break
             found[name] = None
