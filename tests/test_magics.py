@@ -486,6 +486,20 @@ def test_what_has_an_error_of_its_own_for_an_attribute_that_it_lacks_is_read_in_
     assert run_on_two("x")[0] == 2
 
 
+@pytest.mark.parametrize("how", ["", " from None", " from error"])
+def test_the_cause_of_an_error_that_was_caught_may_be_raised(run_on_two, how):
+    with pytest.raises(ZeroDivisionError):
+        run_on_two(
+            f"""%%mirrored --timeout 20
+try:
+    try: 1 / 0
+    except ZeroDivisionError as cause: raise ValueError from cause
+except ValueError as error: raise error.__cause__{how}
+"""
+        )
+    assert run_on_two("%%mirrored --quiet\ny = 3")[0] is None
+
+
 def test_what_the_replicas_cannot_make_again_says_that_this_is_what_failed(run_on_two):
     run_on_two("class Picky:\n    def __setstate__(self, state): raise AttributeError('no defaults')")
     run_on_two("picky = Picky(); picky.x = 1")

@@ -13,21 +13,20 @@ import torch
 
 from mirror_nb.machine.memory import usable
 from mirror_nb.readable import size
-from mirror_nb.transfer.raised import text
+from mirror_nb.transfer.raised import chain, text
 
 _CPU = "DefaultCPUAllocator: can't allocate memory"
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)|[Uu]nable to allocate ([\d.]+) (bytes|[KMGT]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def cause(error: BaseException | None) -> BaseException | None:
+def cause(error: BaseException) -> BaseException | None:
     """Return what says that there was no memory left, on a GPU or on the machine: `error`, or what it came from."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return error
-        if isinstance(error, RuntimeError) and _CPU in text(error):
-            return error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    for one in chain(error, suppressed=False):
+        if isinstance(one, torch.OutOfMemoryError | MemoryError):
+            return one
+        if isinstance(one, RuntimeError) and _CPU in text(one):
+            return one
     return None
 
 

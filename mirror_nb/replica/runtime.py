@@ -534,11 +534,9 @@ class Replica:
         )
 
     def _keep_until_told(self, error: BaseException) -> None:
-        chain: BaseException | None = error
-        while chain is not None:
-            if chain.__traceback__ is not None:
-                self._failed.append(chain.__traceback__)
-            chain = chain.__cause__ or chain.__context__
+        for one in raised.chain(error):
+            if one.__traceback__ is not None:
+                self._failed.append(one.__traceback__)
 
 
 def _told_by_torch(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import types
+from collections.abc import Iterator
 from typing import Any, final
 
 import cloudpickle
@@ -18,6 +19,20 @@ def text(error: BaseException) -> str:
         return str.__str__(str(error))
     except Exception:
         return "<exception str() failed>"
+
+
+def chain(error: BaseException, *, suppressed: bool = True) -> Iterator[BaseException]:
+    """Yield an exception and those that it came from, each once; with `suppressed` also one that `from None` hides.
+
+    Who raises the cause of one that was caught (`raise error.__cause__`) makes a ring of them.
+    """
+    seen: set[int] = set()
+    came_from: BaseException | None = error
+    while came_from is not None and id(came_from) not in seen:
+        seen.add(id(came_from))
+        yield came_from
+        hidden = came_from.__suppress_context__ and not suppressed
+        came_from = came_from.__cause__ or (None if hidden else came_from.__context__)
 
 
 def dumped(error: BaseException) -> bytes:
