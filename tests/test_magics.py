@@ -502,11 +502,27 @@ except ValueError as error: raise error.__cause__{how}
 
 def test_what_the_replicas_cannot_make_again_says_that_this_is_what_failed(run_on_two):
     run_on_two("class Picky:\n    def __setstate__(self, state): raise AttributeError('no defaults')")
-    run_on_two("picky = Picky(); picky.x = 1")
+    run_on_two("picky = Picky(); picky.x = 1; good = 1; other = 2")
     with pytest.raises(AttributeError, match="no defaults") as error:
-        run_on_two("%%mirrored\npicky")
-    assert "raised while what the cell reads was made again from its pickle" in "".join(error.value.__notes__)
-    assert run_on_two("%%mirrored --quiet\ny = 3")[0] is None
+        run_on_two("%%mirrored\ngood, picky, other")
+    assert "raised while `picky` was made again from its pickle" in "".join(error.value.__notes__)
+    assert run_on_two("%%mirrored --quiet\ngood = other")[0] is None
+    assert run_on_two("good")[0] == 2
+
+
+def test_what_asks_for_its_own_attributes_before_it_has_them_is_named_in_a_few_lines(run_on_two):
+    run_on_two("class Settings:\n    def __init__(self): self.items = {'lr': 1}")
+    run_on_two(
+        "def look_up(self, name):\n"
+        "    if name in self.items: return self.items[name]\n"
+        "    raise AttributeError(name)\n"
+        "Settings.__getattr__ = look_up; settings = Settings()"
+    )
+    with pytest.raises(RecursionError) as error:
+        run_on_two("%%mirrored\nsettings.lr")
+    told = "".join(error.value.__notes__)
+    assert "raised while `settings` was made again from its pickle" in told
+    assert told.count("\n") < 60
 
 
 def test_what_cannot_be_rebuilt_here_is_not_pulled(run_on_two):

@@ -18,7 +18,7 @@ from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.noticing.kinds import has_an_identity
 from mirror_nb.noticing.refilling import filling, is_refillable
-from mirror_nb.transfer.payload import Packed, pack
+from mirror_nb.transfer.payload import Begins, Packed, pack
 
 
 @dataclass(slots=True)
@@ -90,7 +90,9 @@ class Parcels:
             # What holds these there is to see the change.
             again = {n: v for n, v in values.items() if n in sent_before and is_refillable(v)}
             fillings = {name: filling(value) for name, value in again.items() if name not in settings}
-            sent = Changed(values, sent_before, fillings, settings) if sent_before else values
+            named = _so_that_it_is_told(values)
+            told = _so_that_it_is_told(fillings), _so_that_it_is_told(settings)
+            sent = Changed(named, sent_before, *told) if sent_before else named
             try:
                 packed = self._pack(sent, replicas, found, values, again)
             except TransferError:
@@ -183,6 +185,11 @@ class Parcels:
                     f"Make it inside the %%mirrored cell, or give the cell something that can be pickled."
                 )
         return TransferError(f"these names cannot be sent together: {', '.join(values)}")
+
+
+def _so_that_it_is_told(values: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return values by their names, for a payload: a replica that cannot rebuild one says which."""
+    return {Begins(name): value for name, value in values.items()}
 
 
 def _itself(value: object) -> Iterable[nn.Module]:

@@ -61,6 +61,7 @@ from mirror_nb.transfer.payload import (
     Arrivals,
     Begins,
     Last,
+    NotRebuilt,
     Packed,
     Payload,
     SearchPath,
@@ -182,11 +183,7 @@ class Namespace:
 
     def bind(self, payload: Any, slab: int | None) -> None:
         """Bind the names of a payload, which is a dict, or `Changed`."""
-        try:
-            opened = self.open(payload, slab, own=self._own())
-        except Exception as error:
-            note_not_made_again(error, "what the cell reads", "make it in the %%mirrored cell")
-            raise
+        opened = self._opened(payload, slab)
         if isinstance(opened, Changed):
             for name, filling in opened.fillings.items():
                 refill(opened.names[name], filling)
@@ -200,6 +197,15 @@ class Namespace:
         self._outdated.difference_update(opened)
         self._stale.difference_update(opened)
         self._trained.update(name for name, value in opened.items() if is_trained(value))
+
+    def _opened(self, payload: Any, slab: int | None) -> Any:
+        try:
+            return self.open(payload, slab, own=self._own())
+        except NotRebuilt as error:
+            reason = error.reason
+            note_not_made_again(reason, f"`{error.name}`", "make it in the %%mirrored cell")
+        # Not above, where each of the two would have the other one for its cause.
+        raise reason
 
     def _distributed_again(self, changed: Changed) -> dict[str, Distributed]:
         """Return what has been distributed here under these names, made of its source as that is now."""

@@ -245,7 +245,10 @@ def _set_told_state(obj: Any, state: tuple[dict[str, Any], str | None]) -> None:
 
 
 class Begins:
-    """Stands before an object in a payload, so that the receiver can say which one it could not rebuild."""
+    """Stands before an object in a payload, so that the receiver can say which one it could not rebuild.
+
+    As the key of a dict, where it becomes the name, before the object that has it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -254,9 +257,10 @@ class Begins:
         return _begins, (self._name,)
 
 
-def _begins(name: str) -> None:
+def _begins(name: str) -> str:
     if _opening is not None:
         _opening.at = name
+    return name
 
 
 class Last:
@@ -279,6 +283,7 @@ class NotRebuilt(TransferError):
     def __init__(self, name: str, reason: Exception) -> None:
         super().__init__(f"`{name}` cannot be rebuilt here: {type(reason).__name__}: {reason}")
         self.name = name
+        self.reason = reason
 
 
 class SearchPath:
@@ -754,6 +759,8 @@ def unpack(
     try:
         with repairing(), arriving():
             value, arrivals = opener.load(), opener.arrivals
+            # What follows is about no one of them.
+            opener.at = ""
             if arrivals.lacking:
                 # Any of them may hold what is not there.
                 arrivals.modules, arrivals.handles = [], {}
@@ -771,13 +778,23 @@ def note_not_made_again(
     error: Exception, what: str, instead: str = "pass numbers, tensors and containers of them"
 ) -> None:
     """Note on what a class of the user's has raised while it was unpickled that it was then, and inside of what."""
-    if not isinstance(error, _SAYS_ENOUGH):
-        error.add_note(
-            f"raised while {what} was made again from its pickle: an object in it is pickled, but not unpickled. Give "
-            f"its class a __reduce__ that its __init__ takes, or {instead}"
-        )
+    if isinstance(error, RecursionError):
+        # A `__getattr__` that asks for what is not there yet: a thousand frames that are all alike.
+        trace = error.__traceback__
+        for _ in range(_FRAMES):
+            trace = trace and trace.tb_next
+        if trace is not None:
+            trace.tb_next = None
+    elif isinstance(error, _SAYS_ENOUGH):
+        return
+    error.add_note(
+        f"raised while {what} was made again from its pickle: an object in it is pickled, but not unpickled. Give "
+        f"its class a __reduce__ that its __init__ takes, or {instead}"
+    )
 
 
+_FRAMES = 12
+# Of ours the first half.
 _SAYS_ENOUGH = (MirrorError, ImportError, OSError, MemoryError, RuntimeError)
 # Of ours, of a module that is not there, and of memory, a GPU's too.
 
