@@ -662,6 +662,16 @@ def test_every_tensor_in_a_batch_arrives_on_the_device():
     assert batch["list"][0].device == CPU
 
 
+class Named(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+def test_a_batch_that_has_an_error_of_its_own_for_an_attribute_that_it_lacks_arrives_on_the_device():
+    moved = to_device(Named(x=torch.ones(2), inner=[Named(to=torch.ones(1))]), torch.device("meta"))
+    assert type(moved) is type(moved.inner[0]) is Named
+    assert (moved.x.is_meta, moved.inner[0].to.is_meta) == (True, True)
+
+
 def test_only_plain_tensors_of_a_batchs_size_are_pinned_on_their_way(monkeypatch):
     monkeypatch.setattr(batches_module, "PINNED_BYTES", 64)
     assert batches_module._can_be_pinned(torch.ones(4, 4)[:2])

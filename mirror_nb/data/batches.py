@@ -6,6 +6,7 @@ no loader and no other replica.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -187,8 +188,12 @@ def to_device(value: Any, device: torch.device) -> Any:
             # torch keeps it until the copy is done.
             value, pinned = value.pin_memory(), True
         return value.to(device, non_blocking=pinned)
-    if callable(getattr(value, "to", None)) and not isinstance(value, type):
-        return value.to(device)
+    to = None
+    # A dict with `__getattr__ = dict.__getitem__` raises KeyError.
+    with contextlib.suppress(Exception):
+        to = getattr(value, "to", None)
+    if callable(to) and not isinstance(value, type):
+        return to(device)
     return _map_children(value, lambda item: to_device(item, device))
 
 
