@@ -263,6 +263,24 @@ def test_who_holds_an_object_that_the_notebook_changes_sees_the_change(notebook,
     assert [notebook.user_ns[name] for name in ("one", "rate", "old")] == [True, 2, False]
 
 
+DICTS = {
+    "for attributes": "class Config(dict): __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__",
+    "of attributes": "class Config(dict):\n    def __init__(self, **own): self.__dict__ = self; self.update(own)",
+}
+
+
+@pytest.mark.parametrize("make", DICTS.values(), ids=DICTS)
+def test_who_holds_a_dict_of_a_class_of_its_own_sees_what_either_side_changes_in_it(notebook, make):
+    notebook.here(f"{make}\nconfig = Config(rate=1)\nclass Trainer: pass\nours = Trainer()\nours.config = config")
+    notebook.cell(f"{NET}\nnet.config = config\nheld = [config]\nours")
+    notebook.here("config.rate = 2")
+    notebook.cell("one = config is net.config is held[0] is ours.config\nrate = net.config.rate")
+    assert (notebook.user_ns["one"], notebook.user_ns["rate"]) == (True, 2)
+    notebook.cell("net.config.rate = 3")
+    notebook.here("one = config is net.config is held[0] is ours.config\nrate = config.rate")
+    assert (notebook.user_ns["one"], notebook.user_ns["rate"]) == (True, 3)
+
+
 @pytest.mark.parametrize("make", CONFIGS.values(), ids=CONFIGS)
 def test_what_a_cell_changes_by_a_network_that_has_it_is_not_told_of_as_changed_in_the_replicas_alone(notebook, make):
     notebook.here(f"{make}\nconfig.rate = 1\n{NET}\nnet.config = config")

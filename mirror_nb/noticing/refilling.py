@@ -16,6 +16,7 @@ from torch import nn
 from mirror_nb.noticing.kinds import is_own, is_table
 from mirror_nb.tensors.layouts import is_block
 
+_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 REFILLED = frozenset(
     {list, dict, set, bytearray, collections.deque}
     | {collections.OrderedDict, collections.Counter, collections.defaultdict}
@@ -28,8 +29,7 @@ def is_refillable(value: object) -> bool:
         return True
     kind = type(value)
     plain = kind is types.SimpleNamespace or all(
-        getattr(kind, name, None) is getattr(object, name, None)
-        for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+        getattr(kind, name, None) is getattr(object, name, None) for name in _PICKLING
     )
     slots = any(vars(base).get("__slots__") for base in kind.__mro__)
     return plain and not slots and hasattr(value, "__dict__") and is_own(value)
@@ -37,7 +37,17 @@ def is_refillable(value: object) -> bool:
 
 def stays_itself(value: object) -> bool:
     """Whether what a cell changes in place in it is changed in the notebook's own: containers and tensors."""
-    return type(value) in REFILLED or is_trained(value) or _is_free(value)
+    return type(value) in REFILLED or _is_plain_dict(type(value)) or is_trained(value) or _is_free(value)
+
+
+def _is_plain_dict(kind: type) -> bool:
+    """Whether it is a class of dicts that pickle takes by their items and attributes: for `config.lr`, say."""
+    return (
+        issubclass(kind, dict)
+        and kind.__dictoffset__ != 0
+        and all(getattr(kind, name, None) is getattr(dict, name, None) for name in _PICKLING)
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+    )
 
 
 def _is_free(value: object) -> bool:
@@ -61,6 +71,9 @@ def filling(value: object) -> Any:
         return value.detach().requires_grad_(is_trained(value))
     if is_table(value):
         return value.copy(deep=False)  # type: ignore[attr-defined]
+    if type(value) not in REFILLED and isinstance(value, dict):
+        # Past what its class makes of being copied, read and written to.
+        return dict(dict.items(value)), dict(vars(value))
     return copy.copy(value) if type(value) in REFILLED else dict(vars(value))
 
 
@@ -86,6 +99,10 @@ def refill(value: Any, held: Any) -> None:
                 value.data = held.to(value.device, copy=True)
         if value.is_leaf and value.requires_grad != held.requires_grad:
             value.requires_grad_(held.requires_grad)
+    elif kind not in REFILLED and issubclass(kind, dict):
+        for own, given in zip((value, vars(value)), held, strict=True):
+            dict.clear(own)
+            dict.update(own, given)
     else:
         inside = value if kind in REFILLED else vars(value)
         inside.clear()
