@@ -1215,3 +1215,24 @@ def test_an_object_that_a_cell_changes_and_may_bind_is_one_with_what_holds_it(no
     notebook.here("assert x is own is held[0] is held[1]['x']; assert x.y == 2")
     notebook.cell("x.y = 3")
     notebook.here("assert own.y == 3")
+
+
+@pytest.mark.parametrize("how", ["x = None", "del x", "x, y = 1, x", "x = type(x)()"])
+@pytest.mark.parametrize(
+    ("made", "changed", "look"),
+    [
+        ("x = {'loss': []}", "x['loss'].append(2)", "kept[0]['loss']"),
+        ("x = []", "x.append(2)", "kept[0]"),
+        ("class It: y = []\nx = It()", "x.y = [2]", "kept[0].y"),
+        ("import torch; x = torch.zeros(1)", "x += 2", "kept[0].tolist()"),
+    ],
+)
+def test_what_a_cell_has_changed_and_let_go_of_is_changed_where_it_is_kept(notebook, how, made, changed, look):
+    if how == "x = type(x)()" and "torch" in made:
+        how = "x = torch.zeros(1)"
+    notebook.cell(f"{made}\nkept = [x]; apart = [1]")
+    notebook.here("own = kept")
+    notebook.cell(f"{changed}\n{how}")
+    notebook.here(f"assert {look} == [2], {look}\nassert own is kept")
+    bound = notebook.cell(f"{look}.append(3)\n{how.replace('y = 1, x', 'y = 1, 1') if how != 'del x' else ''}").bound
+    assert "apart" not in bound

@@ -111,7 +111,7 @@ class Before:
         # Containers that are as they were, with what has another name now: here as there it is to be one value.
         names = {n for n, value in self._names.items() if self._objects.get(n, _MISSING) is not value}
         named = {id(value): value for n in names if type(value := self._names[n]) not in WITHOUT_IDENTITY}
-        names |= {n for n in bound if n in self._names}
+        names |= self._holders() | {n for n in bound if n in self._names}
         for name, held in self._contents.items():
             if name not in self._names or name in names:
                 continue
@@ -153,6 +153,21 @@ class Before:
         self._objects.clear()
         self._contents.clear()
         self._attributes.clear()
+        return found
+
+    def _holders(self) -> set[str]:
+        """Return names that the cell does not mention, and that hold what it has changed and then let go of.
+
+        run["loss"].append(loss); run = {}    ─▶ runs
+        """
+        let_go = (n for n in self._contents if meant(self._objects[n]) is not meant(self._names.get(n, _MISSING)))
+        objects = ((n, was) for n in let_go if has_an_identity(was := meant(self._objects[n])))
+        changed = {id(was) for n, was in objects if not self._contents[n].same(self._content(was))}
+        found: set[str] = set()
+        for name in self._names.keys() - self._contents.keys() - set(self._outdated) if changed else ():
+            inside: list[object] = []
+            self._content(self._names[name], sought=changed, seen=inside.append)
+            found |= {name} if inside and travels(name) else set()
         return found
 
     def _as_before(self, name: str) -> str | None:
