@@ -993,6 +993,21 @@ def test_however_the_controller_ends_no_process_file_or_folder_is_left_after_two
     assert not [name for name in set(os.listdir("/dev/shm")) - shared if "mirror" in name or name.startswith("torch_")]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the forkserver")
+def test_a_controller_that_is_killed_while_its_replicas_start_leaves_no_folder(monkeypatch):
+    source = """
+    import os, mirror_nb
+    from mirror_nb.pool.local import LocalPool
+    LocalPool._spec = lambda pool, replica_id: os.kill(os.getpid(), 9)
+    mirror_nb.MirroredStrategy(["cpu:0", "cpu:1"]).run(int)
+    """
+    with tempfile.TemporaryDirectory() as path:
+        monkeypatch.setenv("TMPDIR", path)
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], timeout=60, check=False)
+        assert done.returncode == -signal.SIGKILL
+        eventually(lambda: not os.listdir(path), "the folder of multiprocessing's sockets goes")
+
+
 def test_a_fork_of_the_controller_does_not_keep_replicas_alive(script):
     process = script(
         f"import os, sys\nif os.fork() == 0:\n    import time; time.sleep(1000)\n{SAY}\nimport time; time.sleep(1000)"

@@ -158,8 +158,6 @@ class LocalPool(Pool):
                 member.channel.send(Record(), self._rings[replica_id].descriptor)
             self._selector.register(member.channel, selectors.EVENT_READ, (replica_id, _CHANNEL))
             self._selector.register(member.end, selectors.EVENT_READ, (replica_id, _END))
-        # It is there by now: the processes got their descriptors over a socket in it.
-        self._tell_nanny(f"/ {multiprocessing.util.get_temp_dir()}")
         self._post()
         if self.size > 1:
             self._spare_at = time.monotonic() + SPARE_SECONDS
@@ -198,6 +196,8 @@ class LocalPool(Pool):
                 daemon=False,
                 # A daemon may not have children, and a DataLoader's workers are children.
             )
+            # It is there by now, and has the forkserver's socket in it from the start on.
+            self._tell_nanny(f"/ {multiprocessing.util.get_temp_dir()}")
             with _starting():
                 process.start()
         except BaseException:
