@@ -8,6 +8,9 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -204,6 +207,39 @@ def test_a_strategy_that_a_fork_makes_has_replicas_of_its_own(two):
     said = in_a_fork(lambda: f"{fork()}, forkserver ended: {stop_forkserver()}")
     assert said == "5, forkserver ended: None"
     assert two.run(lambda: 2) == 2
+
+
+@pytest.mark.parametrize("daemon", [False, True], ids=["a Process", "a worker of a Pool"])
+def test_a_process_of_the_users_own_trains_and_ends_with_a_strategy_that_is_never_closed(daemon):
+    open_ones = []
+
+    def train() -> None:
+        open_ones.append(mnb.MirroredStrategy(["cpu:0", "cpu:1"]))
+        assert open_ones[0].run(lambda: 3) == 3
+        assert multiprocessing.current_process().daemon == daemon
+
+    process = multiprocessing.get_context("fork").Process(target=train, daemon=daemon)
+    process.start()
+    process.join(60)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    assert process.exitcode == 0
+
+
+def test_a_program_may_fork_before_it_first_uses_its_strategy_and_use_it_at_its_end():
+    source = """
+    import atexit, os, mirror_nb
+    strategy = mirror_nb.MirroredStrategy(["cpu:0", "cpu:1"])
+    atexit.register(lambda: print("at the end", strategy.run(lambda: 2), flush=True))
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    print(strategy.run(lambda: 5), flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("5\nat the end 2\n" * 2, "")
 
 
 def test_a_replica_that_died_is_replaced_with_all_that_is_mirrored(two):

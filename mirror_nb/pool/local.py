@@ -132,6 +132,7 @@ class LocalPool(Pool):
         # How many processes the system had ended for that when replicas were started last.
         self._nanny: subprocess.Popen[bytes] | None = None
         _guard_this_process()
+        _close_with(os.getpid())
         _open_pools.add(self)
 
     # ------------------------------------------------------------------ start
@@ -525,6 +526,9 @@ def _shorten_addresses() -> None:
 def warm_up() -> None:
     """Start the forkserver, so that torch is loaded in it by the time replicas are wanted; does not wait."""
     if sys.platform == "linux":
+        # By now: what a program registers for its end from here on finds the replicas there, and forks leave the
+        # forkserver to this process.
+        _guard_this_process()
         _context()
         with _starting():
             multiprocessing.forkserver.ensure_running()
@@ -579,8 +583,11 @@ def end_children() -> None:
 def _starting() -> Iterator[None]:
     """Hide the main script while a process starts, which would run it again, and keep Ctrl-C from it."""
     main = sys.modules["__main__"]
+    config = getattr(multiprocessing.process.current_process(), "_config", {})
     with _main_lock, _somewhere():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
+        # A worker of a multiprocessing.Pool may start none, lest they outlive it. The nanny ends ours.
+        daemon = config.pop("daemon", False)
         try:
             # It lets Ctrl-C through again when it is started, just before the forkserver is.
             multiprocessing.resource_tracker.ensure_running()
@@ -590,6 +597,7 @@ def _starting() -> Iterator[None]:
             with huge_pages.asked_for():
                 yield
         finally:
+            config["daemon"] = daemon
             sys.modules["__main__"] = main
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -653,6 +661,12 @@ def _guard_this_process() -> None:
     atexit.register(_close_pools)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+@functools.cache
+def _close_with(pid: int) -> None:
+    """Have a process that multiprocessing started close its pools: it waits for its children, and knows no atexit."""
+    multiprocessing.util.Finalize(None, _close_pools, exitpriority=0)
 
 
 def _close_pools() -> None:
