@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mirror_nb
+
+INTERRUPTED, UNREAD = 130, 141
+# As a shell calls the ends by SIGINT and SIGPIPE.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         parser.exit(2)
     run: Callable[[dict[str, Any]], int] = given.pop("run")
-    return run(given)
+    try:
+        code = run(given)
+        print(end="", flush=True)
+    except KeyboardInterrupt:
+        # While torch loads.
+        print("mirror_nb: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads on, as after `| head`. Python writes the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+    return code
 
 
 # Imported when asked for: torch takes a second to load, which the watch does not need.

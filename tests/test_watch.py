@@ -381,6 +381,25 @@ def test_the_command_line_ends_well_on_a_terminal_that_lacks_some_signs(monkeypa
     assert terminal.buffer.getvalue() == b"12 ?s\n"  # type: ignore[attr-defined]
 
 
+def test_the_command_line_ends_without_a_traceback_when_it_is_interrupted_while_it_loads(monkeypatch, capsys):
+    def load(options: command.Options) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run", load)
+    assert main(["watch"]) == 130
+    assert capsys.readouterr().err == "mirror_nb: interrupted\n"
+
+
+def test_the_command_line_ends_without_a_traceback_when_nobody_reads_on(controller):
+    line = [sys.executable, "-m", "mirror_nb", "watch", str(controller.pid), "--every", "0.1"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "no step has ended yet" in process.stdout.readline()
+    process.stdout.close()
+    assert process.communicate(timeout=20)[1] == ""
+    assert process.returncode == 141
+
+
 def test_on_a_terminal_it_draws_loads_no_torch_and_ends_with_ctrl_c(controller):
     ours, theirs = pty.openpty()
     source = (
