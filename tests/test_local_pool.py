@@ -795,6 +795,50 @@ def test_a_handler_of_native_code_stays(two, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.fixture
+def ctrl_c_calls() -> Iterator[Callable[..., None]]:
+    """Sets a handler of the program's own, and presses Ctrl-C after each of the seconds."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def calls(handler: Callable[..., Any], *seconds: float) -> None:
+        signal.signal(signal.SIGINT, handler)
+        for after in seconds:
+            threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    yield calls
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_of_the_programs_own_that_notes_an_interrupt_for_later_ends_nothing(two, ctrl_c_calls):
+    noted = []
+    ctrl_c_calls(lambda number, frame: noted.append(number), 0.1)
+    ran = run_cell(two, "import time; time.sleep(0.4); done = True")
+    assert ran.report.clean
+    assert not ran.report.interrupted
+    assert (noted, ran.values[0]["done"]) == ([signal.SIGINT], True)
+
+
+def test_a_handler_of_the_programs_own_that_leaves_it_leaves_it_once_the_replicas_are_still(two, ctrl_c_calls):
+    def leave(number: int, frame: Any) -> None:
+        sys.exit("bye")
+
+    ctrl_c_calls(leave, 0.1)
+    with pytest.raises(SystemExit, match="bye"):
+        run_cell(two, "import time; time.sleep(60)")
+    assert signal.getsignal(signal.SIGINT) is leave
+    two.mend()
+    assert run_cell(two, "x = 1").report.clean
+
+
+def test_a_handler_of_the_programs_own_may_let_the_second_interrupt_end_it(two, ctrl_c_calls):
+    def once(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    ctrl_c_calls(once, 0.1, 0.5)
+    assert run_cell(two, "import time; time.sleep(60)").report.interrupted
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_an_interrupt_that_the_process_ignores_ends_nothing(two):
     # As in the background of a shell's script.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -133,7 +133,7 @@ class Pool(Followed):
         with self._interrupts as interrupts:
             self._start(ids)
         if interrupts.count:
-            raise KeyboardInterrupt
+            raise interrupts.raised or KeyboardInterrupt
 
     def unform(self) -> None:
         """The group is no longer usable; `mend` makes a new one."""
@@ -229,7 +229,10 @@ class Pool(Followed):
         """
         self._check_open()
         if not self._busy.acquire(blocking=False):
-            raise ReplicaError("the replicas are at work for another thread; wait for it to end")
+            raise ReplicaError(
+                "the replicas are at work for another thread; wait for it to end (in a signal's handler: set a flag, "
+                "and use the strategy once the call that the signal came in has returned)"
+            )
         try:
             with self._interrupts as interrupts:
                 self.prepare()

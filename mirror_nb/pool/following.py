@@ -172,6 +172,7 @@ class Following:
             self._pool.unform()
         else:
             self._drop_unfinished()
+        self._raised = self._raised or self._interrupts.raised
         if self._raised is not None:
             for answer in self._answers.values():
                 answer.close()

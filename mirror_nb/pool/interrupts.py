@@ -12,6 +12,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
 
+from mirror_nb.environment import sources
+
 _signal: Callable[..., Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
 _handler_of: Callable[..., Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 # What these wrap takes a tenth of the time: no enumeration is made of each handler.
@@ -26,6 +28,8 @@ class Interrupts:
     def __init__(self) -> None:
         self.count = 0
         # Since the request began.
+        self.raised: BaseException | None = None
+        # By the program's own handler, instead of KeyboardInterrupt.
         self.readable, self._writable = os.pipe()
         os.set_blocking(self._writable, False)
         os.set_blocking(self.readable, False)
@@ -34,12 +38,27 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         # One that came after the last look must not wake this request.
         self.taken()
-        self.count = 0
-        if answered():
-            self._before = _signal(signal.SIGINT, self._note)
+        self.count, self.raised = 0, None
+        self._take_over()
         return self
 
+    def _take_over(self) -> None:
+        self._before = _signal(signal.SIGINT, self._note) if answered() else None
+
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if _is_the_programs(self._before):
+            # It decides: one that only notes that the program is to stop, once its epoch has ended, ends nothing here.
+            try:
+                self._before(number, frame)
+                return
+            except KeyboardInterrupt:
+                pass
+            except BaseException as error:
+                self.raised = error
+            finally:
+                # It may have set another one, for the next time.
+                if _handler_of(signal.SIGINT) != self._note:
+                    self._take_over()
         self.count += 1
         with contextlib.suppress(BlockingIOError):
             os.write(self._writable, b"!")
@@ -91,6 +110,12 @@ class Deferred:
     def __exit__(self, *exception: object) -> None:
         if self._before is not None:
             _signal(signal.SIGINT, self._before)
+
+
+def _is_the_programs(handler: Any) -> bool:
+    """Whether the user's own code has set this handler; those of asyncio and of kernels make way for ours."""
+    module = getattr(handler, "__module__", "")
+    return module == "__main__" or module in sources.users()
 
 
 def answered() -> bool:
