@@ -1236,3 +1236,11 @@ def test_what_a_cell_has_changed_and_let_go_of_is_changed_where_it_is_kept(noteb
     notebook.here(f"assert {look} == [2], {look}\nassert own is kept")
     bound = notebook.cell(f"{look}.append(3)\n{how.replace('y = 1, x', 'y = 1, 1') if how != 'del x' else ''}").bound
     assert "apart" not in bound
+
+
+def test_a_function_of_a_cell_reads_the_notebooks_value_of_what_no_line_has_bound(notebook):
+    notebook.here("x = 1")
+    notebook.cell("x")
+    notebook.here("x = 2")
+    notebook.cell("def look(): return x\nif replica_id > 5: x = 3\nseen = look()")
+    notebook.here("assert (seen, x) == (2, 2), (seen, x)")

@@ -95,6 +95,11 @@ READS = [
     ("def f():\n    x = 1\n    return x", ""),
     ("def f():\n    global n\n    n += 1", "n"),
     ("def f():\n    return g()\ndef g():\n    return h", "h"),
+    ("def f():\n    return g\ng = 1", ""),
+    # what only one path binds may still have to come from the notebook for a function, too
+    ("def f():\n    return g\nif a:\n    g = 1\nf()", "a g"),
+    ("def f():\n    return g\nfor g in a:\n    f()", "a g"),
+    ("def f():\n    return g\nif a:\n    g = 1\nelse:\n    g = 2", "a"),
     ("def f():\n    import m\n    m.x", ""),
     ("def f():\n    try:\n        pass\n    except E as e:\n        e", "E"),
     ("def f():\n    with a as b:\n        b", "a"),

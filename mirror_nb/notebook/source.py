@@ -48,11 +48,11 @@ def cell_names(source: str) -> CellNames:
     except (SyntaxError, ValueError):
         return CellNames(frozenset(), frozenset(), frozenset())
     reader = _Reader()
-    reader.walk(tree.body, set())
-    # Read inside functions: these run later, when the rest of the cell may have bound the name.
+    known = reader.walk(tree.body, set())
+    # Read inside functions: these run later, when the rest of the cell has bound the name, if it does so on all paths.
     late = _globals_of_functions(scopes)
     return CellNames(
-        frozenset(reader.read | (late - reader.bound)),
+        frozenset(reader.read | (late - known)),
         frozenset(reader.mentioned | late),
         frozenset(reader.bound),
         frozenset(reader.paths.union(filter(None, map(_path, ast.walk(tree))))),
