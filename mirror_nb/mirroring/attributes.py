@@ -3,8 +3,9 @@
     model.temperature = 0.5    model.dropout.p = 0.1    self.losses.append(loss)
 
 Also functions and classes of modules, `layer.activation = F.gelu`, which every process finds by their names, and what
-is plain in an attribute that holds settings, `model.config.dropout = 0.1`. And which of the others have a name
-besides: self.config = config. Knows torch; knows no replicas and no channel.
+is plain in an attribute that holds settings, `model.config.dropout = 0.1`. Other functions, `model.forward = faster`,
+go out with the network. And which of the rest have a name besides: self.config = config. Knows torch; knows no
+replicas and no channel.
 """
 
 from __future__ import annotations

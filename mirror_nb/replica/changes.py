@@ -5,6 +5,7 @@ Knows names and what values are made of; knows no payloads, and of networks only
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, cast, final
@@ -161,7 +162,9 @@ class Before:
         run["loss"].append(loss); run = {}    ─▶ runs
         """
         let_go = (n for n in self._contents if meant(self._objects[n]) is not meant(self._names.get(n, _MISSING)))
-        objects = ((n, was) for n in let_go if has_an_identity(was := meant(self._objects[n])))
+        # Of large values it takes long to tell, and most have been let go of by all.
+        left = (n for n in let_go if sys.getrefcount(self._objects[n]) > _ALONE)
+        objects = ((n, was) for n in left if has_an_identity(was := meant(self._objects[n])))
         changed = {id(was) for n, was in objects if not self._contents[n].same(self._content(was))}
         found: set[str] = set()
         for name in self._names.keys() - self._contents.keys() - set(self._outdated) if changed else ():
@@ -197,3 +200,6 @@ def meant(value: object) -> object:
 
 
 _MISSING = object()
+_one = {"": object()}
+_ALONE = sys.getrefcount(_one[""])
+# Of what a dict has and nothing else.
