@@ -11,7 +11,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -473,11 +473,13 @@ class Names:
     def _was_changed(self, replica_id: int, name: str) -> bool:
         """Whether the value that the replica has by a name has been changed here since."""
         shared = self.shared.of(replica_id, name)
-        if shared is None or shared.value is not self.user_ns.get(name):
+        value = self.user_ns.get(name)
+        if shared is None or shared.value is not value:
             return False
-        if isinstance(shared.value, nn.Module):
-            return self.mirrors.outgrown(shared.value)
-        return not is_told(shared.value) and not shared.same(self._content(shared.value))
+        # By its class: a proxy may raise whatever it is asked.
+        if issubclass(type(value), nn.Module):
+            return self.mirrors.outgrown(cast(nn.Module, value))
+        return not is_told(value) and not shared.same(self._content(value))
 
     def told(self, replica_id: int, holdings: Holdings) -> None:
         """Take these holdings for known to the replica."""
