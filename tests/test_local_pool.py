@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import multiprocessing
 import multiprocessing.util
@@ -809,9 +810,14 @@ def ctrl_c_calls() -> Iterator[Callable[..., None]]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_handler_of_the_programs_own_that_notes_an_interrupt_for_later_ends_nothing(two, ctrl_c_calls):
-    noted = []
-    ctrl_c_calls(lambda number, frame: noted.append(number), 0.1)
+@pytest.mark.parametrize("given", [False, True], ids=["a function", "a partial call"])
+def test_a_handler_of_the_programs_own_that_notes_an_interrupt_for_later_ends_nothing(two, ctrl_c_calls, given):
+    noted: list[int] = []
+
+    def note(to: list[int], number: int, frame: Any) -> None:
+        to.append(number)
+
+    ctrl_c_calls(functools.partial(note, noted) if given else lambda number, frame: noted.append(number), 0.1)
     ran = run_cell(two, "import time; time.sleep(0.4); done = True")
     assert ran.report.clean
     assert not ran.report.interrupted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -114,6 +115,8 @@ class Deferred:
 
 def _is_the_programs(handler: Any) -> bool:
     """Whether the user's own code has set this handler; those of asyncio and of kernels make way for ours."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
     module = getattr(handler, "__module__", "")
     return module == "__main__" or module in sources.users()
 
