@@ -351,6 +351,18 @@ def _fail() -> None:
     raise ZeroDivisionError
 
 
+def test_a_hook_that_brings_very_much_along_stays():
+    here = Mirrors("k")
+    net = nn.Linear(1, 1)
+    here.handle(net)
+    here.gave([net])
+    data = bytes(65 << 20)
+    net.register_forward_hook(lambda *_: print(data))
+    with pytest.warns(UserWarning, match=r"<lambda>`, a network's hook.*since it brings more than 64 MiB along"):
+        known = here.known(net)
+    assert known is not None
+
+
 def test_a_hook_that_has_no_hash_is_asked_again_and_travels():
     class Odd:
         __hash__ = None  # type: ignore[assignment]
