@@ -96,6 +96,16 @@ READS = [
     ("def f():\n    global n\n    n += 1", "n"),
     ("def f():\n    return g()\ndef g():\n    return h", "h"),
     ("def f():\n    return g\ng = 1", ""),
+    # what is mentioned may be called
+    ("def f():\n    return g\nf()\ng = 1", "g"),
+    ("def f():\n    return g\ng = 1\nf()", ""),
+    ("def f():\n    return g\ndef h():\n    return f()\nh()\ng = 1", "g"),
+    ("f = lambda: g\ng = 1\nf()", ""),
+    ("f = lambda: g\nf()\ng = 1", "g"),
+    ("sorted(xs, key=lambda x: g)\ng = 1", "xs g"),
+    ("class C:\n    def f(self): return g\ng = 1\nC().f()", ""),
+    ("class C:\n    def f(self): return g\nC().f()\ng = 1", "g"),
+    ("def f():\n    return g\nclass C:\n    x = f()\ng = 1", "g"),
     # what only one path binds may still have to come from the notebook for a function, too
     ("def f():\n    return g\nif a:\n    g = 1\nf()", "a g"),
     ("def f():\n    return g\nfor g in a:\n    f()", "a g"),

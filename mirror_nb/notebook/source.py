@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import symtable
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,11 @@ def cell_names(source: str) -> CellNames:
         scopes = symtable.symtable(source, "cell", "exec")
     except (SyntaxError, ValueError):
         return CellNames(frozenset(), frozenset(), frozenset())
-    reader = _Reader()
+    reader = _Reader(_by_function(scopes))
     known = reader.walk(tree.body, set())
-    # Read inside functions: these run later, when the rest of the cell has bound the name, if it does so on all paths.
-    late = _globals_of_functions(scopes)
+    # Read inside functions: these run later, when the rest of the cell has bound the name, if it does so on all paths,
+    # and no statement before that mentions the function.
+    late = _looked_up(scopes.get_children())
     return CellNames(
         frozenset(reader.read | (late - known)),
         frozenset(reader.mentioned | late),
@@ -69,30 +70,43 @@ def _path(node: ast.AST) -> tuple[str, ...] | None:
     return (node.id, *reversed(attributes)) if attributes and isinstance(node, ast.Name) else None
 
 
-def _globals_of_functions(scope: symtable.SymbolTable, inside: bool = False) -> set[str]:
-    """Names that functions look up in the globals; `inside`: the scope itself belongs to a function."""
+def _looked_up(scopes: Iterable[symtable.SymbolTable], inside: bool = False) -> set[str]:
+    """Names that functions among these scopes look up in the globals; `inside`: the scopes belong to a function."""
     names: set[str] = set()
-    for child in scope.get_children():
+    for scope in scopes:
         # The body of a class at the top level is no function: its names are read at once, in the cell's order.
-        late = inside or child.get_type() != "class"
+        late = inside or scope.get_type() != "class"
         if late:
             names |= {
                 symbol.get_name()
-                for symbol in child.get_symbols()
+                for symbol in scope.get_symbols()
                 if symbol.is_global() and (symbol.is_referenced() or symbol.is_declared_global())
             }
-        names |= _globals_of_functions(child, late)
+        names |= _looked_up(scope.get_children(), late)
     return names
+
+
+def _by_function(scope: symtable.SymbolTable) -> dict[tuple[str, int], set[str]]:
+    """Return what functions and classes look up in the globals when they are called, by their names and lines."""
+    found: dict[tuple[str, int], set[str]] = {}
+    for child in scope.get_children():
+        found.setdefault((child.get_name(), child.get_lineno()), set()).update(_looked_up([child]))
+        for key, names in _by_function(child).items():
+            found.setdefault(key, set()).update(names)
+    return found
 
 
 class _Reader:
     """Follows the cell's top level statement by statement; what both branches bind is bound after them.
 
     Or the body of a class; `around`: what is bound outside of all classes by then, since one in another does not see
-    the names of that.
+    the names of that. `by_function`: see the function of that name.
     """
 
-    def __init__(self, around: set[str] | None = None) -> None:
+    def __init__(self, by_function: Mapping[tuple[str, int], set[str]], around: set[str] | None = None) -> None:
+        self._by_function = by_function
+        self._functions: dict[str, set[str]] = {}
+        # By name of a function or class of the cell: what it looks up when it is called.
         self._around = around
         self.read: set[str] = set()
         self.mentioned: set[str] = set()
@@ -111,15 +125,18 @@ class _Reader:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._load(node.decorator_list, known)
                 self._load([*_evaluated(node.args), *_some(node.returns)], known, _type_parameters(node))
+                self._define({node.name}, node)
                 return self._bind({node.name}, known)
             case ast.ClassDef():
                 own = _type_parameters(node)
                 self._load(node.decorator_list, known)
                 self._load([*node.bases, *(k.value for k in node.keywords)], known, own)
                 around = known if self._around is None else self._around
-                inside = _Reader(around)
+                inside = _Reader(self._by_function, around)
+                inside._functions.update(self._functions)
                 inside.walk(node.body, set(around))
                 self._note(inside.read - own, around)
+                self._define({node.name}, node)
                 return self._bind({node.name}, known)
             case ast.If():
                 self._load([node.test], known)
@@ -152,9 +169,13 @@ class _Reader:
                 self.imported |= {a.name for a in node.names if "." in a.name and not a.asname}
                 return self._bind({(a.asname or a.name).partition(".")[0] for a in node.names}, known)
             case ast.Assign():
-                self._load([node.value], known)
-                self._embedded(node.value, known)
-                return self._bind(self._targets(node.targets, known), known)
+                value = node.value
+                # A lambda with a name is called by that.
+                self._load(_evaluated(value.args) if isinstance(value, ast.Lambda) else [value], known)
+                self._embedded(value, known)
+                targets = self._targets(node.targets, known)
+                self._define(targets, value)
+                return self._bind(targets, known)
             case ast.AnnAssign():
                 self._load([node.annotation, *_some(node.value)], known)
                 targets = self._targets([node.target], known)
@@ -212,6 +233,10 @@ class _Reader:
         for node in nodes:
             self._note(_loaded(node) - own, known)
             self.bound |= _walrus(node)
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Lambda):
+                    # Whoever is given it may call it at once.
+                    self._note(self._late(inner), known)
 
     def _embedded(self, node: ast.AST, known: set[str]) -> set[str]:
         """Names that the Python in the magics of a statement binds (`%%time` and the like); what it needs is read."""
@@ -225,9 +250,30 @@ class _Reader:
             names |= inner.bound
         return names
 
+    def _define(self, names: Iterable[str], node: ast.AST) -> None:
+        for name in names if (late := self._late(node)) else ():
+            self._functions[name] = self._functions.get(name, set()) | late
+
+    def _late(self, node: ast.AST) -> set[str]:
+        """Return what a function, a class or a lambda of the cell looks up when it is called."""
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                return self._by_function.get((node.name, node.lineno), set())
+            case ast.Lambda():
+                return self._by_function.get(("lambda", node.lineno), set())
+        return set()
+
     def _note(self, names: set[str], known: set[str]) -> None:
         self.mentioned |= names
         self.read |= names - known
+        # What is mentioned may be called, and look up what it does, and so on.
+        queue, called = list(names), set()
+        while queue:
+            name = queue.pop()
+            if name in self._functions and name not in called:
+                called.add(name)
+                self.read |= self._functions[name] - known
+                queue += self._functions[name]
 
     def _bind(self, names: set[str], known: set[str]) -> set[str]:
         self.bound |= names
