@@ -50,6 +50,11 @@ def travels(name: str) -> bool:
     return _NOT_THE_USERS.fullmatch(name) is None
 
 
+def former(name: str) -> str:
+    """Return the name, no user's, that the object has which a cell has taken this name from, while both sides talk."""
+    return f"{name} before"
+
+
 # --------------------------------------------------------------------------- controller to replica
 
 
@@ -119,6 +124,8 @@ class Holdings(_Compact):
     # Names that it has bound anew since, and whose values the replica has not got.
     changed: tuple[str, ...] = ()
     # Names that the cell may bind, and whose values it has changed since.
+    lost: tuple[str, ...] = ()
+    # Handles of networks that it has no more; parts of them it may have.
 
 
 @dataclass(frozen=True, slots=True)
@@ -648,6 +655,8 @@ class Exports:
     # Parameters of them that have come in the places of others.
     named: tuple[tuple[str, str, str, str], ...] = ()
     # Where these networks have values that have names: the network's handle, the part's path, the attribute, the name.
+    former: tuple[str, ...] = ()
+    # Names that the cell has taken from objects of the controller; of these is told under the `former` names.
 
 
 @dataclass(slots=True)

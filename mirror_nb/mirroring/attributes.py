@@ -231,7 +231,7 @@ def named_attributes(network: nn.Module, named: Mapping[int, Sequence[str]]) -> 
     """Yield where the parts of a network have a value that has a name: the part's path, the attribute and the name.
 
     Or a hook that keeps one: in the attribute's place the hook's kind, its number, and which it is of what it keeps.
-    `named` are the names by the values' ids. Not of plain values, which `Attributes` tells of, nor of parts.
+    `named` are the names by the values' ids. Not of parts.
     """
     for path, part in network.named_modules():
         yield from ((path, attribute, name) for attribute, name in _named_of(part, named))
@@ -246,7 +246,6 @@ def _named_of(part: nn.Module, named: Mapping[int, Sequence[str]]) -> Iterable[t
     if _is_others(type(part)):
         return ()
     own = vars(part)
-    # What is plain too: a list that a hook adds to, say.
     held: list[tuple[str, object]] = [
         (f"{kind}.{number}.{i}", value)
         for kind, hooks in hook_dicts(part).items()
@@ -258,16 +257,12 @@ def _named_of(part: nn.Module, named: Mapping[int, Sequence[str]]) -> Iterable[t
     if not named.keys().isdisjoint(map(id, own.values())):
         skipped = _skipped(type(part))
         found = ((name, value) for name, value in own.items() if id(value) in named and name not in skipped)
-        held += [(name, value) for name, value in found if _is_apart(value)]
+        held += [(name, value) for name, value in found if not _is_mirrored(value)]
     return [(attribute, name) for attribute, value in held for name in named.get(id(value), ())]
 
 
 def _is_mirrored(value: object) -> bool:
     return isinstance(value, (nn.Module, torch.Tensor)) or is_told(value)
-
-
-def _is_apart(value: object) -> bool:
-    return not _is_mirrored(value) and _copied(value) is plain.NOT_PLAIN
 
 
 def set_named(part: nn.Module, attribute: str, value: object) -> None:

@@ -325,6 +325,14 @@ class Mirrors:
             self._marks.pop(handle, None)
             self._roots.discard(handle)
 
+    def lost(self, handles: Iterable[str]) -> None:
+        """The other side has these networks no more; it may have parts of them."""
+        for handle in handles:
+            if self._marks.pop(handle, None) is not None:
+                self._changes += 1
+                self._roots.discard(handle)
+                self._bereft = True
+
     def remember(self) -> None:
         """Remember what the networks hold: they are read, and who has their tensors may write to them anyhow.
 

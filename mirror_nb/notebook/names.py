@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from mirror_nb.messages import (
     Plain,
     Same,
     Setting,
+    former,
     travels,
 )
 from mirror_nb.mirroring.attributes import names_by_id, names_in, set_named
@@ -92,6 +93,8 @@ class Names:
         # By replica: names that have come from it and are not bound yet.
         self._holders: dict[str, set[int]] = {}
         # By handle of a network: the replicas that have it.
+        self._lost: dict[int, set[str]] = {}
+        # By replica: handles of those that are no more, as it is yet to hear.
         self._apart: set[str] = set()
         # Handles of networks that differ between the replicas, as the user has been told.
         self._loose: set[str] = set()
@@ -119,6 +122,7 @@ class Names:
         """The replica starts anew and has nothing."""
         self.shared.forget_replica(replica_id)
         self._renamed.pop(replica_id, None)
+        self._lost.pop(replica_id, None)
         self.lent.forget_replica(replica_id)
         self.mirrors.forget_replica(replica_id)
         for holders in self._holders.values():
@@ -128,6 +132,7 @@ class Names:
         """The replica took over everything that `source` has."""
         self.shared.restored(replica_id, source)
         self._renamed[replica_id] = dict(self._renamed.get(source, {}))
+        self._lost[replica_id] = set(self._lost.get(source, ()))
         self.lent.restored(replica_id, source)
         for holders in self._holders.values():
             if source in holders:
@@ -466,9 +471,21 @@ class Names:
         deleted = [n for n in self.shared.there(replica_id) if n not in RESERVED and not self._lives(n)]
         outdated = self.shared.untold(replica_id).difference(deleted)
         changed = sorted(n for n in bound if self._was_changed(replica_id, n))
+        self._note_lost()
+        lost = sorted(handle for handle in self._lost.get(replica_id, ()) if self.mirrors.find(handle) is None)
         return Holdings(
-            renamed, tuple(sorted(retained)), tuple(sorted(deleted)), tuple(sorted(outdated)), tuple(changed)
+            renamed,
+            tuple(sorted(retained)),
+            tuple(sorted(deleted)),
+            tuple(sorted(outdated)),
+            tuple(changed),
+            tuple(lost),
         )
+
+    def _note_lost(self) -> None:
+        for handle in self.mirrors.gone():
+            for replica_id in self._holders.pop(handle, ()):
+                self._lost.setdefault(replica_id, set()).add(handle)
 
     def _was_changed(self, replica_id: int, name: str) -> bool:
         """Whether the value that the replica has by a name has been changed here since."""
@@ -484,6 +501,7 @@ class Names:
     def told(self, replica_id: int, holdings: Holdings) -> None:
         """Take these holdings for known to the replica."""
         self._renamed.pop(replica_id, None)
+        self._lost.get(replica_id, set()).difference_update(holdings.lost)
         self.shared.deleted(replica_id, holdings.deleted)
 
     def _covers(self, replica_id: int, name: str) -> bool:
@@ -508,11 +526,35 @@ class Names:
         `pulled`: the user has asked for it, so that objects which stay as they are on both sides are refilled here.
         """
         returned = Returned(nbytes=sum(payload.nbytes for payload, _ in payloads.values()))
-        opened: dict[int, Exports] = {}
-        inside: dict[str, Any] = {}
         # Optimizers and the like that networks have.
-        parts = self.mirrors.all()
+        inside: dict[str, Any] = {}
         # A part that the cell has taken out of a network may have a name there.
+        parts = self.mirrors.all()
+        opened = self._opened(payloads, owner, inside, returned)
+        with self._former(frozenset(name for exports in opened.values() for name in exports.former)) as taken:
+            self._absorb(opened, owner, inside, returned, pulled)
+        for found in (returned.bound, returned.stayed, returned.loose, returned.altered):
+            found[:] = sorted(set(found) - taken)
+        returned.deleted = self._follow_deleted(opened)
+        returned.diverged = self._note_diverged(opened)
+        returned.grads = opened[owner].grads if owner in opened else None
+        results = {r: e.result for r, e in opened.items() if e.result is not None}
+        if results:
+            returned.result = self._incoming.value("_", results, owner)
+        del parts
+        self.stale = True
+        reading.add(self)
+        return returned
+
+    def _opened(
+        self,
+        payloads: Mapping[int, tuple[Payload, int | None]],
+        owner: int,
+        inside: dict[str, Any],
+        returned: Returned,
+    ) -> dict[int, Exports]:
+        """Return what each replica tells, its networks being here; what these have goes `inside`, by handle."""
+        opened: dict[int, Exports] = {}
         for replica_id, (payload, slab) in payloads.items():
             try:
                 opened[replica_id], arrivals = unpack(
@@ -533,15 +575,39 @@ class Names:
             self.mirrors.take(arrivals)
             self._incoming.undelivered -= arrivals.handles.keys()
             for handle in opened[replica_id].gone:
-                holders = self._holders.get(handle, set())
-                holders.discard(replica_id)
-                if not holders:
-                    self._holders.pop(handle, None)
-                network = self.mirrors.find(handle)
-                if network is not None:
-                    self.lent.bereave(network, replica_id)
-                self.lent.gone(handle, replica_id)
-        self.mirrors.gone()
+                self._let_go(handle, replica_id)
+        self._note_lost()
+        return opened
+
+    def _let_go(self, handle: str, replica_id: int) -> None:
+        self._lost.get(replica_id, set()).discard(handle)
+        holders = self._holders.get(handle, set())
+        holders.discard(replica_id)
+        if not holders:
+            self._holders.pop(handle, None)
+        network = self.mirrors.find(handle)
+        if network is not None:
+            self.lent.bereave(network, replica_id)
+        self.lent.gone(handle, replica_id)
+
+    @contextlib.contextmanager
+    def _former(self, taken: frozenset[str]) -> Iterator[set[str]]:
+        """Let the objects that a cell has taken these names from have their former names; give those."""
+        names = {former(name): name for name in taken if name in self.user_ns}
+        for other, name in names.items():
+            self.user_ns[other] = self.user_ns[name]
+            self.shared.copy(name, other)
+        try:
+            yield set(names)
+        finally:
+            for other in names:
+                self.user_ns.pop(other, None)
+                for replica_id in self.shared.replicas:
+                    self.shared.forget(replica_id, (other,))
+
+    def _absorb(
+        self, opened: dict[int, Exports], owner: int, inside: dict[str, Any], returned: Returned, pulled: bool
+    ) -> None:
         altered = {name for exports in opened.values() for name in exports.altered}
         filled = {name for exports in opened.values() for name in exports.filled}
         # Before networks hear of their attributes, of which an object may be one: model.config.
@@ -557,22 +623,11 @@ class Names:
         objects = self._absorb_objects(opened, owner, inside)
         self._absorb_names(names - trained, opened, owner, returned, pulled, altered, filled & left)
         self._join(opened, owner)
-        for found in (returned.bound, returned.stayed, returned.loose):
-            found.sort()
         settings = {name: known for name in altered if (known := _set_in(name, opened.values())) is not None}
         returned.altered = self.shared.alter(altered, left, settings)
         # Objects that hold each other are filled one after the other.
         self.shared.renew({*left, *returned.bound} if left else (), opened)
-        returned.deleted = self._follow_deleted(opened)
-        returned.diverged = self._note_diverged(opened)
-        returned.grads = opened[owner].grads if owner in opened else None
-        results = {r: e.result for r, e in opened.items() if e.result is not None}
-        if results:
-            returned.result = self._incoming.value("_", results, owner)
-        del objects, held, parts
-        self.stale = True
-        reading.add(self)
-        return returned
+        del objects, held
 
     # ------------------------------------------------------------------ networks that are read here
 

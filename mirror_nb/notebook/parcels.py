@@ -5,6 +5,7 @@ Knows payloads and networks; `Sides` says what the replicas have.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Setting, travels
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
-from mirror_nb.noticing.kinds import has_an_identity
+from mirror_nb.noticing.kinds import goes_by_name
 from mirror_nb.noticing.refilling import filling, is_refillable
 from mirror_nb.transfer.payload import Begins, Packed, pack
 
@@ -123,6 +124,8 @@ class Parcels:
             if name not in values and (id(value) not in own or self._is_there(name, value, replicas))
         }
         there = {id(value): ("changed", name, type(value)) for name, value in again.items()}
+        # Objects may be many that have one class.
+        lacked = functools.cache(lambda name: self._sides.lacked(name, replicas))
 
         def reference(obj: object) -> Any:
             token = there.get(id(obj)) or self._sides.reference(obj, replicas)
@@ -130,7 +133,7 @@ class Parcels:
                 return token
             name = named.get(id(obj))
             if name is not None and self._is_named(name, obj):
-                if not self._sides.lacked(name, replicas):
+                if not lacked(name):
                     return ("name", name, name)
                 found.names.add(name)
             if isinstance(obj, nn.Parameter):
@@ -145,16 +148,18 @@ class Parcels:
             found.lent.append(obj)
             return self._lent.add(obj)
 
-        return pack(sent, namespace=self._user_ns, reference=reference, handle=handle, lend=lend, containers=True)
+        return pack(
+            sent, namespace=self._user_ns, reference=reference, handle=handle, lend=lend, containers=True, classes=True
+        )
 
     def _is_there(self, name: str, value: object, replicas: tuple[int, ...]) -> bool:
-        return has_an_identity(value) and (
+        return goes_by_name(value) and (
             self._sides.was_sent(name, replicas)
             or (self._sides.travels(name) and not self._sides.lacked(name, replicas))
         )
 
     def _is_named(self, name: str, obj: object) -> bool:
-        return has_an_identity(obj) and not isinstance(obj, nn.Module) and self._sides.travels(name)
+        return goes_by_name(obj) and not isinstance(obj, nn.Module) and self._sides.travels(name)
 
     def _owners(self, found: _Found) -> set[str]:
         """Return names with networks that have one of the parameters found, other than the networks that are sent.

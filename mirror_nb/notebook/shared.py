@@ -102,6 +102,12 @@ class SharedNames:
             self._sent.setdefault(replica_id, {}).update(shared)
             self._there.setdefault(replica_id, set()).update(shared)
 
+    def copy(self, name: str, other: str) -> None:
+        """Those that have what the notebook has by a name have it by the other name, too."""
+        for has in self._sent.values():
+            if name in has and has[name].value is self._user_ns.get(name, MISSING):
+                has[other] = has[name]
+
     def keep(self, replica_id: int, name: str) -> None:
         """The replica has a name, of whatever value."""
         self._there.setdefault(replica_id, set()).add(name)

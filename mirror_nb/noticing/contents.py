@@ -142,8 +142,13 @@ def content(
     return Content(file.getvalue(), beside=tuple(reader.beside), own=own)
 
 
-def class_content(kind: type, token: Token) -> Content | None:
-    """Return what a class of the user's has of its own now; None for others."""
+def class_content(
+    kind: type,
+    token: Token,
+    sought: Collection[int] = frozenset(),
+    seen: Callable[[object], object] = lambda obj: None,
+) -> Content | None:
+    """Return what a class of the user's has of its own now; None for others. For the rest see `content`."""
     if not is_users(kind.__module__):
         return None
     own = {
@@ -151,7 +156,7 @@ def class_content(kind: type, token: Token) -> Content | None:
         for name, value in vars(kind).items()
         if isinstance(value, types.FunctionType) or not name.startswith(_PYTHONS)
     }
-    return content(own, token, most=_CLASS_BYTES)
+    return content(own, token, most=_CLASS_BYTES, sought=sought, seen=seen)
 
 
 def _member(value: object) -> object:

@@ -92,6 +92,13 @@ def has_an_identity(value: object) -> bool:
     return not (is_unchanging(value) or issubclass(kind, _ALIKE) or kind.__module__ == "typing")
 
 
+def goes_by_name(value: object) -> bool:
+    """Whether what holds a value that has a name refers to it by that: also functions and classes of the notebook."""
+    if isinstance(value, type | types.FunctionType):
+        return value.__module__ == "__main__"
+    return has_an_identity(value)
+
+
 def alike(one: object, other: object) -> bool:
     """Whether two objects are the same, or plain values that are equal."""
     return one is other or (type(one) is type(other) and type(one) in UNCHANGING and one == other)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import types
 from typing import Any
 
 import torch
 from torch import nn
 
-from mirror_nb.noticing.kinds import is_own, is_table
+from mirror_nb.noticing.kinds import is_own, is_table, keeps
 from mirror_nb.tensors.layouts import is_block
 
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
@@ -25,7 +26,7 @@ REFILLED = frozenset(
 
 def is_refillable(value: object) -> bool:
     """Whether another object with the same `filling` is the same."""
-    if stays_itself(value) or is_table(value):
+    if stays_itself(value) or is_table(value) or is_call(value):
         return True
     kind = type(value)
     plain = kind is types.SimpleNamespace or all(
@@ -33,6 +34,11 @@ def is_refillable(value: object) -> bool:
     )
     slots = any(vars(base).get("__slots__") for base in kind.__mro__)
     return plain and not slots and hasattr(value, "__dict__") and is_own(value)
+
+
+def is_call(value: object) -> bool:
+    """Whether it is a function of the notebook, or a partial one, that may keep something from call to call."""
+    return type(value) in (types.FunctionType, functools.partial) and keeps(value)
 
 
 def stays_itself(value: object) -> bool:
@@ -71,6 +77,10 @@ def filling(value: object) -> Any:
         return value.detach().requires_grad_(is_trained(value))
     if is_table(value):
         return value.copy(deep=False)  # type: ignore[attr-defined]
+    if isinstance(value, types.FunctionType):
+        return value.__defaults__, value.__kwdefaults__, dict(vars(value)), [_held(cell) for cell in _cells(value)]
+    if isinstance(value, functools.partial):
+        return value.func, value.args, dict(value.keywords), dict(vars(value))
     if type(value) not in REFILLED and isinstance(value, dict):
         # Past what its class makes of being copied, read and written to.
         return dict(dict.items(value)), dict(vars(value))
@@ -89,6 +99,14 @@ def refill(value: Any, held: Any) -> None:
         # Made again out of the other, whose values it shares until one of the two is written to.
         kind.__init__(value, held)
         value.attrs = dict(held.attrs)
+    elif kind is types.FunctionType:
+        value.__defaults__, value.__kwdefaults__, own, cells = held
+        vars(value).clear()
+        vars(value).update(own)
+        for cell, bound in zip(_cells(value), cells, strict=True):
+            _fill(cell, bound)
+    elif kind is functools.partial:
+        value.__setstate__(held)
     elif isinstance(value, torch.Tensor):
         # To an expanded one nobody can write.
         expanded = any(n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True))
@@ -109,3 +127,22 @@ def refill(value: Any, held: Any) -> None:
         inside.update(held)
         if kind is collections.defaultdict:
             value.default_factory = held.default_factory
+
+
+def _cells(function: types.FunctionType) -> tuple[types.CellType, ...]:
+    return function.__closure__ or ()
+
+
+def _held(cell: types.CellType) -> list[object]:
+    """Return what a name of the function around has, in a list; nothing in it where that is not bound."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def _fill(cell: types.CellType, held: list[object]) -> None:
+    if held:
+        cell.cell_contents = held[0]
+    elif _held(cell):
+        del cell.cell_contents

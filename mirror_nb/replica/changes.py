@@ -5,7 +5,6 @@ Knows names and what values are made of; knows no payloads, and of networks only
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, cast, final
@@ -13,14 +12,15 @@ from typing import Any, cast, final
 from torch import nn
 
 from mirror_nb.distributed import Distributed
-from mirror_nb.messages import travels
-from mirror_nb.mirroring.attributes import names_by_id, names_in
+from mirror_nb.messages import former, travels
+from mirror_nb.mirroring.attributes import names_in
 from mirror_nb.noticing.contents import Content, class_content, content
 from mirror_nb.noticing.insides import inside
-from mirror_nb.noticing.kinds import WITHOUT_IDENTITY, has_an_identity, is_unchanging
+from mirror_nb.noticing.kinds import WITHOUT_IDENTITY, goes_by_name, has_an_identity, is_unchanging
 from mirror_nb.noticing.reads import reached
 from mirror_nb.noticing.refilling import is_refillable, stays_itself
 from mirror_nb.noticing.settings import Was, attributes, set_since
+from mirror_nb.transfer.told import is_told
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class Changes:
     # Of these, and of the altered ones: objects whose attributes travel, for the controller's own.
     standing: tuple[str, ...] = ()
     # Names that the cell mentions, and whose values it has left as they were, or altered: the notebook keeps its own.
+    former: tuple[str, ...] = ()
+    # Names that it has taken from objects, which have their `former` names.
 
 
 @final
@@ -68,22 +70,29 @@ class Before:
         self._objects = dict(names)
         self._contents: dict[str, Content] = {}
         self._attributes: dict[str, dict[str, Was]] = {}
+        self._named = {id(value) for n, value in names.items() if n not in outdated and _has_own_name(n, value)}
+        self._inside: dict[str, list[int]] = {}
+        # By name: the ids of what has a name, too, and is inside its value, in its order.
         self._remember(list(reached(mentioned, names)), set(bound))
 
     def _remember(self, queue: list[str], bound: Collection[str]) -> None:
         # What a cell changes in values that the notebook has let go of is not for the names that it had there.
         apart = {*queue, *self._outdated}
-        named = names_by_id((n, value) for n, value in self._objects.items() if travels(n) and n not in apart)
-
-        def inside(obj: object) -> None:
-            # By what holds it, a cell may change what another name has.
-            queue.extend(named.pop(id(obj)) if has_an_identity(obj) else ())
+        objects = ((n, value) for n, value in self._objects.items() if n not in apart)
+        named: dict[int, list[str]] = {}
+        for name, value in objects:
+            if _has_own_name(name, value):
+                named.setdefault(id(value), []).append(name)
 
         while queue:
             name = queue.pop()
-            held = self._content(self._names[name], large=name in bound, sought=named, seen=inside)
+            inside: list[object] = []
+            held = self._content(self._names[name], large=name in bound, sought=self._named, seen=inside.append)
+            # By what holds it, a cell may change what another name has.
+            queue += [other for obj in inside for other in named.pop(id(obj), ())]
             if held is not None:
                 self._contents[name] = held
+                self._inside[name] = list(map(id, inside))
                 if held.own and (own := attributes(meant(self._names[name]))) is not None:
                     self._attributes[name] = {attribute: Was.of(value) for attribute, value in own.items()}
             # By a network that has it as an attribute, too.
@@ -100,11 +109,17 @@ class Before:
         seen: Callable[[object], object] = lambda obj: None,
     ) -> Content | None:
         if isinstance(value, type):
-            return class_content(value, self._reference)
+            return class_content(value, self._reference, sought, seen)
         return content(meant(value), self._reference, large=large, sought=sought, seen=seen)
 
     def changes(self, bound: Iterable[str], mentioned: Iterable[str]) -> Changes:
-        """Return what became of the names since; uses this up."""
+        """Return what became of the names since; uses this up.
+
+        What they were taken from is given the `former` names: in the notebook somebody else may have it.
+
+        history.append(loss); history = []    ─▶ "history before"
+        """
+        taken = self._name_what_was_let_go()
         altered: set[str] = set()
         standing: list[str] = []
         holding: set[str] = set()
@@ -112,14 +127,15 @@ class Before:
         # Containers that are as they were, with what has another name now: here as there it is to be one value.
         names = {n for n, value in self._names.items() if self._objects.get(n, _MISSING) is not value}
         named = {id(value): value for n in names if type(value := self._names[n]) not in WITHOUT_IDENTITY}
-        names |= self._holders() | {n for n in bound if n in self._names}
+        names |= {n for n in bound if n in self._names}
         for name, held in self._contents.items():
             if name not in self._names or name in names:
                 continue
             value = self._names[name]
             inside: list[object] = []
-            same = held.same(self._content(value, sought=named, seen=inside.append))
-            more = any(obj is not value and has_an_identity(obj) for obj in inside)
+            now = self._content(value, sought=self._named | named.keys(), seen=inside.append)
+            same = held.same(now) and self._has_the_same_inside(name, inside)
+            more = any(id(obj) in named and obj is not value and has_an_identity(obj) for obj in inside)
             if held.own and is_refillable(value) and (more or not same):
                 filled.add(name)
             if not same and not held.own:
@@ -129,7 +145,7 @@ class Before:
             else:
                 if not same:
                     altered.add(name)
-                if name not in self._outdated and travels(name) and has_an_identity(value):
+                if name not in self._outdated and travels(name) and goes_by_name(value):
                     standing.append(name)
         names |= holding
         names |= {n for n in mentioned if isinstance(self._names.get(n), nn.Module)}
@@ -149,6 +165,7 @@ class Before:
             frozenset(filled),
             # Of use to values that travel alone; to say so of large ones takes a while.
             tuple(sorted(n for n in standing if (names or altered) and (n in altered or self._contents[n].complete))),
+            taken,
         )
         # What the cell let go of must be gone by the time the controller is told what is here.
         self._objects.clear()
@@ -156,22 +173,16 @@ class Before:
         self._attributes.clear()
         return found
 
-    def _holders(self) -> set[str]:
-        """Return names that the cell does not mention, and that hold what it has changed and then let go of.
-
-        run["loss"].append(loss); run = {}    ─▶ runs
-        """
-        let_go = (n for n in self._contents if meant(self._objects[n]) is not meant(self._names.get(n, _MISSING)))
-        # Of large values it takes long to tell, and most have been let go of by all.
-        left = (n for n in let_go if sys.getrefcount(self._objects[n]) > _ALONE)
-        objects = ((n, was) for n in left if has_an_identity(was := meant(self._objects[n])))
-        changed = {id(was) for n, was in objects if not self._contents[n].same(self._content(was))}
-        found: set[str] = set()
-        for name in self._names.keys() - self._contents.keys() - set(self._outdated) if changed else ():
-            inside: list[object] = []
-            self._content(self._names[name], sought=changed, seen=inside.append)
-            found |= {name} if inside and travels(name) else set()
-        return found
+    def _name_what_was_let_go(self) -> tuple[str, ...]:
+        objects = ((name, self._objects[name]) for name in self._contents if name not in self._outdated)
+        taken = tuple(n for n, was in objects if self._names.get(n, _MISSING) is not was and _has_own_name(n, was))
+        for name in taken:
+            self._names[former(name)] = self._objects[former(name)] = self._objects[name]
+            self._contents[former(name)] = self._contents[name]
+            if name in self._attributes:
+                self._attributes[former(name)] = self._attributes[name]
+            self._inside[former(name)] = self._inside[name]
+        return taken
 
     def _as_before(self, name: str) -> str | None:
         """Return the name that had this name's very value before the cell, and still has; None if it was changed.
@@ -183,10 +194,18 @@ class Before:
         for known in (name, *(others if has_an_identity(value) else ())):
             if meant(self._objects.get(known, _MISSING)) is value is meant(self._names.get(known, _MISSING)):
                 held = self._contents.get(known)
-                now = None if held is None else self._content(value, large=True)
-                if is_unchanging(value) if held is None else held.complete and held.same(now):
+                inside: list[object] = []
+                now = (
+                    None if held is None else self._content(value, large=True, sought=self._named, seen=inside.append)
+                )
+                same = held is not None and held.same(now) and self._has_the_same_inside(known, inside)
+                if is_unchanging(value) if held is None else held.complete and same:
                     return known
         return None
+
+    def _has_the_same_inside(self, name: str, inside: list[object]) -> bool:
+        """Whether a value with equal content holds the very objects with names that it held: `log["all"] = losses`."""
+        return [id(obj) for obj in inside if id(obj) in self._named] == self._inside[name]
 
 
 def networks_in(value: object) -> list[nn.Module]:
@@ -199,7 +218,11 @@ def meant(value: object) -> object:
     return value.source if isinstance(value, Distributed) else value
 
 
+def _has_own_name(name: str, value: object) -> bool:
+    """Whether others that hold the name's value go by the name: it has no handle."""
+    # By its class: a proxy may raise whatever it is asked.
+    own = issubclass(type(value), nn.Module | Distributed) or is_told(value)
+    return travels(name) and goes_by_name(value) and not own
+
+
 _MISSING = object()
-_one = {"": object()}
-_ALONE = sys.getrefcount(_one[""])
-# Of what a dict has and nothing else.

@@ -34,12 +34,13 @@ from mirror_nb.messages import (
     Plain,
     Same,
     Stayed,
+    former,
     travels,
 )
 from mirror_nb.mirroring.attributes import named_attributes, names_by_id
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.mirroring.networks import ATTRIBUTES, components_in, load, mirrored_values, told_by_all
-from mirror_nb.noticing.kinds import has_an_identity
+from mirror_nb.noticing.kinds import goes_by_name, has_an_identity
 from mirror_nb.noticing.reads import names_bound, reached
 from mirror_nb.noticing.refilling import REFILLED, filling, is_trained, refill
 from mirror_nb.readable import size
@@ -175,6 +176,7 @@ class Namespace:
         for name, other in holdings.renamed:
             if name in self.names:
                 self.names[other] = self.names[name]
+        self.mirrors.lost(holdings.lost)
         self._retained = [self.mirrors.find(handle) or self.objects.find(handle) for handle in holdings.retained]
         for name in holdings.deleted:
             self.names.pop(name, None)
@@ -406,7 +408,10 @@ class Namespace:
             changes.unchanged,
             grads=grads,
             trained=tuple(name for name in exported if name in self._trained and is_trained(self.names[name])),
+            former=changes.former,
         )
+        for name in changes.former:
+            self.names.pop(former(name), None)
         if owner:
             exports.modules.update(fresh.networks)
             networks = fresh.networks.values()
@@ -414,7 +419,6 @@ class Namespace:
                 exports,
                 moved=tuple(self.mirrors.moved(networks)),
                 replacing=tuple(self.mirrors.replacing(networks)),
-                named=tuple(self._named_in(fresh.networks)),
             )
         told = components_in if owner else told_by_all
         exports.states.update({handle: told(module) for handle, module in fresh.networks.items()})
@@ -424,6 +428,10 @@ class Namespace:
         sums = {handle: bits(_complete(module)) for handle, module in fresh.networks.items()} if compare else None
         changed = self._changed_roots(fresh.networks, owner, trained, sums)
         exports.states.update(changed)
+        if owner:
+            mine = dict(self.mirrors.roots())
+            set_anew = {handle: mine[handle] for handle, state in changed.items() if ATTRIBUTES in state}
+            exports = dataclasses.replace(exports, named=tuple(self._named_in({**fresh.networks, **set_anew})))
         exports.sums.update(sums or {})
         try:
             packed = self._packed(exports, fresh)
@@ -602,7 +610,7 @@ class Namespace:
         # Of one value's names first those by which it stays in the notebook what it is.
         inner = [(name, meant(self.names[name])) for name in (*changes.standing, *of_their_own)]
         holding = Held(
-            ((name, value) for name, value in inner if has_an_identity(value)),
+            ((name, value) for name, value in inner if goes_by_name(value)),
             changes.filled,
             self._held_alone() if changes.filled else (),
         )
@@ -612,7 +620,7 @@ class Namespace:
                 exported[name] = Same(first[id(value)])
             else:
                 exported[name] = self._export(name, value, f"r{tag}.{name}", fresh, whole, holding)
-                if isinstance(exported[name], Plain) and has_an_identity(value):
+                if isinstance(exported[name], Plain) and goes_by_name(value):
                     first[id(value)] = name
             if is_trained(self.names[name]) and isinstance(exported[name], Plain | Same):
                 self._trained.add(name)

@@ -9,6 +9,7 @@ Knows payloads and networks; knows no names.
 from __future__ import annotations
 
 import os
+import types
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ PLAIN_BYTES = 1 << 20
 MODULE_BYTES = 2 << 30
 # Likewise a network: copying it after every cell would take longer than most cells.
 
+_BY_NAME_ALONE = (list, dict, set, tuple, type, types.FunctionType)
+# Values of these have no other tokens.
 _BELONGS = "it belongs to the replica"
 
 
@@ -154,11 +157,12 @@ class Outgoing:
             label=self._label,
             states=states,
             containers=containers,
+            classes=containers,
         ).payload
 
     def _outer(self, obj: object) -> Any:
         # Optimizers come before other values, and take none of these by its name.
-        return self._held(obj) or (None if type(obj) in (list, dict, set, tuple) else self._reference(obj))
+        return self._held(obj) or (None if type(obj) in _BY_NAME_ALONE else self._reference(obj))
 
     def _reference(self, obj: object) -> Any:
         token = self._known.reference(obj)

@@ -350,7 +350,7 @@ class _Packer(Pickler):
         self._states = states
         self._namespace = namespace
         self._reference = reference
-        asked = (*((list, dict, set, tuple) if containers else ()), *((type,) if classes else ()))
+        asked = (*((list, dict, set, tuple) if containers else ()), *((type, types.FunctionType) if classes else ()))
         self._never_referred = _NEVER_REFERRED.difference(asked)
         self._handle = handle
         self._lend = lend

@@ -77,7 +77,7 @@ class Pickler(cloudpickle.Pickler):
             # By value. To a class that is there already cloudpickle only adds.
             make, args, state, *_, put = reduced
             arguments = make, *_with_slots(obj, args)
-            return _made_again, arguments, (put, _without_members(obj, state)), None, None, _set_class
+            return _made_again, arguments, (put, _own_members(obj, state)), None, None, _set_class
         return reduced
 
 
@@ -125,12 +125,18 @@ def _with_slots(kind: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return make, name, bases, {**own, "__slots__": vars(kind)["__slots__"]}, *rest
 
 
-def _without_members(kind: type, state: Any) -> Any:
-    """Leave out what Python makes of slots: of `__private` ones cloudpickle does not know the name."""
-    if "__slots__" not in vars(kind):
-        return state
+def _own_members(kind: type, state: Any) -> Any:
+    """Add what cloudpickle takes for a base's, since that has the same: `total = 0` in both.
+
+    And leave out what Python makes of slots: of `__private` ones cloudpickle does not know the name.
+    """
     held, *rest = state
-    ours = {name: value for name, value in held.items() if type(value) is not types.MemberDescriptorType}
+    # In their order, and with names of its own, as cloudpickle takes the others: pickles of replicas are compared.
+    more = sorted(name for name in vars(kind).keys() - held.keys() if not name.startswith(_PYTHONS))
+    ours = {**held, **{"".join(name): vars(kind)[name] for name in more}}
+    if "__slots__" not in vars(kind):
+        return (ours, *rest)
+    ours = {name: value for name, value in ours.items() if type(value) is not types.MemberDescriptorType}
     if NamedTuple in vars(kind).get("__orig_bases__", ()):
         # Of one that is Generic, typing makes it too; it cannot be pickled.
         ours.pop("__class_getitem__", None)
@@ -147,6 +153,8 @@ def _set_class(kind: type, state: tuple[Callable[[type, Any], object], Any]) -> 
             delattr(kind, name)
 
 
+_PYTHONS = ("__", "_abc_")
+# How names begin that are Python's own.
 _DISPATCHES = vars(types.FunctionType)["__code__"].__get__(functools.singledispatch(len))
 
 
