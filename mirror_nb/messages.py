@@ -655,6 +655,8 @@ class Exports:
     # Parameters of them that have come in the places of others.
     named: tuple[tuple[str, str, str, str], ...] = ()
     # Where these networks have values that have names: the network's handle, the part's path, the attribute, the name.
+    tied: tuple[tuple[str, str, str], ...] = ()
+    # Parameters of them that the controller has by a name alone: the part's handle, the name there, and that name.
     former: tuple[str, ...] = ()
     # Names that the cell has taken from objects of the controller; of these is told under the `former` names.
 

@@ -1356,3 +1356,16 @@ def test_a_list_that_a_class_has_is_the_one_that_has_the_name(notebook):
     notebook.here("assert It.all is x; assert x == [3]; x.append(4)")
     notebook.cell("n = sum(It.all)")
     notebook.here("assert n == 7")
+
+
+def test_an_object_comes_back_whose_network_and_optimizer_a_cell_has_made_anew(notebook):
+    notebook.here(
+        "class Trainer:\n    def build(self):\n        self.net = nn.Linear(1, 1)\n"
+        "        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)\n"
+        "        with torch.no_grad(): self.net.weight.fill_(3)\n"
+        "trainer = Trainer(); trainer.build(); own = trainer.net"
+    )
+    for _ in range(2):
+        assert notebook.cell("trainer.build()").altered == []
+        notebook.here("assert trainer.net is not own; own = trainer.net; assert own.weight.item() == 3")
+        notebook.here("assert trainer.optimizer.param_groups[0]['params'][0] is own.weight")

@@ -580,3 +580,22 @@ def test_what_a_callback_of_the_notebooks_notes_in_a_cell_is_in_it_afterwards(no
     notebook.cell("called = mnb.callbacks.CallbackList([notes], leads=replica_id == 0, tell=lambda text: None)")
     notebook.cell("called.on_epoch_end(0)\ncalled.close()\nnotes")
     assert notebook.user_ns["notes"].epochs == [0]
+
+
+@pytest.mark.parametrize("given", ["net.scale = scale", "net.all = nn.ParameterList([scale])"])
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_a_parameter_with_a_name_that_a_cell_gives_a_network_is_one_on_both_sides(notebook, given, where):
+    made = f"{NET}\nscale = nn.Parameter(torch.ones(1)); of_it = torch.optim.SGD([scale], 1.0)"
+    if where == "here":
+        notebook.here(made)
+    notebook.cell(f"{made if where == 'there' else 'of_it'}\n{given}\nopt = torch.optim.SGD(net.parameters(), 1.0)")
+    notebook.here("def has(params): return any(one is scale for one in params)")
+    notebook.here("assert has(net.parameters()) and has(opt.param_groups[0]['params'])")
+    notebook.here("assert has(of_it.param_groups[0]['params'])")
+    notebook.here("with torch.no_grad(): scale.fill_(3)")
+    notebook.cell("there = any(p.tolist() == [3] for p in net.parameters())")
+    notebook.here("assert there")
+    notebook.cell("with torch.no_grad():\n    for p in net.parameters(): p.fill_(5)")
+    notebook.here("assert scale.item() == 5; assert has(net.parameters())")
+    notebook.cell("with torch.no_grad(): scale.fill_(6)")
+    notebook.here("assert scale.item() == 6; assert has(net.parameters())")

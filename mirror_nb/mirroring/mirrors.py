@@ -183,6 +183,13 @@ class Mirrors:
             if id(parameter) not in places and mark is not None and mark.own.get(name) is not None:
                 yield parameter
 
+    def added(self, modules: Iterable[nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Yield parameters of these that the other side has in no network, with the part's handle and their name."""
+        places = self._places()
+        for part, name, parameter in all_parameters(modules):
+            if id(parameter) not in places:
+                yield self.handle(part), name, parameter
+
     def _places(self) -> dict[int, list[tuple[str, str]]]:
         """Return where the other side has tensors, by their ids: handles and names.
 

@@ -574,9 +574,6 @@ class Names:
                 self._graft(opened[replica_id], arrivals)
             self.mirrors.take(arrivals)
             self._incoming.undelivered -= arrivals.handles.keys()
-            for handle in opened[replica_id].gone:
-                self._let_go(handle, replica_id)
-        self._note_lost()
         return opened
 
     def _let_go(self, handle: str, replica_id: int) -> None:
@@ -610,8 +607,13 @@ class Names:
     ) -> None:
         altered = {name for exports in opened.values() for name in exports.altered}
         filled = {name for exports in opened.values() for name in exports.filled}
-        # Before networks hear of their attributes, of which an object may be one: model.config.
+        # Before networks hear of their attributes, of which an object may be one: model.config. And while what objects
+        # had there has its handles: trainer.optimizer = SGD(...).
         left = {name for name in altered | filled if self._was_left(name)}
+        for replica_id, exports in opened.items():
+            for handle in exports.gone:
+                self._let_go(handle, replica_id)
+        self._note_lost()
         self._absorb_modules(opened, owner)
         # A name that is bound anew may have been the last of what another one is to hold.
         held = [self.user_ns.get(name) for exports in opened.values() for name in exports.names]
@@ -619,6 +621,7 @@ class Names:
         self._awaited = {r: exports.names.keys() - exports.filled for r, exports in opened.items()}
         trained = {name for exports in opened.values() for name in exports.trained}
         self._absorb_names(trained, opened, owner, returned, pulled, altered, filled & left)
+        self._tie(opened, owner)
         # Held until names have them.
         objects = self._absorb_objects(opened, owner, inside)
         self._absorb_names(names - trained, opened, owner, returned, pulled, altered, filled & left)
@@ -702,6 +705,18 @@ class Names:
             with contextlib.suppress(Undelivered):
                 if part is not None:
                     set_named(part, attribute, self._held(name, owner))
+
+    def _tie(self, opened: dict[int, Exports], owner: int) -> None:
+        """Give networks that came the parameters that have names here, before optimizers are made that have these."""
+        tied = opened[owner].tied if owner in opened else ()
+        for handle, attribute, name in tied:
+            part, parameter = self.mirrors.find(handle), self.user_ns.get(name)
+            with contextlib.suppress(Undelivered):
+                if part is not None and self._held(name, owner) is parameter and type(parameter) is nn.Parameter:
+                    part._parameters[attribute] = parameter
+        for module in opened[owner].modules.values() if tied else ():
+            for part in module.modules():
+                self.mirrors.mark(part)
 
     def _absorb_objects(self, opened: dict[int, Exports], owner: int, inside: dict[str, Any]) -> list[Any]:
         objects = []

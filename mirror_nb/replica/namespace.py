@@ -419,6 +419,7 @@ class Namespace:
                 exports,
                 moved=tuple(self.mirrors.moved(networks)),
                 replacing=tuple(self.mirrors.replacing(networks)),
+                tied=tuple(self._tied(networks)),
             )
         told = components_in if owner else told_by_all
         exports.states.update({handle: told(module) for handle, module in fresh.networks.items()})
@@ -447,7 +448,16 @@ class Namespace:
                 # It may have been collected meanwhile.
                 self.mirrors.mark(module)
         without = dataclasses.replace(
-            exports, names={}, modules={}, states={}, result=None, objects={}, moved=(), replacing=(), named=()
+            exports,
+            names={},
+            modules={},
+            states={},
+            result=None,
+            objects={},
+            moved=(),
+            replacing=(),
+            named=(),
+            tied=(),
         )
         self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole, changes)
         return packed
@@ -457,6 +467,13 @@ class Namespace:
         named = names_by_id((name, value) for name, value in self.names.items() if travels(name)) if networks else {}
         for handle, network in networks.items():
             yield from ((handle, *found) for found in named_attributes(network, named))
+
+    def _tied(self, networks: Iterable[nn.Module]) -> Iterator[tuple[str, str, str]]:
+        """Yield where networks have parameters that the controller knows by names: `net.scale = scale`."""
+        trained = ((name, self.names.get(name)) for name in self._trained)
+        named = names_by_id((name, value) for name, value in trained if is_trained(value))
+        for handle, attribute, parameter in self.mirrors.added(networks) if named else ():
+            yield from ((handle, attribute, name) for name in named.get(id(parameter), ()))
 
     def export_again(self, *, tag: int, owner: bool) -> Packed:
         """Pack once more what `export` has packed last, without its result; networks from another owner."""
