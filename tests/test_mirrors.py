@@ -281,6 +281,21 @@ def test_values_in_another_order_have_another_checksum(values, random):
     assert (bits([first]) == bits([second])) == equal
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5000, 8190, 8192, 70_000])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex128, torch.int64])
+def test_values_of_the_other_sign_have_another_checksum(dtype, count):
+    tensor = torch.arange(1, count + 1, dtype=torch.float64).sqrt().mul(7).to(dtype)
+    turned, last, ends = -tensor, tensor.clone(), tensor.clone()
+    last[-1] *= -1
+    ends[[0, -1]] *= -1
+    assert bits([tensor]) not in {bits([other]) for other in (turned, last, ends)}
+
+
+def test_each_number_has_a_checksum_of_its_own():
+    numbers = [float(n) for n in range(-300, 300)] + [2.0**n for n in range(9, 500)]
+    assert len({bits([torch.tensor(number, dtype=torch.float64)]) for number in numbers}) == len(numbers)
+
+
 def test_the_work_of_checksums_grows_with_the_number_of_tensors_and_no_faster():
     asked = []
 

@@ -372,13 +372,13 @@ turned = Variable(1 + 2j, aggregation="SUM")
 same = raised(lambda: strategy.run(lambda: turned.assign_add(1j)))
 differing = strategy.run(lambda: turned.assign_add(1j * mine)).item()
 (error, zero, strategy.run(lambda: v.assign_add(replica_id + 1)).item(), strategy.run(lambda: mean.assign(4)).item(),
- same, differing)
+ *(strategy.run(lambda: v.assign_add(x)).item() for x in (2 * replica_id, 1 - 2 * replica_id)), same, differing)
 """
     for error, *numbers, same, differing in cell(replicas(2), source):
         assert error[0] == "UsageError"
         assert error[1].startswith("A non-DistributedValues value 5.0 cannot be reduced with the given reduce op Red")
         assert "torch.tensor(5.0)" in error[1]
-        assert numbers == [10, 13, 4]
+        assert numbers == [10, 13, 4, 15, 15]
         assert same[1].startswith("A non-DistributedValues value 1j cannot be reduced")
         assert differing == 1 + 5j
 
@@ -601,6 +601,18 @@ restored.load_state_dict(state)
 values([dict(state), restored.seen.values, restored.seen.read_value(), type(state["weight"]).__name__])
 """
     assert cell(replicas(2), source) == [[{"weight": 7, "seen": 3}, (1.5,), 3, "Tensor"]] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+def test_values_that_differ_in_their_signs_alone_differ(replicas, dtype):
+    source = f"""
+sign = 1 - 2 * replica_id
+v = Variable(torch.tensor([1.0, 2.0 * sign]).to(torch.{dtype}), aggregation="MEAN")
+first = v.read_value()
+error = raised(lambda: v.assign(torch.tensor([1.0, 3.0 * sign]).to(torch.{dtype})))
+values([first, error[0]])
+"""
+    assert cell(replicas(2), source) == [[[1, 2], "UsageError"]] * 2
 
 
 def test_initial_values_are_replica_0s_and_gradients_are_reduced(replicas):

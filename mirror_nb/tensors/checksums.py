@@ -12,11 +12,14 @@ import torch
 
 from mirror_nb.tensors.layouts import as_row, blocks
 
-_MODULUS = 1 << 61
+_MODULUS = (1 << 61) - 1
+# A prime: the remainder has every bit in it.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # By their bytes.
-_ROW = 4096
-# Words that are weighed one by one.
+_ODD = -7046029254386353131, -4658895280553007687
+# Numbers without a pattern.
+_ROW = 4095
+# Words that are weighed one by one. Odd: the signs of a whole row, turned, would not change an even one's sum.
 
 
 def bits(values: Iterable[torch.Tensor]) -> int:
@@ -61,18 +64,18 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
 def _placed(words: torch.Tensor) -> torch.Tensor:
     """Sum the words, each times a number that its place gives: values that change places change the sum."""
     if len(words) <= _ROW:
-        return words.mul(_weights(words.device)[: len(words)]).sum()
+        words = words.long()
+        # The sum has of the highest bits whether they are even alone, and these are the signs.
+        return words.bitwise_xor(words >> 32).mul(_weights(words.device)[: len(words)]).sum()
     rows = len(words) // _ROW
     body, rest = words[: rows * _ROW].view(rows, _ROW), words[rows * _ROW :]
     # A word's place is its column and its row: sums over both read the words twice and copy nothing.
     columns, lines = body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64)
-    return _placed(columns) + 3 * _placed(lines) + 5 * _placed(rest)
+    return _placed(columns) + _ODD[0] * _placed(lines) + _ODD[1] * _placed(rest)
 
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Return numbers without a pattern, the same in every process; products with them may wrap around."""
-    mixed = (torch.arange(1, _ROW + 1, device="cpu") * -7046029254386353131).bitwise_xor(
-        torch.arange(_ROW, device="cpu") << 29
-    )
-    return (mixed * -4658895280553007687).to(device)
+    """Return odd numbers without a pattern, the same in every process; products with them may wrap around."""
+    mixed = (torch.arange(1, _ROW + 1, device="cpu") * _ODD[0]).bitwise_xor(torch.arange(_ROW, device="cpu") << 29)
+    return (mixed * _ODD[1]).bitwise_or(1).to(device)
