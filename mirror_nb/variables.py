@@ -60,6 +60,9 @@ class VariableHome(Protocol):
     def draft(self, variable: Variable) -> Tensor | None:
         """Return what an operation in place is to write to, and is then assigned; None: the tensor here."""
 
+    def replace(self, variable: Variable, value: Tensor) -> None:
+        """Give its components a value of another shape or dtype: its `data` was set, as by `module.half()`."""
+
     def froze(self, variable: Variable) -> None:
         """The tensor here was told whether it is trained: its `requires_grad` was set."""
 
@@ -270,9 +273,8 @@ class Variable(torch.Tensor):
         if func == _DATA.__get__ and args[0]._home is not None:
             # Autograd counts what is written to this, so that it is noticed.
             return args[0].detach()
-        if func == _DATA.__set__ and args[0]._home is not None and _alike(args[0], args[1]):
-            with torch.no_grad():
-                args[0].copy_(args[1])
+        if func == _DATA.__set__ and args[0]._home is not None:
+            args[0]._set_data(args[1])
             return None
         targets = _targets(name, args, kwargs)
         if name == "copy_" and targets and isinstance(targets[0], SyncOnReadVariable):
@@ -292,6 +294,19 @@ class Variable(torch.Tensor):
             elif target._home is not None:
                 target._home.wrote(target)
         return next((target for target in targets if written[id(target)] is result), result)
+
+    def _set_data(self, value: Tensor) -> None:
+        if alike(self, value):
+            with torch.no_grad():
+                self.copy_(value)
+        elif self.is_read_together:
+            raise UsageError(
+                f"cannot set `data` of {self.name} to a tensor of {value.dtype} and shape {tuple(value.shape)}: its "
+                f"components, of {self.dtype} and shape {tuple(self.shape)}, are made one when it is read; make a "
+                "Variable of that kind anew"
+            )
+        elif self._home is not None:
+            self._home.replace(self, value.detach())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # TensorFlow's layout, torch's own repr inside.
@@ -546,6 +561,17 @@ def apply_assign(variable: Variable, how: str, value: Any) -> None:
             _WRITES[how](own, tensor)
 
 
+def set_data(variable: Variable, value: Tensor) -> None:
+    """Make a value that may be of another shape or dtype the component in this process."""
+    with torch._C.DisableTorchFunctionSubclass():
+        variable.data = value
+
+
+def replace_component(variable: Variable, value: Tensor) -> None:
+    """For the controller: likewise, on the replica that this is called on, where its components are."""
+    set_data(variable, value.to(bare(variable).device, copy=True))
+
+
 def take_from_outside(variable: Variable, value: Tensor) -> None:
     """Give the components of this place what they have of a value that was read from outside."""
     assert variable.home is not None
@@ -594,7 +620,8 @@ def as_value(variable: Variable, how: str, value: Any) -> Tensor:
 _DATA: Any = torch.Tensor.data
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether one can take the place of the other as it is: of its shape, dtype and device."""
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 

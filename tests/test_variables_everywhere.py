@@ -361,6 +361,43 @@ def tensors_that_are_not_reduced(strategy):
     made = [lambda: torch.ones(2, device="meta"), lambda: torch.nested.nested_tensor([torch.ones(1)])]
     return [refused(strategy.run, lambda: mnb.get_replica_context().all_reduce("sum", make())) for make in made]
 
+def of_another_dtype(strategy):
+    """`module.double()` sets `data`, as a program may by itself."""
+    with strategy.scope():
+        module = nn.Linear(1, 1)
+        module.scale = mnb.Variable([3.0, 4.0])
+        own = mnb.Variable([1.0], trainable=False)
+        total = mnb.Variable([1.0], synchronization="on_read", aggregation="mean")
+    there = lambda of: strategy.local_results(strategy.run(lambda: [str(of.dtype), of.tolist()]))[0]
+    found = [there(module.scale)]
+    module.double()
+    found.append(there(module.scale))
+    own.data = torch.zeros(2).half()
+    found += [there(own), own.tolist()]
+
+    def longer():
+        own.data = torch.ones(3)
+
+    strategy.run(longer)
+    found.append((own + 1).tolist())
+
+    def refused():
+        try:
+            total.data = torch.tensor([1])
+        except mnb.UsageError as error:
+            return "cannot set `data` of Variable to a tensor of torch.int64 and shape (1,)" in str(error)
+
+    return [*found, refused(), strategy.local_results(strategy.run(refused))[0], total.tolist()]
+
+def copies_of_a_mean_of_integers(strategy):
+    with strategy.scope():
+        mean = mnb.Variable(3, synchronization="on_read", aggregation="mean")
+    strategy.run(lambda: mean.assign_add(mine().long()))
+    outside = pickle.loads(pickle.dumps(mean)), copy.deepcopy(mean)
+    with strategy.scope():
+        inside = pickle.loads(pickle.dumps(mean)), copy.deepcopy(mean)
+    return [str(each.dtype) for each in (mean, *outside, *inside)]
+
 class Plain:
     def __init__(self, value):
         self.value = value
@@ -435,6 +472,15 @@ EXPECTED: dict[str, Any] = {
         *[["uint16", [3.0, 3.0]], ["int64", 6.0], ["float32", [1.5, 1.5]], ["float32", 1.5], ["uint16", [3.0, 3.0]]],
         *[["uint16", [value] * 2] for value in (3.0, 6.0, 3.0, 6.0)],
     ],
+    "of_another_dtype": [
+        ["torch.float32", [3.0, 4.0]],
+        ["torch.float64", [3.0, 4.0]],
+        ["torch.float16", [0.0, 0.0]],
+        [0.0, 0.0],
+        [2.0, 2.0, 2.0],
+        *[True, True, [1.0]],
+    ],
+    "copies_of_a_mean_of_integers": ["torch.int64"] * 5,
     "nests_of_classes_of_ones_own": ["[[3.0, true, [true]], 3.0]"],
     "tensors_that_are_not_reduced": [
         "cannot all_reduce a meta tensor: it has no values; make it on a device",

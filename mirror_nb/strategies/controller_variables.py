@@ -16,6 +16,7 @@ from mirror_nb.values import DistributedValues, PerReplica, VariableAggregation,
 from mirror_nb.variables import (
     SyncOnReadVariable,
     Variable,
+    alike,
     apply_assign,
     bare,
     component,
@@ -24,6 +25,8 @@ from mirror_nb.variables import (
     copy_of,
     distributed,
     read_components,
+    replace_component,
+    set_data,
     set_trained,
     writes_to,
 )
@@ -180,7 +183,10 @@ class ControllerHome:
         first = components[0]
         if not same(bare(variable), first):
             # Not otherwise: autograd may hold it for a backward to come.
-            apply_assign(variable, "assign", first)
+            if alike(variable, first):
+                apply_assign(variable, "assign", first)
+            else:
+                set_data(variable, first)
             self._settle(variable)
         if not variable.warned and _have_parted(variable, components):
             variable.warned = True
@@ -210,13 +216,21 @@ class ControllerHome:
         # A mean of integers could not be assigned.
         return self.read(variable).to(variable.dtype)
 
+    def replace(self, variable: Variable, value: Tensor) -> None:
+        for own in (variable, *_kept(variable).values()):
+            set_data(own, value.clone())
+        self._settle(variable)
+        if self._replicas.has_sent(variable):
+            self._replicas.command(replace_component, (variable, value), changes=False)
+
     def froze(self, variable: Variable) -> None:
         if self._replicas.has_sent(variable):
             self._replicas.ask(set_trained, (variable, variable.requires_grad))
 
     def saved(self, variable: Variable) -> tuple[Tensor, bool]:
         apart = self._replicas.has_sent(variable) or bool(_kept(variable))
-        return self.read(variable) if apart else component(variable), apart
+        # A mean of integers is of another dtype.
+        return self.read(variable).to(variable.dtype) if apart else component(variable), apart
 
     def copy(self, variable: Variable) -> Variable:
         made = copy_of(variable, component(variable), whole=False)
@@ -227,7 +241,7 @@ class ControllerHome:
                     "common value that a copy outside of its strategy could have; copy it inside "
                     "`with strategy.scope():`"
                 )
-            return copy_of(variable, self.read(variable))
+            return copy_of(variable, self.read(variable).to(variable.dtype))
         if self._replicas.has_sent(variable):
             # There: of a sum the parts could not be told from the whole.
             self._replicas.command(copy_component, (variable, made), changes=False)

@@ -22,7 +22,7 @@ from mirror_nb.strategies.peers import Form, Leaf, Peers, form_of_nest
 from mirror_nb.strategies.reductions import check_size, is_number, not_distributed, select
 from mirror_nb.tensors.checksums import bits
 from mirror_nb.values import DistributedValues, ReduceOp, VariableAggregation, widened
-from mirror_nb.variables import SyncOnReadVariable, Variable, apply_assign, as_value, component, copy_of
+from mirror_nb.variables import SyncOnReadVariable, Variable, apply_assign, as_value, component, copy_of, set_data
 
 
 @final
@@ -66,8 +66,11 @@ class ReplicaHome:
     def _is_read_together(self, variable: Variable) -> bool:
         return isinstance(variable, SyncOnReadVariable) and not on_one_replica() and not self._unattended()
 
+    def replace(self, variable: Variable, value: Tensor) -> None:
+        set_data(variable, value)
+
     def froze(self, variable: Variable) -> None:
-        """Likewise."""
+        """The replica trains it here, or not."""
 
     def saved(self, variable: Variable) -> tuple[Tensor, bool]:
         return component(variable), False
