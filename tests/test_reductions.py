@@ -230,6 +230,11 @@ def test_local_parts_of_a_nest():
     assert local_parts(3, 2) == (3,)
     assert local_parts({"a": PerReplica([1, 2])}, 2) == ({"a": 1}, {"a": 2})
     assert local_parts([PerReplica([1, 2]), 3], 2) == ([1, 3], [2, 3])
+    # As in TensorFlow's strategy_common_test.py, testLocalResultForNestedStructWithoutTensor.
+    assert local_parts({"a": 1.0, "b": 2.0}, 2) == ({"a": 1.0, "b": 2.0},) * 2
+    assert local_parts([], 3) == ([], [], [])
+    assert local_parts(None, 2) == (None,)
+    assert local_parts({"a": 1.0}, 2, of_one=True) == ({"a": 1.0},)
 
 
 @pytest.mark.parametrize(

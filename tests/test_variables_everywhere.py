@@ -389,6 +389,13 @@ def of_another_dtype(strategy):
 
     return [*found, refused(), strategy.local_results(strategy.run(refused))[0], total.tolist()]
 
+def local_results_of_what_is_equal(strategy):
+    def step():
+        merged = mnb.get_replica_context().merge_call(lambda merging: len(merging.local_results({"loss": 0.5})))
+        return {"loss": 0.5, "merged": merged}
+
+    return strategy.local_results(strategy.run(step))[-1]
+
 def copies_of_a_mean_of_integers(strategy):
     with strategy.scope():
         mean = mnb.Variable(3, synchronization="on_read", aggregation="mean")
@@ -480,6 +487,7 @@ EXPECTED: dict[str, Any] = {
         [2.0, 2.0, 2.0],
         *[True, True, [1.0]],
     ],
+    "local_results_of_what_is_equal": {"loss": 0.5, "merged": 2},
     "copies_of_a_mean_of_integers": ["torch.int64"] * 5,
     "nests_of_classes_of_ones_own": ["[[3.0, true, [true]], 3.0]"],
     "tensors_that_are_not_reduced": [

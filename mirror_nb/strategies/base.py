@@ -179,8 +179,8 @@ class Strategy(ABC):
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of this place's replicas: a tuple, one entry a replica; a plain value alone in it.
 
-        Of a Variable its components, copies of them; in a merge_call those of all replicas. Raises UsageError for a
-        PerReplica of another number of replicas.
+        Of a nest there is one a replica, of numbers that are equal on all too. Of a Variable its components, copies of
+        them; in a merge_call those of all replicas. Raises UsageError for a PerReplica of another number of replicas.
         """
         return self._place.local_results(value)
 

@@ -415,7 +415,7 @@ class ReplicaPlace(Place):
         if self._merges:
             leaves, places, made = in_order(value, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
             value = made([self._every_component(leaf, where) for leaf, where in zip(leaves, places, strict=True)])
-        return local_parts(value, self.num_replicas)
+        return local_parts(value, self.num_replicas, of_one=self._merges == 0)
 
     def _every_component(self, leaf: Any, where: str) -> Any:
         """Return all replicas' components of a Variable, as a PerReplica; another leaf as it is."""

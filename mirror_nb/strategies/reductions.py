@@ -315,11 +315,14 @@ def parts_of(nest: Any) -> list[DistributedValues]:
     return [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
 
 
-def local_parts(nest: Any, num_replicas: int) -> tuple[Any, ...]:
-    """Return what each replica has of a nest, of a Variable its component; a nest that is one for all stands alone."""
+def local_parts(nest: Any, num_replicas: int, of_one: bool = False) -> tuple[Any, ...]:
+    """Return what each replica has of a nest, of a Variable its component; a value that is one for all stands alone.
+
+    `of_one`: the caller is one of the replicas, and its nest is its own.
+    """
     nest = pytree.tree_map(components, nest, is_leaf=is_whole)
     parts = [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, DistributedValues)]
-    if not parts:
+    if not parts and (of_one or _children(nest)[1] is None):
         return (nest,)
     for part in parts:
         check_size(part, num_replicas)
