@@ -426,6 +426,17 @@ def test_the_spec_of_strings_and_of_what_is_no_batch():
     assert (spec["source"], spec["none"]) == ("wiki", None)
 
 
+class Lines(IterableDataset[str]):
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a", "b", "c"])
+
+
+def test_the_spec_of_a_stream_of_strings_goes_by_what_the_loader_counts():
+    dataset = controller(DataLoader(Lines(), batch_size=2), 2)
+    assert dataset.element_spec == PerReplicaSpec(*[TensorSpec((None,), str)] * 2)
+    assert [batch.values for batch in dataset] == [(["a"], ["b"]), (["c"], [])]
+
+
 @dataclass
 class Own:
     x: torch.Tensor

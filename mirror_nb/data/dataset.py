@@ -284,8 +284,12 @@ def _first_of(loader: DataLoader[Any]) -> tuple[Any, int]:
     total: int | None = None
     if not iterates_plainly(loader):
         small = loader
+    elif isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
+        counted = DataLoader(loader.dataset, loader.batch_size, collate_fn=_Counted(loader.collate_fn))
+        total, batch = _first(counted, loader)
+        return batch, total
     elif isinstance(loader.dataset, IterableDataset):
-        small = DataLoader(loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn)
+        small = DataLoader(loader.dataset, batch_size=None, collate_fn=loader.collate_fn)
     elif loader.batch_sampler is not None:
         index, total = _first(loader.batch_sampler, loader), 1
         small = DataLoader(loader.dataset, batch_sampler=[list(index)[:1]], collate_fn=loader.collate_fn)
