@@ -605,7 +605,8 @@ def as_value(variable: Variable, how: str, value: Any) -> Tensor:
             f"cannot {how} a value of {tensor.dtype} to {variable.name} of {own.dtype}; make the Variable of that "
             "dtype, or convert the value with .to(dtype)"
         )
-    if isinstance(value, Tensor) or (how != "assign" and not (own.is_floating_point() or own.is_complex())):
+    exact = isinstance(value, Tensor) or tensor.dtype is torch.bool
+    if exact or (how != "assign" and not (own.is_floating_point() or own.is_complex())):
         return tensor.to(own.device, own.dtype)
     try:
         # Once more: numbers of Python's became torch's default dtype, which may round them, or hides an overflow.

@@ -105,6 +105,14 @@ def test_what_cannot_be_assigned_is_refused_and_changes_nothing(assign, message)
     assert variable == 7
 
 
+@pytest.mark.parametrize("flag", [True, np.True_])
+@pytest.mark.parametrize("how", ["assign", "assign_add"])
+def test_a_flag_counts_one_whosever_it_is(flag, how):
+    variable, pair = Variable(0), Variable([0, 0])
+    assert getattr(variable, how)(flag) == 1
+    assert getattr(pair, how)([flag, flag]).tolist() == [1, 1]
+
+
 def test_a_whole_number_that_is_too_large_is_refused_and_one_below_zero_counts_down():
     variable = Variable(7, dtype=torch.uint8, name="level")
     with pytest.raises(UsageError, match=r"cannot assign 300 to level of torch.uint8: .*overflow"):
