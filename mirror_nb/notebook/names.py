@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.messages import (
@@ -30,22 +29,20 @@ from mirror_nb.messages import (
     former,
     travels,
 )
-from mirror_nb.mirroring.attributes import names_by_id, names_in, set_named
+from mirror_nb.mirroring.attributes import set_named
 from mirror_nb.mirroring.mirrors import Mirrors, absorb_states
 from mirror_nb.notebook.incoming import Incoming, Undelivered, all_alike
 from mirror_nb.notebook.lent import Lent
+from mirror_nb.notebook.needs import Needs
 from mirror_nb.notebook.parcels import Parcel, Parcels
 from mirror_nb.notebook.shared import MISSING, SharedNames
 from mirror_nb.noticing.contents import Content, class_content, content
-from mirror_nb.noticing.data_sets import data_sets
 from mirror_nb.noticing.insides import inside
 from mirror_nb.noticing.kinds import has_an_identity
-from mirror_nb.noticing.reads import names_read
 from mirror_nb.noticing.refilling import filling, is_refillable, refill, stays_itself
 from mirror_nb.pool.failures import spans
 from mirror_nb.strategies.reading import reading
 from mirror_nb.transfer import torchmetrics_objects
-from mirror_nb.transfer.hooks import hook_dicts, owner
 from mirror_nb.transfer.keras_objects import reduce_keras
 from mirror_nb.transfer.payload import Arrivals, Payload, unpack
 from mirror_nb.transfer.told import is_told
@@ -89,6 +86,7 @@ class Names:
         self.shared = SharedNames(user_ns, self._content)
         self._incoming = Incoming(user_ns, self.mirrors, lent, fetch, self._held)
         self._parcels = Parcels(user_ns, self.mirrors, lent, self)
+        self._needs = Needs(user_ns, self.mirrors, self.shared, self.travels)
         self._awaited: dict[int, set[str]] = {}
         # By replica: names that have come from it and are not bound yet.
         self._holders: dict[str, set[int]] = {}
@@ -150,7 +148,7 @@ class Names:
         self._prune()
         self._look_into()
         wanted = {name for name in read if self.travels(name)}
-        wanted |= self._needed_by(wanted)
+        wanted |= self._needs.of(wanted, self._inside)
         self.withheld = []
         groups: dict[frozenset[str], list[int]] = {}
         named = self._named() if wanted else {}
@@ -349,69 +347,6 @@ class Names:
         """Whether an object was changed here and in the replica."""
         shared = self.shared.of(replica_id, name)
         return shared is not None and shared.altered and not shared.same(now)
-
-    def _needed_by(self, names: set[str]) -> set[str]:
-        """Names that functions, classes and objects among these read in turn."""
-        needed: set[str] = set()
-        queue = list(names)
-        anew = self._networks_anew()
-        while queue:
-            name = queue.pop()
-            found = names_read(self.user_ns[name], self.user_ns)
-            found |= self.shared.needs(name)
-            found |= self._names_of(data_sets(self.user_ns[name]))
-            found |= self._names_in_networks(name) | self._wholes_of(name, anew)
-            for more in found:
-                if more not in needed and more not in names and self.travels(more):
-                    needed.add(more)
-                    queue.append(more)
-        return needed
-
-    def _names_in_networks(self, name: str) -> set[str]:
-        """Names that networks below this one have as attributes, by which it is noticed what has changed inside them.
-
-        Of those that went with them alone: later ones stay here.
-        """
-        networks = [network for h in self._inside.get(name, ()) if (network := self.mirrors.find(h)) is not None]
-        # Most names have none: for the others the names need not be gone through.
-        named = names_by_id(list(self.user_ns.items())) if networks else {}
-        found = {n for network in networks for n in names_in(network, named)}
-        return {n for n in found if self.shared.is_there(n, self.user_ns[n])}
-
-    def _networks_anew(self) -> dict[str, set[int]]:
-        """Return the names of networks that go out whole, with the ids of their parts, here and there."""
-        found = {}
-        for name, network in list(self.user_ns.items()):
-            # By their classes: a proxy may raise whatever it is asked.
-            if issubclass(type(network), nn.Module) and travels(name) and self.mirrors.known(network) is None:
-                # One that is half made has no parts, and says so.
-                with contextlib.suppress(Exception):
-                    parts = list(network.modules())
-                    for part in parts:
-                        # Now its hooks' handles can be told whose they are.
-                        hook_dicts(part)
-                    found[name] = set(map(id, parts)) | self.mirrors.parts_there(network)
-        return found
-
-    def _wholes_of(self, name: str, anew: Mapping[str, set[int]]) -> set[str]:
-        """Names of those networks, of which a value has a part that the replicas have too, or the handle of a hook.
-
-        What a cell does to that part comes back with the whole; and a handle alone keeps no network.
-        """
-        if not anew:
-            return set()
-        value = self.user_ns[name]
-        handles = inside(value, lambda obj: isinstance(obj, RemovableHandle))
-        hooked = {id(owner(handle)[0]) for handle in handles}  # type: ignore[arg-type]
-        parts = {id(self.mirrors.find(handle)) for handle in self._inside.get(name, ())}
-        outgrown = (n for n in anew if not parts.isdisjoint(anew[n]) and self.mirrors.outgrown(self.user_ns[n]))
-        return {*outgrown, *(n for n in anew if not hooked.isdisjoint(anew[n]))}
-
-    def _names_of(self, objects: list[object]) -> set[str]:
-        """Names of these objects, by which it is noticed that something has changed inside them."""
-        # Few values have any: for the others the names need not be gone through.
-        held = list(self.user_ns.items()) if objects else ()
-        return {name for name, value in held for one in objects if value is one}
 
     def _prune(self) -> None:
         """Let go of objects that the notebook no longer has under their name."""
