@@ -190,6 +190,24 @@ def test_a_schedule_of_callbacks_reaches_the_replicas(place):
     assert equal(*states)
 
 
+def test_what_a_callback_adds_to_the_model_and_its_optimizer_is_trained_from_then_on(two):
+    ends = []
+    for strategy in (mnb.OneDeviceStrategy("cpu:0"), two):
+        model = made(strategy, lambda: nn.Sequential(nn.Linear(4, 2)), optimizer=("sgd", {"lr": 0.1}))
+
+        def grow(epoch: int, logs: Any, model: mnb.Model = model) -> None:
+            if epoch == 1:
+                torch.manual_seed(4)
+                layer = nn.Linear(2, 2)
+                model.network.append(layer)
+                model.optimizer.add_param_group({"params": layer.parameters()})
+
+        grows = mnb.callbacks.LambdaCallback(on_epoch_begin=grow)
+        losses = model.fit(X, Y, epochs=3, shuffle=False, callbacks=grows, verbose=0).history["loss"]
+        ends.append({"losses": torch.tensor(losses), **weights(model)})
+    torch.testing.assert_close(*ends)
+
+
 def test_callbacks_run_in_this_process_with_keras_hooks_in_order(place):
     seen: list[str] = []
     hooks = ("train_begin", "epoch_begin", "train_batch_begin", "train_batch_end", "test_begin", "test_end")

@@ -131,8 +131,11 @@ def rejoin(
     seat.jobs[token] = training
 
 
-def advance(strategy: Strategy, token: str, epoch: int, until: int | None) -> Advanced:
-    """Go on with a job to the end of this epoch, or to a step of it. Raises JobLost if it is not here."""
+def advance(strategy: Strategy, token: str, epoch: int, until: int | None, *trained: object) -> Advanced:
+    """Go on with a job to the end of this epoch, or to a step of it. Raises JobLost if it is not here.
+
+    `trained`: the model and its optimizer, which are by now as they are where this was asked for.
+    """
     job = _job(strategy, token)
     if job.follows is not None:
         _forget(_seat(strategy), job.follows)

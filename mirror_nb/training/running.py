@@ -125,12 +125,18 @@ class Running:
     """
 
     def __init__(
-        self, guard: Guard, begin: Callable[..., None], *args: Any, again: Callable[[], str] | None = None
+        self,
+        guard: Guard,
+        begin: Callable[..., None],
+        model: Model,
+        *args: Any,
+        again: Callable[[], str] | None = None,
     ) -> None:
         self._guard = guard
         self._strategy = guard.strategy
         self._place = self._strategy._place
-        self._begin, self._args = begin, args
+        self._model = model
+        self._begin, self._args = begin, (model, *args)
         self._again = again or self._start_again
         self.token = ""
         guard.through(self.start, again or (lambda: "it begins again"))
@@ -164,7 +170,9 @@ class Running:
         on_note: Callable[[Note], None] = lambda note: None,
     ) -> list[Advanced]:
         """Do the same without going on when a replica dies."""
-        args = (self._strategy, self.token, epoch, until)
+        # Named in each message: callbacks may have given the model layers, and its optimizer parameters.
+        trained = (self._model, self._model.optimizer) if changes else (self._model,)
+        args = (self._strategy, self.token, epoch, until, *trained)
         return self._place.every(self._place.command(job.advance, args, changes=changes, on_note=on_note))
 
     def ask(self, function: Callable[..., Any], *args: Any) -> list[Any]:
