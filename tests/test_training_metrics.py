@@ -134,6 +134,12 @@ def test_a_cosine_is_positive_though_the_loss_of_that_name_is_not(n):
     assert_value("cosine_similarity", LOGITS, LOGITS.flip(0), wanted, n)
 
 
+def test_a_cosine_of_numbers_alone_would_depend_on_the_shares():
+    (cosine,) = metrics("cosine_similarity")
+    with pytest.raises(UsageError, match=r"outputs are of shape \(\d+,\); let the network return \[examples"):
+        cosine.update(LOGITS[:, 0], LOGITS[:, 1])
+
+
 def test_perplexity_is_over_tokens(n):
     logits, classes = torch.randn(N, 4, 6), torch.randint(0, 4, (N, 6))
     classes[:9, 2:] = -100

@@ -20,6 +20,7 @@ from mirror_nb.data.batches import leaves
 from mirror_nb.errors import UsageError
 from mirror_nb.training.metric import IGNORED, Called, Mean, Metric, OfOutput, Sums, only_tensor, sums_of
 from mirror_nb.training.objectives import (
+    cosine_similarity,
     fit_classes,
     fit_elements,
     is_binary,
@@ -112,7 +113,7 @@ def _top_accuracy(k: int, classes_last: bool) -> Callable[[Tensor, Tensor, Any],
 
 
 def _cosine_similarity(outputs: Tensor, targets: Tensor, weight: Any) -> Sums:
-    return sums_of(F.cosine_similarity(*fit_elements(outputs, targets), dim=-1), weight)
+    return sums_of(-cosine_similarity(*fit_elements(outputs, targets)), weight)
 
 
 def _loss_sums(name: str) -> Callable[[Any, Any, Any], Sums]:

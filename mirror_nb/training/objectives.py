@@ -635,7 +635,15 @@ def _elementwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], T
 
 
 def cosine_similarity(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the negative cosine of each example with its target, over the last dimension."""
+    """Return the negative cosine of each example with its target, over the last dimension.
+
+    Raises UsageError where an example is a number alone: the whole batch would be one vector.
+    """
+    if outputs.ndim < 2:
+        raise UsageError(
+            "the cosine similarity is of a vector for each example, but the outputs are of shape "
+            f"{tuple(outputs.shape)}; let the network return [examples, features], or take another"
+        )
     return -F.cosine_similarity(outputs, targets, dim=-1)
 
 
