@@ -221,6 +221,15 @@ def test_a_replica_that_dies_between_two_steps_is_missed_at_the_next(strategies,
     same(trained(made(strategy, tmp_path), callbacks=[killer]), undisturbed(2))
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_scheduler_goes_on_once_where_a_replica_was_lost_before_the_end_of_an_epoch(
+    victim, strategies, undisturbed, tmp_path
+):
+    strategy, victims = strategies(2), [victim]
+    killer = mnb.callbacks.LambdaCallback(on_test_end=lambda logs: victims and kill(strategy, victims.pop()))
+    same(trained(made(strategy, tmp_path), callbacks=[killer]), undisturbed(2))
+
+
 class Fragile(torch.optim.SGD):
     """Kills the replica that reads its state, once it is armed, by the controller's number in a file, and once."""
 

@@ -300,8 +300,9 @@ class Fit:
         kept = None if position is None else job.Kept({"scaler": found.scaler, "position": position})
         model = self._model
         buffers = PerReplica([{} if each is None else each[1] for each in known])
-        arguments = (model, model.optimizer, model.scheduler, self._tasks(survivors), kept, source, updates, buffers)
-        self._training.take_over(job.rejoin, self._training.token, *arguments)
+        arguments = (model, model.optimizer, model.scheduler, self._tasks(survivors), kept)
+        where = (source, updates, found.scheduled, buffers)
+        self._training.take_over(job.rejoin, self._training.token, *arguments, *where)
         self._position = position
         if group is not None:
             self._before.append(group)

@@ -97,13 +97,14 @@ def rejoin(
     resume: Kept | None,
     source: int,
     updates: int,
+    scheduled: str,
     buffers: dict[int, torch.Tensor],
 ) -> None:
     """Make a Training that goes on from `resume`, in the place of the job `before`, which replica `source` has.
 
-    That one stands at step `updates` of the optimizer, and then all do. `buffers`: what this replica's were, or those
-    of the one that died in its place, by their number. The job before stays until this one advances: who dies
-    meanwhile is replaced, and all of this is done again.
+    That one stands at step `updates` of the optimizer, its scheduler at the end of the epoch `scheduled`, and then
+    all do. `buffers`: what this replica's were, or those of the one that died in its place, by their number. The job
+    before stays until this one advances: who dies meanwhile is replaced, and all of this is done again.
     """
     seat = _seat(strategy)
     left = seat.jobs.get(before)
@@ -120,7 +121,7 @@ def rejoin(
     # One may lack a step that the furthest has done; who filled the replacement may be that one.
     _align(seat, model, optimizer, scheduler)
     _share_buffers(seat, model, source, own | buffers)
-    model._updates = updates
+    model._updates, model._scheduled = updates, scheduled
     if isinstance(left, Training):
         left.keep()
     training = Training(seat, model, task, optimizer, scheduler)

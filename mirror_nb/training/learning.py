@@ -43,6 +43,8 @@ class Whereabouts:
 
     updates: int
     # Steps of the optimizer that its weights have had by its own account.
+    scheduled: str
+    # The epoch for whose end its scheduler has gone on.
     landmark: Landmark | None
     # Where it stood after the last of them; None: it has done none, and begun no epoch.
     broken: bool
@@ -195,21 +197,35 @@ class Training(Scoring):
             return
         updates = self._model._updates + 1 if updates is None else updates
         landmark = self._landmarks[updates % 2] = Landmark(self._run, updates, self._epoch, step)
+        self._write(landmark, examples)
+
+    def _write(self, landmark: Landmark, examples: int) -> None:
         if self._page is not None and not self._page.write(landmark, self._totals(examples), self._buffers.changed()):
             # Nor will it be smaller in a later step. The others' stand for it, should this replica die.
             self._page = None
 
+    @property
+    def _here(self) -> Landmark | None:
+        """What was written down of the latest step of the optimizer; None: it has done none, and begun no epoch."""
+        landmark = self._landmarks.get(self._model._updates % 2)
+        return landmark if landmark is not None and landmark.updates == self._model._updates else None
+
+    def averaged(self) -> None:
+        here = self._here
+        # Batches that wait for the optimizer are done again, with the statistics of before.
+        if here is not None and not self._grouped:
+            self._write(here, self.examples)
+
     def whereabouts(self) -> Whereabouts:
         """Return where this replica was left."""
         updates = self._model._updates
-        landmark = self._landmarks.get(updates % 2)
-        here = landmark is not None and landmark.updates == updates
         steps_inside = self._steps_by_itself or self._closure
         with self._seat.averaging(), self._seat.shared_randomness():
             shared = self._seat.random_state()
         return Whereabouts(
             updates=updates,
-            landmark=landmark if here else None,
+            scheduled=self._model._scheduled,
+            landmark=self._here,
             broken=steps_inside and self._buffers_of == updates and self._versions != self._parameters_version(),
             totals=self._totals(),
             scaler=None if self._scaler is None else self._scaler.state_dict(),

@@ -177,6 +177,9 @@ class Job(ABC):
     def _totals(self) -> Totals:
         """Return what was added up."""
 
+    def averaged(self) -> None:  # noqa: B027, what does not train keeps none
+        """The replicas have averaged their running statistics, between two steps of this job."""
+
     # ------------------------------------------------------------------ the loop
 
     def advance(self, epoch: int, until: int | None) -> Advanced:
@@ -328,6 +331,9 @@ class Job(ABC):
         """Modules in evaluation mode, with statistics that are the same on all replicas; then as they were."""
         modes = [(module, module.training) for module in self._model.modules()]
         average_statistics(self._seat, self._model)
+        for other in self._seat.jobs.values():
+            if isinstance(other, Job):
+                other.averaged()
         self._model.eval()
         try:
             with torch.no_grad(), self._autocast():
