@@ -230,6 +230,19 @@ def test_the_scheduler_goes_on_once_where_a_replica_was_lost_before_the_end_of_a
     same(trained(made(strategy, tmp_path), callbacks=[killer]), undisturbed(2))
 
 
+@pytest.mark.parametrize(("first", "victim"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_batches_that_wait_when_an_epoch_has_just_begun_count_once(first, victim, strategies, undisturbed, tmp_path):
+    strategy, settings = strategies(2), {"accumulate_steps": 3}
+    killer = mnb.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epoch == first and kill(strategy, victim))
+    same(trained(made(strategy, tmp_path, **settings), callbacks=[killer]), undisturbed(2, **settings))
+
+
+def test_synchronised_statistics_of_a_replica_without_examples_are_of_the_step_too(strategies, undisturbed, tmp_path):
+    strategy, settings = strategies(2), {"sync_batch_norm": True}
+    killer = KillsBetween(strategy, STEPS, (0,))
+    same(trained(made(strategy, tmp_path, **settings), callbacks=[killer]), undisturbed(2, **settings))
+
+
 class Fragile(torch.optim.SGD):
     """Kills the replica that reads its state, once it is armed, by the controller's number in a file, and once."""
 

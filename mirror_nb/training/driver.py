@@ -293,8 +293,11 @@ class Fit:
             if self._ledger is not None:
                 known = [self._ledger.read(r, found.landmark) for r in range(len(there))]
             if found.landmark.epoch == self._epoch and self._inside:
-                # Of one that left nothing, what the source had.
-                group = [(known[r] or (survivors.get(r, found).totals,))[0] for r in range(len(there))]
+                # Of one that left nothing, what the source had: without the batches that are done again.
+                group = [
+                    (known[r] or (r not in survivors and known[source]) or (survivors.get(r, found).totals,))[0]
+                    for r in range(len(there))
+                ]
                 # Of an epoch that has just begun there is nothing.
                 group = group if group[0].examples else None
         kept = None if position is None else job.Kept({"scaler": found.scaler, "position": position})

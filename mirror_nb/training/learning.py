@@ -278,14 +278,11 @@ class Training(Scoring):
         `complete`: a step of the optimizer follows.
         """
         if not share.examples:
-            if complete:
-                self._landmark(self.step + 1, self.examples + share.global_examples)
-            return self._stand_by(share)
+            return self._stand_by(share, complete)
         with self._autocast():
             value, by, outputs = self._loss(share)
         self._measure(outputs, share)
-        if complete:
-            self._landmark(self.step + 1, self.examples + share.global_examples)
+        self._leave_landmark(share, complete)
         factor = self._seat.num_replicas / by
         if self._scaler is None:
             # 20 µs less than dividing and multiplying the loss, which autograd has to go back through.
@@ -304,7 +301,12 @@ class Training(Scoring):
             self._root = (factor, root)
         return root
 
-    def _stand_by(self, share: Share) -> tuple[Tensor, int]:
+    def _leave_landmark(self, share: Share, complete: bool) -> None:
+        """Before this replica's part goes out, and after its statistics are those of the step."""
+        if complete:
+            self._landmark(self.step + 1, self.examples + share.global_examples)
+
+    def _stand_by(self, share: Share, complete: bool) -> tuple[Tensor, int]:
         """Take part in what the others do together, with no examples."""
         zero = torch.zeros((), device=self._device)
         if self._scaler is not None:
@@ -313,6 +315,7 @@ class Training(Scoring):
         assert self._norms is not None
         if not self._norms.synchronizes:
             self._without_examples()
+            self._leave_landmark(share, complete)
             self._seat.take_part()
             return zero, 1
         # Statistics of the global batch are added up on the way through the network, there and back. What comes of it
@@ -326,6 +329,7 @@ class Training(Scoring):
             learning = [
                 leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
+            self._leave_landmark(share, complete)
             sum((leaf.sum() * 0 for leaf in learning), zero).backward()
         return zero, 1
 
@@ -383,7 +387,7 @@ class Training(Scoring):
             self._record(value.detach() * (share.global_examples / share.examples))
             self._loss_sum.add_(value.detach(), alpha=share.global_examples)
             self._weight += share.examples
-        self._landmark(self.step + 1, self.examples + share.global_examples)
+        self._leave_landmark(share, complete=True)
         self._count()
 
     def _step_with_closure(self, share: Share) -> None:

@@ -91,7 +91,10 @@ class Ledger:
         return None if self._segment is None else self._segment.address
 
     def read(self, replica_id: int, landmark: Landmark) -> tuple[Totals, dict[int, Tensor]] | None:
-        """Return what a replica had added up by then, and its buffers by number; None if it wrote nothing."""
+        """Return what a replica had added up by then, and its buffers by number; None if it wrote nothing.
+
+        Where it and the others were on two sides of an epoch's beginning, nothing is added up.
+        """
         if self._segment is None:
             return None
         memory = self._segment.memory.numpy().data
@@ -100,7 +103,10 @@ class Ledger:
         if number != landmark.updates + 1:
             return None
         found, plain, buffers = pickle.loads(memory[place + _HEAD.size : place + _HEAD.size + length])
-        return (Totals(**plain), buffers) if Landmark(*found) == landmark else None
+        left = Landmark(*found)
+        if (left.run, left.updates) != (landmark.run, landmark.updates):
+            return None
+        return Totals(**plain) if left == landmark else Totals(), buffers
 
     def close(self) -> None:
         """Give the memory back; replicas that have it open keep it as long."""
