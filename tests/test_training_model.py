@@ -251,6 +251,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 0}, "0"),
     ({"validation_data": (X, Y, Y, Y)}, "4 members"),
     ({"class_weight": [1, 2]}, "from class numbers to weights"),
+    ({"class_weight": {"cat": 1.0}}, "{'cat': 1.0}; give a dict from class numbers to weights"),
     ({"x": None}, "`x` is None"),
     ({"y": Y[:-1]}, "49"),
     ({"steps_per_epoch": 0}, "`steps_per_epoch` is 0"),

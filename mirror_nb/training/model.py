@@ -612,8 +612,12 @@ def _steps(name: str, value: Any) -> int | None:
 def _checked_class_weight(weights: Mapping[int, float] | None, settings: CompileSettings) -> dict[int, float] | None:
     if weights is None:
         return None
-    if not isinstance(weights, Mapping) or not weights:
-        raise UsageError(f"`class_weight` is {weights!r}; give a dict from class numbers to weights")
     if settings.loss is None:
         raise UsageError("`class_weight` is for compile's `loss`, but there is none; weigh in your training_step")
-    return {int(number): float(weight) for number, weight in weights.items()}
+    try:
+        found = {int(number): float(weight) for number, weight in weights.items()}
+    except (AttributeError, TypeError, ValueError):
+        found = {}
+    if not found:
+        raise UsageError(f"`class_weight` is {weights!r}; give a dict from class numbers to weights")
+    return found
