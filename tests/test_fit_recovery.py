@@ -243,6 +243,20 @@ def test_synchronised_statistics_of_a_replica_without_examples_are_of_the_step_t
     same(trained(made(strategy, tmp_path, **settings), callbacks=[killer]), undisturbed(2, **settings))
 
 
+def test_a_replica_that_dies_after_a_callback_has_added_a_layer_leaves_its_statistics(strategies, tmp_path):
+    strategy, ends = strategies(2), []
+    for killers in ([], [KillsBetween(strategy, STEPS + 3, (0,))]):
+        model = made(strategy, tmp_path)
+
+        def grow(epoch: int, logs: Any, model: mnb.Model = model) -> None:
+            if epoch == 1:
+                model.network.insert(0, nn.BatchNorm1d(4))
+
+        grows = mnb.callbacks.LambdaCallback(on_epoch_begin=grow)
+        ends.append(trained(model, callbacks=[grows, *killers]))
+    same(*ends)
+
+
 class Fragile(torch.optim.SGD):
     """Kills the replica that reads its state, once it is armed, by the controller's number in a file, and once."""
 

@@ -63,14 +63,19 @@ class Whereabouts:
 class Buffers:
     """A network's buffers, running statistics say, as they were before a step."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, written: bool = False) -> None:
+        """`written`: all of them count as written to."""
         self._buffers = buffers = list(model.buffers())
         statistics = {id(each) for each in networks.averaged_statistics(model).values()}
         self._silent = {i for i, buffer in enumerate(buffers) if id(buffer) in statistics}
         # torch's normalisation writes to them and does not count it.
         self._kept = [buffer.detach().clone() for buffer in buffers]
         self._versions = [buffer._version for buffer in buffers]
-        self._first = list(self._versions)
+        self._first = [-1] * len(buffers) if written else list(self._versions)
+
+    def are_of(self, model: nn.Module) -> bool:
+        """Whether the network has these, and no others."""
+        return list(map(id, self._buffers)) == list(map(id, model.buffers()))
 
     def keep(self) -> None:
         """Remember what they are now."""
@@ -128,6 +133,8 @@ class Training(Scoring):
         self._buffers = Buffers(model if task.recovers else nn.Module())
         self._buffers_of = model._updates
         # They were kept after so many steps of the optimizer.
+        self._grown = 0
+        # How often the network has got other parts meanwhile.
         self._versions = 0
         # Of the parameters, likewise.
         self._steps_by_itself = optimizer is None
@@ -153,6 +160,7 @@ class Training(Scoring):
 
     @contextlib.contextmanager
     def _conditions(self) -> Iterator[None]:
+        self._look_again()
         self._model.train()
         # Without all_reduce for one replica: its statistics are the global batch's.
         all_reduce = self._seat.add_up if self._seat.num_replicas > 1 else None
@@ -196,7 +204,7 @@ class Training(Scoring):
         if not self.task.recovers:
             return
         updates = self._model._updates + 1 if updates is None else updates
-        landmark = self._landmarks[updates % 2] = Landmark(self._run, updates, self._epoch, step)
+        landmark = self._landmarks[updates % 2] = Landmark(self._run, updates, self._epoch, step, self._grown)
         self._write(landmark, examples)
 
     def _write(self, landmark: Landmark, examples: int) -> None:
@@ -209,6 +217,17 @@ class Training(Scoring):
         """What was written down of the latest step of the optimizer; None: it has done none, and begun no epoch."""
         landmark = self._landmarks.get(self._model._updates % 2)
         return landmark if landmark is not None and landmark.updates == self._model._updates else None
+
+    def _look_again(self) -> None:
+        """A callback may have given the network other parts, with buffers of other numbers."""
+        if not self.task.recovers or self._buffers.are_of(self._model):
+            return
+        self._buffers = Buffers(self._model, written=True)
+        self._grown += 1
+        here = self._here
+        if here is not None:
+            self._landmarks[here.updates % 2] = here._replace(grown=self._grown)
+            self.averaged()
 
     def averaged(self) -> None:
         here = self._here

@@ -47,6 +47,8 @@ class Landmark(NamedTuple):
     epoch: int
     step: int
     # Global batches done of the epoch.
+    grown: int = 0
+    # How often the network has got other parts since the job began: buffers have other numbers then.
 
 
 @final
@@ -104,7 +106,7 @@ class Ledger:
             return None
         found, plain, buffers = pickle.loads(memory[place + _HEAD.size : place + _HEAD.size + length])
         left = Landmark(*found)
-        if (left.run, left.updates) != (landmark.run, landmark.updates):
+        if left != landmark._replace(epoch=left.epoch, step=left.step):
             return None
         return Totals(**plain) if left == landmark else Totals(), buffers
 
