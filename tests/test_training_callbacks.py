@@ -603,6 +603,20 @@ def test_a_backup_every_so_many_steps_goes_on_at_the_very_step(tmp_path):
     assert model.weight == 6
 
 
+def test_a_schedule_that_goes_by_the_present_rate_is_asked_once_an_epoch_that_a_backup_cut(tmp_path):
+    def halves() -> list[Callback]:
+        return [LearningRateScheduler(lambda epoch, rate: rate / 2), BackupAndRestore(tmp_path, save_freq=1)]
+
+    def die(batch: int, logs: Any) -> None:
+        if batch == 1:
+            raise Killed
+
+    whole = fit(halves(), val_losses(1, 1), steps=4)
+    with pytest.raises(Killed):
+        fit([*halves(), LambdaCallback(on_train_batch_end=die)], val_losses(1, 1), steps=4)
+    assert fit(halves(), val_losses(1, 1), steps=4).weight == whole.weight == 4 * 0.5 + 4 * 0.25
+
+
 def test_the_state_of_callbacks_listed_after_the_backup_is_in_it(tmp_path):
     with pytest.raises(Killed):
         fit([BackupAndRestore(tmp_path), EarlyStopping(patience=3), kill(3)], val_losses(1, 2, 3, 4))

@@ -29,8 +29,16 @@ class LearningRateScheduler(Callback):
         self.schedule = schedule
         self.verbose = verbose
         self._takes_rate = _takes_two(schedule)
+        self._set: int | None = None
+        # The epoch whose rate it has set.
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._set = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if epoch == self._set:
+            # A fit that goes on in its middle: the optimizer has the rate.
+            return
         now = float(self.model.learning_rate)
         result = self.schedule(epoch, now) if self._takes_rate else self.schedule(epoch)
         try:
@@ -39,12 +47,18 @@ class LearningRateScheduler(Callback):
             rate = math.nan
         if isinstance(result, str | bool) or not (math.isfinite(rate) and rate >= 0):
             raise UsageError(f"`schedule` has to return a learning rate, a number of at least 0, not {result!r}")
-        self.model.learning_rate = rate
+        self.model.learning_rate, self._set = rate, epoch
         if self.verbose:
             self._say(f"epoch {epoch + 1}: the learning rate is {rate:g}")
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         _log_rate(self.model, logs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"set": self._set}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._set = state["set"]
 
 
 @final
