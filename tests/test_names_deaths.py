@@ -47,6 +47,15 @@ def same_as_in_replica_1(run, net: str = "net", opt: str = "opt") -> bool:
     )
 
 
+def test_a_network_without_a_name_there_is_in_a_replica_that_was_started_anew(run):
+    run(f"%%mirrored --quiet\n{MADE}")
+    run("kept, of_it = [net], [opt]")
+    run("%%mirrored --quiet\nnet = opt = None")
+    lost(run, "pass")
+    run("%%mirrored --quiet\ntrain(kept[0], of_it[0])\nequal = kept[0](X).sum().item()")
+    assert isinstance(run("equal"), float)
+
+
 def test_objects_and_functions_are_one_value_after_a_death_too(run):
     run("%%mirrored --quiet\ncalls = {}\ndef register(f): calls[f.__name__] = f")
     run("%%mirrored --quiet\n@register\ndef one(x): return 'held', x")

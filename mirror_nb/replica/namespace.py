@@ -596,6 +596,8 @@ class Namespace:
         for module, held in compiled or ():
             vars(module).update(held)
         self.mirrors.gave(handles.values())
+        # Until the next cell tells which of them the notebook has: they may have no names.
+        self._retained = [*handles.values(), *objects.values()]
         # The controller may not have heard of all that these are by now: a call has no values read back.
         self.mirrors.outdate(untold)
         self.forget_told()
