@@ -290,6 +290,23 @@ def test_an_op_that_gives_each_replica_something_else_is_an_error_that_names_it(
     assert "Noisy() gave the replicas different gradients" in ran.report.failures[0].message
 
 
+def test_an_op_that_gives_the_gradients_other_memory_has_reduced_nothing_and_is_named(replicas):
+    op = """
+class Elsewhere(CrossDeviceOps):
+    def start(self, op, flat):
+        total = flat.clone()
+        self.member.group.allreduce([total]).wait()
+        flat.data = total / self.member.num_replicas
+    def unfit_for(self, devices):
+        return None
+strategy.cross_device_ops = Elsewhere()
+"""
+    ran = of_ops(replicas(2), op)
+    assert ran.errors == {0: "UsageError", 1: "UsageError"}
+    said = ran.report.failures[0].message
+    assert "Elsewhere() gave the replicas different gradients; its `start` has to reduce `flat` in place" in said
+
+
 ROTATED = """
 import torch
 import mirror_nb as mnb
@@ -459,6 +476,19 @@ class Undecided(CrossDeviceOps):
         return False
 
 
+class Partial(Averaging):
+    """One whose methods say nothing of ops."""
+
+    def __init__(self, on: Any, parts: Any = ()) -> None:
+        self.given, self.listed = on, parts
+
+    def on(self, devices):
+        return self if self.given == "self" else self.given
+
+    def parts(self):
+        return self.listed
+
+
 def test_an_op_that_cannot_work_is_refused_with_the_reason_and_what_can():
     expected = r"NcclAllReduce cannot work on cpu:0, cpu:1: it is for GPUs; these can: shared_memory, "
     with pytest.raises(DeviceError, match=expected):
@@ -478,6 +508,11 @@ def test_an_op_that_cannot_work_is_refused_with_the_reason_and_what_can():
         mnb.MirroredStrategy([f"cpu:{i}" for i in range(5)], Averaging())
     with pytest.raises(UsageError, match=r"Undecided\.unfit_for returned False; it has to return why .*, or None"):
         mnb.MirroredStrategy(["cpu:0", "cpu:1"], Undecided())
+    with pytest.raises(UsageError, match=r"Partial\.on returned None; it has to return an op, `self` as a rule"):
+        mnb.MirroredStrategy(["cpu:0", "cpu:1"], Partial(on=None))
+    for parts in (["gloo"], None, Averaging()):
+        with pytest.raises(UsageError, match=r"Partial\.parts returned .*; it has to return a list of ops"):
+            mnb.MirroredStrategy(["cpu:0", "cpu:1"], Partial("self", parts))
 
 
 def test_a_copy_of_an_op_knows_its_arguments_only():

@@ -66,12 +66,13 @@ def test_an_op_is_found_by_its_name():
 
 def test_an_op_that_cannot_work_says_why_and_which_can():
     with pytest.raises(DeviceError) as caught:
-        options.check(NcclAllReduce(), CPUS)
+        options.fitted(NcclAllReduce(), CPUS)
     assert str(caught.value) == (
         "NcclAllReduce cannot work on cpu:0, cpu:1: it is for GPUs; these can: shared_memory, hierarchical_copy, "
         "one_device, gloo, auto"
     )
-    options.check(SharedMemoryAllReduce(), CPUS)
+    fits = SharedMemoryAllReduce()
+    assert options.fitted(fits, CPUS) is fits
 
 
 def test_what_does_not_fit_is_told_apart(monkeypatch):

@@ -21,7 +21,7 @@ from mirror_nb.bench.replicas import of
 from mirror_nb.collectives.auto import AutoAllReduce
 from mirror_nb.collectives.base import CrossDeviceOps, Member, name_of
 from mirror_nb.collectives.measuring import Trial, compare
-from mirror_nb.collectives.options import AUTO, IMPLEMENTATIONS, check, fitting, named
+from mirror_nb.collectives.options import AUTO, IMPLEMENTATIONS, fitted, fitting, named
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
 from mirror_nb.machine.memory import usable
@@ -218,11 +218,10 @@ def chosen_ops(
         op = named(given, devices) if isinstance(given, str) else given
         if not isinstance(op, CrossDeviceOps):
             raise UsageError(f"`ops` holds {given!r}; it takes cross-device ops and their names")
-        check(op, devices)
         name = name_of(op) if isinstance(given, str) else type(op).__name__
         if name in chosen:
             raise UsageError(f"`ops` has {name} twice")
-        chosen[name] = op.on(devices)
+        chosen[name] = fitted(op, devices)
     if not chosen:
         raise UsageError("`ops` is empty; name at least one")
     return chosen

@@ -221,7 +221,9 @@ class CrossDeviceOps(abc.ABC):
     def begin(self, op: ReduceOp, flat: Tensor) -> Handle:
         """Call `start`, and return a handle whatever that returned. Raises UsageError for what is none."""
         # A copy in another dtype that was made in inference mode.
-        begun = self.start(op, _ordinary(flat) if flat.is_inference() else flat)
+        look = _ordinary(flat) if flat.is_inference() else flat
+        # Not the tensor itself: with other memory (`flat.data = …`) it would tell of what the replicas do not have.
+        begun = self.start(op, look if self.exact else look.view(-1))
         if isinstance(begun, Handle):
             return begun
         if begun is None:

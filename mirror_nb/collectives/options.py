@@ -148,8 +148,7 @@ def chosen(ops: Any, options: Any, devices: Sequence[Device]) -> Communication:
             f"`cross_device_ops` is {ops!r}; it must be a CrossDeviceOps, or one of the names "
             + ", ".join([*IMPLEMENTATIONS, AUTO])
         )
-    check(ops, devices)
-    found = Communication(ops.on(devices), options)
+    found = Communication(fitted(ops, devices), options)
     try:
         found.pickled()
     except Exception as error:
@@ -198,8 +197,12 @@ def fastest_for(devices: Sequence[Device]) -> CrossDeviceOps:
     return AutoAllReduce([named(name) for name in fitting(devices)])
 
 
-def check(ops: CrossDeviceOps, devices: Sequence[Device]) -> None:
-    """Raise DeviceError if `ops` cannot work on `devices`: why, and which can; UsageError where it says neither."""
+def fitted(ops: CrossDeviceOps, devices: Sequence[Device]) -> CrossDeviceOps:
+    """Return what `ops` is on `devices`.
+
+    Raises DeviceError where it cannot work there: why, and which can; UsageError where its class returns what says
+    nothing.
+    """
     reason: Any = ops.unfit_for(devices)
     if not isinstance(reason, str | None):
         raise UsageError(
@@ -210,6 +213,13 @@ def check(ops: CrossDeviceOps, devices: Sequence[Device]) -> None:
             f"{type(ops).__name__} cannot work on {_listed(devices)}: {reason}; these can: "
             + ", ".join([*fitting(devices), AUTO])
         )
+    found: Any = ops.on(devices)
+    if not isinstance(found, CrossDeviceOps):
+        raise UsageError(f"{type(ops).__name__}.on returned {found!r}; it has to return an op, `self` as a rule")
+    parts: Any = found.parts()
+    if not isinstance(parts, Sequence) or not all(isinstance(part, CrossDeviceOps) for part in parts):
+        raise UsageError(f"{type(found).__name__}.parts returned {parts!r}; it has to return a list of ops")
+    return found
 
 
 def _listed(devices: Sequence[Device]) -> str:

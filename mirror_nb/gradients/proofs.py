@@ -29,8 +29,8 @@ def check_alike(ops: CrossDeviceOps, reduced: Sequence[Tensor]) -> None:
     largest, smallest = both.chunk(2)
     if not torch.equal(largest, -smallest):
         raise UsageError(
-            f"{ops!r} gave the replicas different gradients; its `start` has to leave the same "
-            "numbers on every replica: draw random numbers on one and broadcast them, or from equal seeds"
+            f"{ops!r} gave the replicas different gradients; its `start` has to reduce `flat` in place, and to leave "
+            "the same numbers there on every replica: draw random ones on one and broadcast them, or from equal seeds"
         )
 
 
