@@ -839,6 +839,19 @@ def test_a_timeout_names_the_collective_and_what_to_look_for(processes: Crew) ->
     assert "every replica runs the same collectives" in message
 
 
+@pytest.mark.parametrize(("all_ranks", "late"), [(False, "Rank 1"), (True, "Ranks 1, 2")])
+def test_a_monitored_barrier_names_those_that_did_not_come(processes: Crew, all_ranks: bool, late: str) -> None:
+    def barrier(_: int) -> None:
+        dist.monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=all_ranks)
+
+    processes.form()
+    processes.start(barrier, on=0)
+    kind, message, _ = processes.error(0).args
+    processes.call(lambda _: process_group.dissolve())
+    assert kind == ReplicaTimeout.__name__
+    assert f"monitored_barrier: [Rank 0]: {late} failed to pass monitoredBarrier in 1000 ms; see that" in message
+
+
 def test_a_wait_with_a_time_of_its_own_may_be_waited_for_again(crew: Crew) -> None:
     def use(replica_id: int) -> float:
         tensor = torch.tensor([replica_id + 1.0])

@@ -33,6 +33,9 @@ _NAMED = 3
 
 _Value = TypeVar("_Value")
 
+_NOT_COME = "failed to pass monitoredBarrier"
+# Behind the ranks for which a monitored barrier has waited: it is there to name them.
+
 _NOT_WITH = "gloo does not do this with {dtypes}; convert it first"
 _REFUSALS = {
     "Invalid scalar type": _NOT_WITH,
@@ -229,8 +232,11 @@ class Operation:
         if not isinstance(error, RuntimeError):
             return error
         said = str(error)
-        if "timed out" in said.lower() or "timeout" in said.lower():
-            translated: Exception = self._timeout(self.seconds)
+        if _NOT_COME in said:
+            late = said.strip().partition("\n")[0]
+            translated: Exception = ReplicaTimeout(f"{self.name()}: {late}; see that every replica comes to it")
+        elif "timed out" in said.lower() or "timeout" in said.lower():
+            translated = self._timeout(self.seconds)
         elif (refusal := next((how for words, how in _REFUSALS.items() if words in said), None)) is not None:
             dtypes = " and ".join(sorted({str(tensor.dtype) for tensor in tensors_in(self.arguments)}))
             translated = UsageError(f"{self.name()}: {refusal.format(dtypes=dtypes, said=said.strip())}")
