@@ -56,6 +56,15 @@ def test_a_network_without_a_name_there_is_in_a_replica_that_was_started_anew(ru
     assert isinstance(run("equal"), float)
 
 
+def test_an_object_that_a_cell_changes_after_a_death_is_one_on_both_sides(run):
+    run("%%mirrored --quiet\nclass Trainer: pass\nconfig = {'lr': 1}\ntrainer = Trainer(); trainer.config = config")
+    lost(run, "pass")
+    run("%%mirrored --quiet\ntrainer.epoch = 3")
+    assert run("trainer.epoch") == 3
+    run("%%mirrored --quiet\ntrainer.epoch = replica_id")
+    assert run("trainer.epoch") == 3
+
+
 def test_objects_and_functions_are_one_value_after_a_death_too(run):
     run("%%mirrored --quiet\ncalls = {}\ndef register(f): calls[f.__name__] = f")
     run("%%mirrored --quiet\n@register\ndef one(x): return 'held', x")

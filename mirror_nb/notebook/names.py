@@ -46,7 +46,7 @@ from mirror_nb.transfer import torchmetrics_objects
 from mirror_nb.transfer.keras_objects import reduce_keras
 from mirror_nb.transfer.payload import Arrivals, Payload, unpack
 from mirror_nb.transfer.told import is_told
-from mirror_nb.values import PerReplica, Remote
+from mirror_nb.values import PerReplica, Remote, merged
 
 RESERVED = frozenset({"strategy", "replica_id", "num_replicas", "device"})
 # Bound in every replica by mirror_nb; the notebook's own names of that kind stay in the notebook.
@@ -723,7 +723,12 @@ class Names:
             tellers = self._tellers(min(sharing), name, obj)
             known = len(tellers) == len(obj) and sharing.issubset(tellers)
             return {r: one for r, one in zip(tellers, obj.values, strict=True) if r in sharing} if known else {}
-        return {min(exports): obj} if self._incoming.is_one(exports) else {}
+        return {min(exports): obj} if self._incoming.is_one(exports) or self._is_told_alike(name, exports) else {}
+
+    def _is_told_alike(self, name: str, exports: dict[int, Export]) -> bool:
+        """Whether it is the same in other bytes: a replica that was started anew has other strings that are equal."""
+        told = [self._incoming.told(name, export, r) for r, export in sorted(exports.items())]
+        return isinstance(told[0], tuple) and merged(told) is told[0]
 
     def _fill(self, name: str, exports: dict[int, Export], ours: dict[int, object]) -> bool:
         """Fill these objects with what the replicas tell of them, all or none; return whether it was done."""
