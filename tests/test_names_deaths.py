@@ -320,3 +320,10 @@ def test_what_only_the_replicas_had_is_told_when_they_end(run, shell, end):
         run("%%mirrored --quiet\nheld")
     run("%%mirrored --quiet\nmade = 3")
     assert run("made") == 3
+
+
+def test_a_class_that_a_cell_makes_anew_after_a_death_is_the_notebooks(run):
+    run("%%mirrored --quiet\nclass Base: n = 0\nclass It(Base): n = 1")
+    lost(run, "pass")
+    run("%%mirrored --quiet\nclass It(Base):\n    n = 2\n    def twice(self): return 2 * self.n\nit = It()")
+    assert run("it.twice(), It.n, isinstance(it, It)") == (4, 2, True)

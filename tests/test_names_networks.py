@@ -599,3 +599,13 @@ def test_a_parameter_with_a_name_that_a_cell_gives_a_network_is_one_on_both_side
     notebook.here("assert scale.item() == 5; assert has(net.parameters())")
     notebook.cell("with torch.no_grad(): scale.fill_(6)")
     notebook.here("assert scale.item() == 6; assert has(net.parameters())")
+
+
+def test_an_attribute_of_the_notebook_alone_outlives_a_part_that_a_cell_adds(notebook):
+    notebook.here(f"{NET}\nnet.gone = 1")
+    notebook.cell("net")
+    notebook.here("own = object(); net.hidden, net.owner = torch.ones(2), own")
+    notebook.cell("net.append(nn.Linear(1, 1)); del net.gone")
+    notebook.here(
+        "assert len(net) == 3 and net.hidden.sum() == 2 and net.owner is own\nassert not hasattr(net, 'gone')"
+    )

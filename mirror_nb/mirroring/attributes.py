@@ -218,6 +218,16 @@ class _Unpickler(pickle.Unpickler):
         return missing
 
 
+def of_one_side(had: Mapping[str, Any], has: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes that a part `had` here, and that the other side, which `has` others, was not told of."""
+    gone = had.keys() - has.keys() - {*has["_parameters"], *has["_buffers"], *has["_modules"]}
+    return {name: had[name] for name in had if name in gone and not _is_told_of(had[name])}
+
+
+def _is_told_of(value: Any) -> bool:
+    return _copied(value) is not plain.NOT_PLAIN or (type(value) in _FUNCTIONS and not stays(value))
+
+
 def names_by_id(names: Iterable[tuple[str, object]]) -> dict[int, list[str]]:
     """Return the names by the ids of their values, of those that a network may have as an attribute."""
     found: dict[int, list[str]] = {}

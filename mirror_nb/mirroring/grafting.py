@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from mirror_nb.mirroring.attributes import of_one_side
 from mirror_nb.mirroring.hooks import graft_hooks, keeping, kept
 from mirror_nb.mirroring.networks import give
 from mirror_nb.mirroring.registrations import registrations
@@ -59,6 +60,7 @@ def graft(
             has[kind] = type(has[kind])((name, keep(had[kind].get(name), held)) for name, held in has[kind].items())
         if own is not None:
             graft_hooks(had, has, hooks_known(own))
+            has |= of_one_side(had, has)
         # Past the ways of `nn.Module`, which would see parts registered.
         vars(result).clear()
         vars(result).update(has)

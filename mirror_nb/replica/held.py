@@ -7,6 +7,7 @@ Knows no payloads and no networks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, final
 
@@ -53,7 +54,8 @@ class Held:
                     self._copied.add(name)
                 return None
             used.add(its)
-            return ("held", its)
+            # Pickles of replicas are compared: in all of them it is one string with an attribute of that name.
+            return ("held", sys.intern(its))
 
         return token
 

@@ -134,6 +134,8 @@ def _own_members(kind: type, state: Any) -> Any:
     # In their order, and with names of its own, as cloudpickle takes the others: pickles of replicas are compared.
     more = sorted(name for name in vars(kind).keys() - held.keys() if not name.startswith(_PYTHONS))
     ours = {**held, **{"".join(name): vars(kind)[name] for name in more}}
+    # The class is made with it; here it stands only where it is another string than the base's.
+    ours.pop("__module__", None)
     if "__slots__" not in vars(kind):
         return (ours, *rest)
     ours = {name: value for name, value in ours.items() if type(value) is not types.MemberDescriptorType}
