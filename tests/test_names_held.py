@@ -257,3 +257,16 @@ def test_a_name_that_a_replica_took_over_from_another_is_deleted_with_the_notebo
     notebook.here("del k")
     notebook.cell("pass")
     assert ["k" in replica.names for replica in notebook.replicas] == [False, False]
+
+
+def test_an_object_of_the_replicas_that_cannot_be_looked_into_ends_no_cell(notebook):
+    notebook.here("x = [1]")
+    notebook.cell("x")
+    for replica in notebook.replicas:
+        exec(
+            "class Proxy:\n    def __getattribute__(self, name): raise RuntimeError('nothing is bound')\n"
+            "proxy = Proxy()",
+            replica.names,
+        )
+    notebook.cell("x.append(2)")
+    notebook.here("assert x == [1, 2]")

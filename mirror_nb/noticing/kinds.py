@@ -94,7 +94,7 @@ def has_an_identity(value: object) -> bool:
 
 def goes_by_name(value: object) -> bool:
     """Whether what holds a value that has a name refers to it by that: also functions and classes of the notebook."""
-    if isinstance(value, type | types.FunctionType):
+    if issubclass(type(value), type | types.FunctionType):
         return value.__module__ == "__main__"
     return has_an_identity(value)
 

@@ -128,6 +128,8 @@ class Namespace:
         # Those, and names whose values it has changed, of names that the cell may bind.
         self._aside: dict[str, Any] = {}
         # What these held, while the cell runs.
+        self._former: tuple[str, ...] = ()
+        # Names of what the cell has let go of, until that is told.
         self._results: deque[str] = deque()
         self._search = list(sys.path)
         # As the controller knows it.
@@ -332,6 +334,7 @@ class Namespace:
         `changed`: where no line binds them after all, the notebook keeps its own.
         """
         self._label = str(tag)
+        self._forget_former()
         stale = {n for n in self._stale if n in self.names and n not in self._given}
         if stale:
             stale &= {*bound, *self._bound_by_functions(mentioned)}
@@ -348,10 +351,17 @@ class Namespace:
         What was deleted since is told by the next `export`.
         """
         self._changes = before.changes(bound, mentioned)
+        self._former = tuple(map(former, self._changes.former))
         self.names.update({n: value for n, value in self._aside.items() if n not in self.names})
         self._aside.clear()
         names = sorted({*self._changes.names, *self._changes.filled})
         return [n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING)]
+
+    def _forget_former(self) -> None:
+        for name in self._former:
+            self.names.pop(name, None)
+            self._trained.discard(name)
+        self._former = ()
 
     def export(
         self,
@@ -410,8 +420,7 @@ class Namespace:
             trained=tuple(name for name in exported if name in self._trained and is_trained(self.names[name])),
             former=changes.former,
         )
-        for name in changes.former:
-            self.names.pop(former(name), None)
+        self._forget_former()
         if owner:
             exports.modules.update(fresh.networks)
             networks = fresh.networks.values()
@@ -485,7 +494,10 @@ class Namespace:
         self.objects.undelivered(latest.objects)
         self.forget_told()
         told = latest.told
-        self._changes = latest.changes
+        # What the cell let go of is told once.
+        gone = {former(name) for name in latest.changes.former}
+        unchanged = {name: other for name, other in latest.changes.unchanged.items() if other not in gone}
+        self._changes = dataclasses.replace(latest.changes, unchanged=unchanged, former=())
         self._search = self._search if told.search is None else []
         return self.export(
             [name for name in latest.names if name in self.names],

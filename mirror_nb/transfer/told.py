@@ -54,7 +54,9 @@ def is_told(obj: object) -> TypeGuard[_Told]:
 
     Not an optimizer around another one, as accelerate makes them: it has nothing of its own, the other one is told of.
     """
-    return isinstance(obj, _Told) and (not isinstance(obj, torch.optim.Optimizer) or "param_groups" in vars(obj))
+    # By its class: a proxy may raise whatever it is asked.
+    kind = type(obj)
+    return issubclass(kind, _Told) and (not issubclass(kind, torch.optim.Optimizer) or "param_groups" in vars(obj))
 
 
 def whole_state(obj: object, state: Any) -> Any:
