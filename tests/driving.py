@@ -97,9 +97,15 @@ def opened(payload: Any, slab: int | None) -> tuple[dict[str, Any], Any]:
     mirrors = Mirrors("t")
     exports, _ = unpack(payload, slab, namespace={}, resolve=mirrors.resolve)
 
+    def resolve(token: Any) -> Any:
+        if token[0] != "held":
+            return token
+        # What an earlier cell has told of is not here: a class, in the place of any.
+        return value(exports.names[token[1]]) if token[1] in exports.names else type(token[1], (), {})
+
     def value(export: Any) -> Any:
         if isinstance(export, Plain):
-            return unpack(export.payload, None, namespace={}, resolve=lambda token: token)[0]
+            return unpack(export.payload, None, namespace={}, resolve=resolve)[0]
         if isinstance(export, NewModule):
             return exports.modules.get(export.handle, export)
         return exports.states.get(export.handle, export) if isinstance(export, KnownModule) else export
