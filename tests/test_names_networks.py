@@ -609,3 +609,11 @@ def test_an_attribute_of_the_notebook_alone_outlives_a_part_that_a_cell_adds(not
     notebook.here(
         "assert len(net) == 3 and net.hidden.sum() == 2 and net.owner is own\nassert not hasattr(net, 'gone')"
     )
+
+
+def test_a_network_that_was_given_a_part_here_gets_its_earlier_values_back_in_a_cell(notebook):
+    notebook.cell(f"{NET}\nnet.register_buffer('seen', torch.zeros(1))\nbest = {{'seen': torch.zeros(1)}}\nn = 1")
+    notebook.cell("n += 1")
+    notebook.here("net.seen = torch.ones(1)")
+    notebook.cell("net.load_state_dict(best, strict=False)")
+    notebook.here("assert net.seen.item() == 0")

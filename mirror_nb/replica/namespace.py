@@ -164,6 +164,9 @@ class Namespace:
             self._scope.adopt(module)
         torchmetrics_objects.arrived(arrivals.modules, counts=not (of_replica or self._given.get("replica_id")))
         self.mirrors.take(arrivals)
+        for handle in arrivals.handles:
+            # What was told last of one that comes again is not what the controller has any more.
+            self._sums.pop(handle, None)
         for handle, obj in arrivals.lent.items():
             if isinstance(obj, torch.optim.Optimizer):
                 self._scope.adopt_optimizer(obj)
