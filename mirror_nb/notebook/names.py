@@ -99,6 +99,8 @@ class Names:
         # Names of tensors that do, likewise.
         self._inside: dict[str, set[str]] = {}
         # By name: the handles of what its value holds, as the latest cell found it.
+        self._arriving: frozenset[str] = frozenset()
+        # Those of them that replicas get with it.
         self._count = itertools.count()
         self._given_names: dict[str, weakref.ref[Remote]] = {}
         # Names of ours in the replicas, by which stand-ins mean their values.
@@ -147,6 +149,7 @@ class Names:
         self.shared.begin(replicas)
         self._prune()
         self._look_into()
+        self._arriving = frozenset()
         wanted = {name for name in read if self.travels(name)}
         wanted |= self._needs.of(wanted, self._inside)
         self.withheld = []
@@ -171,6 +174,13 @@ class Names:
             for parcel in parcels:
                 parcel.packed.close()
             raise
+        if any(parcel.modules or parcel.lent for parcel in parcels):
+            # Now these have handles, by which other names hold them.
+            before = self._inside
+            self._look_into()
+            self._arriving = frozenset(set().union(*self._inside.values()).difference(*before.values()))
+            for name, handles in before.items():
+                self._inside.setdefault(name, set()).update(handles)
         return parcels
 
     def _content(
@@ -394,14 +404,17 @@ class Names:
         """Return the name that the replica has for a stand-in's name by now."""
         return self._renamed.get(replica_id, {}).get(name, name)
 
-    def holdings(self, replica_id: int, bound: Iterable[str] = ()) -> Holdings:
-        """Return what the replica is to know of what the notebook has and has not; `bound` are names of the cell."""
+    def holdings(self, replica_id: int, bound: Iterable[str] = (), sent: Collection[str] = ()) -> Holdings:
+        """Return what the replica is to know of what the notebook has and has not.
+
+        `bound` are names that the cell binds, `sent` those whose values go with it.
+        """
         renamed = tuple((old, new) for new, old in self._renamed.get(replica_id, {}).items())
         retained = {
             handle
             for name, handles in self._inside.items()
             if not self._covers(replica_id, name)
-            for handle in handles
+            for handle in (handles - self._arriving if name in sent else handles)
         }
         deleted = [n for n in self.shared.there(replica_id) if n not in RESERVED and not self._lives(n)]
         outdated = self.shared.untold(replica_id).difference(deleted)

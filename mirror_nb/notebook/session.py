@@ -429,7 +429,7 @@ class Session:
                 sources=self._sources(parcel, replica_id),
                 submodules=reached(sorted(names.paths), self._shell.user_ns),
                 widgets=getattr(self._shell, "kernel", None) is not None,
-                holdings=self._names.holdings(replica_id, names.bound),
+                holdings=self._names.holdings(replica_id, names.bound, () if parcel is None else parcel.names),
                 modes=modes.current(),
             )
             slabs[replica_id] = parcel.packed.slab if parcel is not None else None

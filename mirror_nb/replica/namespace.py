@@ -120,8 +120,9 @@ class Namespace:
         self.objects = Objects()
         self._trained: set[str] = set()
         # Names by which the notebook has tensors, trained and of no network maybe.
+        self._handles: tuple[str, ...] = ()
         self._retained: list[Any] = []
-        # What the notebook has besides the names that are here.
+        # What the notebook has besides the names that are here, by handles.
         self._outdated: set[str] = set()
         # Names that have another value in the notebook by now.
         self._stale: set[str] = set()
@@ -182,15 +183,21 @@ class Namespace:
             if name in self.names:
                 self.names[other] = self.names[name]
         self.mirrors.lost(holdings.lost)
-        self._retained = [self.mirrors.find(handle) or self.objects.find(handle) for handle in holdings.retained]
+        self._handles = holdings.retained
+        self._retain()
         for name in holdings.deleted:
             self.names.pop(name, None)
         self._outdated = set(holdings.outdated)
         self._stale = self._outdated.union(holdings.changed)
 
+    def _retain(self) -> None:
+        self._retained = [self.mirrors.find(handle) or self.objects.find(handle) for handle in self._handles]
+
     def bind(self, payload: Any, slab: int | None) -> None:
         """Bind the names of a payload, which is a dict, or `Changed`."""
         opened = self._opened(payload, slab)
+        # Some of what the notebook has besides may have come with it.
+        self._retain()
         if isinstance(opened, Changed):
             for name, filling in opened.fillings.items():
                 refill(opened.names[name], filling)
