@@ -574,3 +574,13 @@ def test_progress_bars_are_text_where_nobody_draws_widgets(run_on_two):
     shown = run_on_two("%%mirrored\nfrom tqdm.auto import tqdm\n[kind.__module__ for kind in tqdm.__mro__]")
     assert "tqdm.std" in shown[0]
     assert "tqdm.notebook" not in shown[0]
+
+
+@pytest.mark.parametrize("changed", ["net.append(nn.Linear(1, 1))", "with torch.no_grad(): net[0].weight.fill_(7)"])
+def test_a_network_that_a_cell_is_sent_changes_and_lets_go_of_is_changed_where_it_is_held(run_on_two, changed):
+    run_on_two(
+        "from torch import nn\nimport torch\nnet = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))\nheld = [net]"
+        "\nw = net[0].weight.item()"
+    )
+    run_on_two(f"%%mirrored --quiet\n{changed}\nnet = None")
+    assert run_on_two("(len(held[0]), held[0][0].weight.item())")[0] in ((3, run_on_two("w")[0]), (2, 7))
