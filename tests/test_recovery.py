@@ -104,7 +104,7 @@ def test_networks_with_copies_are_trained_together_after_a_death_whatever_they_a
     run_cell(pool, "for net in (model, zz): net(torch.full((2, 3), 1.0 + replica_id)).square().mean().backward()")
     run_cell(pool, "optimizer.step()\nweights = [p.tolist() for net in (model, aa, zz) for p in net.parameters()]")
     assert compare(pool)
-    seen = run_cell(pool, "found = weights, aa.weight.grad is None").values
+    seen = run_cell(pool, "found = str(weights), aa.weight.grad is None").values
     assert seen[0]["found"] == seen[1]["found"]
     assert seen[0]["found"][1]
 
