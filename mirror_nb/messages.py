@@ -654,7 +654,8 @@ class Exports:
     replacing: tuple[Any, ...] = ()
     # Parameters of them that have come in the places of others.
     named: tuple[tuple[str, str, str, str], ...] = ()
-    # Where these networks have values that have names: the network's handle, the part's path, the attribute, the name.
+    # Where these networks, and others with changed attributes, have values that have names: the network's handle, the
+    # part's path, the attribute, the name.
     tied: tuple[tuple[str, str, str], ...] = ()
     # Parameters of them that the controller has by a name alone: the part's handle, the name there, and that name.
     former: tuple[str, ...] = ()

@@ -149,7 +149,6 @@ class Names:
         self.shared.begin(replicas)
         self._prune()
         self._look_into()
-        self._arriving = frozenset()
         wanted = {name for name in read if self.travels(name)}
         wanted |= self._needs.of(wanted, self._inside)
         self.withheld = []
@@ -174,14 +173,17 @@ class Names:
             for parcel in parcels:
                 parcel.packed.close()
             raise
+        self._find_arriving(parcels)
+        return parcels
+
+    def _find_arriving(self, parcels: Iterable[Parcel]) -> None:
+        """Find what else holds the networks and optimizers in these, which have handles only now."""
+        before, self._arriving = self._inside, frozenset()
         if any(parcel.modules or parcel.lent for parcel in parcels):
-            # Now these have handles, by which other names hold them.
-            before = self._inside
             self._look_into()
             self._arriving = frozenset(set().union(*self._inside.values()).difference(*before.values()))
             for name, handles in before.items():
                 self._inside.setdefault(name, set()).update(handles)
-        return parcels
 
     def _content(
         self, value: object, named: Mapping[int, str] = types.MappingProxyType({}), inside: set[str] | None = None

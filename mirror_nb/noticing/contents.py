@@ -43,7 +43,7 @@ from mirror_nb.noticing.kinds import (
     keeps,
 )
 from mirror_nb.noticing.levels import Kinds, Levels, Opener
-from mirror_nb.transfer.pickler import Limited, TooLarge
+from mirror_nb.transfer.pickler import PYTHONS, Limited, TooLarge
 
 WATCHED_BYTES = 1 << 16
 # A value up to this size, pickled, is compared whole; of a larger one which objects are in it, in those, and so on.
@@ -154,7 +154,7 @@ def class_content(
     own = {
         name: _member(value)
         for name, value in vars(kind).items()
-        if isinstance(value, types.FunctionType) or not name.startswith(_PYTHONS)
+        if isinstance(value, types.FunctionType) or not name.startswith(PYTHONS)
     }
     return content(own, token, most=_CLASS_BYTES, sought=sought, seen=seen)
 
@@ -179,10 +179,6 @@ def _member(value: object) -> object:
 def _in_words(code: types.CodeType) -> str:
     consts = [_in_words(const) if isinstance(const, types.CodeType) else repr(const) for const in code.co_consts]
     return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, consts))
-
-
-_PYTHONS = ("__", "_abc_")
-# How names begin that are Python's: what pickle remembers of a class, say.
 
 
 def _kept(function: types.FunctionType) -> Any:

@@ -132,7 +132,7 @@ def _own_members(kind: type, state: Any) -> Any:
     """
     held, *rest = state
     # In their order, and with names of its own, as cloudpickle takes the others: pickles of replicas are compared.
-    more = sorted(name for name in vars(kind).keys() - held.keys() if not name.startswith(_PYTHONS))
+    more = sorted(name for name in vars(kind).keys() - held.keys() if not name.startswith(PYTHONS))
     ours = {**held, **{"".join(name): vars(kind)[name] for name in more}}
     # The class is made with it; here it stands only where it is another string than the base's.
     ours.pop("__module__", None)
@@ -155,8 +155,8 @@ def _set_class(kind: type, state: tuple[Callable[[type, Any], object], Any]) -> 
             delattr(kind, name)
 
 
-_PYTHONS = ("__", "_abc_")
-# How names begin that are Python's own.
+PYTHONS = ("__", "_abc_")
+# How names of a class begin that are Python's: what pickle remembers of it, say.
 _DISPATCHES = vars(types.FunctionType)["__code__"].__get__(functools.singledispatch(len))
 
 
