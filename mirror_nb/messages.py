@@ -553,6 +553,8 @@ class Failure:
     # Of the user's that raised it: place and text; empty: none did.
     memory: str = ""
     # Of a device that was full: what was asked, free and reserved.
+    grown: bool = False
+    # A tensor was to be enlarged whose memory cannot be.
     gpu_lost: bool = False
     # The GPU does nothing more for the replica's process, which therefore ends.
     shares: tuple[int, int] | None = None

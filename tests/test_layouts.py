@@ -7,7 +7,7 @@ import torch
 from two_sides import Notebook, with_torch
 
 from mirror_nb.tensors.checksums import bits
-from mirror_nb.tensors.layouts import address, nbytes
+from mirror_nb.tensors.layouts import address, nbytes, with_memory
 
 TENSORS = {
     "COO": "torch.tensor([[0., 2.], [3., 0.]]).to_sparse()",
@@ -95,3 +95,17 @@ def test_the_size_of_a_tensor_is_that_of_its_blocks():
     assert nbytes(torch.eye(2).to_sparse()) == 2 * 2 * 8 + 2 * 4
     assert nbytes(torch.zeros(3, device="meta")) == 0
     assert address(torch.eye(2).to_sparse()) == 0
+
+
+@pytest.mark.parametrize(("begin", "stride"), [(0, (3, 1)), (1, (1, 2))])
+def test_a_tensor_that_was_left_without_memory_gets_it_and_keeps_what_it_has(begin, stride):
+    enough = torch.arange(1.0, 7.0).as_strided((2, 2), stride, begin)
+    assert with_memory(enough) is enough
+    mapped = torch.frombuffer(bytearray(torch.arange(1.0, 7.0).numpy().tobytes()), dtype=torch.float32)
+    short = mapped.as_strided((2, 2), stride, begin)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        short.resize_(4, 3)
+    with_memory(short)
+    assert short.shape == (4, 3)
+    assert short.flatten().tolist() == [*mapped[begin:].tolist(), *[0.0] * (6 + begin)]
+    short.resize_(5, 3)

@@ -886,3 +886,25 @@ def test_the_average_of_a_network_is_of_as_many_on_all_replicas_after_one_has_fa
             two.run(advance, args=(behind,))
         assert len(set(two.experimental_local_results(two.run(found)))) == 1
     assert int(average.n_averaged) == 3
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_parameter_that_torch_could_not_enlarge_costs_neither_the_session_nor_its_values(two, caught):
+    with two.scope():
+        net = nn.Linear(2, 2)
+    before = net.weight.detach().clone()
+
+    def enlarge() -> None:
+        with contextlib.suppress(RuntimeError if caught else ()), torch.no_grad():
+            torch.add(torch.ones(2, 3000), 1, out=net.weight)
+
+    with contextlib.suppress(RuntimeError) if caught else pytest.raises(RuntimeError, match="not resizable") as error:
+        two.run(enlarge)
+    if not caught:
+        assert "make another in its place" in "".join(error.value.__notes__)
+    assert net.weight.shape == (2, 3000)
+    assert net.weight.flatten().tolist() == [*before.flatten().tolist(), *[0.0] * 5996]
+    # What either side gives it, the replicas take.
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+    assert two.local_results(two.run(lambda: net.weight.sum().item())) == (6000.0,)

@@ -16,7 +16,7 @@ from mirror_nb.held_variables import attribute_variables, is_elsewhere, read_tog
 from mirror_nb.mirroring import lazy
 from mirror_nb.mirroring.attributes import set_attributes
 from mirror_nb.tensors.checksums import checksums
-from mirror_nb.tensors.layouts import address
+from mirror_nb.tensors.layouts import address, with_memory
 from mirror_nb.variables import SyncOnReadVariable, bare, take_from_outside
 
 
@@ -81,7 +81,8 @@ ATTRIBUTES = "attributes()"
 def mirrored_values(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return what is equal on both sides: the network's tensors by name, those that have values, and its flags."""
     flags = [2 if flag is None else flag for flag in _flags(module.modules())]
-    held = {name: bare(tensor) for name, tensor in kept_equal(module) if not is_lazy(tensor)}
+    with torch._C.DisableTorchFunctionSubclass():
+        held = {name: bare(with_memory(tensor)) for name, tensor in kept_equal(module) if not is_lazy(tensor)}
     return {**held, FLAGS: torch.tensor(flags, dtype=torch.uint8, device="cpu")}
 
 
@@ -165,7 +166,7 @@ def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
     elif tensor.dtype == value.dtype and tensor.shape == value.shape:
         # What was made in inference mode is written to in that alone.
         with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
-            tensor.copy_(value)
+            with_memory(tensor).copy_(value)
     else:
         # It was converted on the other side, by `module.double()` for instance, or has grown there.
         gradient, tensor.grad = tensor.grad, None

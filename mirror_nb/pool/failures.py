@@ -93,6 +93,8 @@ def _raise_users(
         for r, f in failures.items()
         if f.gpu_lost
     ]
+    if failure.grown:
+        notes.append("a tensor from the controller lies in memory that cannot grow: make another in its place")
     notes += _short_of_examples(primary, devices, among)
     freed = [r for r in failures if primary and r not in primary]
     if freed:

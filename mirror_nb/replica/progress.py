@@ -19,14 +19,16 @@ from typing import Any, TypeVar, cast, final
 import torch
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from mirror_nb.fused import step_times
 from mirror_nb.held_variables import attribute_variables
+from mirror_nb.mirroring.networks import all_values
 from mirror_nb.tensors.checksums import checksums, mixed
-from mirror_nb.tensors.layouts import nbytes
+from mirror_nb.tensors.layouts import nbytes, with_memory
 from mirror_nb.transfer.told import parameters_of
 from mirror_nb.values import VariableAggregation
 from mirror_nb.variables import MirroredVariable, Variable, bare
@@ -171,6 +173,15 @@ class Progress:
                     scheduler.load_state_dict(standing.schedulers[name])
         self.begin()
 
+    def give_memory(self) -> None:
+        """Give tensors that could not grow the memory that they lack; see `with_memory`."""
+        inside = (tensor for network in self._held(torch.nn.Module).values() for _, tensor in all_values(network))
+        # Past Variables' own ways.
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in itertools.chain(self._held(torch.Tensor).values(), inside):
+                if not is_lazy(tensor):
+                    with_memory(tensor)
+
     def _others(self) -> dict[str, list[torch.Tensor]]:
         """Return the tensors of Variables, and of networks what no optimizer trains, by key."""
         variables = {key: [bare(variable)] for key, variable in self._variables().items()}
@@ -239,7 +250,7 @@ def _take(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
     if [tensor.shape for tensor in mine] != [tensor.shape for tensor in theirs]:
         return False
     for tensor, value in zip(mine, theirs, strict=True):
-        tensor.copy_(value)
+        with_memory(tensor).copy_(value)
     return True
 
 

@@ -507,6 +507,9 @@ class Replica:
         self._was_full = self._was_full or lack is not None
         # In the notebook's own process the user has to see to it.
         self.gpu_lost = self.gpu_lost or (self.own_process and broken.is_lost(self.identity.device))
+        grown = any(map(_could_not_grow, raised.chain(error, suppressed=False)))
+        if grown:
+            self._progress.give_memory()
         self._keep_until_told(error)
         clean = error.with_traceback(None)
         self.label(type(error))
@@ -529,6 +532,7 @@ class Replica:
             secondary=isinstance(error, PeerFailed) or _told_by_torch(error),
             line=line,
             memory=memory,
+            grown=grown,
             gpu_lost=self.gpu_lost,
             shares=shares,
         )
@@ -537,6 +541,11 @@ class Replica:
         for one in raised.chain(error):
             if one.__traceback__ is not None:
                 self._failed.append(one.__traceback__)
+
+
+def _could_not_grow(error: BaseException) -> bool:
+    """Whether it is what torch says of a tensor whose memory others map, and which it leaves with the new sizes."""
+    return isinstance(error, RuntimeError) and "resize storage that is not resizable" in raised.text(error)
 
 
 def _told_by_torch(error: BaseException) -> bool:

@@ -69,6 +69,27 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
+def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a tensor memory for all its elements where it lacks some, and return it; the new ones are zeros.
+
+    What lies in memory that others map cannot grow: `torch.add(a, b, out=tensor)` raises then, and leaves it with the
+    sizes that it was to get. Whoever reads it reads what is not there, or fails.
+    """
+    if is_block(tensor) and tensor.untyped_storage().nbytes() < needed(tensor):
+        held, begin = tensor.untyped_storage(), tensor.storage_offset()
+        there = held.nbytes() // tensor.itemsize
+        memory = torch.zeros(needed(tensor) // tensor.itemsize, dtype=tensor.dtype, device=tensor.device)
+        memory[:there] = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(held, 0, (there,), (1,))
+        tensor.data = memory.as_strided(tensor.shape, tensor.stride(), begin)
+    return tensor
+
+
+def needed(tensor: torch.Tensor) -> int:
+    """Return the bytes from the beginning of a tensor's storage to its last element."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + 1 + last) * tensor.itemsize if tensor.numel() else 0
+
+
 def sizes(tensor: torch.Tensor) -> tuple[int | None, ...]:
     """Return a tensor's sizes; None for those in which the tensors in a nested one may differ."""
     if tensor.is_nested and tensor.layout is torch.strided:

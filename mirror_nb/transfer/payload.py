@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from mirror_nb.environment.surroundings import look_in
 from mirror_nb.errors import MirrorError, TransferError, UsageError
 from mirror_nb.event_files import reduce_writer
+from mirror_nb.tensors.layouts import needed, with_memory
 from mirror_nb.tensors.sharded import refuse
 from mirror_nb.transfer import hooks
 from mirror_nb.transfer import slab as slabs
@@ -482,12 +483,12 @@ class _Packer(Pickler):
         return *_once(handle, make, args), (state, handle), None, None, _set_told_state
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        data = tensor.detach()
+        data = with_memory(tensor).detach()
         on_device = data.device.type != "cpu"
         if on_device:
             data = data.cpu()
-        extent = 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True)) if data.numel() else 0
-        start, nbytes = int(data.storage_offset()) * data.itemsize, extent * data.itemsize
+        start = int(data.storage_offset()) * data.itemsize
+        nbytes = max(needed(data) - start, 0)
         storage, offset = data.untyped_storage(), 0
         for begin, end in self._joined.get(storage.data_ptr(), ()):
             if begin <= start and start + nbytes <= end and (start - begin) % data.itemsize == 0:
