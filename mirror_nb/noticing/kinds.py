@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from mirror_nb.environment.sources import is_users
+from mirror_nb.noticing.streams import is_stream
 from mirror_nb.transfer.told import is_told, told_of
 
 CONTAINERS = (list, dict, set, tuple, bytearray, collections.deque)
@@ -32,11 +33,10 @@ def is_own(value: object) -> bool:
     library = kind.__module__.partition(".")[0]
     if library == "mirror_nb":
         return False
-    plain = (
-        kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind) or library == "pandas"
-    )
+    plain = kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind)
+    plain = plain or library == "pandas" or is_estimator(kind)
     mapping = isinstance(value, collections.abc.MutableMapping)
-    if not (plain or mapping or is_users(kind.__module__) or _has_state(kind)):
+    if not (plain or mapping or is_users(kind.__module__) or is_stream(value) or _has_state(kind)):
         return False
     # Of an optimizer of the user's class each side hears by itself what the other changes, as of torch's.
     return not is_told(value) or told_of(value) is None
@@ -50,6 +50,11 @@ def _has_state(kind: type) -> bool:
     return not hasattr(kind, "__iter__") and all(
         callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict")
     )
+
+
+def is_estimator(kind: type) -> bool:
+    """Whether it is a class of scikit-learn's whose objects are fitted: its attributes are all that one has."""
+    return kind.__module__.partition(".")[0] == "sklearn" and hasattr(kind, "get_params")
 
 
 def keeps(value: object) -> bool:

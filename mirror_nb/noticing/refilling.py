@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirror_nb.noticing.kinds import is_own, is_table, keeps
+from mirror_nb.noticing.kinds import is_estimator, is_own, is_table, keeps
+from mirror_nb.noticing.streams import is_stream, move, place
 from mirror_nb.tensors.layouts import is_block
 
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
@@ -26,11 +27,14 @@ REFILLED = frozenset(
 
 def is_refillable(value: object) -> bool:
     """Whether another object with the same `filling` is the same."""
-    if stays_itself(value) or is_table(value) or is_call(value):
+    if stays_itself(value) or is_table(value) or is_call(value) or is_stream(value):
         return True
     kind = type(value)
-    plain = kind is types.SimpleNamespace or all(
-        getattr(kind, name, None) is getattr(object, name, None) for name in _PICKLING
+    # An estimator adds the version to what is pickled.
+    plain = (
+        kind is types.SimpleNamespace
+        or is_estimator(kind)
+        or all(getattr(kind, name, None) is getattr(object, name, None) for name in _PICKLING)
     )
     slots = any(vars(base).get("__slots__") for base in kind.__mro__)
     return plain and not slots and hasattr(value, "__dict__") and is_own(value)
@@ -77,6 +81,8 @@ def filling(value: object) -> Any:
         return value.detach().requires_grad_(is_trained(value))
     if is_table(value):
         return value.copy(deep=False)  # type: ignore[attr-defined]
+    if is_stream(value):
+        return place(value)
     if isinstance(value, types.FunctionType):
         return value.__defaults__, value.__kwdefaults__, dict(vars(value)), [_held(cell) for cell in _cells(value)]
     if isinstance(value, functools.partial):
@@ -99,6 +105,8 @@ def refill(value: Any, held: Any) -> None:
         # Made again out of the other, whose values it shares until one of the two is written to.
         kind.__init__(value, held)
         value.attrs = dict(held.attrs)
+    elif is_stream(value):
+        move(value, held)
     elif kind is types.FunctionType:
         value.__defaults__, value.__kwdefaults__, own, cells = held
         vars(value).clear()
