@@ -452,10 +452,10 @@ def test_nothing_is_kept_of_networks_that_are_gone_on_both_sides(notebook):
     for _ in range(3):
         notebook.cell(NET)
     handles = {notebook.names.mirrors.find_handle(part) for part in notebook.user_ns["net"].modules()}
-    assert notebook.names._holders.keys() == handles
+    assert notebook.names._holders.all() == handles
     notebook.here("del net")
     notebook.cell("y = 1")
-    assert not notebook.names._holders
+    assert not notebook.names._holders.all()
 
 
 def test_a_network_that_only_one_replica_has_is_sent_to_the_others(notebook):

@@ -11,8 +11,9 @@ import cloudpickle.cloudpickle as tracker
 import torch
 from torch import nn
 
+from mirror_nb.notebook.absorbing import Returned
 from mirror_nb.notebook.lent import Lent
-from mirror_nb.notebook.names import Names, Returned
+from mirror_nb.notebook.names import Names
 from mirror_nb.notebook.parcels import Parcel
 from mirror_nb.notebook.source import CellNames, cell_names
 from mirror_nb.replica.namespace import Namespace

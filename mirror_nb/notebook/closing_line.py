@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mirror_nb.notebook.names import Returned
+from mirror_nb.notebook.absorbing import Returned
 from mirror_nb.pool.report import Death
 from mirror_nb.readable import duration, size
 

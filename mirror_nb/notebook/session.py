@@ -30,12 +30,13 @@ from mirror_nb.errors import PoolClosed, TransferError, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Again, Bind, CommSent, Fetch, LoadModules, Reduces, RunCell, Source
 from mirror_nb.mirroring.networks import called
+from mirror_nb.notebook.absorbing import Returned
 from mirror_nb.notebook.advising import LEAST_SECONDS, CellAdvice
 from mirror_nb.notebook.closing_line import ClosingLine, lost_values, mended, shortened
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.live import LiveDashboard
 from mirror_nb.notebook.measuring import Measuring
-from mirror_nb.notebook.names import Names, Returned
+from mirror_nb.notebook.names import Names
 from mirror_nb.notebook.options import AS_USUAL, CellOptions, GradientFlags
 from mirror_nb.notebook.output import CellView, CommProxy
 from mirror_nb.notebook.parcels import Parcel
