@@ -17,7 +17,8 @@ from mirror_nb.messages import Exports, Imported, KnownModule, NewModule, Plain,
 from mirror_nb.noticing import digests
 from mirror_nb.noticing.contents import WATCHED_BYTES, content
 from mirror_nb.replica import outgoing as outgoing_module
-from mirror_nb.replica.namespace import Namespace, describe
+from mirror_nb.replica.exporting import describe
+from mirror_nb.replica.namespace import Namespace
 from mirror_nb.transfer.payload import Packed, pack, unpack
 from mirror_nb.transfer.pickler import TooLarge
 

@@ -9,8 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import sys
-import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -21,18 +19,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mirror_nb import variables
-from mirror_nb.distributed import Distributed, Underway
+from mirror_nb.distributed import Distributed
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import (
     Changed,
     Export,
     Exports,
     Holdings,
-    Imported,
-    KnownModule,
     NewModule,
-    Plain,
-    Same,
     Stayed,
     former,
     travels,
@@ -40,23 +34,18 @@ from mirror_nb.messages import (
 from mirror_nb.mirroring.attributes import named_attributes, names_by_id
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.mirroring.networks import ATTRIBUTES, components_in, load, mirrored_values, told_by_all
-from mirror_nb.noticing.kinds import goes_by_name, has_an_identity
+from mirror_nb.noticing.kinds import has_an_identity
 from mirror_nb.noticing.reads import names_bound, reached
-from mirror_nb.noticing.refilling import REFILLED, filling, is_trained, refill
-from mirror_nb.readable import size
+from mirror_nb.noticing.refilling import REFILLED, is_trained, refill
 from mirror_nb.replica.changes import Before, Changes, meant
+from mirror_nb.replica.exporting import Exporting, stayed
 from mirror_nb.replica.held import Held
 from mirror_nb.replica.objects import Objects
 from mirror_nb.replica.outgoing import (
-    MODULE_BYTES,
-    PLAIN_BYTES,
     Fresh,
-    Outgoing,
-    is_large,
-    rebuilds,
 )
 from mirror_nb.tensors.checksums import bits, checksums, mixed
-from mirror_nb.tensors.sharded import WHY, has_sharded
+from mirror_nb.tensors.sharded import has_sharded
 from mirror_nb.transfer import torchmetrics_objects
 from mirror_nb.transfer.payload import (
     Arrivals,
@@ -70,7 +59,7 @@ from mirror_nb.transfer.payload import (
     pack,
     unpack,
 )
-from mirror_nb.transfer.pickler import TooLarge, label_class
+from mirror_nb.transfer.pickler import label_class
 from mirror_nb.transfer.told import is_told
 
 KEPT_RESULTS = 8
@@ -118,8 +107,8 @@ class Namespace:
         self._anew = False
         # Whether attributes travel that have not changed since the last time.
         self.objects = Objects()
-        self._trained: set[str] = set()
-        # Names by which the notebook has tensors, trained and of no network maybe.
+        self.trained: set[str] = set()
+        # Names by which the controller has tensors, trained and of no network maybe.
         self._handles: tuple[str, ...] = ()
         self._retained: list[Any] = []
         # What the notebook has besides the names that are here, by handles.
@@ -210,7 +199,7 @@ class Namespace:
         self.names.update(opened)
         self._outdated.difference_update(opened)
         self._stale.difference_update(opened)
-        self._trained.update(name for name, value in opened.items() if is_trained(value))
+        self.trained.update(name for name, value in opened.items() if is_trained(value))
 
     def _opened(self, payload: Any, slab: int | None) -> Any:
         try:
@@ -300,7 +289,7 @@ class Namespace:
 
     def trained_by_name(self, obj: object) -> Any:
         """For `pack`: what stands for a tensor of no network that the controller has by its name, else None."""
-        return next((("name", name, name) for name in self._trained if self.names.get(name) is obj), None)
+        return next((("name", name, name) for name in self.trained if self.names.get(name) is obj), None)
 
     def has(self, obj: object) -> bool:
         """Whether the object lives here, and is no copy that came with a call."""
@@ -309,6 +298,13 @@ class Namespace:
         if known is None and isinstance(obj, nn.Module):
             known = self.mirrors.find_handle(obj)
         return known is not None or any(obj is given for given in self._given.values())
+
+    def by_themselves(self) -> Iterator[tuple[str, object]]:
+        """Yield what has a name and is no network or the like, for which a token stands wherever it is."""
+        for name, value in self.names.items():
+            own = travels(name) and value is not self._given.get(name, _MISSING)
+            if own and has_an_identity(value) and not issubclass(type(value), nn.Module) and not is_told(value):
+                yield name, value
 
     def _resolve(self, token: Any) -> object:
         if token == ("strategy",):
@@ -370,7 +366,7 @@ class Namespace:
     def _forget_former(self) -> None:
         for name in self._former:
             self.names.pop(name, None)
-            self._trained.discard(name)
+            self.trained.discard(name)
         self._former = ()
 
     def export(
@@ -399,7 +395,8 @@ class Namespace:
         """
         standing = (*self._changes.standing, *(name for name in standing if name in self.names))
         self._changes = dataclasses.replace(self._changes, standing=standing)
-        fresh = Fresh()
+        exporting = Exporting(self, self._changes, self._label, tag, whole)
+        fresh = exporting.fresh
         for network in networks:
             fresh.add_network(self.mirrors.name(network, ""), network, self)
         for handle, network in self.mirrors.roots():
@@ -407,10 +404,10 @@ class Namespace:
             if self.mirrors.rebuilt(network) and not has_sharded(network):
                 # A new part gets no handle of one that it has replaced, and that other names may have.
                 fresh.add_network(self.mirrors.name(network, f"{handle}/r{tag}"), network, self)
-        exported = self._exported(names, tag, fresh, whole)
-        shown = None if result is None else self._result(meant(result), tag, fresh)
+        exported = exporting.of(names)
+        shown = None if result is None else self._result(meant(result), tag, exporting)
         for obj in self.objects.outgrown():
-            self._plain(obj, "", fresh, whole)
+            exporting.plain(obj, "")
         gone = (*gone, *self.mirrors.gone(), *self.objects.take_gone())
         changes, self._changes = self._changes, Changes()
         exports = Exports(
@@ -427,7 +424,7 @@ class Namespace:
             changes.filled.intersection(exported),
             changes.unchanged,
             grads=grads,
-            trained=tuple(name for name in exported if name in self._trained and is_trained(self.names[name])),
+            trained=tuple(name for name in exported if name in self.trained and is_trained(self.names[name])),
             former=changes.former,
         )
         self._forget_former()
@@ -442,8 +439,7 @@ class Namespace:
             )
         told = components_in if owner else told_by_all
         exports.states.update({handle: told(module) for handle, module in fresh.networks.items()})
-        for handle, (_, payload) in fresh.objects.items():
-            exports.objects[handle] = payload if owner else None
+        exports.objects.update({handle: payload if owner else None for handle, (_, payload) in fresh.objects.items()})
         exports.objects.update(dict.fromkeys(fresh.inside))
         sums = {handle: bits(_complete(module)) for handle, module in fresh.networks.items()} if compare else None
         changed = self._changed_roots(fresh.networks, owner, trained, sums)
@@ -458,7 +454,17 @@ class Namespace:
         except TransferError:
             self._keep_unpicklable(exports)
             packed = self._packed(exports, fresh)
-        for handle, obj in (*((handle, obj) for handle, (obj, _) in fresh.objects.items()), *fresh.inside.items()):
+        self._gave(fresh, changed)
+        nothing: dict[str, Any] = {"moved": (), "replacing": (), "named": (), "tied": (), "result": None}
+        without = dataclasses.replace(exports, names={}, modules={}, states={}, objects={}, **nothing)
+        self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole, changes)
+        return packed
+
+    def _gave(self, fresh: Fresh, changed: Iterable[str]) -> None:
+        """The controller has these, and the values of `changed` networks, as they are now."""
+        for handle, (obj, _) in fresh.objects.items():
+            self.objects.give(handle, obj)
+        for handle, obj in fresh.inside.items():
             self.objects.give(handle, obj)
         self.mirrors.gave(fresh.networks.values())
         for handle in changed:
@@ -466,20 +472,6 @@ class Namespace:
             if module is not None:
                 # It may have been collected meanwhile.
                 self.mirrors.mark(module)
-        without = dataclasses.replace(
-            exports,
-            names={},
-            modules={},
-            states={},
-            result=None,
-            objects={},
-            moved=(),
-            replacing=(),
-            named=(),
-            tied=(),
-        )
-        self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole, changes)
-        return packed
 
     def _named_in(self, networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, str, str]]:
         """Yield where networks have values that names have too: here as there it is to be one value."""
@@ -489,7 +481,7 @@ class Namespace:
 
     def _tied(self, networks: Iterable[nn.Module]) -> Iterator[tuple[str, str, str]]:
         """Yield where networks have parameters that the controller knows by names: `net.scale = scale`."""
-        trained = ((name, self.names.get(name)) for name in self._trained)
+        trained = ((name, self.names.get(name)) for name in self.trained)
         named = names_by_id((name, value) for name, value in trained if is_trained(value))
         for handle, attribute, parameter in self.mirrors.added(networks) if named else ():
             yield from ((handle, attribute, name) for name in named.get(id(parameter), ()))
@@ -612,7 +604,7 @@ class Namespace:
         for handle, obj in objects.items():
             (self.objects.keep if handle in kept else self.objects.give)(handle, obj)
         self.names.update((name, value) for _, name, value in names)
-        self._trained.update(name for _, name, value in names if is_trained(value))
+        self.trained.update(name for _, name, value in names if is_trained(value))
         for handle, module in handles.items():
             self.mirrors.learn(handle, module)
         for module, held in compiled or ():
@@ -625,98 +617,11 @@ class Namespace:
         self.forget_told()
         return beside
 
-    def _exported(self, names: Iterable[str], tag: int, fresh: Fresh, whole: bool) -> dict[str, Export]:
-        """Return what travels under each name; the networks and objects that go with it are put into `fresh`."""
-        changes = self._changes
-        # Networks first, since what else has them refers to them, then tensors that are trained, and optimizers last:
-        # other values may have theirs.
-        held = ((name, meant(self.names[name])) for name in names)
-        ordered = sorted(
-            # Of several names of one value the one first whose value the controller has already, and refills.
-            (
-                (
-                    is_told(value),
-                    not isinstance(value, nn.Module),
-                    not is_trained(value),
-                    name not in changes.refilled and name not in changes.filled,
-                    name,
-                )
-                for name, value in held
-            )
-        )
-        exported: dict[str, Export] = {}
-        first: dict[int, str] = {}
-        # By the id of a value that travels by itself: the name of it that comes first.
-        of_their_own = [name for told, no_network, *_, name in ordered if no_network and not told]
-        # Of one value's names first those by which it stays in the notebook what it is.
-        inner = [(name, meant(self.names[name])) for name in (*changes.standing, *of_their_own)]
-        holding = Held(
-            ((name, value) for name, value in inner if goes_by_name(value)),
-            changes.filled,
-            self._held_alone() if changes.filled else (),
-        )
-        for *_, name in ordered:
-            value = meant(self.names[name])
-            if id(value) in first:
-                exported[name] = Same(first[id(value)])
-            else:
-                exported[name] = self._export(name, value, f"r{tag}.{name}", fresh, whole, holding)
-                if isinstance(exported[name], Plain) and goes_by_name(value):
-                    first[id(value)] = name
-            if is_trained(self.names[name]) and isinstance(exported[name], Plain | Same):
-                self._trained.add(name)
-        while again := holding.unsettled({*changes.standing, *_alone(exported)}):
-            for name in again:
-                value = meant(self.names[name])
-                exported[name] = self._export(name, value, f"r{tag}.{name}", fresh, whole, holding)
-        for name in changes.filled:
-            if not isinstance(exported.get(name), Plain | Same) or holding.copies(name):
-                # The controller keeps the object as it is there, and tells of that.
-                exported.pop(name, None)
-        for name, export in exported.items():
-            if isinstance(export, Same) and export.name not in exported:
-                exported[name] = self._export(name, meant(self.names[name]), f"r{tag}.{name}", fresh, whole, holding)
-        for name in changes.holding.intersection(exported):
-            export = exported[name]
-            if not (isinstance(export, Plain) and export.holds):
-                # What has another name now stays here: the controller has the container as it is.
-                del exported[name]
-        return exported
-
-    def _held_alone(self) -> Iterator[tuple[str, object]]:
-        """Yield what has a name and is no network or the like, for which a token stands wherever it is."""
-        for name, value in self.names.items():
-            own = travels(name) and value is not self._given.get(name, _MISSING)
-            if own and has_an_identity(value) and not issubclass(type(value), nn.Module) and not is_told(value):
-                yield name, value
-
-    def _export(self, name: str, value: object, handle: str, fresh: Fresh, whole: bool, holding: Held) -> Export:
-        if isinstance(value, types.ModuleType):
-            return Imported(value.__name__)
-        if not isinstance(value, nn.Module) or type(value) in weakref.ProxyTypes:
-            told = (type(value), filling(value)) if name in self._changes.filled else value
-            export = self._plain(told, handle, fresh, whole, holding.inside(name, value))
-            return dataclasses.replace(export, holds=holding.uses(name)) if isinstance(export, Plain) else export
-        if has_sharded(value):
-            # What the controller has of it, from before, is not what it is now.
-            self.mirrors.unmark(value)
-            return _stayed(value, WHY, for_good=True)
-        known = self.mirrors.known(value)
-        if known is not None:
-            return KnownModule(known)
-        if not whole and is_large(value):
-            return _stayed(value, f"it is larger than {size(MODULE_BYTES)}")
-        if not rebuilds(value, self.names, self._label):
-            return _stayed(value, "it cannot be made again from what pickle makes of it", for_good=True)
-        handle = self.mirrors.name(value, handle)
-        fresh.add_network(handle, value, self)
-        return NewModule(handle)
-
-    def _result(self, value: object, tag: int, fresh: Fresh) -> Export:
+    def _result(self, value: object, tag: int, exporting: Exporting) -> Export:
         """Export the value of a cell's last expression."""
         if isinstance(value, nn.Module) and any(value is other for other in self.names.values()):
-            return self._export("", value, f"r{tag}", fresh, False, Held(()))
-        export = self._plain(value, f"r{tag}", fresh)
+            return exporting.export("", value, f"r{tag}", Held(()))
+        export = exporting.plain(value, f"r{tag}")
         if not isinstance(export, Stayed):
             return export
         # Kept like `Out[n]`, under a name by which it can be fetched.
@@ -726,32 +631,6 @@ class Namespace:
             self.names.pop(self._results.popleft(), None)
         return dataclasses.replace(export, name=f"_r{tag}")
 
-    def _plain(
-        self,
-        value: object,
-        handle: str,
-        fresh: Fresh,
-        whole: bool = False,
-        held: Callable[[object], Any] = lambda obj: None,
-    ) -> Export:
-        if isinstance(value, torch.Generator) and value.device.type != "cpu" and not whole and not self.has(value):
-            # The notebook would need a GPU for it.
-            return _stayed(value, "it belongs to the replica")
-        if isinstance(value, Underway):
-            return _stayed(value, "its batches are loaded there", for_good=True)
-        outgoing = Outgoing(self, self._label, fresh, handle, whole, held)
-        try:
-            payload = outgoing.pack(value)
-            refused = outgoing.refused(value)
-            if not whole and refused is not None:
-                return _stayed(value, refused)
-            fresh.add(outgoing.found)
-            return Plain(payload)
-        except TooLarge:
-            return _stayed(value, f"it is larger than {size(PLAIN_BYTES)}")
-        except (TransferError, RecursionError) as reason:
-            return _stayed(value, str(reason), for_good=True)
-
     def _keep_unpicklable(self, exports: Exports) -> None:
         """Let the networks that cannot be pickled stay here, and say so under their names."""
         for handle, module in list(exports.modules.items()):
@@ -760,7 +639,7 @@ class Namespace:
             except TransferError as reason:
                 del exports.modules[handle]
                 for name in [n for n, export in exports.names.items() if export == NewModule(handle)]:
-                    exports.names[name] = _stayed(module, str(reason), for_good=True)
+                    exports.names[name] = stayed(module, str(reason), for_good=True)
 
     def _changed_roots(
         self, fresh: Iterable[str], owner: bool, trained: bool, sums: dict[str, int] | None
@@ -793,31 +672,9 @@ def _for_replicas(packed: Iterable[object]) -> list[tuple[nn.Module, dict[str, A
     return [(each, {name: vars(each)[name] for name in getattr(type(each), "_OF_REPLICAS", ())}) for each in networks]
 
 
-def _alone(exported: dict[str, Export]) -> list[str]:
-    """Return the names whose values travel by themselves."""
-    return [name for name, export in exported.items() if isinstance(export, Plain | Same)]
-
-
 def _complete(network: nn.Module) -> list[torch.Tensor]:
     """Return the parameters that have values."""
     return [parameter for parameter in network.parameters() if not is_lazy(parameter)]
-
-
-def _stayed(value: object, why: str, for_good: bool = False) -> Stayed:
-    return Stayed(type(value).__name__, describe(value), why, for_good=for_good)
-
-
-def describe(value: object) -> str:
-    """Return a few words on a value, without running its repr: that may be long, slow or wrong."""
-    name = type(value).__name__
-    if isinstance(value, torch.Tensor):
-        shape = "nested" if value.is_nested else tuple(value.shape)
-        return f"{name} {shape} {str(value.dtype).removeprefix('torch.')} on {value.device}"
-    if isinstance(value, torch.optim.Optimizer):
-        return f"{name} over {sum(len(group['params']) for group in value.param_groups)} tensors"
-    if isinstance(value, (list, tuple, dict, set, str, bytes)):
-        return f"{name} of {len(value)}"
-    return name
 
 
 _COMPILED = "what a model was compiled with"
