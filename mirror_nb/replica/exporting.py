@@ -50,7 +50,7 @@ class Exporting:
 
     def __init__(self, holds: Holds, changes: Changes, label: str, tag: int, whole: bool) -> None:
         self._holds = holds
-        self._changes = changes
+        self.changes = changes
         self._label = label
         self._tag = tag
         self._whole = whole
@@ -75,7 +75,7 @@ class Exporting:
             if is_trained(self._holds.names[name]) and self._is_by_itself(name):
                 # Before optimizers, which may have it.
                 self._holds.trained.add(name)
-        while again := holding.unsettled({*self._changes.standing, *filter(self._is_by_itself, self._exported)}):
+        while again := holding.unsettled({*self.changes.standing, *filter(self._is_by_itself, self._exported)}):
             for name in again:
                 self._export(name, holding)
         self._leave_out(holding)
@@ -87,7 +87,7 @@ class Exporting:
         Optimizers last: other values may have theirs. Of several names of one value the one first whose value the
         controller has already, and refills.
         """
-        refills = self._changes.filled.union(self._changes.refilled)
+        refills = self.changes.filled.union(self.changes.refilled)
 
         def place(name: str) -> tuple[object, ...]:
             value = self._value(name)
@@ -96,7 +96,7 @@ class Exporting:
         return sorted(names, key=place)
 
     def _holding(self, ordered: Iterable[str]) -> Held:
-        changes = self._changes
+        changes = self.changes
         plain = [n for n in ordered if not isinstance(self._value(n), nn.Module) and not is_told(self._value(n))]
         # Of one value's names first those by which it stays in the controller what it is.
         inner = [(name, self._value(name)) for name in (*changes.standing, *plain)]
@@ -105,13 +105,13 @@ class Exporting:
 
     def _leave_out(self, holding: Held) -> None:
         """Tell nothing of what the controller keeps as it is there."""
-        for name in self._changes.filled:
+        for name in self.changes.filled:
             if not self._is_by_itself(name) or holding.copies(name):
                 self._exported.pop(name, None)
         for name, export in self._exported.items():
             if isinstance(export, Same) and export.name not in self._exported:
                 self._export(name, holding)
-        for name in self._changes.holding.intersection(self._exported):
+        for name in self.changes.holding.intersection(self._exported):
             export = self._exported[name]
             if not (isinstance(export, Plain) and export.holds):
                 # What has another name now stays here: the controller has the container as it is.
@@ -132,7 +132,7 @@ class Exporting:
         if isinstance(value, types.ModuleType):
             return Imported(value.__name__)
         if not isinstance(value, nn.Module) or type(value) in weakref.ProxyTypes:
-            told = (type(value), filling(value)) if name in self._changes.filled else value
+            told = (type(value), filling(value)) if name in self.changes.filled else value
             export = self.plain(told, handle, holding.inside(name, value))
             return dataclasses.replace(export, holds=holding.uses(name)) if isinstance(export, Plain) else export
         mirrors = self._holds.mirrors

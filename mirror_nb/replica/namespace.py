@@ -394,71 +394,72 @@ class Namespace:
         a name has them or not; `standing` are more names whose values the controller has as they are here.
         """
         standing = (*self._changes.standing, *(name for name in standing if name in self.names))
-        self._changes = dataclasses.replace(self._changes, standing=standing)
-        exporting = Exporting(self, self._changes, self._label, tag, whole)
+        exporting = self._exporting(dataclasses.replace(self._changes, standing=standing), networks, tag, whole)
         fresh = exporting.fresh
-        for network in networks:
-            fresh.add_network(self.mirrors.name(network, ""), network, self)
-        for handle, network in self.mirrors.roots():
-            # What the controller has under these names are other tensors.
-            if self.mirrors.rebuilt(network) and not has_sharded(network):
-                # A new part gets no handle of one that it has replaced, and that other names may have.
-                fresh.add_network(self.mirrors.name(network, f"{handle}/r{tag}"), network, self)
         exported = exporting.of(names)
         shown = None if result is None else self._result(meant(result), tag, exporting)
         for obj in self.objects.outgrown():
             exporting.plain(obj, "")
-        gone = (*gone, *self.mirrors.gone(), *self.objects.take_gone())
-        changes, self._changes = self._changes, Changes()
+        changes, self._changes = exporting.changes, Changes()
+        self._forget_former()
+        sums = {handle: bits(_complete(module)) for handle, module in fresh.networks.items()} if compare else {}
+        changed = self._changed_roots(fresh.networks, owner, trained, sums if compare else None)
+        told = components_in if owner else told_by_all
+        objects = {handle: payload if owner else None for handle, (_, payload) in fresh.objects.items()}
         exports = Exports(
             exported,
             self._changed_search(),
-            {},
-            {},
+            dict(fresh.networks) if owner else {},
+            {**{handle: told(module) for handle, module in fresh.networks.items()}, **changed},
             shown,
-            gone,
+            (*gone, *self.mirrors.gone(), *self.objects.take_gone()),
             changes.altered,
             changes.settings,
             changes.deleted,
             changes.refilled,
             changes.filled.intersection(exported),
             changes.unchanged,
+            {**objects, **dict.fromkeys(fresh.inside)},
+            sums,
             grads=grads,
             trained=tuple(name for name in exported if name in self.trained and is_trained(self.names[name])),
             former=changes.former,
+            **(self._places(fresh.networks, changed) if owner else {}),
         )
-        self._forget_former()
-        if owner:
-            exports.modules.update(fresh.networks)
-            networks = fresh.networks.values()
-            exports = dataclasses.replace(
-                exports,
-                moved=tuple(self.mirrors.moved(networks)),
-                replacing=tuple(self.mirrors.replacing(networks)),
-                tied=tuple(self._tied(networks)),
-            )
-        told = components_in if owner else told_by_all
-        exports.states.update({handle: told(module) for handle, module in fresh.networks.items()})
-        exports.objects.update({handle: payload if owner else None for handle, (_, payload) in fresh.objects.items()})
-        exports.objects.update(dict.fromkeys(fresh.inside))
-        sums = {handle: bits(_complete(module)) for handle, module in fresh.networks.items()} if compare else None
-        changed = self._changed_roots(fresh.networks, owner, trained, sums)
-        exports.states.update(changed)
-        if owner:
-            mine = dict(self.mirrors.roots())
-            set_anew = {handle: mine[handle] for handle, state in changed.items() if ATTRIBUTES in state}
-            exports = dataclasses.replace(exports, named=tuple(self._named_in({**fresh.networks, **set_anew})))
-        exports.sums.update(sums or {})
         try:
             packed = self._packed(exports, fresh)
         except TransferError:
             self._keep_unpicklable(exports)
             packed = self._packed(exports, fresh)
         self._gave(fresh, changed)
-        nothing: dict[str, Any] = {"moved": (), "replacing": (), "named": (), "tied": (), "result": None}
-        without = dataclasses.replace(exports, names={}, modules={}, states={}, objects={}, **nothing)
+        without = dataclasses.replace(exports, names={}, modules={}, states={}, result=None, objects={}, **_NOWHERE)
         self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole, changes)
         return packed
+
+    def _exporting(self, changes: Changes, networks: Iterable[nn.Module], tag: int, whole: bool) -> Exporting:
+        """Return what works out the exports, given these networks and those that have other parts by now."""
+        exporting = Exporting(self, changes, self._label, tag, whole)
+        for network in networks:
+            exporting.fresh.add_network(self.mirrors.name(network, ""), network, self)
+        for handle, network in self.mirrors.roots():
+            # What the controller has under these names are other tensors.
+            if self.mirrors.rebuilt(network) and not has_sharded(network):
+                # A new part gets no handle of one that it has replaced, and that other names may have.
+                exporting.fresh.add_network(self.mirrors.name(network, f"{handle}/r{tag}"), network, self)
+        return exporting
+
+    def _places(
+        self, fresh: Mapping[str, nn.Module], changed: Mapping[str, Mapping[str, torch.Tensor]]
+    ) -> dict[str, Any]:
+        """Return where, in networks that travel, are parameters and values that the controller has elsewhere."""
+        roots = dict(self.mirrors.roots())
+        set_anew = {handle: roots[handle] for handle, state in changed.items() if ATTRIBUTES in state}
+        return {
+            "moved": tuple(self.mirrors.moved(fresh.values())),
+            "replacing": tuple(self.mirrors.replacing(fresh.values())),
+            "tied": tuple(self._tied(fresh.values())),
+            "named": tuple(self._named_in({**fresh, **set_anew})),
+        }
 
     def _gave(self, fresh: Fresh, changed: Iterable[str]) -> None:
         """The controller has these, and the values of `changed` networks, as they are now."""
@@ -680,3 +681,5 @@ def _complete(network: nn.Module) -> list[torch.Tensor]:
 _COMPILED = "what a model was compiled with"
 # Stands among the names that could not travel.
 _MISSING = object()
+_NOWHERE: dict[str, Any] = {"moved": (), "replacing": (), "tied": (), "named": ()}
+# As `_places`.
