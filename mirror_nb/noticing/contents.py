@@ -19,7 +19,7 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -43,6 +43,7 @@ from mirror_nb.noticing.kinds import (
     keeps,
 )
 from mirror_nb.noticing.levels import Kinds, Levels, Opener
+from mirror_nb.noticing.slots import own_attributes, slots_of
 from mirror_nb.transfer.pickler import PYTHONS, Limited, TooLarge
 
 WATCHED_BYTES = 1 << 16
@@ -295,22 +296,16 @@ def _opener(obj: object) -> Opener | None:
             return lambda partial: (partial.args, partial.keywords)
         case types.MethodType():
             return lambda method: (method.__self__,)
-    slots = [name for base in type(obj).__mro__ for name in _slots_of(base)]
     if not is_own(obj) or is_table(obj):
         return None
-    if not slots:
-        return vars if hasattr(obj, "__dict__") else None
-    return lambda one: {**getattr(one, "__dict__", {}), **{n: getattr(one, n) for n in slots if hasattr(one, n)}}
+    if slots_of(type(obj)):
+        return own_attributes
+    return vars if hasattr(obj, "__dict__") else None
 
 
 def _kept_apart(function: types.FunctionType) -> Sequence[object]:
     own = (function.__defaults__, function.__kwdefaults__, vars(function), *closed_over(function))
     return own if keeps(function) else ()
-
-
-def _slots_of(kind: type) -> Iterable[str]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else slots
 
 
 def _uncached(reduced: Any) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mirror_nb.environment.sources import is_users
+from mirror_nb.noticing.slots import own_attributes
 from mirror_nb.values import PerReplica
 
 MOST = 4000
@@ -87,11 +88,7 @@ def members(obj: object) -> Iterable[object]:
             return list(vars(obj).values()) if is_users(obj.__module__) else ()
     if isinstance(obj, _CLOSED) or type(obj).__module__.partition(".")[0] in _WITHOUT:
         return ()
-    try:
-        return list(vars(obj).values())
-    except TypeError:
-        # It has slots alone.
-        return ()
+    return list(own_attributes(obj).values())
 
 
 def _plain_members(container: Any, room: int = MOST) -> Collection[object]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mirror_nb.noticing.kinds import is_estimator, is_own, is_table, keeps
+from mirror_nb.noticing.slots import own_attributes, set_attributes, slots_of
 from mirror_nb.noticing.streams import is_stream, move, place
 from mirror_nb.tensors.layouts import is_block
 
@@ -36,8 +37,7 @@ def is_refillable(value: object) -> bool:
         or is_estimator(kind)
         or all(getattr(kind, name, None) is getattr(object, name, None) for name in _PICKLING)
     )
-    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
-    return plain and not slots and hasattr(value, "__dict__") and is_own(value)
+    return plain and (hasattr(value, "__dict__") or bool(slots_of(kind))) and is_own(value)
 
 
 def is_call(value: object) -> bool:
@@ -56,7 +56,7 @@ def _is_plain_dict(kind: type) -> bool:
         issubclass(kind, dict)
         and kind.__dictoffset__ != 0
         and all(getattr(kind, name, None) is getattr(dict, name, None) for name in _PICKLING)
-        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+        and not slots_of(kind)
     )
 
 
@@ -90,7 +90,7 @@ def filling(value: object) -> Any:
     if type(value) not in REFILLED and isinstance(value, dict):
         # Past what its class makes of being copied, read and written to.
         return dict(dict.items(value)), dict(vars(value))
-    return copy.copy(value) if type(value) in REFILLED else dict(vars(value))
+    return copy.copy(value) if type(value) in REFILLED else own_attributes(value)
 
 
 def refill(value: Any, held: Any) -> None:
@@ -129,10 +129,11 @@ def refill(value: Any, held: Any) -> None:
         for own, given in zip((value, vars(value)), held, strict=True):
             dict.clear(own)
             dict.update(own, given)
+    elif kind not in REFILLED:
+        set_attributes(value, held)
     else:
-        inside = value if kind in REFILLED else vars(value)
-        inside.clear()
-        inside.update(held)
+        value.clear()
+        value.update(held)
         if kind is collections.defaultdict:
             value.default_factory = held.default_factory
 

@@ -9,13 +9,14 @@ from typing import Any, final
 
 from mirror_nb.noticing.kinds import UNCHANGING, alike, is_table
 from mirror_nb.noticing.refilling import is_call, is_refillable, stays_itself
+from mirror_nb.noticing.slots import slots_of
 from mirror_nb.noticing.streams import is_stream
 
 
 def attributes(value: object) -> dict[str, Any] | None:
     """Return the attributes of an object, to read and to write, if there is nothing else to it; None for others."""
     more = stays_itself(value) or is_table(value) or is_call(value) or is_stream(value)
-    return vars(value) if is_refillable(value) and not more else None
+    return vars(value) if is_refillable(value) and not (more or slots_of(type(value))) else None
 
 
 @final
