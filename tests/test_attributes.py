@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import sys
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mirror_nb.mirroring.attributes import Attributes, names_by_id, names_in, set_attributes
+from mirror_nb.mirroring.attributes import TENSOR_BYTES, Attributes, names_by_id, names_in, set_attributes
 from mirror_nb.plain import FEW, FLAT_ITEMS, ITEMS
 
 
@@ -103,7 +104,9 @@ class Odd:
 
 LEFT_ALONE: dict[str, Callable[[Any], object]] = {
     "an object": lambda net: setattr(net, "odd", Odd()),
-    "a tensor": lambda net: setattr(net, "cache", torch.ones(2)),
+    "a large tensor": lambda net: setattr(net, "cache", torch.ones(TENSOR_BYTES // 4 + 1)),
+    "a tensor that may be trained": lambda net: setattr(net, "scale", torch.ones(2, requires_grad=True)),
+    "a sparse tensor": lambda net: setattr(net, "graph", torch.eye(2).to_sparse()),
     "a function of the notebook": lambda net: setattr(net, "act", lambda x: x),
     "a method": lambda net: setattr(net, "act", net.losses.append),
     "a partial call of a function of the notebook": lambda net: setattr(net, "act", functools.partial(lambda x: x)),
@@ -129,6 +132,47 @@ def test_what_is_not_plain_is_left_alone(change: Callable[[Any], object]) -> Non
     before.changed()
     assert before.since() is None
     assert not attributes(here).changed()
+
+
+COMPUTED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "of a forward pass": lambda net: torch.softmax(net[0].weight, 1),
+    "a part of a large one": lambda net: torch.arange(TENSOR_BYTES)[3:9:2],
+    "transposed": lambda net: torch.arange(6.0).reshape(2, 3).t(),
+    "bfloat16": lambda net: torch.ones(2, dtype=torch.bfloat16),
+    "complex, conjugated": lambda net: torch.tensor([1 + 2j]).conj(),
+    "bool": lambda net: torch.tensor(True),
+    "empty": lambda net: torch.empty(0, 3),
+}
+
+
+@pytest.mark.parametrize("make", COMPUTED.values(), ids=COMPUTED)
+def test_a_tensor_that_is_no_parameter_comes_as_it_is(make: Callable[[Any], torch.Tensor]) -> None:
+    here, there = network(), network()
+    before = attributes(here)
+    here[2].seen = made = make(here)
+    assert before.changed()
+    told = before.since()
+    assert told is not None
+    assert len(told) < 1000
+    set_attributes(list(there.modules()), told)
+    seen = there[2].seen
+    assert torch.equal(seen, made)  # type: ignore[arg-type]
+    assert (seen.dtype, seen.requires_grad) == (made.dtype, False)
+    assert not attributes(here).changed()
+
+
+def test_a_tensor_that_is_written_to_comes_again_and_none_is_kept_alive() -> None:
+    here = network()
+    here.seen = torch.zeros(2)
+    before = attributes(here)
+    assert before.since() is None
+    here.seen.add_(1)  # type: ignore[operator]
+    assert before.changed()
+    reference = weakref.ref(here.seen)
+    before.settle()
+    del here.seen
+    assert reference() is None
+    assert before.changed()
 
 
 @dataclasses.dataclass

@@ -908,3 +908,27 @@ def test_a_parameter_that_torch_could_not_enlarge_costs_neither_the_session_nor_
     with torch.no_grad():
         net.weight.fill_(1.0)
     assert two.local_results(two.run(lambda: net.weight.sum().item())) == (6000.0,)
+
+
+def test_what_a_forward_pass_leaves_in_the_module_is_here_once_it_is_read_and_goes_back_changed(two):
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+            self.hidden = torch.zeros(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = self.layer(x)
+            self.hidden = self.hidden + 1
+            return self.seen
+
+    with two.scope():
+        net = Recurrent()
+    for _ in range(2):
+        two.run(lambda: net(torch.ones(1, 1)).item())
+    weight = net.layer.weight
+    assert net.hidden.item() == 2
+    assert net.seen.item() == pytest.approx((weight + net.layer.bias).item())
+    net.hidden = torch.full((1,), 10.0)
+    assert two.local_results(two.run(lambda: net.hidden.item())) == (10.0,)
+    copy.deepcopy(net)

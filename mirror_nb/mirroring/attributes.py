@@ -3,8 +3,9 @@
     model.temperature = 0.5    model.dropout.p = 0.1    self.losses.append(loss)
 
 Also functions and classes of modules, `layer.activation = F.gelu`, which every process finds by their names, and what
-is plain in an attribute that holds settings, `model.config.dropout = 0.1`. Other functions, `model.forward = faster`,
-go out with the network. And which of the rest have a name besides: self.config = config. Knows torch; knows no
+is plain in an attribute that holds settings, `model.config.dropout = 0.1`; and tensors that are neither parameters nor
+buffers, as far as they are small: `self.attention = weights`. Other functions, `model.forward = faster`, go out with
+the network. And which of the rest have a name besides: self.config = config. Knows torch; knows no
 replicas and no channel.
 """
 
@@ -19,8 +20,9 @@ import pathlib
 import pickle
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from mirror_nb import plain
 from mirror_nb.errors import users_level
 from mirror_nb.mirroring.hooks import keeping, kept, stays
 from mirror_nb.noticing.kinds import WITHOUT_IDENTITY
+from mirror_nb.tensors.layouts import as_row, is_block
 from mirror_nb.transfer.hooks import HOOKS, hook_dicts
 from mirror_nb.transfer.pickler import travels_by_name
 from mirror_nb.transfer.told import is_told
@@ -39,6 +42,8 @@ _ATOMS = plain.ATOMS | {np.dtype(code).type for code in np.typecodes["All"] if c
 # NumPy's numbers too: what the mean of a list is, say.
 _ATOMS |= {torch.dtype, torch.layout, torch.memory_format, torch.Size, range, slice, type(pathlib.Path())}
 # No devices, which are each process's own.
+TENSOR_BYTES = 1 << 20
+# A larger tensor stays where it was set: what is computed anew in each step would be copied after each cell.
 _FUNCTIONS = frozenset({types.FunctionType, types.MethodType, functools.partial})
 _OTHERS = ("keras.", "torchmetrics.", "mirror_nb.transfer.ddp.", "torch._dynamo.", "torch.jit.")
 # Packages whose networks keep in attributes what only goes with other states of theirs.
@@ -67,6 +72,8 @@ class Attributes:
                 return True
             if part.copies and any(not plain.same(part.held.get(name), copy) for name, copy in part.copies.items()):
                 return True
+            if any(not sign.is_of(part.held.get(name)) for name, sign in part.tensors.items()):
+                return True
         return False
 
     def other_functions(self) -> bool:
@@ -83,12 +90,34 @@ class Attributes:
         """Return, as bytes, what has changed, or everything, for `set_attributes`; None if there is nothing."""
         parts = [*enumerate(self._parts), *self._inside.items()]
         found = {where: values for where, part in parts if (values := part.since(everything))}
-        return torch.frombuffer(bytearray(pickle.dumps(found)), dtype=torch.uint8) if found else None
+        if not found:
+            return None
+        file = io.BytesIO()
+        _Pickler(file, 5).dump(found)
+        return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+
+
+@final
+class _Sign:
+    """Which tensor an attribute was, and how often it had been written to. Keeps none: there may be a graph behind."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.version = weakref.ref(tensor), _version(tensor)
+
+    def is_of(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value is self.tensor() and _version(value) == self.version
+
+
+def _version(tensor: torch.Tensor) -> int:
+    # Of what was made in inference mode nobody counts the writes.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @final
 class _Part:
-    __slots__ = ("atoms", "copies", "count", "functions", "held", "names", "settings", "skipped")
+    __slots__ = ("atoms", "copies", "count", "functions", "held", "names", "settings", "skipped", "tensors")
 
     def __init__(self, held: dict[str, Any], skipped: frozenset[str]) -> None:
         self.held = held
@@ -103,6 +132,7 @@ class _Part:
         # Of plain attributes that are none.
         self.functions = self._functions()
         self.settings: list[tuple[str, object]] = []
+        self.tensors: dict[str, _Sign] = {}
         for name, value in self.held.items():
             if name not in self.skipped:
                 if type(value) in _ATOMS or _is_found_by_name(value):
@@ -110,6 +140,8 @@ class _Part:
                     self.atoms.append(value)
                 elif (copy := _copied(value)) is not plain.NOT_PLAIN:
                     self.copies[name] = copy
+                elif _is_computed(value):
+                    self.tensors[name] = _Sign(value)
                 elif _holds_settings(value):
                     self.settings.append((name, value))
 
@@ -135,12 +167,17 @@ class _Part:
 
     def since(self, everything: bool) -> dict[str, Any]:
         before = {**dict(zip(self.names, self.atoms, strict=True)), **self.copies}
-        changed = (
-            (name, _copied(value))
-            for name, value in self.held.items()
-            if name not in self.skipped and (everything or name not in before or not plain.same(value, before[name]))
-        )
-        copies = dict(changed)
+        held = [item for item in self.held.items() if item[0] not in self.skipped]
+        tensors = {
+            name: value
+            for name, value in held
+            if _is_computed(value) and (everything or name not in self.tensors or not self.tensors[name].is_of(value))
+        }
+        copies = {
+            name: _copied(value)
+            for name, value in held
+            if everything or name not in before or not plain.same(value, before[name])
+        }
         for name in copies.keys() & self.copies.keys():
             if copies[name] is plain.NOT_PLAIN and plain.is_large(self.held[name], _ATOMS):
                 warnings.warn(
@@ -149,7 +186,17 @@ class _Part:
                     "Keep it outside the network, or shorten it",
                     stacklevel=users_level(),
                 )
-        return {name: copy for name, copy in copies.items() if copy is not plain.NOT_PLAIN}
+        return {**{name: copy for name, copy in copies.items() if copy is not plain.NOT_PLAIN}, **tensors}
+
+
+def _is_computed(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a small tensor that nothing trains."""
+    return (
+        type(value) is torch.Tensor
+        and is_block(value)
+        and value.nbytes <= TENSOR_BYTES
+        and not (value.requires_grad and value.is_leaf)
+    )
 
 
 def _copied(value: object) -> Any:
@@ -199,7 +246,32 @@ def set_attributes(parts: Sequence[nn.Module | None], changes: torch.Tensor) -> 
         part = parts[i] if i < len(parts) else None
         held: object = part if part is None or not inside else vars(part).get(inside[0])
         if held is not None and (not inside or _holds_settings(held)):
-            vars(held).update(values)
+            vars(held).update((name, _placed(value, parts)) for name, value in values.items())
+
+
+def _placed(value: Any, parts: Iterable[nn.Module | None]) -> Any:
+    """Put a tensor that came where the network is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    held = (tensor for part in parts if part is not None for tensor in part._parameters.values())
+    return next((value.to(tensor.device) for tensor in held if tensor is not None and not tensor.is_meta), value)
+
+
+@final
+class _Pickler(pickle.Pickler):
+    """Takes of a tensor its own values: torch's way takes all of its memory, and the device."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        values = as_row(obj.detach().cpu())
+        return _tensor, (values.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape))
+
+
+def _tensor(values: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not values:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(values), dtype=dtype).reshape(shape).clone()
 
 
 @final
@@ -225,7 +297,8 @@ def of_one_side(had: Mapping[str, Any], has: Mapping[str, Any]) -> dict[str, Any
 
 
 def _is_told_of(value: Any) -> bool:
-    return _copied(value) is not plain.NOT_PLAIN or (type(value) in _FUNCTIONS and not stays(value))
+    own_function = type(value) in _FUNCTIONS and not stays(value)
+    return own_function or _is_computed(value) or _copied(value) is not plain.NOT_PLAIN
 
 
 def names_by_id(names: Iterable[tuple[str, object]]) -> dict[int, list[str]]:
