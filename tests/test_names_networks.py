@@ -205,6 +205,23 @@ def test_hooks_of_an_optimizers_steps_go_to_and_fro(notebook, first):
     assert notebook.user_ns["noted"] == 1
 
 
+@pytest.mark.parametrize(
+    ("hold", "held_there"),
+    [
+        ("class Trainer: pass\nheld = Trainer(); held.nets = {'all': [net]}", "held.nets['all'][0]"),
+        ("class Slots: __slots__ = 'net',\nheld = Slots(); held.net = net", "held.net"),
+        ("held = {'deep': ([net],)}", "held['deep'][0][0]"),
+    ],
+)
+def test_an_optimizer_trains_the_network_that_has_no_name_but_is_in_something_that_has(notebook, hold, held_there):
+    notebook.here(f"{NET}\noptimizer = torch.optim.SGD(net.parameters(), 1.0)\n{hold}\ndel net")
+    notebook.cell("optimizer.param_groups[0]['lr'] = 2.0")
+    notebook.here(f"weight = {held_there}[0].weight.detach().clone()")
+    notebook.cell("for p in optimizer.param_groups[0]['params']: p.grad = torch.ones_like(p)\noptimizer.step()\nheld")
+    notebook.here(f"change = ({held_there}[0].weight - weight).mean().item()")
+    assert notebook.user_ns["change"] == pytest.approx(-2.0)
+
+
 def test_an_optimizer_made_here_later_trains_the_network_there(notebook):
     notebook.here(NET)
     notebook.cell("net")

@@ -9,7 +9,7 @@ import functools
 import types
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Protocol, cast, final
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from mirror_nb.errors import TransferError
 from mirror_nb.messages import Changed, Setting, travels
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
+from mirror_nb.noticing.insides import inside
 from mirror_nb.noticing.kinds import goes_by_name
 from mirror_nb.noticing.refilling import filling, is_refillable
 from mirror_nb.transfer.payload import Begins, Packed, pack
@@ -170,7 +171,7 @@ class Parcels:
         loose -= {id(parameter) for module in found.modules for parameter in module._parameters.values()}
         owners = set()
         # Networks first: what holds one need not be sent for it if it has a name.
-        for held in (_itself, _directly_held) if loose else ():
+        for held in (_itself, _held) if loose else ():
             theirs = set()
             for name, value in list(self._user_ns.items()):
                 some = {id(parameter) for network in held(value) for parameter in network.parameters()} & loose
@@ -201,8 +202,6 @@ def _itself(value: object) -> Iterable[nn.Module]:
     return [value] if isinstance(value, nn.Module) else []
 
 
-def _directly_held(value: object) -> Iterable[nn.Module]:
-    if isinstance(value, type | types.ModuleType):
-        return []
-    held = value if isinstance(value, list | tuple | dict) else getattr(value, "__dict__", {})
-    return [one for one in (held.values() if isinstance(held, dict) else held) if isinstance(one, nn.Module)]
+def _held(value: object) -> Iterable[nn.Module]:
+    # By its class: a proxy may raise whatever it is asked.
+    return cast(Iterable[nn.Module], inside(value, lambda obj: issubclass(type(obj), nn.Module)))
