@@ -63,6 +63,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a size": lambda net: setattr(net, "kind", torch.Size([2])),
     "a layout": lambda net: setattr(net, "kind", torch.channels_last),
     "a file": lambda net: setattr(net, "kind", Path("model.pt")),
+    "one that is deleted": lambda net: delattr(net, "kind"),
+    "a list that is deleted": lambda net: delattr(net, "losses"),
+    "one that takes the place of another": lambda net: [delattr(net[1], "p"), setattr(net[1], "q", 1)],
 }
 
 
@@ -172,7 +175,12 @@ def test_a_tensor_that_is_written_to_comes_again_and_none_is_kept_alive() -> Non
     before.settle()
     del here.seen
     assert reference() is None
-    assert before.changed()
+    there = network()
+    there.seen = torch.zeros(2)
+    told = before.since()
+    assert told is not None
+    set_attributes(list(there.modules()), told)
+    assert not hasattr(there, "seen")
 
 
 @dataclasses.dataclass

@@ -186,7 +186,8 @@ class _Part:
                     "Keep it outside the network, or shorten it",
                     stacklevel=users_level(),
                 )
-        return {**{name: copy for name, copy in copies.items() if copy is not plain.NOT_PLAIN}, **tensors}
+        gone = dict.fromkeys({*before, *self.tensors}.difference(self.held), _Gone)
+        return {**gone, **{name: copy for name, copy in copies.items() if copy is not plain.NOT_PLAIN}, **tensors}
 
 
 def _is_computed(value: object) -> TypeGuard[torch.Tensor]:
@@ -247,6 +248,12 @@ def set_attributes(parts: Sequence[nn.Module | None], changes: torch.Tensor) -> 
         held: object = part if part is None or not inside else vars(part).get(inside[0])
         if held is not None and (not inside or _holds_settings(held)):
             vars(held).update((name, _placed(value, parts)) for name, value in values.items())
+            for name in [name for name, value in values.items() if value is _Gone]:
+                del vars(held)[name]
+
+
+class _Gone:
+    """Stands for an attribute that was deleted."""
 
 
 def _placed(value: Any, parts: Iterable[nn.Module | None]) -> Any:
