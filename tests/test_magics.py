@@ -584,3 +584,19 @@ def test_a_network_that_a_cell_is_sent_changes_and_lets_go_of_is_changed_where_i
     )
     run_on_two(f"%%mirrored --quiet\n{changed}\nnet = None")
     assert run_on_two("(len(held[0]), held[0][0].weight.item())")[0] in ((3, run_on_two("w")[0]), (2, 7))
+
+
+def test_an_object_whose_optimizer_is_sent_again_follows_what_that_cell_does_to_it(run_on_two):
+    run_on_two(
+        "import torch\nfrom torch import nn\nclass Trainer:\n    def __init__(self):\n"
+        "        self.net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))\n"
+        "        self.opt, self.log = torch.optim.SGD(self.net.parameters(), 1.0), []\n"
+        "trainer = Trainer(); net, optimizer = trainer.net, trainer.opt"
+    )
+    # Its traceback keeps the part that is replaced here, which is let go of by the next cell alone.
+    with pytest.raises(AttributeError):
+        run_on_two("%%mirrored --quiet\ntrainer.missing")
+    run_on_two("net[1] = net[0]")
+    run_on_two("%%mirrored --quiet\ntrainer.log.append(1)")
+    run_on_two("%%mirrored --quiet\ndef f(): return optimizer\ntrainer.log.append(2)")
+    assert run_on_two("trainer.log")[0] == [1, 2]

@@ -57,6 +57,8 @@ class Names:
         # By name: the handles of what its value holds, as the latest cell found it.
         self._arriving: frozenset[str] = frozenset()
         # Those of them that replicas get with it.
+        self._prepared: dict[str, Content | None] = {}
+        # What the values that the latest cell needs held before it was sent anything.
         self.stale = False
         # Nobody has read a network since the latest cell.
         self.withheld: list[str] = []
@@ -96,6 +98,7 @@ class Names:
         named = self._named() if wanted else {}
         inside: dict[str, set[str]] = {name: set() for name in wanted}
         now = {name: self._content(self.user_ns[name], named, inside[name]) for name in wanted}
+        self._prepared = now
         parted = {name for name in wanted if self._is_parted(name, inside[name], replicas)}
         for replica_id in replicas:
             lacking = frozenset(name for name in wanted if not self._has(replica_id, name, now[name])) | parted
@@ -194,6 +197,14 @@ class Names:
         others = [name for name, value in list(self.user_ns.items()) if id(value) in own and name not in parcel.names]
         # To the replicas, too, they are the same.
         self.shared.renew(others, arrived)
+        for replica_id in arrived if parcel.lent else ():
+            # What holds an optimizer that was to be sent again is what it was.
+            self.shared.renew((n for n in self._prepared if self._had(replica_id, n)), (replica_id,))
+
+    def _had(self, replica_id: int, name: str) -> bool:
+        """Whether the replica had what the name held when the latest cell was prepared."""
+        shared = self.shared.of(replica_id, name)
+        return shared is not None and shared.same(self._prepared[name])
 
     def _ask(self, metric: Any, method: str) -> Any:
         # Those that died have others in their place by now.
