@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import re
@@ -223,7 +224,7 @@ def test_a_scaler_made_outside_the_scope_is_refused_unless_it_does_nothing(two):
         two.run(lambda: on.scale(torch.ones(())).item())
 
 
-@pytest.mark.parametrize("change", ["in place", "an entry", "emptied", "replaced"])
+@pytest.mark.parametrize("change", ["in place", "an entry", "emptied", "replaced", "a copy in its place"])
 def test_what_is_written_to_an_optimizers_state_here_the_replicas_have(two, change):
     model = trained(two)
     with two.scope():
@@ -244,10 +245,31 @@ def test_what_is_written_to_an_optimizers_state_here_the_replicas_have(two, chan
             optimizer.state.clear()
         case "replaced":
             optimizer.state = defaultdict(dict)
+        case "a copy in its place":
+            optimizer.state = optimizer.state.copy()
+            optimizer.state[model.weight]["exp_avg"] = torch.full((1, 2), 5.0)
     there = two.run(lambda: {i: s["exp_avg"].tolist() for i, s in optimizer.state_dict()["state"].items()})
-    assert there.get(0) == ([[5.0, 5.0]] if change in ("in place", "an entry") else None)
+    assert there.get(0) == (None if change in ("emptied", "replaced") else [[5.0, 5.0]])
     two.run(step)
     assert float(optimizer.state[model.weight]["step"]) == (2.0 if there else 1.0)
+
+
+def test_a_copy_of_an_optimizers_state_has_the_replicas_moments_and_keeps_them(two):
+    model = trained(two)
+    with two.scope():
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    for i, made in enumerate((copy.copy, lambda s: s.copy(), lambda s: s | {}, lambda s: {} | s)):
+        two.run(step)
+        copied = made(optimizer.state)
+        two.run(step)
+        assert float(optimizer.state[model.weight]["step"]) == 2 * i + 2
+        assert float(copied[model.weight]["step"]) == 2 * i + 1
 
 
 def test_an_optimizer_made_outside_the_scope_is_refused_before_anything_runs(two):

@@ -59,7 +59,7 @@ class States:
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         if type(optimizer.state) is defaultdict:
-            optimizer.state = _State(optimizer.state)
+            optimizer.state = _State(dict, optimizer.state)
         if isinstance(optimizer.state, _State):
             optimizer.state.readers[self] = functools.partial(_read, self, weakref.ref(optimizer))
             self._signs.setdefault(optimizer, None)
@@ -78,7 +78,7 @@ class States:
         if keeper is None:
             return
         for optimizer, signs in list(self._signs.items()):
-            replaced = not isinstance(optimizer.state, _State)
+            replaced = self not in getattr(optimizer.state, "readers", ())
             read = signs is not None and self._read_at.get(optimizer) == keeper.calls
             try:
                 written = replaced or (read and signs != _signs_of(optimizer))
@@ -139,8 +139,9 @@ class States:
 class _State(defaultdict[Any, Any]):
     """An optimizer's state that is brought here before anybody looks at it. A copy of it is an ordinary one."""
 
-    def __init__(self, values: dict[Any, Any]) -> None:
-        super().__init__(dict, values)
+    def __init__(self, *args: Any) -> None:
+        # Python makes copies by the class, with what a defaultdict takes: those nobody brings anything.
+        super().__init__(*args)
         self.readers: dict[States, Callable[[], None]] = {}
 
     def __reduce__(self) -> Any:
@@ -159,9 +160,10 @@ def _looked_at(name: str) -> Callable[..., Any]:
     return looked_at
 
 
-_LOOKS = ("__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne__", "__repr__", "__or__")
+_LOOKS = ("__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne__", "__repr__", "__reversed__")
 _WRITES = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
-for _name in (*_LOOKS, *_WRITES, "copy", "get", "items", "keys", "values"):
+_COPIES = ("__copy__", "__or__", "__ror__", "copy")
+for _name in (*_LOOKS, *_WRITES, *_COPIES, "get", "items", "keys", "values"):
     setattr(_State, _name, _looked_at(_name))
 
 
