@@ -80,9 +80,12 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of tensors of one shape and dtype, added up in their order, with the same bits everywhere."""
+    """Return the sum of tensors of one shape and dtype, added up in their order, with the same bits everywhere.
+
+    Rounded once, as an all-reduce does it.
+    """
     dtype = parts[0].dtype
-    total = parts[0].to(CARRIERS.get(dtype, dtype), copy=True)
+    total = parts[0].to(CARRIERS.get(dtype, _WIDE.get(dtype, dtype)), copy=True)
     for part in parts[1:]:
         total += part.to(total)
     return total.to(dtype)

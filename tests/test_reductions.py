@@ -61,6 +61,8 @@ def t(*values, **options):
         (MEAN, [t([200], dtype=torch.uint8), t([100], dtype=torch.uint8)], None, t([150.0])),
         (MEAN, [t([-100], dtype=torch.int8), t([-100], dtype=torch.int8)], None, t([-100.0])),
         (SUM, [t(1 + 2j), t(1j)], None, t(1 + 3j)),
+        (SUM, [t(x, dtype=torch.bfloat16) for x in (256.0, 1.0, 1.0)], None, t(258.0, dtype=torch.bfloat16)),
+        (SUM, [t(x, dtype=torch.float16) for x in (6e4, 6e4, -6e4)], None, t(6e4, dtype=torch.float16)),
         (SUM, [t([1, 2], dtype=torch.uint16), t([3, 4], dtype=torch.uint16)], None, t([4, 6], dtype=torch.uint16)),
         (MEAN, [t([1, 2], dtype=torch.uint16), t([2, 2], dtype=torch.uint16)], None, t([1.5, 2.0])),
         (MEAN, [t([60000.0], dtype=torch.float16)] * 2, None, t([60000.0], dtype=torch.float16)),
