@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from mirror_nb.collectives.auto import AutoAllReduce
 from mirror_nb.collectives.base import CrossDeviceOps
 from mirror_nb.collectives.handles import Handle
 from mirror_nb.collectives.options import CommunicationOptions
-from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.errors import DeviceError, ReplicaDied, UsageError
 from mirror_nb.pool.local import LocalPool
 
 OPS = ("shared_memory", "hierarchical_copy", "one_device", "gloo", "auto")
@@ -513,6 +514,32 @@ def test_an_op_that_cannot_work_is_refused_with_the_reason_and_what_can():
     for parts in (["gloo"], None, Averaging()):
         with pytest.raises(UsageError, match=r"Partial\.parts returned .*; it has to return a list of ops"):
             mnb.MirroredStrategy(["cpu:0", "cpu:1"], Partial("self", parts))
+
+
+class OnlyHere(Averaging):
+    """One that cannot be made in a replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.process = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["process"] != os.getpid():
+            raise OSError("its card is not here")
+        vars(self).update(state)
+
+
+def test_an_op_that_the_replicas_refuse_leaves_the_one_before_for_those_that_come_later_too():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        pids = strategy.run(os.getpid)
+        with pytest.raises(OSError, match="its card is not here"):
+            strategy.cross_device_ops = OnlyHere()
+        assert type(strategy.cross_device_ops).__name__ == "SharedMemoryAllReduce"
+        os.kill(pids[1], 9)
+        with contextlib.suppress(ReplicaDied):
+            strategy.run(os.getpid)
+        kinds = strategy.run(lambda: type(mnb.get_strategy().cross_device_ops).__name__)
+        assert kinds == "SharedMemoryAllReduce"
 
 
 def test_a_copy_of_an_op_knows_its_arguments_only():

@@ -162,11 +162,14 @@ class ControllerPlace(Place):
 
     def communicate(self, by: Communication) -> None:
         self.check_open()
-        self.communication = by
         if self._pool is not None:
-            pickled = self._pool.communication = by.pickled()
+            pickled = by.pickled()
             requests = dict.fromkeys(range(self.num_replicas), Communicate(pickled))
             self._answered(lambda attempt: self._settled(self._ready().run(requests)))
+            # Only now: what replicas refuse, those that take the place of dead ones would refuse, too.
+            self._pool.communication = pickled
+        self.communication = by
+        if self._pool is not None:
             self._pool.tell(self._title(), self._operation())
             if self._dashboard is not None:
                 self._dashboard.reduces_by(self._operation())
