@@ -254,7 +254,7 @@ class CrossDeviceOps(abc.ABC):
         op = ReduceOp.of(op)
         _check_given("tensor", tensor)
         tensor = _as_it_is(tensor)
-        _check_tensor(op, tensor.reshape(-1))
+        _check_dtype(op, tensor.dtype)
         self._check_replica("destination", destination)
         options = dist.ReduceOptions()
         options.rootRank = destination
@@ -492,14 +492,17 @@ def _check_view(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_tensor(op: ReduceOp, flat: Tensor) -> None:
-    _check_given("flat", flat)
-    dtype = flat.dtype
-    _check_view("flat", flat)
+def _check_dtype(op: ReduceOp, dtype: torch.dtype) -> None:
     if dtype is torch.bool:
         raise UsageError(f"booleans have no {op.name.lower()}; convert them first: tensor.int()")
     if op is ReduceOp.MEAN and not (dtype.is_floating_point or dtype.is_complex):
-        raise UsageError(f"the mean of {flat.dtype} is no {flat.dtype}; convert it first: tensor.float()")
+        raise UsageError(f"the mean of {dtype} is no {dtype}; convert it first: tensor.float()")
+
+
+def _check_tensor(op: ReduceOp, flat: Tensor) -> None:
+    _check_given("flat", flat)
+    _check_view("flat", flat)
+    _check_dtype(op, flat.dtype)
     if flat.dim() != 1 or not flat.is_contiguous():
         raise UsageError(
             f"`flat` has the shape {tuple(flat.shape)} and strides {flat.stride()}; it must be contiguous and of one "

@@ -336,6 +336,9 @@ for op, expected in (("sum", ids), ("mean", ids / num_replicas)):
     assert (total is None) == (replica_id != last)
     assert total is None or (total.shape == (2, 3) and (total == expected).all())
 assert (mine == replica_id).all()
+for strided in (mine[:, 0], mine[0].expand(2, 3), mine.T):
+    total = ops.reduce("sum", strided, last)
+    assert total is None or (total.shape == strided.shape and (total == ids).all())
 gathered = ops.gather(mine, last)
 assert (gathered is None) == (replica_id != last)
 assert gathered is None or [part[0, 0].item() for part in gathered] == list(range(num_replicas))
