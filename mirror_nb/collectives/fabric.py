@@ -386,12 +386,13 @@ class Fabric:
         fold: Fold,
         root: int,
         flat: Tensor,
-        what: Tensor | None,
+        what: Tensor | str | None,
         take: Callable[[list[Tensor]], None],
+        lays_out: bool = True,
     ) -> Exchange:
         header = self._header(kind, fold, root, flat)
         return self._queue_up(
-            kind, flat if what is None else what, lambda number: self._small(number, header, flat, take, True)
+            kind, flat if what is None else what, lambda number: self._small(number, header, flat, take, lays_out)
         )
 
     def _sum_small(self, header: int, numel: int, flat: Tensor, fold: Fold, what: Tensor | None) -> Exchange | None:
@@ -440,14 +441,12 @@ class Fabric:
         take: Callable[[list[Tensor], int, int], None],
         lays_out: bool = True,
     ) -> Exchange:
+        if flat.nbytes <= SLOT_BYTES:
+            return self._begin(kind, fold, root, flat, what, lambda views: take(views, 0, len(flat)), lays_out)
         header = self._header(kind, fold, root, flat)
-        numel = flat.numel()
-        named = flat if what is None else what
-        if numel * flat.element_size() <= SLOT_BYTES:
-            return self._queue_up(
-                kind, named, lambda n: self._small(n, header, flat, lambda views: take(views, 0, numel), lays_out)
-            )
-        return self._queue_up(kind, named, lambda n: self._in_pieces(n, header, flat, take, lays_out))
+        return self._queue_up(
+            kind, flat if what is None else what, lambda number: self._in_pieces(number, header, flat, take, lays_out)
+        )
 
     def _queue_up(self, kind: Kind, what: Tensor | str, steps: Callable[[int], Steps]) -> Exchange:
         try:
@@ -549,6 +548,13 @@ class Fabric:
 
     # ------------------------------------------------------------------ what they do
 
+    def _meet(self, number: int, header: int, location: int = 0) -> Steps:
+        """Come to the exchange, and wait for all; raise where they came to different ones."""
+        self._post(number, header, location)
+        yield Counter.POSTED, number
+        if not self._all_alike(number, header):
+            yield from self._differ(number)
+
     def _small(
         self, number: int, header: int, flat: Tensor, take: Callable[[list[Tensor]], None], lays_out: bool
     ) -> Steps:
@@ -556,10 +562,7 @@ class Fabric:
         views = self._slots.of(number % SLOTS, flat.dtype, flat.numel())
         if lays_out and flat.numel():
             views[self.replica_id].copy_(flat)
-        self._post(number, header, 0)
-        yield Counter.POSTED, number
-        if not self._all_alike(number, header):
-            yield from self._differ(number)
+        yield from self._meet(number, header)
         if flat.numel():
             take(views)
 
@@ -577,10 +580,7 @@ class Fabric:
             yield from self._differ(number)
 
     def _large(self, number: int, header: int, location: int, flat: Tensor, fold: Fold) -> Steps:
-        self._post(number, header, location)
-        yield Counter.POSTED, number
-        if not self._all_alike(number, header):
-            yield from self._differ(number)
+        yield from self._meet(number, header, location)
         if location and self._all_at(number, location):
             yield from self._in_place(location, flat, fold)
         elif self.num_replicas == 2:
@@ -597,10 +597,7 @@ class Fabric:
         take: Callable[[list[Tensor], int, int], None],
         lays_out: bool,
     ) -> Steps:
-        self._post(number, header, 0)
-        yield Counter.POSTED, number
-        if not self._all_alike(number, header):
-            yield from self._differ(number)
+        yield from self._meet(number, header)
         yield from self._through_pieces(flat, take, lays_out)
 
     def _through_pieces(self, flat: Tensor, take: Callable[[list[Tensor], int, int], None], lays_out: bool) -> Steps:
@@ -661,10 +658,7 @@ class Fabric:
 
     def _by_groups(self, number: int, header: int, flat: Tensor, fold: Fold, groups: Sequence[Sequence[int]]) -> Steps:
         """Piece by piece: the first of each group sums the group's parts, then each replica sums these sums."""
-        self._post(number, header, 0)
-        yield Counter.POSTED, number
-        if not self._all_alike(number, header):
-            yield from self._differ(number)
+        yield from self._meet(number, header)
         dtype = torch.float32 if flat.dtype in HALF else flat.dtype
         mine = next((group for group in groups if group[0] == self.replica_id), None)
         within = Fold.SUM if fold is Fold.MEAN else fold
