@@ -67,7 +67,7 @@ def label(kind: Kind, what: Tensor | str | None) -> str:
     """Return a collective in words; `what`: its tensor, or of what another carries all there is to say."""
     if isinstance(what, str):
         return what
-    return kind.name.lower() if kind is Kind.BARRIER or what is None else f"{kind.name.lower()} of {_shown(what)}"
+    return kind.name.lower() if kind is Kind.BARRIER or what is None else f"{kind.name.lower()} of {shown(what)}"
 
 
 def for_purpose(purpose: str) -> str:
@@ -75,7 +75,8 @@ def for_purpose(purpose: str) -> str:
     return f" for {purpose}" if purpose else ""
 
 
-def _shown(tensor: Tensor) -> str:
+def shown(tensor: Tensor) -> str:
+    """Return dtype and shape in words: float32[2, 3]."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -94,5 +95,5 @@ def words(header: int, what: Tensor | str | None = None) -> str:
         name = f"{name} ({Fold(fold).name})"
     if kind in (Kind.REDUCE, Kind.BROADCAST):
         name = f"{name} {'to' if kind is Kind.REDUCE else 'from'} replica {root}"
-    of = f"{numel} {str(DTYPES[dtype]).removeprefix('torch.')}" if what is None else _shown(what)
+    of = f"{numel} {str(DTYPES[dtype]).removeprefix('torch.')}" if what is None else shown(what)
     return f"{name} of {of}"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mirror_nb.collectives.exchange import fresh
+from mirror_nb.collectives.headers import shown
 from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
 from mirror_nb.messages import Rendezvous
 
@@ -253,15 +254,11 @@ class Operation:
         tensors = list(tensors_in(self.arguments))
         if not tensors:
             return self.label
-        first, *others = dict.fromkeys(_looks(tensor) for tensor in tensors[:_LOOKED_AT])
+        first, *others = dict.fromkeys(shown(tensor) for tensor in tensors[:_LOOKED_AT])
         if len(tensors) == 2 and others:
             return f"{self.label} of {first} and {others[0]}"
         rest = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
         return f"{self.label} of {first}{rest}" + (f", {', '.join(others[:_NAMED])} among them" if others else "")
-
-
-def _looks(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def as_here(call: Callable[[], _Value]) -> Callable[[], _Value]:

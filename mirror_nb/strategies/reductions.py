@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from mirror_nb.collectives.headers import shown
 from mirror_nb.errors import UsageError
 from mirror_nb.tensors.layouts import check_summable
 from mirror_nb.values import CARRIERS, DistributedValues, PerReplica, ReduceOp, added, mean, widened
@@ -61,7 +62,7 @@ def gather_values(values: Sequence[Any], axis: int) -> Tensor:
     ranks = {tensor.ndim for tensor in tensors}
     shapes = [_without(tuple(tensor.shape), min(dims)) for tensor in tensors] if len(ranks) == 1 else []
     if len(ranks) > 1 or len(set(shapes)) > 1 or len({tensor.dtype for tensor in tensors}) > 1:
-        forms = ", ".join(f"{form_of(tensor)} on replica {i}" for i, tensor in enumerate(tensors))
+        forms = ", ".join(f"{shown(tensor)} on replica {i}" for i, tensor in enumerate(tensors))
         raise UsageError(f"cannot gather {forms}: dtypes and all sizes but that of axis {axis} must be equal")
     return torch.cat(tensors, min(dims))
 
@@ -194,11 +195,6 @@ def check_shapes(shapes: Sequence[tuple[int, ...]], what: str, given: Sequence[t
         )
 
 
-def form_of(tensor: Tensor) -> str:
-    """Return dtype and shape in words, e.g. float32[2, 3]."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
 def common_dtype(dtypes: Sequence[torch.dtype], weak: Sequence[bool]) -> torch.dtype | None:
     """Return the dtype that the replicas' values have in common; None where tensors differ.
 
@@ -221,7 +217,7 @@ def _kind(dtype: torch.dtype) -> int:
 def _alike(tensors: list[Tensor], values: Sequence[Any], what: str) -> list[Tensor]:
     dtype = common_dtype([tensor.dtype for tensor in tensors], [is_number(value) for value in values])
     if dtype is None:
-        forms = ", ".join(f"{form_of(tensor)} on replica {i}" for i, tensor in enumerate(tensors))
+        forms = ", ".join(f"{shown(tensor)} on replica {i}" for i, tensor in enumerate(tensors))
         raise UsageError(f"cannot {what} tensors of different dtypes: {forms}; convert them to one with .to(dtype)")
     return [tensor.to(dtype) for tensor in tensors]
 
