@@ -58,11 +58,10 @@ _BY_NAME: dict[object, ReduceOp] = {
 }
 
 
-_FLOAT8 = {
-    getattr(torch, name): torch.float32
-    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(torch, name)
-}
+_FLOAT8 = dict.fromkeys(
+    (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    torch.float32,
+)
 CARRIERS = {torch.uint16: torch.int64, torch.uint32: torch.int64, torch.uint64: torch.int64, **_FLOAT8}
 # Torch adds no tensors of these dtypes.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64, **_FLOAT8}

@@ -9,7 +9,6 @@ knows no strategy, no process group and no process.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, final
@@ -722,4 +721,4 @@ def _member(kind: Any, value: Any, argument: str) -> Any:
     name = str(getattr(value, "name", value)).upper().rpartition(".")[2]
     if name not in kind.__members__:
         raise UsageError(f"`{argument}` is {value!r}; it must be one of {', '.join(kind.__members__)}")
-    return operator.getitem(kind, name)
+    return kind[name]

@@ -296,7 +296,7 @@ class GradientSynchronizer:
         return ops if ops is not None and bucket.device_type == ops.member.device.type else None
 
     def _meet_group(self) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+        if not dist.is_initialized():
             raise ReplicaError(
                 f"replica {self.replica_id} cannot synchronise gradients: the default process group is gone; "
                 "call torch.distributed.init_process_group() again, or train without it (--no-sync)"
