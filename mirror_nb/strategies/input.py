@@ -168,6 +168,11 @@ class _Asked:
     shuffle: bool = False
     drop_last: bool = False
 
+    @property
+    def cutting(self) -> dict[str, Any]:
+        """How arrays are cut into batches."""
+        return {"batch_size": self.batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
+
     def serves(self, options: InputOptions | None, **cutting: Any) -> bool:
         """Whether what was distributed so serves who asks for this: for nothing else, or for the same once more."""
         return _Asked(_options(options), **cutting) in (_NO_OPTIONS, self)
@@ -315,30 +320,14 @@ class ControllerDataset(DistributedDataset):
     Raises UsageError for a source that cannot be cut, that is empty, or that is already sharded.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        *,
-        num_replicas: int,
-        options: InputOptions | None = None,
-        batch_size: int | None = None,
-        shuffle: bool = False,
-        drop_last: bool = False,
-    ) -> None:
+    def __init__(self, source: Any, *, num_replicas: int, options: InputOptions | None = None, **cutting: Any) -> None:
         self.source = source
-        self._asked = _Asked(_options(options), batch_size, shuffle, drop_last)
+        self._asked = _Asked(_options(options), **cutting)
         self._options = self._asked.options
         self._num_replicas = num_replicas
         self._warned = False
         # Of batches that cannot be cut.
-        self._batches = GlobalBatches(
-            source,
-            num_replicas=num_replicas,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            cut=True,
-        )
+        self._batches = GlobalBatches(source, num_replicas=num_replicas, cut=True, **self._asked.cutting)
 
     @classmethod
     def of(cls, source: Any, num_replicas: int, options: InputOptions | None = None, **cutting: Any) -> Self:
@@ -504,23 +493,13 @@ class ReplicaDataset(DistributedDataset):
     """
 
     def __init__(
-        self,
-        source: Any,
-        replica: ReplicaInput,
-        options: InputOptions | None = None,
-        *,
-        batch_size: int | None = None,
-        shuffle: bool = False,
-        drop_last: bool = False,
+        self, source: Any, replica: ReplicaInput, options: InputOptions | None = None, **cutting: Any
     ) -> None:
         self.source = self._made = source
         self._replica = replica
-        self._asked: _Asked | None = _Asked(_options(options), batch_size, shuffle, drop_last)
-        self._dataset = replica.dataset(
-            source, self._asked.options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
-        )
-        self._recipe: tuple[Any, ...] = (source, self._asked.options, batch_size, shuffle, drop_last)
-        # Of which another replica makes its own.
+        self._asked: _Asked | InputOptions = _Asked(_options(options), **cutting)
+        # Of one that a function has made its options alone.
+        self._dataset = replica.dataset(source, self._asked.options, **self._asked.cutting)
 
     @classmethod
     def of(cls, source: Any, replica: ReplicaInput, options: InputOptions | None = None, **cutting: Any) -> Self:
@@ -529,10 +508,10 @@ class ReplicaDataset(DistributedDataset):
         Raises UsageError for options of one that a function has made.
         """
         if isinstance(source, ReplicaDataset):
-            same = _NO_OPTIONS if source._asked is None else source._asked
+            same = _NO_OPTIONS if isinstance(source._asked, InputOptions) else source._asked
             if source._replica is replica and same.serves(options, **cutting):
                 return source
-            if source._asked is None:
+            if isinstance(source._asked, InputOptions):
                 raise UsageError("this dataset was made by a function: give it its options where it is made")
             source = source.source
         if isinstance(source, _InController):
@@ -560,14 +539,13 @@ class ReplicaDataset(DistributedDataset):
     def _dealt(cls, loader: DataLoader[Any], replica: ReplicaInput, options: InputOptions) -> ReplicaDataset:
         made = object.__new__(cls)
         made._made, made.source = loader, _given(loader)
-        made._replica, made._asked = replica, None
+        made._replica, made._asked = replica, options
         made._dataset = replica.dataset(loader, options, dealt=True)
-        made._recipe = loader, options
         return made
 
     def follow(self, source: Any) -> None:
         """Deal out this from now on. Raises UsageError for what cannot be cut."""
-        made = _distributed(_loaded(source) if self._asked is None else source, *self._recipe[1:])
+        made = _distributed(_loaded(source) if isinstance(self._asked, InputOptions) else source, self._asked)
         vars(self).update(vars(made))
 
     @property
@@ -588,7 +566,7 @@ class ReplicaDataset(DistributedDataset):
                 f"a dataset that was distributed, made of a {type(self.source).__name__}, gives its batches in this "
                 "process alone: keep its `source`, and distribute that where it is used"
             )
-        return _distributed, self._recipe
+        return _distributed, (self._made, self._asked)
 
 
 here: list[ReplicaInput] = []
@@ -598,9 +576,9 @@ here: list[ReplicaInput] = []
 class _InReplicas(Distributed):
     """What the notebook has of a dataset that the replicas distribute, in an object that keeps it."""
 
-    def __init__(self, recipe: tuple[Any, ...]) -> None:
-        self.source = recipe[0]
-        self._recipe = recipe
+    def __init__(self, made: Any, asked: _Asked | InputOptions) -> None:
+        self.source = made
+        self._asked = asked
 
     def __repr__(self) -> str:
         return f"<{type(self.source).__name__} that is distributed in the replicas>"
@@ -618,18 +596,16 @@ class _InReplicas(Distributed):
         raise self.elsewhere()
 
     def __reduce__(self) -> Any:
-        return _distributed, self._recipe
+        return _distributed, (self.source, self._asked)
 
 
-def _distributed(*recipe: Any) -> ReplicaDataset | _InReplicas:
+def _distributed(made: Any, asked: _Asked | InputOptions) -> ReplicaDataset | _InReplicas:
     """Return what a replica's dataset is in this process: that replica, another one, or the notebook."""
     if not here:
-        return _InReplicas(recipe)
-    source, options, *cutting = recipe
-    if not cutting:
-        return ReplicaDataset._dealt(source, here[0], options)
-    batch_size, shuffle, drop_last = cutting
-    return ReplicaDataset(source, here[0], options, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
+        return _InReplicas(made, asked)
+    if isinstance(asked, InputOptions):
+        return ReplicaDataset._dealt(made, here[0], asked)
+    return ReplicaDataset(made, here[0], asked.options, **asked.cutting)
 
 
 # ---- what a dataset_fn returns ------------------------------------------------------------------------
