@@ -308,8 +308,28 @@ class DistributedDataset(Distributed, ABC):
 # ---- the controller -----------------------------------------------------------------------------------
 
 
+class _OfController(DistributedDataset, ABC):
+    """What `run` takes in each step, made here of whole batches."""
+
+    _options: InputOptions
+    _batches: GlobalBatches
+
+    @abstractmethod
+    def _steps(self, batches: Generator[Share, None, None]) -> Iterator[Any]: ...
+
+    def __iter__(self) -> DistributedIterator:
+        steps, prefetch = self._steps(iter(self._batches)), self._options.prefetch
+        return DistributedIterator(ahead(steps, prefetch) if prefetch else steps, lambda: self.element_spec)
+
+    def __reduce__(self) -> Any:
+        try:
+            return _InController, (len(self),)
+        except TypeError:
+            return _InController, ()
+
+
 @final
-class ControllerDataset(DistributedDataset):
+class ControllerDataset(_OfController):
     """The global batches of a source as a plain loop over it gives them, each a nest of PerReplica.
 
     Every leaf of a batch is a PerReplica of the replicas' parts, on the CPU, of no examples where there are not
@@ -349,12 +369,9 @@ class ControllerDataset(DistributedDataset):
         """The number of global batches in an epoch; TypeError where the source does not know."""
         return len(self._batches)
 
-    def __iter__(self) -> DistributedIterator:
-        return _iterator(self._parts(iter(self._batches)), self)
-
-    def _parts(self, shares: Generator[Share, None, None]) -> Iterator[Any]:
-        with closing(shares):
-            for share in shares:
+    def _steps(self, batches: Generator[Share, None, None]) -> Iterator[Any]:
+        with closing(batches):
+            for share in batches:
                 yield self._cut(share.batch, share.global_examples)
 
     def _cut(self, batch: Any, total: int) -> Any:
@@ -375,12 +392,9 @@ class ControllerDataset(DistributedDataset):
             )
         return found
 
-    def __reduce__(self) -> Any:
-        return (_InController, (_length_of(self),))
-
 
 @final
-class ControllerFunctionDataset(DistributedDataset):
+class ControllerFunctionDataset(_OfController):
     """The batches that a function's dataset gives, dealt out to the replicas in turn: a nest of PerReplica a step.
 
     `dataset_fn(InputContext)` is called once, here, and returns a DataLoader or another iterable of batches, each
@@ -412,9 +426,6 @@ class ControllerFunctionDataset(DistributedDataset):
         """The number of steps in an epoch; TypeError where the source does not know."""
         return -(-len(self._batches) // self._num_replicas)
 
-    def __iter__(self) -> DistributedIterator:
-        return _iterator(self._steps(iter(self._batches)), self)
-
     def _steps(self, batches: Generator[Share, None, None]) -> Iterator[Any]:
         with closing(batches):
             while step := list(itertools.islice(batches, self._num_replicas)):
@@ -429,21 +440,6 @@ class ControllerFunctionDataset(DistributedDataset):
         batches = [*(share.batch for share in step), *[nothing] * lacking]
         sizes = tuple(share.global_examples for share in step) + (0,) * lacking
         return joined(batches, sizes, lambda pieces: PerReplica(pieces, shares=sizes))
-
-    def __reduce__(self) -> Any:
-        return (_InController, (_length_of(self),))
-
-
-def _iterator(batches: Iterator[Any], dataset: ControllerDataset | ControllerFunctionDataset) -> DistributedIterator:
-    prefetch = dataset._options.prefetch
-    return DistributedIterator(ahead(batches, prefetch) if prefetch else batches, lambda: dataset.element_spec)
-
-
-def _length_of(dataset: ControllerDataset | ControllerFunctionDataset) -> int | None:
-    try:
-        return len(dataset)
-    except TypeError:
-        return None
 
 
 # ---- a replica ----------------------------------------------------------------------------------------
