@@ -310,9 +310,8 @@ class CrossDeviceOps(abc.ABC):
         Every replica calls it, for the same, in the same order. Raises UsageError for a length that cannot be,
         ReplicaError where there is not enough memory, ReplicaTimeout where a replica does not come.
         """
-        if not isinstance(numel, int | Integral) or numel < 0:
-            # Before anybody is told of it: replicas are out of step where one fails half-way.
-            raise UsageError(f"`numel` is {numel!r}; it must be a whole number, from 0 on")
+        # Before anybody is told of it: replicas are out of step where one fails half-way.
+        check_whole("numel", numel, 0)
         fabric = self.fabric if self.member.device.type == "cpu" else None
         if fabric is None or numel == 0:
             return torch.zeros(numel, dtype=dtype, device=self.member.device)
@@ -474,6 +473,12 @@ def _ordinary(flat: Tensor) -> Tensor:
 def averages_first(op: ReduceOp, dtype: torch.dtype) -> bool:
     """Whether a mean divides before it adds: a sum that is rounded to fp16 on the way ends at 65504."""
     return op is ReduceOp.MEAN and dtype is torch.float16
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raise UsageError for an argument that is no whole number, or below `least`."""
+    if not isinstance(value, int | Integral) or value < least:
+        raise UsageError(f"`{name}` is {value!r}; it must be a whole number, from {least} on")
 
 
 def _check_given(name: str, tensor: object) -> None:

@@ -6,19 +6,17 @@ On several GPUs it is not yet measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import final
 
 import torch
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Member, averages_first
+from mirror_nb.collectives.base import CrossDeviceOps, Member, averages_first, check_whole
 from mirror_nb.collectives.handles import Finished, Handle
 from mirror_nb.collectives.peer_copies import PeerCopies
 from mirror_nb.collectives.shared_memory import ExchangeHandle, fabric_for, fold_of, needs_shared_memory
 from mirror_nb.collectives.topology import groups_of
 from mirror_nb.devices import Device
-from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp
 
 
@@ -36,8 +34,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     _groups: tuple[Member, tuple[tuple[int, ...], ...]] | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
-        if not isinstance(num_packs, int | Integral) or num_packs < 1:
-            raise UsageError(f"`num_packs` is {num_packs!r}; it must be a whole number, at least 1")
+        check_whole("num_packs", num_packs, 1)
         self.num_packs = num_packs
         self._copies = PeerCopies()
 

@@ -6,19 +6,17 @@ Not yet measured: the tests marked `gpu` skip where there are too few GPUs, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.base import CrossDeviceOps, check_whole
 from mirror_nb.collectives.gpu_clock import Anchor, between
 from mirror_nb.collectives.handles import Handle
 from mirror_nb.collectives.peer_copies import PeerCopies
 from mirror_nb.devices import Device
-from mirror_nb.errors import UsageError
 from mirror_nb.values import ReduceOp
 
 
@@ -35,8 +33,7 @@ class NcclAllReduce(CrossDeviceOps):
     _stream: torch.cuda.Stream | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
-        if not isinstance(num_packs, int | Integral) or num_packs < 1:
-            raise UsageError(f"`num_packs` is {num_packs!r}; it must be a whole number, at least 1")
+        check_whole("num_packs", num_packs, 1)
         self.num_packs = num_packs
         self._copies = PeerCopies()
 

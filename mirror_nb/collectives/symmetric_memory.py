@@ -8,20 +8,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, Member
+from mirror_nb.collectives.base import CrossDeviceOps, Member, check_whole
 from mirror_nb.collectives.fabric import Fabric
 from mirror_nb.collectives.handles import Finished, Handle, WorkHandle
 from mirror_nb.collectives.peer_copies import PeerCopies
 from mirror_nb.collectives.topology import reaches
 from mirror_nb.devices import Device
-from mirror_nb.errors import DeviceError, UsageError
+from mirror_nb.errors import DeviceError
 from mirror_nb.values import ReduceOp
 
 ONE_SHOT_BYTES = 256 * 1024
@@ -50,8 +49,7 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
     _asked: tuple[Member, str | None] | None = None
 
     def __init__(self, crossover_bytes: int = 2 * 2**20) -> None:
-        if not isinstance(crossover_bytes, int | Integral) or crossover_bytes < 0:
-            raise UsageError(f"`crossover_bytes` is {crossover_bytes!r}; it must be a whole number, from 0 on")
+        check_whole("crossover_bytes", crossover_bytes, 0)
         self.crossover_bytes = crossover_bytes
         self._copies = PeerCopies()
 
