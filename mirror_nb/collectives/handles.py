@@ -138,19 +138,27 @@ class Expanding(Handle):
 
 @final
 class BetweenEvents(Handle):
-    """A collective on a GPU whose own handle tells no times: two events on the current stream do.
+    """A collective on a GPU whose own handle tells no times: two events do, on the current stream as a rule.
 
-    One that goes on beside that stream counts until the stream comes to wait for it.
+    One that goes on beside that stream counts until the stream comes to wait for it, unless it is known when it has
+    `ended`.
     """
 
-    def __init__(self, handle: Handle, started: torch.cuda.Event, anchor: Anchor, device: torch.device) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        started: torch.cuda.Event,
+        anchor: Anchor,
+        device: torch.device,
+        ended: torch.cuda.Event | None = None,
+    ) -> None:
         self._handle = handle
         self._started = started
         self._anchor = anchor
         self._device = device
-        self.blocking = isinstance(handle, Finished)
+        self.blocking = ended is None and isinstance(handle, Finished)
         # It was enqueued on this very stream, on which other work follows before `wait` is called.
-        self._ended = moment(device) if self.blocking else None
+        self._ended = moment(device) if self.blocking else ended
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait as the handle does; on a GPU that is the current stream, not this thread."""

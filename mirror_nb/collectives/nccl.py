@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mirror_nb.collectives.base import CrossDeviceOps, check_whole
-from mirror_nb.collectives.gpu_clock import Anchor, between
-from mirror_nb.collectives.handles import Handle
+from mirror_nb.collectives.handles import BetweenEvents, Finished, Handle
 from mirror_nb.collectives.peer_copies import PeerCopies
 from mirror_nb.devices import Device
 from mirror_nb.values import ReduceOp
@@ -59,7 +58,7 @@ class NcclAllReduce(CrossDeviceOps):
             ended.record()
         # The allocator must not give the memory away while this stream uses it.
         flat.record_stream(self._stream)
-        return _EventHandle(started, ended, anchor, flat.device)
+        return BetweenEvents(Finished(), started, anchor, flat.device, ended)
 
     def unfit_for(self, devices: Sequence[Device]) -> str | None:
         """Return why not: CPU replicas, or a torch without NCCL."""
@@ -74,34 +73,3 @@ class NcclAllReduce(CrossDeviceOps):
     def __getstate__(self) -> dict[str, object]:
         # Streams and events belong to this process.
         return {"num_packs": self.num_packs, "_copies": self._copies}
-
-
-@final
-class _EventHandle(Handle):
-    """An all-reduce on a stream, between two events."""
-
-    def __init__(
-        self, started: torch.cuda.Event, ended: torch.cuda.Event, anchor: Anchor, device: torch.device
-    ) -> None:
-        self._started = started
-        self._ended = ended
-        self._anchor = anchor
-        self._device = device
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Have the current stream wait for it; this thread does not."""
-        torch.cuda.current_stream(self._device).wait_event(self._ended)
-
-    def done(self) -> bool:
-        """Whether the GPU has come to its end."""
-        return self._ended.query()
-
-    @property
-    def ends_after_wait(self) -> bool:
-        """Return True: the GPU is behind."""
-        return True
-
-    def times(self) -> tuple[int, int] | None:
-        """What the GPU's clock said, once it is done."""
-        started = self._anchor.reading(self._started)
-        return started, started + between(self._started, self._ended)
