@@ -150,10 +150,12 @@ class PeerSeat(Seat):
     def check(self) -> dict[str, int]:
         parameters = self._gradients.synchronized()
         own: dict[int, str] = {}
+        borne: set[str] = set()
         # The user's name where there is one, and no other bears it: `model.0.weight` says more than `Linear.weight`.
         for name, parameter in self._named() if parameters else ():
-            if name not in own.values():
-                own.setdefault(id(parameter), name)
+            if name not in borne and id(parameter) not in own:
+                own[id(parameter)] = name
+                borne.add(name)
         names = [own.get(id(parameter), name) for name, parameter in parameters.items()]
         sums = dict(zip(names, checksums(parameters.values()), strict=True))
         if sums:
