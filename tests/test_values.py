@@ -83,6 +83,7 @@ EQUAL = [
     (torch.empty(0), torch.empty(0)),
     (torch.tensor([complex(NAN, 1), 2]), torch.tensor([complex(NAN, 1), 2])),
     (torch.tensor([1.0, NAN]).to(torch.float8_e4m3fn), torch.tensor([1.0, NAN]).to(torch.float8_e4m3fn)),
+    (torch.tensor([complex(NAN, 1), 2]).to(torch.complex32), torch.tensor([complex(NAN, 1), 2]).to(torch.complex32)),
     (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
     (torch.empty(2, device="meta"), torch.empty(2, device="meta")),
     (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[0, 1])),
@@ -111,6 +112,7 @@ DIFFERENT = [
 @pytest.mark.parametrize(("first", "second"), EQUAL, ids=lambda value: type(value).__name__)
 def test_equal_values_are_one_value(first, second):
     assert same(first, second)
+    assert same(first, first)
     assert merged([first, second]) is first
 
 
