@@ -351,36 +351,19 @@ class CrossDeviceOps(abc.ABC):
         self, op: str, nbytes: int, device: torch.device, begin: Callable[[dist.ProcessGroup], dist.Work]
     ) -> None:
         """Begin and end a collective of a tensor of `nbytes` bytes, of which what is sent lies on `device`."""
-        member = self.member
-        queued = time.perf_counter_ns()
-        if self._timed_by_gpu and device.type == "cuda":
-            self._run_on_gpu(op, nbytes, device, begin, queued)
-            return
-        self._carry_out(begin)
-        if member.record is not None:
-            member.record(Timing(op, nbytes, -1, queued, queued, time.perf_counter_ns()))
-
-    def _carry_out(self, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
-        # A replica that is alone has what the result is, and in the kernel's process no group.
-        if self.member.num_replicas > 1:
-            self._complete(begin(self.member.group))
-
-    def _run_on_gpu(
-        self,
-        op: str,
-        nbytes: int,
-        device: torch.device,
-        begin: Callable[[dist.ProcessGroup], dist.Work],
-        queued: int,
-    ) -> None:
-        member = self.member
+        member, queued = self.member, time.perf_counter_ns()
 
         def complete() -> Handle:
-            self._carry_out(begin)
+            # A replica that is alone has what the result is, and in the kernel's process no group.
+            if member.num_replicas > 1:
+                self._complete(begin(member.group))
             return Finished()
 
-        self.record_ended()
-        handle = self._between_events(device, complete)
+        if self._timed_by_gpu and device.type == "cuda":
+            self.record_ended()
+            handle = self._between_events(device, complete)
+        else:
+            handle = complete()
         Reduction(handle, member.record, nbytes, -1, queued, self._unrecorded, op=op).wait()
 
     def _between_events(self, device: torch.device, begin: Callable[[], Handle]) -> Handle:
