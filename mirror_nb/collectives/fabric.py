@@ -100,7 +100,6 @@ class Fabric:
         self._carried: Tally[str] = Tally()
         # Those of kind CARRIED by name.
         self._marked = self._begun.copy(), self._carried.copy()
-        self._issued_before = 0
         # These at the last `mark`.
         self._helper: threading.Thread | None = None
 
@@ -327,12 +326,11 @@ class Fabric:
     def mark(self) -> None:
         """Count from here on."""
         self._marked = self._begun.copy(), self._carried.copy() if self._carried else _NONE
-        self._issued_before = self._issued
 
     @property
     def issued_since(self) -> int:
         """How many collectives were begun here since the last `mark`."""
-        return self._issued - self._issued_before
+        return self._issued - sum(self._marked[0])
 
     def begun(self) -> Tally[str]:
         """Return how many collectives were begun here since the last `mark`, by kind."""

@@ -118,9 +118,8 @@ def _check_owner(descriptor: int) -> None:
 def machine() -> str:
     """Name what processes must have in common to reach each other's memory: the machine, boot and container."""
     parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id",):
-        with contextlib.suppress(OSError):
-            parts.append(Path(path).read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
