@@ -346,12 +346,7 @@ class ControllerPlace(Place):
             return self._references.token(obj, wanted)
 
         kept = self._functions.get(fn)
-        moment = surroundings.moment, pool.generation
-        # Not all at each call: to look takes a third of the time of a small one.
-        if kept is None or moment != self._followed or not self._signs.hold():
-            signs = surroundings.Signs()
-            self._follow(pool)
-            self._followed, self._signs = moment, signs
+        self._follow(pool, anew=kept is None)
         function = kept or pack(fn, reference=reference, in_band=True).payload
         batches = _batches_in([*parts, *captured])
         given = (args, kwargs) if _weigh_alike(batches) else _weighed((args, kwargs))
@@ -406,10 +401,16 @@ class ControllerPlace(Place):
             warn_of_undivided(fn, self.num_replicas)
         return results
 
-    def _follow(self, pool: LocalPool) -> None:
-        followed = pool.follow_controller()
-        if followed is not None:
-            settle(followed, self._names)
+    def _follow(self, pool: LocalPool, anew: bool) -> None:
+        """Tell the replicas what this process has set for all of its code since they were told."""
+        moment = surroundings.moment, pool.generation
+        # Not all at each call: to look takes a third of the time of a small one.
+        if anew or moment != self._followed or not self._signs.hold():
+            signs = surroundings.Signs()
+            followed = pool.follow_controller()
+            if followed is not None:
+                settle(followed, self._names)
+            self._followed, self._signs = moment, signs
 
     def _take_settings(self, report: Report) -> None:
         """Take over what replica 0 tells of optimizers and schedulers, or who takes its place if it has died."""

@@ -1,7 +1,7 @@
 """What a strategy's input looks like where it stands: PerReplica batches in the controller, shares in a replica.
 
     controller:  source ─▶ global batches ─▶ one PerReplica a leaf ─▶ run ─▶ each replica its part, on its device
-    replica:     source ─▶ this replica's shares (data.py), on its device
+    replica:     source ─▶ this replica's shares (data/), on its device
 
 Knows where the code stands only to refuse `next(iterator)` inside a replica function. Names and rules are
 tf.distribute's.
@@ -448,7 +448,7 @@ class ControllerFunctionDataset(_OfController):
 @final
 @dataclass(frozen=True, slots=True)
 class ReplicaInput:
-    """Which replica its input is for, and what data.py has to be handed for it; see DistributedDataset."""
+    """Which replica its input is for, and what data/ has to be handed for it; see DistributedDataset."""
 
     replica_id: int
     num_replicas: int
