@@ -176,23 +176,8 @@ class Agreement:
                     sources.add(source)
                 entry.take_values(source, self.replica_id)
             agreed.append(entry)
-        if assigned and self.replica_id == 0:
-            warnings.warn(
-                f"the replicas had assigned different values to the Variable {listed(assigned)}, made with "
-                "VariableAggregation.NONE; since gradients train it, all have replica 0's from now on. Make it with "
-                "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign the same value on all",
-                stacklevel=users_level(),
-            )
-        if differing and self.replica_id == 0:
-            more = len(differing) - NAMED
-            rest = [f"{more} more parameter{'s' if more > 1 else ''}"] if more > 0 else []
-            whose = listed([f"replica {i}'s" for i in sorted(sources)])
-            warnings.warn(
-                f"the replicas had different values in {listed([*differing[:NAMED], *rest])}; {whose} were taken. "
-                "Build modules in the same order on every replica, from random numbers of torch, NumPy or Python. "
-                "After training without synchronisation (--no-sync) this is how they become equal again",
-                stacklevel=users_level(),
-            )
+        if self.replica_id == 0:
+            _warn(assigned, differing, sources)
         return agreed
 
     def _values_of(self, names: set[str]) -> Values:
@@ -226,6 +211,26 @@ class Agreement:
 
 def _differ(column: Iterable[Portrait | None]) -> bool:
     return len({(portrait.form, portrait.checksum) for portrait in column if portrait is not None}) > 1
+
+
+def _warn(assigned: list[str], differing: list[str], sources: set[int]) -> None:
+    if assigned:
+        warnings.warn(
+            f"the replicas had assigned different values to the Variable {listed(assigned)}, made with "
+            "VariableAggregation.NONE; since gradients train it, all have replica 0's from now on. Make it with "
+            "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign the same value on all",
+            stacklevel=users_level(),
+        )
+    if differing:
+        more = len(differing) - NAMED
+        rest = [f"{more} more parameter{'s' if more > 1 else ''}"] if more > 0 else []
+        whose = listed([f"replica {i}'s" for i in sorted(sources)])
+        warnings.warn(
+            f"the replicas had different values in {listed([*differing[:NAMED], *rest])}; {whose} were taken. "
+            "Build modules in the same order on every replica, from random numbers of torch, NumPy or Python. "
+            "After training without synchronisation (--no-sync) this is how they become equal again",
+            stacklevel=users_level(),
+        )
 
 
 def _gather(value: Any, num_replicas: int) -> list[Any]:
