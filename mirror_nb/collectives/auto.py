@@ -137,15 +137,13 @@ class AutoAllReduce(CrossDeviceOps):
         leads = member.replica_id == 0
         known = load(self._folder(), what) if leads else None
         # One replica reads, all decide by what it read: two that choose differently would wait for ever.
-        shared = torch.full((1 + 2 * len(SIZES) * len(self.candidates),), math.nan, dtype=torch.float64, device="cpu")
+        found = [(math.nan, math.nan)] * len(SIZES) * len(self.candidates)
         if known is not None:
-            shared = torch.tensor(
-                [1.0, *(x for size in SIZES for pair in known[size] for x in pair)], device="cpu"
-            ).double()
-        shared = shared.to(member.device)
+            found = [pair for size in SIZES for pair in known[size]]
+        shared = torch.tensor(found, dtype=torch.float64, device=member.device)
         self.broadcast(shared, 0)
-        if not math.isnan(float(shared[0])):
-            pairs = shared[1:].view(len(SIZES), -1, 2).tolist()
+        if not math.isnan(float(shared[0, 0])):
+            pairs = shared.view(len(SIZES), -1, 2).tolist()
             return {size: [(p50, spread) for p50, spread in row] for size, row in zip(SIZES, pairs, strict=True)}
         times = self._measured()
         if leads and all(p50 < _WRONG for row in times.values() for p50, _ in row):
