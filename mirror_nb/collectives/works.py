@@ -74,18 +74,14 @@ class SharedWork(dist._Work):
     ) -> None:
         super().__init__()
         self._fabric = fabric
-        self._exchange = exchange
+        self.exchange = exchange
         self._result = result
         self._seconds = seconds
         self.owner = id(owner)
         self.since = 0.0
 
-    @property
-    def exchange(self) -> Exchange:
-        return self._exchange
-
     def wait(self, timeout: timedelta | None = None) -> bool:
-        exchange = self._exchange
+        exchange = self.exchange
         if not exchange.ended:
             state.begin(self)
             try:
@@ -99,22 +95,22 @@ class SharedWork(dist._Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        if not self._exchange.ended:
+        if not self.exchange.ended:
             self._fabric.progress()
-        return self._exchange.ended
+        return self.exchange.ended
 
     def is_success(self) -> bool:
-        return self._exchange.ended and self._exchange.error is None
+        return self.exchange.ended and self.exchange.error is None
 
     def exception(self) -> BaseException | None:
-        return self._exchange.error
+        return self.exchange.error
 
     def result(self) -> Any:
         self.wait()
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        exchange, fabric = self._exchange, self._fabric
+        exchange, fabric = self.exchange, self._fabric
         future: torch.futures.Future[Any] = torch.futures.Future()
         with contextlib.suppress(ReplicaTimeout):
             if not exchange.ended:
@@ -129,7 +125,7 @@ class SharedWork(dist._Work):
         return chained
 
     def _outcome(self) -> list[torch.Tensor]:
-        self._exchange.outcome()
+        self.exchange.outcome()
         return self._result
 
     def _tell(self, future: torch.futures.Future[Any]) -> None:
