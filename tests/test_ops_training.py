@@ -469,6 +469,20 @@ def test_the_strategy_takes_ops_and_options_and_changes_them_between_steps(alone
     assert losses == pytest.approx(alone, rel=0, abs=1e-5)
 
 
+@pytest.mark.parametrize("ops", ["shared_memory", "hierarchical_copy", "one_device", "gloo"])
+def test_flags_that_replicas_assign_to_a_sum_are_joined_by_each_op(ops):
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"], ops) as strategy:
+        with strategy.scope():
+            seen = mnb.Variable([False, False, False], aggregation="sum", trainable=False)
+
+        def see() -> None:
+            mine = mnb.get_replica_context().replica_id_in_sync_group
+            seen.assign(torch.tensor([False, mine == 1, True]))
+
+        strategy.run(see)
+        assert seen.numpy().tolist() == [False, True, True]
+
+
 class Undecided(CrossDeviceOps):
     def start(self, op, flat):
         return None

@@ -41,8 +41,8 @@ _SMALL_BYTES = 64
 
 _LISTED = 8
 # Leaves in an error.
-_CARRIERS = {torch.int16: torch.int32, **CARRIERS}
-# gloo adds no tensors of these dtypes.
+_CARRIERS = {torch.bool: torch.int32, torch.int16: torch.int32, **CARRIERS}
+# gloo, or an op, adds no tensors of these dtypes.
 
 
 @dataclass(frozen=True, slots=True)
