@@ -119,6 +119,33 @@ def test_several_strategies_in_a_script_have_one_place_and_another_kind_may_stan
         assert found == [1, 2, 3, 1.5, 1.5, 3.0, mixing, 2.0, 1, 0, False, "closed"]
 
 
+SUMS = """
+import json, os, sys
+import torch
+import mirror_nb as mnb
+from mirror_nb.values import same
+
+strategy = mnb.MirroredStrategy()
+found = []
+for dtype in (torch.bfloat16, torch.float32):
+    drawn = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    total = drawn[0].double() + drawn[1].double() + drawn[2].double()
+    expected = total.to(dtype) if dtype is torch.bfloat16 else drawn[0] + drawn[1] + drawn[2]
+    mine = drawn[strategy.replica_id]
+    inside = strategy.run(lambda: mnb.get_replica_context().all_reduce("sum", mine))
+    found += [same(strategy.reduce("sum", mine), expected), same(inside, expected)]
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump(found, file)
+strategy.close()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_scripts_sums_are_those_of_a_notebook_in_every_bit(tmp_path):
+    assert written_by(3, tmp_path, SUMS) == [[True] * 4] * 3
+
+
 SEEDED = """
 import json, os, random, sys
 import numpy as np
@@ -143,15 +170,15 @@ os._exit(0)
 """
 
 
-def written_by_two(folder: Path, source: str) -> list[Any]:
-    """Return what a script writes as JSON that two ranks run; its argument is the folder, each file is a rank's."""
+def written_by(n: int, folder: Path, source: str) -> list[Any]:
+    """Return what a script writes as JSON that n ranks run; its argument is the folder, each file is a rank's."""
     (folder / "script.py").write_text(source)
-    launch([sys.executable, str(folder / "script.py"), str(folder)], 2, {"TMPDIR": str(folder)})
-    return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
+    launch([sys.executable, str(folder / "script.py"), str(folder)], n, {"TMPDIR": str(folder)})
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(n)]
 
 
 def test_a_script_seeds_its_replicas_before_and_after_it_makes_the_strategy(tmp_path):
-    found = written_by_two(tmp_path, SEEDED)
+    found = written_by(2, tmp_path, SEEDED)
     expected = []
     for seed in (7, 8):
         torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
@@ -187,7 +214,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_that_seeds_again_with_the_seed_of_before_makes_the_same_again(tmp_path):
-    found = written_by_two(tmp_path, SEEDED_AGAIN)
+    found = written_by(2, tmp_path, SEEDED_AGAIN)
     names: dict[str, Any] = {"__name__": "script"}
     exec(SEEDED_AGAIN, names)
     alone = names["made"](mnb.OneDeviceStrategy("cpu:0"))
@@ -256,7 +283,7 @@ os._exit(0)
 
 
 def test_a_script_that_trains_what_it_has_made_outside_the_scope_is_told_so_once(tmp_path):
-    for rank, (by_run, by_loop, inside, mirrored, *wrapped, total) in enumerate(written_by_two(tmp_path, OUTSIDE)):
+    for rank, (by_run, by_loop, inside, mirrored, *wrapped, total) in enumerate(written_by(2, tmp_path, OUTSIDE)):
         for said, equal in (by_run, by_loop):
             assert (len(said), equal) == (1 - rank, False)
             assert all("the SGD trains a Parameter of shape (1, 2) that was made outside" in words for words in said)

@@ -258,7 +258,12 @@ class Peers:
     def _begin(self, flat: Tensor) -> Any:
         """Begin a sum, by the strategy's cross-device ops where they do it in another way than the process group."""
         ops = self._ops()
-        if ops is None or isinstance(ops, _AS_THE_GROUP) or flat.device.type != ops.member.device.type:
+        if (
+            ops is None
+            or flat.device.type != ops.member.device.type
+            # A group that a launcher has made knows no shared memory.
+            or (isinstance(ops, _AS_THE_GROUP) and ops.own_fabric is None)
+        ):
             return dist.all_reduce(flat, async_op=True)
         return ops.all_reduce(ReduceOp.SUM, flat)
 
