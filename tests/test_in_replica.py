@@ -296,6 +296,7 @@ def test_a_call_that_one_replica_leaves_out_ends_with_an_error_and_not_in_a_hang
 def test_an_epoch_that_one_replica_leaves_out_is_an_error_that_says_how_to_decide_together(replicas):
     pool = replicas(2)
     source = """
+import torch
 for epoch in range(3):
     for (a,) in strategy.distribute_dataset((torch.ones(4, 1),), batch_size=2):
         pass
