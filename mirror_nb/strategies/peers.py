@@ -170,7 +170,7 @@ class Peers:
         word[16 : 16 + len(small)] = small
         self._announce()
         with self._explained(call):
-            table = self._rows(torch.frombuffer(word, dtype=torch.int64), _in_words(call, form))
+            table = torch.stack(self._rows(torch.frombuffer(word, dtype=torch.int64), _in_words(call, form)))
             extras: list[int] = table[:, 1].tolist()
             if len(set(table[:, 0].tolist())) > 1:
                 return extras, self._settle(_Call(call, form)), None
@@ -178,15 +178,20 @@ class Peers:
             raise UsageError(form.problem)
         return extras, form.leaves, table[:, 2:].contiguous()
 
-    def _rows(self, mine: Tensor, what: str) -> Tensor:
-        """Gather a small tensor of each replica, where gradients are reduced too, if the replicas share memory.
+    def _rows(self, mine: Tensor, what: str | None = None) -> list[Tensor]:
+        """Return a flat tensor of each replica, by memory that they share if they do: all hear `what` it is.
 
-        There those that are at another call meet this one, and all are told `what` it is.
+        There those that are at another call meet this one.
         """
         ops = self._ops()
         fabric, limit = (None, None) if ops is None else (ops.fabric, ops.member.timeout_seconds)
-        mine = mine if fabric is not None else mine.to(word_device(self.device))
+        on_gpu = mine.device.type != "cpu"
+        mine = mine if on_gpu or fabric is not None else mine.to(word_device(self.device))
         rows = [torch.empty_like(mine) for _ in range(self.num_replicas)]
+        if on_gpu:
+            # This thread does not wait for it.
+            dist.all_gather(rows, mine)
+            return rows
         try:
             if fabric is not None:
                 fabric.wait(fabric.all_gather(rows, mine, what), limit)
@@ -194,7 +199,7 @@ class Peers:
                 WorkHandle([dist.all_gather(rows, mine, async_op=True)]).wait(limit)
         except ReplicaTimeout as late:
             raise named(late, limit) from late.__cause__
-        return torch.stack(rows).cpu()
+        return [row.cpu() for row in rows]
 
     def _settle(self, call: _Call) -> tuple[Leaf, ...]:
         """Gather what every replica wanted, and find the one thing they all mean, or raise."""
@@ -277,9 +282,7 @@ class Peers:
         if not padded.numel():
             return rows.new_zeros((sum(sizes), *rows.shape[1:])).movedim(0, axis)
         # As bytes: gloo gathers not every dtype.
-        mine = padded.reshape(-1).view(torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self.num_replicas)]
-        dist.all_gather(parts, mine)
+        parts = self._rows(padded.reshape(-1).view(torch.uint8))
         whole = [part.view(tensor.dtype).view(padded.shape)[:size] for part, size in zip(parts, sizes, strict=True)]
         return torch.cat(whole).movedim(0, axis)
 
@@ -287,21 +290,14 @@ class Peers:
         """Return every replica's list of numbers, which are equally many."""
         if self.num_replicas == 1:
             return [list(mine)]
-        word = torch.tensor(mine, dtype=torch.int64, device=word_device(self.device))
-        rows = [torch.empty_like(word) for _ in range(self.num_replicas)]
-        dist.all_gather(rows, word)
-        return [row.tolist() for row in rows]
+        return [row.tolist() for row in self._rows(torch.tensor(mine, dtype=torch.int64, device="cpu"))]
 
     def exchanged(self, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
         """Return every replica's bytes; `lengths` are theirs."""
         if self.num_replicas == 1:
             return [mine]
-        device = word_device(self.device)
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded)
-        return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+        padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+        return [row[:length].numpy().tobytes() for row, length in zip(self._rows(padded), lengths, strict=True)]
 
     def first(self, tensor: Tensor) -> Tensor:
         """Return replica 0's tensor, of agreed shape and dtype, on every replica."""
