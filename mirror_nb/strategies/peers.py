@@ -267,7 +267,7 @@ class Peers:
             ops is None
             or flat.device.type != ops.member.device.type
             # A group that a launcher has made knows no shared memory.
-            or (isinstance(ops, _AS_THE_GROUP) and ops.own_fabric is None)
+            or (isinstance(ops, _AS_THE_GROUP) and (flat.is_cuda or ops.own_fabric is None))
         ):
             return dist.all_reduce(flat, async_op=True)
         return ops.all_reduce(ReduceOp.SUM, flat)
