@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 import reprlib
 import time
 from collections import deque
@@ -511,12 +512,15 @@ def word_device(own: torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def _fabric_over(member: Member) -> Fabric | None:
-    def gather(value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * member.num_replicas
-        dist.all_gather_object(gathered, value, group=member.group)
-        return gathered
+def gathered(value: Any, num_replicas: int, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every replica's value, in order; values are pickled. `group`: None is the default one."""
+    found: list[Any] = [None] * num_replicas
+    dist.all_gather_object(found, value, group=group)
+    return found
 
+
+def _fabric_over(member: Member) -> Fabric | None:
+    gather = functools.partial(gathered, num_replicas=member.num_replicas, group=member.group)
     try:
         seconds = member.timeout_seconds or _seconds_of(member.group)
         return Fabric.form(gather, member.replica_id, member.num_replicas, seconds)

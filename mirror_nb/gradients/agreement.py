@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from mirror_nb.collectives.base import gathered
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.gradients.buckets import Agreed
 from mirror_nb.gradients.matching import Offer, Portrait, Values, made_alike, match
@@ -112,15 +112,15 @@ class Agreement:
             frozenset(dead),
             frozenset(tracked.key for tracked in left),
         )
-        offers = _gather(offer, self.num_replicas)
+        offers = gathered(offer, self.num_replicas)
         contested = {entry[0] for other in offers for entry in other.unknown if not made_alike(offers, entry[0])}
-        there = _gather(self._values_of(contested), self.num_replicas) if contested else []
+        there = gathered(self._values_of(contested), self.num_replicas) if contested else []
         mine = [keys[self.replica_id] for keys in match(offers, there)]
         portraits = self._portraits(mine)
         doubted = {key[0] for key, column in zip(mine, portraits, strict=True) if _differ(column)} - contested
         if doubted:
             # One may have got in a parcel what others made, and has it as a later one of that name.
-            there = _gather(self._values_of(contested | doubted), self.num_replicas)
+            there = gathered(self._values_of(contested | doubted), self.num_replicas)
             mine = [keys[self.replica_id] for keys in match(offers, there, doubted)]
             portraits = self._portraits(mine)
         new = self._compare([self._tracked.get(key) for key in mine], [name for name, _ in mine], portraits)
@@ -140,7 +140,7 @@ class Agreement:
         held = (self._tracked.get(key) for key in keys)
         parameters = [None if tracked is None else tracked.parameter() for tracked in held]
         portraits = [None if parameter is None else Portrait.of(parameter) for parameter in parameters]
-        return list(zip(*_gather(portraits, self.num_replicas), strict=True))
+        return list(zip(*gathered(portraits, self.num_replicas), strict=True))
 
     def _compare(
         self,
@@ -231,9 +231,3 @@ def _warn(assigned: list[str], differing: list[str], sources: set[int]) -> None:
             "After training without synchronisation (--no-sync) this is how they become equal again",
             stacklevel=users_level(),
         )
-
-
-def _gather(value: Any, num_replicas: int) -> list[Any]:
-    gathered: list[Any] = [None] * num_replicas
-    dist.all_gather_object(gathered, value)
-    return gathered

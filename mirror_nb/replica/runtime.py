@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import _utils as torch_loaders
 
 from mirror_nb.collectives import process_group
-from mirror_nb.collectives.base import Member
+from mirror_nb.collectives.base import Member, gathered
 from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.data.batches import to_device
 from mirror_nb.devices import Device
@@ -334,8 +334,7 @@ class Replica:
 
         Nor which step is the next.
         """
-        offers: list[Any] = [None] * self.identity.num_replicas
-        dist.all_gather_object(offers, (self._choices, self.recorder.step))
+        offers = gathered((self._choices, self.recorder.step), self.identity.num_replicas)
         self.recorder.begin_generation(generation, max(step for _, step in offers))
         counts = [choices for choices, _ in offers]
         latest = max(counts)

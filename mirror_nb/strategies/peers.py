@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror_nb.collectives.base import CrossDeviceOps, word_device
+from mirror_nb.collectives.base import CrossDeviceOps, gathered, word_device
 from mirror_nb.collectives.gloo import GlooAllReduce
 from mirror_nb.collectives.handles import WorkHandle, named
 from mirror_nb.collectives.headers import MERGE_CALL, UNEVEN_MERGE_CALLS
@@ -203,8 +203,7 @@ class Peers:
 
     def _settle(self, call: _Call) -> tuple[Leaf, ...]:
         """Gather what every replica wanted, and find the one thing they all mean, or raise."""
-        calls: list[Any] = [None] * self.num_replicas
-        dist.all_gather_object(calls, call)
+        calls: list[_Call] = gathered(call, self.num_replicas)
         if len({other.name for other in calls}) > 1:
             raise _different_calls(calls)
         forms = [other.form for other in calls]

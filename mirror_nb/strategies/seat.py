@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mirror_nb.collectives.base import as_sent, word_device
+from mirror_nb.collectives.base import as_sent, gathered, word_device
 from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.replica.scope import Scope
 from mirror_nb.steps.recorder import Recorder
@@ -202,10 +202,7 @@ class PeerSeat(Seat):
         return tensor.to(word_device(self.device)) if tensor.device.type == "cpu" else tensor
 
     def collect(self, value: Any) -> list[Any]:
-        values: list[Any] = [value] * self.num_replicas
-        if self.num_replicas > 1:
-            dist.all_gather_object(values, value)
-        return values
+        return gathered(value, self.num_replicas) if self.num_replicas > 1 else [value]
 
     def hand_out(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         if self.num_replicas == 1:
