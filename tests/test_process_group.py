@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -674,6 +675,24 @@ def test_an_abort_ends_every_kind_of_wait(crew: Crew, name: str) -> None:
     kind, message, _ = crew.error(0).args
     assert kind in ("PeerFailed", "RuntimeError")
     assert "replica 2 died" in message
+
+
+def test_a_monitored_barrier_meets_though_another_thread_begins_what_was_before_it(crew: Crew) -> None:
+    class Emptied(deque[Any]):
+        """What waits to begin, where the last of it is begun as soon as somebody has seen that there is one."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    def meet(_: int) -> None:
+        group: Any = dist.group.WORLD
+        before, group._announced = group._announced, Emptied()
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=DEADLINE))
+        finally:
+            group._announced = before
+
+    crew.call(meet)
 
 
 def test_an_abort_ends_a_collective_in_a_subgroup(crew: Crew) -> None:

@@ -315,9 +315,11 @@ class InterruptibleGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         inner: Any = self._living()
         limit = timeout if timeout else timedelta(seconds=self._seconds)
-        if self.shared is not None and self._announced:
-            # It counts among gloo's collectives: what was begun before has to come before it on every replica.
-            self.shared.wait(self._announced[-1][0], limit.total_seconds())
+        if self.shared is not None:
+            # It counts among gloo's collectives: what was begun before, which another thread may begin just now, has
+            # to come before it on every replica.
+            for exchange, *_ in list(self._announced)[-1:]:
+                self.shared.wait(exchange, limit.total_seconds())
         # Replica 0 waits for its peers one after the other.
         operation = Operation("monitored_barrier", (), limit.total_seconds() * self.size(), self)
         state.begin(operation)
