@@ -459,10 +459,13 @@ def test_what_a_survivor_has_counted_is_counted_once(two):
         (lambda two, value, optimizer: float(optimizer.state_dict()["state"][0]["step"]), 2.0),
         (lambda two, value, optimizer: optimizer.zero_grad(), None),
         (lambda two, value, optimizer: bool(two.compare_parameters()), True),
+        (lambda two, value, optimizer: float(value.assign(3.0)), 3.0),
+        (lambda two, value, optimizer: float(value.fill_(3.0)), 3.0),
+        (lambda two, value, optimizer: setattr(value, "data", torch.tensor(3.0, dtype=torch.float64)), None),
     ],
-    ids=["variable", "components", "state", "gradients", "comparison"],
+    ids=["variable", "components", "state", "gradients", "comparison", "assigned", "written", "of another dtype"],
 )
-def test_what_is_read_while_a_replica_dies_is_asked_again(two, read, expected, monkeypatch):
+def test_what_is_read_or_set_while_a_replica_dies_is_asked_again(two, read, expected, monkeypatch):
     with two.scope():
         value, model = mnb.Variable(1.0, trainable=False), nn.Linear(2, 1)
         optimizer = torch.optim.Adam(model.parameters())

@@ -133,7 +133,11 @@ class ControllerHome:
         for replica_id, own in _kept(variable).items():
             apply_assign(own, how, select(share, replica_id))
         if self._replicas.has_sent(variable):
-            self._replicas.command(apply_assign, (variable, how, share), changes=False)
+            # What is set may be set twice, what is added may not.
+            if how == "assign":
+                self._replicas.ask(apply_assign, (variable, how, share))
+            else:
+                self._replicas.command(apply_assign, (variable, how, share), changes=False)
         return variable
 
     def _share(self, variable: Variable, how: str, value: Any) -> Any:
@@ -203,7 +207,7 @@ class ControllerHome:
             apply_assign(own, "assign", value)
         if self._replicas.has_sent(variable):
             try:
-                self._replicas.command(apply_assign, (variable, "assign", value), changes=False)
+                self._replicas.ask(apply_assign, (variable, "assign", value))
             except BaseException:
                 variable._writes = known  # type: ignore[attr-defined]
                 raise
@@ -221,7 +225,7 @@ class ControllerHome:
             set_data(own, value.clone())
         self._settle(variable)
         if self._replicas.has_sent(variable):
-            self._replicas.command(replace_component, (variable, value), changes=False)
+            self._replicas.ask(replace_component, (variable, value))
 
     def froze(self, variable: Variable) -> None:
         if self._replicas.has_sent(variable):
