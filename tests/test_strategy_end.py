@@ -111,6 +111,9 @@ def test_a_strategy_that_is_dropped_gives_everything_back():
 
 
 def test_what_was_trained_outlives_its_strategy_and_the_replicas_go_with_it():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as first:
+        # What one leaves for the next, the forkserver say, stays.
+        first.run(int)
     before = held()
     strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
     model = trained(strategy)
