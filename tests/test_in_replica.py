@@ -230,6 +230,25 @@ values([
     assert cell(replicas(2), source) == [expected] * 2
 
 
+def test_what_is_gathered_in_inference_mode_any_thread_may_carry_on(replicas):
+    source = """
+shared, into = torch.distributed.group.WORLD.shared, []
+gather = shared.all_gather
+
+def watched(outputs, *about):
+    into.extend(output.is_inference() for output in outputs)
+    return gather(outputs, *about)
+
+shared.all_gather = watched
+with torch.inference_mode():
+    found = strategy.gather(torch.ones(300_000), 0)
+del shared.all_gather
+values([found.sum(), any(into), len(into) > 0])
+"""
+    for total, inference, watched in cell(replicas(2), source):
+        assert (total, inference, watched) == (600_000, False, True)
+
+
 def test_a_number_takes_the_dtype_of_the_others_tensor(replicas):
     source = """
 loss = torch.tensor(2.0, dtype=torch.float64) if replica_id else 1

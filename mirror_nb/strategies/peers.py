@@ -187,7 +187,9 @@ class Peers:
         fabric, limit = (None, None) if ops is None else (ops.fabric, ops.member.timeout_seconds)
         on_gpu = mine.device.type != "cpu"
         mine = mine if on_gpu or fabric is not None else mine.to(word_device(self.device))
-        rows = [torch.empty_like(mine) for _ in range(self.num_replicas)]
+        with torch.inference_mode(False):
+            # A thread that is in no such mode may carry it on.
+            rows = [torch.empty_like(mine) for _ in range(self.num_replicas)]
         if on_gpu:
             # This thread does not wait for it.
             dist.all_gather(rows, mine)
