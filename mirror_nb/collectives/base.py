@@ -305,6 +305,8 @@ class CrossDeviceOps(abc.ABC):
         return [part.to(tensor.device) for part in parts] if mine else None
 
     @final
+    # Who writes to it, the others' words on the way to it too, may be in another mode.
+    @torch.inference_mode(False)
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of zeros on this replica's device, where the replicas can reduce it without a copy.
 

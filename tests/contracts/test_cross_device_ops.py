@@ -296,7 +296,10 @@ for numel in (3, 100_003):
             made, later = torch.ones(numel, dtype=dtype), torch.ones(numel, dtype=dtype)
             assert reduced(made)[-1] == num_replicas
             under_way = ops.all_reduce("sum", later)
+            room = ops.allocate(numel, dtype)
         under_way.wait()
+        assert reduced(room.fill_(1))[-1] == num_replicas
+        ops.release(room)
         assert later[-1] == num_replicas and reduced(made)[-1] == num_replicas ** 2
 """,
     )
