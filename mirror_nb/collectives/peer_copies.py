@@ -169,6 +169,8 @@ def _of(rooms: Rooms, room: int, piece: Tensor) -> Tensor:
     return rooms.memory[room, : piece.nbytes].view(piece.dtype)
 
 
+# They are written to in every mode.
+@torch.inference_mode(False)
 def mapped(member: Member, fabric: Fabric) -> Sequence[Rooms]:
     """Make this replica's rooms and map the others'; every replica calls it. Empty where one of them cannot."""
     told, mine, why = b"", None, ""
