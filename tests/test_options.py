@@ -108,6 +108,20 @@ def test_the_controller_does_not_ask_which_gpus_reach_each_other(monkeypatch):
     assert not asked
 
 
+def test_memory_that_gpus_map_and_that_is_made_in_inference_mode_is_written_to_outside(monkeypatch):
+    torchs = SimpleNamespace(
+        empty=lambda numel, dtype, device: torch.empty(numel, dtype=dtype),
+        _SymmetricMemory=SimpleNamespace(rendezvous=lambda room, group: None),
+    )
+    monkeypatch.setattr(symmetric_memory, "importlib", SimpleNamespace(import_module=lambda name: torchs))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    ops, shared = SymmetricMemoryAllReduce(64), symmetric_memory._Shared(None, "")
+    ops.bind(Member(0, 1, torch.device("cuda:0"), Carrying()))
+    with torch.inference_mode():
+        room, _ = ops._room(shared, torch.float32)
+    assert room.fill_(1.0).sum() == 16
+
+
 def test_gpus_that_are_not_visible_here_are_not_asked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: pytest.fail("Invalid device id"))

@@ -120,6 +120,8 @@ class SymmetricMemoryAllReduce(CrossDeviceOps):
             self._shared = _Shared.of(self.member, fabric)
         return self._shared
 
+    # It is written to in every mode.
+    @torch.inference_mode(False)
     def _room(self, shared: _Shared, dtype: torch.dtype) -> tuple[Tensor, torch.cuda.Event]:
         """Memory of this dtype that all map, made at the first use; every replica comes here for the same one."""
         if dtype not in shared.rooms:
