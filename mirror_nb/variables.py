@@ -375,7 +375,7 @@ def first_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
             return value.detach().to(dtype=dtype, copy=True) if dtype else value.detach().clone()
         return torch.as_tensor(value, dtype=dtype).clone()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"a Variable holds numbers, not {value!r}: {error}") from error
+        raise UsageError(f"a Variable holds numbers, not {value!r:.200}: {error}") from error
 
 
 def plain(value: Tensor, **options: Any) -> PlainVariable:
@@ -591,7 +591,7 @@ def as_value(variable: Variable, how: str, value: Any) -> Tensor:
             else:
                 tensor = torch.as_tensor(value, device=value.device if isinstance(value, Tensor) else "cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"cannot {how} {value!r} to {variable.name}: {error}") from error
+        raise UsageError(f"cannot {how} {value!r:.200} to {variable.name}: {error}") from error
     check_summable(tensor, how)
     if own.layout is torch.strided:
         tensor = tensor.to_dense()
@@ -611,7 +611,7 @@ def as_value(variable: Variable, how: str, value: Any) -> Tensor:
         # Once more: numbers of Python's became torch's default dtype, which may round them, or hides an overflow.
         return torch.as_tensor(value, dtype=own.dtype, device=own.device)
     except (RuntimeError, OverflowError) as error:
-        raise UsageError(f"cannot {how} {value!r} to {variable.name} of {own.dtype}: {error}") from error
+        raise UsageError(f"cannot {how} {value!r:.200} to {variable.name} of {own.dtype}: {error}") from error
 
 
 # --------------------------------------------------------------------------- as a tensor

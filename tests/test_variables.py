@@ -137,6 +137,13 @@ def test_options_that_make_no_sense(options, message):
         MirroredVariable(1.0)
 
 
+@pytest.mark.parametrize("call", [Variable, lambda value: Variable(0.0).assign(value)])
+def test_of_a_long_value_that_holds_no_numbers_the_beginning_is_told(call):
+    with pytest.raises(UsageError) as told:
+        call(["word"] * 10_000)
+    assert len(str(told.value)) < 400
+
+
 def test_operations_give_plain_tensors_and_lead_gradients_back():
     variable = Variable(3.0)
     loss = torch.nn.functional.mse_loss(variable * 2, torch.tensor(0.0))
