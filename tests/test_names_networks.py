@@ -634,3 +634,13 @@ def test_a_network_that_was_given_a_part_here_gets_its_earlier_values_back_in_a_
     notebook.here("net.seen = torch.ones(1)")
     notebook.cell("net.load_state_dict(best, strict=False)")
     notebook.here("assert net.seen.item() == 0")
+
+
+def test_a_tensor_with_a_name_that_a_cell_gives_a_network_is_that_tensor_here(notebook):
+    notebook.here(f"{NET}\nseen = torch.ones(2)")
+    notebook.cell("net")
+    notebook.cell("net.seen = seen")
+    assert notebook.user_ns["net"].seen is notebook.user_ns["seen"]
+    notebook.here("seen += 1")
+    notebook.cell("total = net.seen.sum().item()")
+    assert notebook.user_ns["total"] == 4

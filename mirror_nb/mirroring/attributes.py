@@ -352,7 +352,7 @@ def _named_of(part: nn.Module, named: Mapping[int, Sequence[str]]) -> Iterable[t
 
 
 def _is_mirrored(value: object) -> bool:
-    return isinstance(value, (nn.Module, torch.Tensor)) or is_told(value)
+    return isinstance(value, (nn.Module, nn.Parameter)) or is_told(value)
 
 
 def set_named(part: nn.Module, attribute: str, value: object) -> None:
