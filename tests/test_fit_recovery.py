@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import mirror_nb as mnb
 from mirror_nb.errors import ReplicaDied
@@ -219,6 +220,33 @@ def test_a_replica_that_dies_between_two_steps_is_missed_at_the_next(strategies,
     strategy = strategies(2)
     killer = KillsBetween(strategy, 10, (0,))
     same(trained(made(strategy, tmp_path), callbacks=[killer]), undisturbed(2))
+
+
+class Stream(IterableDataset[Any]):
+    """As long as three epochs of it, and no more."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(4):
+            yield from zip(X.roll(start, 0), Y.roll(start, 0), strict=True)
+
+
+@pytest.mark.parametrize("at", ["on_epoch_begin", "on_train_batch_end", "on_test_end"])
+def test_a_stream_that_goes_on_from_epoch_to_epoch_is_taken_up_where_it_stood(at, strategies, tmp_path):
+    strategy, calls = strategies(2), []
+
+    def strike(*_: Any) -> None:
+        calls.append(at)
+        # In the second epoch, which the stream is in the middle of.
+        if len(calls) == (STEPS + 3 if at == "on_train_batch_end" else 2):
+            kill(strategy, 1)
+
+    def fit(name: str, **arguments: Any) -> Any:
+        data = DataLoader(Stream(), batch_size=7)
+        return trained(made(strategy, tmp_path / name), data, steps_per_epoch=STEPS, **arguments)
+
+    killer = mnb.callbacks.LambdaCallback(**{at: lambda *args, logs=None: strike()})
+    same(fit("struck", callbacks=[killer]), fit("whole"))
+    assert len(calls) > 2
 
 
 @pytest.mark.parametrize("victim", [0, 1])

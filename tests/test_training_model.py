@@ -798,6 +798,40 @@ def test_a_backup_in_the_middle_of_an_epoch_ends_on_the_same_weights(place, name
         assert history.history[key] == pytest.approx(values)
 
 
+class Numbers(IterableDataset[Any]):
+    """A stream that has more batches than an epoch takes."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(X.roll(1, 0), Y.roll(1, 0), strict=True)
+
+
+@pytest.mark.parametrize(("save_freq", "stop"), [("epoch", (2, 0)), (1, (1, 1)), (1, (1, 2)), (2, (2, 0))])
+def test_a_stream_that_goes_on_from_epoch_to_epoch_is_taken_up_where_it_stood(place, save_freq, stop, tmp_path):
+    def fit(model: mnb.Model, *callbacks: Any) -> mnb.History:
+        loader = DataLoader(Numbers(), batch_size=3)
+        torch.manual_seed(9)
+        return model.fit(loader, epochs=4, steps_per_epoch=3, verbose=0, callbacks=list(callbacks))
+
+    whole = made(place)
+    expected = fit(whole)
+    with pytest.raises(Fails):
+        fit(made(place), Stops(*stop), mnb.callbacks.BackupAndRestore(tmp_path, save_freq=save_freq))
+    again = made(place)
+    history = fit(again, mnb.callbacks.BackupAndRestore(tmp_path, save_freq=save_freq))
+    assert equal(weights(again), weights(whole))
+    assert history.history["loss"] == pytest.approx(expected.history["loss"])
+
+
+@pytest.mark.parametrize("hooks", [(), ("on_test_batch_end",)])
+def test_every_validation_sees_the_first_batches_of_a_stream(place, hooks):
+    watch = mnb.callbacks.LambdaCallback(**{name: lambda batch, logs: None for name in hooks})
+    model = made(place, optimizer=("sgd", {"lr": 0.0}))
+    stream = DataLoader(Numbers(), batch_size=3)
+    history = model.fit(X, Y, epochs=3, validation_data=stream, validation_steps=2, verbose=0, callbacks=[watch])
+    first = model.evaluate(stream, steps=2, verbose=0)
+    assert history.history["val_loss"] == pytest.approx([first] * 3)
+
+
 def test_a_training_saved_on_two_replicas_goes_on_alone(two, tmp_path):
     def plain() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

@@ -326,6 +326,7 @@ class Fit:
             "epoch": self._epoch,
             "feed": found.feed,
             "feed_is_behind": found.feed_is_behind,
+            "stream": found.stream,
             # Of an epoch that has not begun nothing is done.
             "step": landmark.step if landmark.epoch == self._epoch else 0,
             "noise": None if self._position is None else self._position.get("noise"),
@@ -497,6 +498,7 @@ def _position(kept: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "scaler": first["scaler"],
         "feed": first["feed"],
+        "stream": first["stream"],
         "noise": first["noise"],
         "grouped": first["grouped"],
         "gradients": first["gradients"],

@@ -55,6 +55,8 @@ class Whereabouts:
     feed: dict[str, Any]
     feed_is_behind: bool
     # The epoch that it is in has not been closed.
+    stream: tuple[int, int] | None
+    # See `Job._reached`: at the landmark.
     shared: dict[str, Any]
     # Random numbers that all replicas have in common.
 
@@ -237,19 +239,20 @@ class Training(Scoring):
 
     def whereabouts(self) -> Whereabouts:
         """Return where this replica was left."""
-        updates = self._model._updates
+        updates, here = self._model._updates, self._here
         steps_inside = self._steps_by_itself or self._closure
         with self._seat.averaging(), self._seat.shared_randomness():
             shared = self._seat.random_state()
         return Whereabouts(
             updates=updates,
             scheduled=self._model._scheduled,
-            landmark=self._here,
+            landmark=here,
             broken=steps_inside and self._buffers_of == updates and self._versions != self._parameters_version(),
             totals=self._totals(),
             scaler=None if self._scaler is None else self._scaler.state_dict(),
             feed=self._feed.state(),
-            feed_is_behind=self._shares is not None,
+            feed_is_behind=self._shares is not None and self._feed.num_batches is not None,
+            stream=self._reached(here.step if here is not None and here.epoch == self._epoch else 0),
             shared=shared,
         )
 
@@ -524,6 +527,7 @@ class Training(Scoring):
             **(states_of(self._optimizer, self._scheduler) if with_optimizer else {}),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "feed": self._feed.state(),
+            "stream": self._reached(self.step),
             "noise": self._noise,
             "shared": shared,
             "grouped": self._grouped,
@@ -565,6 +569,9 @@ class Training(Scoring):
         self._feed.load_state(position["feed"])
         self._feed_is_behind = position.get("feed_is_behind", False)
         self.step, self._resumed = position["step"], position.get("epoch")
+        if position.get("stream") is not None:
+            begun, batches = position["stream"]
+            self._stream = begun, batches - self.step
         if position.get("noise") is not None:
             self._noise = position["noise"]
         self._set_random_states(position["random"])

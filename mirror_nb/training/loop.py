@@ -149,10 +149,14 @@ class Job(ABC):
         self._epoch = -1
         self._resumed: int | None = None
         # The epoch that `step` is of, where it was begun elsewhere.
+        self._stream: tuple[int, int] | None = None
+        # Of one that goes on over several epochs: the one that it was begun in, and its batches before this one.
         self.step = 0
         self.examples = 0
         self.stopped = False
         known = self._feed.num_batches
+        self._goes_on = self.trains and known is None
+        # An epoch that `steps` ends in the middle of a stream is followed by the stream's next part, as in Keras.
         self._length = known if task.steps is None else task.steps if known is None else min(known, task.steps)
         self._ended = False
         self._feed_is_behind = False
@@ -205,7 +209,8 @@ class Job(ABC):
                 if self._is_to_end():
                     break
         if self._ended:
-            self._close_shares()
+            if self._ahead is None or not self._goes_on:
+                self._close_shares()
             if self.trains:
                 self._end_record()
         return self._advanced()
@@ -220,7 +225,7 @@ class Job(ABC):
 
     def _begin(self, epoch: int) -> None:
         if self._epoch != -1 or self._resumed not in (None, epoch):
-            self.step = 0
+            self._stream, self.step = self._reached(self.step), 0
         self.examples, self._epoch = 0, epoch
         # One that was resumed may have been left at its very end.
         self._ended = self._length is not None and self.step >= self._length
@@ -230,16 +235,22 @@ class Job(ABC):
         self._feed_is_behind = False
         if self.trains and not self._ended:
             self._begin_record(epoch)
-        if self._shares is None or self._feed.num_batches is not None:
+        if self._shares is None or not self._goes_on:
             self._close_shares()
+            begun, before = self._stream or (epoch, 0)
             self._shares = self._feed.shares(
                 self._seat.replica_id,
                 self._seat.num_replicas,
                 self._device,
-                epoch=epoch,
-                start=self.step,
+                epoch=begun,
+                start=before + self.step,
                 agree=self._agree if self.task.made_here else None,
             )
+            self._stream = (begun, before) if self._goes_on else None
+
+    def _reached(self, step: int) -> tuple[int, int] | None:
+        """Return where a stream of unknown length stands after so many steps of this epoch; None: it begins anew."""
+        return None if self._stream is None else (self._stream[0], self._stream[1] + step)
 
     def _begin_record(self, epoch: int) -> None:
         """Write down which epoch this is, and which step will be the last."""
@@ -274,8 +285,7 @@ class Job(ABC):
         self._ended = True
 
     def _close_shares(self) -> None:
-        """The epoch is over. A stream of unknown length goes on where it is, if `steps` ended it."""
-        if self._shares is None or (self._feed.num_batches is None and self._ahead is not None):
+        if self._shares is None:
             return
         if self.step == self._feed.num_batches:
             # To its very end: a loader's generators stand where one device's would.
@@ -283,7 +293,7 @@ class Job(ABC):
         close = getattr(self._shares, "close", None)
         if close is not None:
             close()
-        self._shares = None
+        self._shares = self._stream = self._ahead = None
 
     def _advanced(self) -> Advanced:
         return Advanced(self.step, self._ended, self.examples, self._totals(), self.stopped)
@@ -298,7 +308,6 @@ class Job(ABC):
 
     def close(self) -> dict[str, Any]:
         """End it; return what the next job over the same feed goes on from."""
-        self._ahead = None
         self._close_shares()
         return {"feed": self._feed.state()}
 
