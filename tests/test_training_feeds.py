@@ -78,6 +78,11 @@ class Stream(IterableDataset[Any]):
         return iter([torch.tensor(float(i)) + random.random() for i in range(7)])
 
 
+class Sized(Stream):
+    def __len__(self) -> int:
+        return 9
+
+
 class Drawing(Sampler[int]):
     """Draws at every step, from all that there is."""
 
@@ -384,6 +389,9 @@ def test_sizes_that_a_loader_knows():
     assert sizes(Squares(9), batch_size=2) == (2, 5, 9)
     assert sizes(Squares(9), batch_size=2, drop_last=True) == (2, 4, 8)
     assert sizes(Stream(), batch_size=2) == (2, None, None)
+    assert sizes(Sized(), batch_size=2) == (2, 5, None)
+    assert sizes(Sized(), batch_size=2, num_workers=1) == (2, None, None)
+    assert sizes(Sized(), batch_size=None, num_workers=1) == (None, 9, None)
     assert sizes(Squares(9), batch_sampler=[[1], [2, 3]]) == (None, 2, None)
     assert sizes(Squares(9), batch_sampler=BatchSampler(SequentialSampler(range(9)), 4, False)) == (4, 3, 9)
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from driving import doing, press_ctrl_c
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import mirror_nb as mnb
 from mirror_nb.replica.runtime import _in_users_code
@@ -820,6 +820,23 @@ def test_a_stream_that_goes_on_from_epoch_to_epoch_is_taken_up_where_it_stood(pl
     history = fit(again, mnb.callbacks.BackupAndRestore(tmp_path, save_freq=save_freq))
     assert equal(weights(again), weights(whole))
     assert history.history["loss"] == pytest.approx(expected.history["loss"])
+
+
+class Dealt(IterableDataset[Any]):
+    """A stream that knows its length, of which each worker gives a part."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        yield from zip(X[worker.id :: worker.num_workers], Y[worker.id :: worker.num_workers], strict=True)
+
+
+def test_nothing_is_left_out_of_a_stream_whose_workers_have_a_last_batch_each(place):
+    loader = DataLoader(Dealt(), batch_size=len(X) // 2 - 1, num_workers=2)
+    assert len(loader) < 4
+    assert len(made(place).predict(loader, verbose=0)) == len(X)
 
 
 @pytest.mark.parametrize("hooks", [(), ("on_test_batch_end",)])

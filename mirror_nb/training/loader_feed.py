@@ -58,7 +58,7 @@ class LoaderFeed(Feed):
         self._begun: dict[str, Any] | None = None
         self._workers_are_seeded = getattr(loader, "_iterator", None) is not None
         self.batch_size = _batch_size_of(loader)
-        self.num_batches = length_of(loader)
+        self.num_batches = _num_batches_of(loader)
         self.num_examples = _num_examples_of(loader)
 
     def shares(
@@ -318,6 +318,12 @@ class _EpochOrder(Sampler[int]):
 def _batch_size_of(loader: DataLoader[Any]) -> int | None:
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
     return size if isinstance(size, int) else None
+
+
+def _num_batches_of(loader: DataLoader[Any]) -> int | None:
+    # Each worker has a last batch of its own, which torch does not count.
+    guessed = isinstance(loader.dataset, IterableDataset) and loader.num_workers and loader.batch_size is not None
+    return None if guessed else length_of(loader)
 
 
 def _num_examples_of(loader: DataLoader[Any]) -> int | None:
