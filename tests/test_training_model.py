@@ -849,6 +849,23 @@ def test_every_validation_sees_the_first_batches_of_a_stream(place, hooks):
     assert history.history["val_loss"] == pytest.approx([first] * 3)
 
 
+class Overrated(Numbers):
+    def __len__(self) -> int:
+        return len(X) + 1
+
+
+def test_no_hook_hears_of_a_batch_twice_where_a_stream_has_fewer_than_it_says(place):
+    seen: dict[str, list[int]] = {"test": [], "predict": []}
+    watch = mnb.callbacks.LambdaCallback(
+        on_test_batch_end=lambda batch, logs: seen["test"].append(batch),
+        on_predict_batch_end=lambda batch, logs: seen["predict"].append(batch),
+    )
+    model, loader = made(place), DataLoader(Overrated(), batch_size=len(X) // 2)
+    model.evaluate(loader, verbose=0, callbacks=[watch])
+    model.predict(loader, verbose=0, callbacks=[watch])
+    assert seen == {"test": [0, 1], "predict": [0, 1]}
+
+
 def test_a_training_saved_on_two_replicas_goes_on_alone(two, tmp_path):
     def plain() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

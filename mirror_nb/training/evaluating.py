@@ -99,12 +99,12 @@ def evaluated(
     while not ended:
         if every is not None:
             callbacks.on_test_batch_begin(step)
-        until = None if every is None else step + every
+        begun, until = step, None if every is None else step + every
         advanced = running.advance(epoch, until, changes=False, on_note=on_note)
         step, ended = advanced[0].step, advanced[0].ended
         if ended or every is not None:
             logs = made.of([each.totals for each in advanced])
-        if every is not None:
+        if every is not None and step > begun:
             callbacks.on_test_batch_end(step - 1, logs)
         if progress is not None:
             progress.update(step, logs, advanced[0].examples)
@@ -124,13 +124,13 @@ def _predicted(
         while not advanced or not advanced[0].ended:
             if every is not None:
                 callbacks.on_predict_batch_begin(step)
-            until = None if every is None else step + every
+            begun, until = step, None if every is None else step + every
             advanced = running.advance(
                 0, until, changes=False, on_note=lambda note: progress.update(note.step, {}, note.examples)
             )
             step = advanced[0].step
             progress.update(step, {}, advanced[0].examples)
-            if every is not None:
+            if every is not None and step > begun:
                 callbacks.on_predict_batch_end(step - 1)
         callbacks.on_predict_end()
     finally:
