@@ -295,6 +295,9 @@ def test_a_distributed_loader_is_divided_by_fit_itself(place):
         torch.manual_seed(0)
         losses.append(made(place).fit(data, epochs=2, verbose=0).history["loss"])
     assert losses[0] == losses[1]
+    dataset = place.experimental_distribute_dataset(loader)
+    validated = made(place).fit(X, Y, batch_size=7, validation_data=dataset, verbose=0)
+    assert validated.history["val_loss"]
     with pytest.raises(mnb.UsageError, match="divide batches themselves"):
         made(place).fit(place.experimental_distribute_dataset((X, Y), batch_size=10))
 
@@ -435,6 +438,14 @@ def test_a_training_step_may_tell_numbers_of_any_kind_under_any_names(place):
     more |= {f"of part {i}": float(i) for i in range(600)}
     history = says(place, **more).fit(X, Y, batch_size=10, epochs=2, verbose=0).history
     assert {name: history[name] for name in more} == {name: [float(value)] * 2 for name, value in more.items()}
+
+
+def test_metrics_that_a_training_step_of_ones_own_leaves_unmeasured_are_not_logged(place):
+    model = says(place, accuracy=0.5)
+    model.compile("sgd", metrics=["accuracy", "categorical_accuracy"])
+    history = model.fit(X, Y, batch_size=6, verbose=0).history
+    assert history.keys() == {"loss", "accuracy"}
+    assert history["accuracy"] == [0.5]
 
 
 @pytest.mark.parametrize("told", ["a word", torch.ones(3), None], ids=["word", "vector", "nothing"])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mirror_nb.distributed import Distributed
 from mirror_nb.errors import MirrorError, UsageError, users_level
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import get_strategy
@@ -135,8 +136,9 @@ class Model(nn.Module):
 
         `batch`: this replica's share of the global batch, as the loader or (x, y) gives it. Return the loss, a scalar
         tensor that is the mean over the share's examples, or a dict with it under "loss" and further scalars to
-        log, means too. It is weighed by the share's examples, and not called where a share has
-        none; with `sync_batch_norm` it is then called with one example of zeros, which counts nothing.
+        log, means too: compile's `metrics` are of its `loss` alone. It is weighed by the share's examples, and not
+        called where a share has none; with `sync_batch_norm` it is then called with one example of zeros, which
+        counts nothing.
 
         With compile(optimizer=None) it calls backward() and its own optimizers itself, which were made in the
         strategy's scope; it is then called for empty shares too, whose gradients count nothing.
@@ -589,7 +591,7 @@ def _validation_feed(data: Any, batch_size: int | None) -> Feed | None:
     if data is None:
         return None
     if not isinstance(data, (tuple, list)):
-        loader = isinstance(data, torch.utils.data.DataLoader)
+        loader = isinstance(data, (torch.utils.data.DataLoader, Distributed))
         return _feed(data, None, None, batch_size=None if loader else batch_size)
     if not 1 <= len(data) <= 3:
         raise UsageError(

@@ -231,7 +231,11 @@ class Logs:
         for name in _names(t.named for t in totals):
             logs[name] = sum(t.named.get(name, 0.0) for t in totals) / examples
         for number, metric in enumerate(self._metrics):
-            value = metric.compute([t.metrics[number] for t in totals])
+            states = [t.metrics[number] for t in totals]
+            if not any(states):
+                # A step of the model's own has no outputs to measure.
+                continue
+            value = metric.compute(states)
             logs[metric.name] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         return logs
 
