@@ -63,6 +63,15 @@ def test_what_is_written_is_read(path):
     assert (read["format"], read["version"]) == ("mirror_nb", 1)
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_what_is_sparse_stays_so(path, layout):
+    sparse = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]]).to_sparse(layout=layout)
+    files.write(path, {"state_dict": {"adjacency": sparse}})
+    read = files.read(path)["state_dict"]["adjacency"]
+    assert read.layout is layout
+    assert torch.equal(read.to_dense(), sparse.to_dense())
+
+
 def test_torch_alone_reads_it(path):
     network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     files.write(path, {"state_dict": network.state_dict()})
@@ -104,7 +113,8 @@ def test_a_view_takes_no_more_than_its_own_bytes_and_ties_stay(path):
         (lambda: np.ones(2), "a ndarray"),
         (lambda: Path("x"), "Path"),
         (lambda: {(1, 2): 3}, "a tuple"),
-        (lambda: torch.ones(2).to_sparse(), "a Tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a Tensor"),
+        (lambda: torch.ones(2, device="meta"), "a Tensor"),
         (lambda: nn.LazyLinear(2).weight, "call the network once"),
     ],
 )

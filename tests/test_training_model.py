@@ -809,6 +809,26 @@ def test_a_backup_in_the_middle_of_an_epoch_ends_on_the_same_weights(place, name
         assert history.history[key] == pytest.approx(values)
 
 
+@pytest.mark.parametrize("batch_size", [1, 6])
+def test_a_backup_keeps_sparse_gradients_that_wait_for_the_optimizer(place, batch_size, tmp_path):
+    def table() -> nn.Module:
+        return nn.Sequential(nn.EmbeddingBag(20, 3, sparse=True), nn.Linear(3, 2))
+
+    def fit(model: mnb.Model, *callbacks: Any) -> mnb.History:
+        torch.manual_seed(9)
+        rows = torch.arange(22).reshape(11, 2) % 20
+        return model.fit(rows, Y[:11], batch_size=batch_size, epochs=2, verbose=0, callbacks=list(callbacks))
+
+    settings = {"optimizer": ("sgd", {"lr": 0.5}), "accumulate_steps": 3}
+    whole, again = made(place, table, **settings), made(place, table, **settings)
+    fit(whole)
+    with pytest.raises(Fails):
+        fit(made(place, table, **settings), Stops(0, 1), mnb.callbacks.BackupAndRestore(tmp_path, save_freq=1))
+    fit(again, mnb.callbacks.BackupAndRestore(tmp_path, save_freq=1))
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(again)[name], value)
+
+
 class Numbers(IterableDataset[Any]):
     """A stream that has more batches than an epoch takes."""
 

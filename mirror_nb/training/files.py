@@ -155,11 +155,16 @@ def _plain(value: Any, where: tuple[Any, ...], copies: dict[tuple[Any, ...], Ten
 
 
 _PLAIN = (str, int, float, bool, type(None))
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def _own(tensor: Tensor, where: tuple[Any, ...], copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+    sparse = tensor.layout in _SPARSE
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    if type(tensor) is not Tensor or tensor.is_meta or not (sparse or dense):
         raise _not_plain(tensor, where)
+    if sparse:
+        return tensor.cpu().clone()
     # A conjugate is the same memory, read otherwise.
     read = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), read)

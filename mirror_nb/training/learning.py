@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from mirror_nb.data.batches import map_leaves
 from mirror_nb.errors import UsageError
+from mirror_nb.gradients.matching import is_sparse
 from mirror_nb.mirroring import networks
 from mirror_nb.replica.decisions import OfAll
 from mirror_nb.replica.whole import whole
@@ -539,14 +540,24 @@ class Training(Scoring):
         if not self._grouped or self._optimizer is None:
             return []
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        there = self._seat.add_up(
-            torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64, device="cpu")
-        ).tolist()
+        forms = [[p.grad is not None for p in parameters], [is_sparse(p.grad) for p in parameters]]
+        there = self._seat.add_up(torch.tensor(forms, dtype=torch.int64, device="cpu")).tolist()
         found: list[Tensor | None] = []
-        for parameter, somewhere in zip(parameters, there, strict=True):
+        for parameter, somewhere, sparse in zip(parameters, *there, strict=True):
+            if sparse:
+                found.append(self._mean_of_rows(parameter.grad))
+                continue
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
             found.append(self._seat.add_up(mine).div_(self._seat.num_replicas).cpu() if somewhere else None)
         return found
+
+    def _mean_of_rows(self, gradient: Tensor | None) -> Tensor:
+        """Return the mean of gradients that are sparse on some replica; others may have other rows, or a dense one."""
+        own = None if gradient is None else gradient.cpu()
+        # A dense one takes a sparse one, and not the other way round.
+        shares = sorted((share for share in self._seat.collect(own) if share is not None), key=is_sparse)
+        total: Tensor = sum(shares[1:], shares[0])
+        return total / self._seat.num_replicas
 
     def _set_random_states(self, states: dict[Any, Any]) -> None:
         seat = self._seat
