@@ -767,6 +767,20 @@ def test_tensorboard_gets_the_tags_of_keras(tensorboard, tmp_path):
     assert events.Tags()["histograms"] == ["weight/histogram"]
 
 
+def test_weights_that_are_no_numbers_do_not_end_a_training_that_draws_them(tensorboard, tmp_path):
+    board, model = TensorBoard(tmp_path, histogram_freq=1), Model()
+    board.set_model(model)
+    diverged = {"bias": torch.tensor([math.nan]), "weight": torch.tensor([1.0, math.inf, 2.0]), "none": torch.ones(0)}
+    model.state_dict = lambda: diverged  # type: ignore[method-assign,assignment,return-value]
+    board.on_epoch_end(0, {"loss": math.nan})
+    board.close()
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(tmp_path / "train"))
+    events.Reload()
+    assert [h.histogram_value.num for h in events.Histograms("weight/histogram")] == [2]
+    assert events.Tags()["histograms"] == ["weight/histogram"]
+
+
 def test_an_evaluation_is_written_against_the_steps_done(tensorboard, tmp_path):
     board = TensorBoard(tmp_path)
     several = CallbackList([board], model=Model(), params={"steps": 5})

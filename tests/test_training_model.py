@@ -524,6 +524,20 @@ def test_a_scheduler_goes_on_in_each_of_several_fits_that_are_seeded_alike(place
     assert rates == [0.5, 0.25, 0.125]
 
 
+def test_a_scheduler_that_waits_for_a_plateau_goes_by_validations_where_there_are_some(place):
+    model = made(place, optimizer=("sgd", {"lr": 0.1}), scheduler=("ReduceLROnPlateau", {"patience": 0}))
+    # In the epochs between, the loss of the training is another number: less, and the next validation no better.
+    history = model.fit(X, Y, epochs=6, batch_size=10, validation_data=(9 * X, 1 - Y), validation_freq=3, verbose=0)
+    assert history.history["val_loss"][1] > history.history["val_loss"][0] > history.history["loss"][-1]
+    assert history.history["learning_rate"] == pytest.approx([0.1] * 6)
+    assert model.learning_rate == pytest.approx(0.01)
+
+
+def test_a_scheduler_that_waits_for_a_plateau_cannot_go_by_steps(place):
+    with pytest.raises(mnb.UsageError, match="goes by the loss of an epoch; leave scheduler_interval"):
+        made(place, scheduler="ReduceLROnPlateau", scheduler_interval="step")
+
+
 def test_lbfgs_refuses_what_it_cannot_do():
     model = made(mnb.OneDeviceStrategy("cpu:0"), optimizer="lbfgs", accumulate_steps=2)
     with pytest.raises(mnb.UsageError, match="LBFGS goes over each batch several times"):

@@ -385,8 +385,9 @@ class Fit:
         if self._model.scheduler is not None and self._settings.scheduler_interval == "epoch":
             logs["learning_rate"] = self._model.learning_rate
             assert self._training is not None
+            monitored = logs.get("loss" if self._validation is None else "val_loss")
             # A name of this epoch's end and no other's, in this fit and all others of the model.
-            self._training.ask(job.end_epoch, f"{self._name} {epoch}", logs.get("val_loss", logs.get("loss")))
+            self._training.ask(job.end_epoch, f"{self._name} {epoch}", monitored)
         self._epoch, self._step, self._inside, self._before, self._examples_before = epoch + 1, 0, False, [], 0
         with self._progress.held():
             # They may add to the logs, and speak of an epoch whose line comes first.

@@ -146,7 +146,7 @@ def advance(strategy: Strategy, token: str, epoch: int, until: int | None, *trai
 
 
 def end_epoch(strategy: Strategy, token: str, mark: str, monitored: float | None) -> None:
-    """Let a scheduler that goes by epochs go on; `monitored` is what one that waits for a plateau looks at.
+    """Let a scheduler that goes by epochs go on; `monitored`: what one that waits for a plateau looks at, if known.
 
     A second call with the same `mark` does nothing: a replica that died meanwhile makes the others be asked again.
     """

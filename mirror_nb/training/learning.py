@@ -503,10 +503,10 @@ class Training(Scoring):
             return
         # On the model: a replica that is filled with another's gets the scheduler and this together.
         self._model._scheduled = mark
-        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self._scheduler.step(OfAll("nan" if monitored is None else monitored))
-        else:
+        if not isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self._scheduler.step()
+        elif monitored is not None:
+            self._scheduler.step(OfAll(monitored))
 
     def state(self, with_optimizer: bool = True) -> dict[str, Any]:
         """Return where this replica stands; what is equal on all comes from replica 0 alone."""

@@ -114,7 +114,10 @@ def make_optimizer(settings: CompileSettings, network: nn.Module) -> tuple[Optim
     a network without any.
     """
     optimizer = _optimizer(settings.optimizer, network)
-    return optimizer, _scheduler(settings.scheduler, optimizer)
+    scheduler = _scheduler(settings.scheduler, optimizer)
+    if isinstance(scheduler, schedulers.ReduceLROnPlateau) and settings.scheduler_interval == "step":
+        raise UsageError("ReduceLROnPlateau goes by the loss of an epoch; leave scheduler_interval='step' out")
+    return optimizer, scheduler
 
 
 def _optimizer(asked: Any, network: nn.Module) -> Optimizer:

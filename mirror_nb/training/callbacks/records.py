@@ -165,9 +165,12 @@ class TensorBoard(Callback):
 
     def _write_histograms(self, epoch: int) -> None:
         for name, value in self.model.state_dict().items():
-            if self._leads and isinstance(value, torch.Tensor) and value.is_floating_point():
-                # NumPy, which counts, has no bfloat16.
-                self._writer("train").add_histogram(f"{name.replace('.', '/')}/histogram", value.float().cpu(), epoch)
+            if not (self._leads and isinstance(value, torch.Tensor) and value.is_floating_point()):
+                continue
+            # NumPy, which counts, has no bfloat16, and no place for what is infinite or no number.
+            counted = value[value.isfinite()].float().cpu()
+            if counted.numel():
+                self._writer("train").add_histogram(f"{name.replace('.', '/')}/histogram", counted, epoch)
 
     def _writer(self, part: str) -> Any:
         if part not in self._writers:
