@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import sys
 import threading
 import types
@@ -116,6 +117,47 @@ def test_a_keras_model_in_a_cell_ends_on_the_weights_of_one_process(replicas, n,
         assert values["scores"] == pytest.approx(alone["scores"], abs=1e-5)
         for name, numbers in alone["history"].items():
             assert values["history"][name] == pytest.approx(numbers, abs=1e-5)
+
+
+SHUFFLED = """
+import keras, numpy as np, torch
+
+class Shuffled(keras.utils.PyDataset):
+    def __init__(self):
+        super().__init__()
+        self.order = np.arange(29)
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, number):
+        part = self.order[number * 6 : number * 6 + 6]
+        return X[part], Y[part]
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+X = np.linspace(-1, 1, 29 * 6, dtype="float32").reshape(29, 6)
+Y = np.arange(29) % 3
+with strategy.scope():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+keras.utils.set_random_seed(5)
+data = Shuffled()
+model.fit(data, epochs=3, verbose=0)
+order = data.order.tolist()
+weights = torch.cat([torch.tensor(w).flatten() for w in model.get_weights()])
+"""
+
+
+def test_a_dataset_that_shuffles_itself_in_a_cell_has_one_order_and_that_of_one_process(replicas):
+    alone = in_one_process(SHUFFLED)
+    ran = run_cell(replicas(2), SHUFFLED)
+    assert ran.errors == {}, ran.text
+    for values in ran.values.values():
+        assert values["order"] == alone["order"]
+        assert abs(values["weights"] - alone["weights"]).max() < 1e-5
 
 
 WITHIN = """
@@ -515,6 +557,33 @@ def test_all_that_keras_takes_feeds_the_replicas(two, source, options):
     steps = {"steps": 20} if source is generated else {}
     outputs = [seeded(lambda model=model: model.predict(source(), verbose=0, **steps)) for model in (mirrored, alone)]
     np.testing.assert_allclose(*outputs, atol=1e-6)
+
+
+class Shuffled(Squares):
+    """Shuffles its examples after each epoch, as the documents of Keras show it; Keras shuffles the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = np.arange(37)
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        part = self.order[number * 8 : number * 8 + 8]
+        return X[part], VALUES[part]
+
+    def on_epoch_end(self) -> None:
+        np.random.shuffle(self.order)
+
+
+def test_what_keras_and_a_dataset_shuffle_is_in_the_order_of_one_device(two):
+    alone, mirrored = both(two, regressor)
+    for model in (alone, mirrored):
+        seeded(lambda model=model: model.fit(Shuffled(), epochs=3, verbose=0))
+    assert_equal(mirrored, alone)
+    numbers = []
+    for model in (alone, mirrored):
+        seeded(lambda model=model: model.fit(Shuffled(), epochs=1, verbose=0))
+        numbers.append((random.random(), np.random.random(), torch.rand(()).item()))
+    assert numbers[0] == numbers[1]
 
 
 def test_a_loaders_generator_stands_after_a_fit_where_one_device_leaves_it(two):

@@ -6,10 +6,10 @@ Knows PyTorch's DataLoader and the marks that other libraries' sharding leaves o
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -134,6 +134,37 @@ def process_streams() -> dict[str, Stream]:
         "random": Stream(random.getstate, random.setstate),
         "numpy": Stream(np.random.get_state, np.random.set_state),
     }
+
+
+@final
+class OtherStreams:
+    """Random streams that take the place of the process's own for a while; `states`: where they stand, in order."""
+
+    def __init__(self, states: Sequence[Any]) -> None:
+        self.states = tuple(states)
+        self._entered = False
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Let everything inside draw from these; may be entered inside itself."""
+        if self._entered:
+            yield
+            return
+        streams = process_streams()
+        self._entered = True
+        try:
+            with left_as_they_are(streams):
+                for stream, state in zip(streams.values(), self.states, strict=True):
+                    stream.set(state)
+                yield
+                self.states = process_states()
+        finally:
+            self._entered = False
+
+
+def process_states() -> tuple[Any, ...]:
+    """Return where the global streams stand."""
+    return tuple(stream.get() for stream in process_streams().values())
 
 
 @contextmanager

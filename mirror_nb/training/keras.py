@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from mirror_nb.data.sampling import held_streams
+from mirror_nb.data.sampling import held_streams, process_states, process_streams
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.context import get_strategy, has_strategy, require_cross_replica
@@ -251,12 +251,14 @@ class _Commanded(Team):
         self, what: str, steps: int | None, tell: Callable[[Progress], None] | None, chunk: Chunk | None
     ) -> Progress:
         # As bytes: a tensor would go to the replica's device.
-        order = torch.get_rng_state().numpy().tobytes()
-        arguments = (self._strategy, self._which, what, steps, tell is not None, chunk, order)
+        order, *others = process_states()
+        states = (order.numpy().tobytes(), *others)
+        arguments = (self._strategy, self._which, what, steps, tell is not None, chunk, states)
         results = self._place.command(keras_job.go, arguments, changes=False, on_note=tell or _unheard)
         for outputs, (progress, _) in zip(self._outputs, results, strict=True):
             outputs += progress.outputs
-        torch.set_rng_state(results[0][1])
+        for stream, state in zip(process_streams().values(), results[0][1], strict=True):
+            stream.set(state)
         first: Progress = results[0][0]
         return first
 
@@ -446,7 +448,6 @@ def _source(
     arguments["steps_per_execution"] = getattr(model, "steps_per_execution", 1)
     iterator = keras_job.epoch_iterator(arguments)
     if isinstance(team, _Commanded) and not _travels(arguments.get("x")):
-        iterator.reset()
         return Source({}, pushed=True), Feeder(iterator, anew), iterator
     # Keras may have a limit of its own, which is set in this process alone.
     arguments["steps_per_epoch"] = iterator.steps_per_epoch
@@ -515,7 +516,7 @@ def _fit(
         validation, validation_feeder, _ = _source(team, model, wanted, anew=True)
     with team.shared():
         model._symbolic_build(iterator=iterator)
-    iterator.reset()
+        iterator.reset()
     hooks = _Hooks(team, model, callbacks, verbose, epochs, iterator.num_batches)
     model.stop_training = False
     logs: dict[str, Any] = {}
@@ -562,7 +563,7 @@ def _evaluate(
     source, feeder, iterator = _source(team, model, wanted)
     with team.shared():
         model._symbolic_build(iterator=iterator)
-    iterator.reset()
+        iterator.reset()
     hooks = _Hooks(team, model, callbacks, verbose, 1, iterator.num_batches, history=False)
     model.stop_evaluating = False
     with _at_work(team, Work("evaluate", source)):
@@ -577,7 +578,7 @@ def _predict(team: Team, model: Any, *, x: Any, batch_size: Any, verbose: Any, s
     source, feeder, iterator = _source(team, model, _arguments(x, None, None, batch_size=batch_size, steps=steps))
     with team.shared():
         _build(model, iterator)
-    iterator.reset()
+        iterator.reset()
     hooks = _Hooks(team, model, callbacks, verbose, 1, iterator.num_batches, history=False)
     model.stop_predicting = False
     with _at_work(team, Work("predict", source)):

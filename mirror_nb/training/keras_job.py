@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from mirror_nb.data.batches import share_of
-from mirror_nb.data.sampling import held_streams
+from mirror_nb.data.sampling import OtherStreams, held_streams
 from mirror_nb.errors import UsageError
 from mirror_nb.replica.whole import whole
 from mirror_nb.strategies.seat import Seat
@@ -148,7 +148,7 @@ class Trainee:
     def evaluate(self, steps: int | None, tell: Callable[[Progress], None] | None, chunk: Chunk | None) -> Progress:
         """Likewise without training, on the validation data where there are such."""
         source = self._evaluated()
-        if source.begin(chunk, anew=True):
+        if source.begin(chunk, anew=source is self._validation):
             self.model.reset_metrics()
         self.model.eval()
         return self._go(source, self.model.test_function, steps, tell, training=False)
@@ -356,14 +356,14 @@ class _Batches:
     def begin(self, chunk: Chunk | None, anew: bool = False) -> bool:
         """Begin an epoch, unless one is under way; tell whether one began.
 
-        `anew`: with the source's first batch, also where the epoch before was left at another, as Keras evaluates.
+        `anew`: with the source's first batch, also where the epoch before was left at another, as Keras validates.
         """
         began = self.over
         if chunk is not None:
             self._steps, self._last = iter(chunk.items), chunk.last
         elif began:
             assert self._iterator is not None
-            if anew or self._steps is None:
+            if anew:
                 with self._randomness():
                     self._iterator.reset()
             self._steps = self._iterator.enumerate_epoch()
@@ -587,8 +587,8 @@ class _Kept:
         self.arrived = Arrived()
         self.trainees: list[Trainee] = []
         # Of what is under way: a fit, and what its callbacks have called.
-        self.order = torch.empty(0, dtype=torch.uint8)
-        # State of the controller's random generator, from which orders of examples are drawn.
+        self.order = OtherStreams(())
+        # The controller's random numbers, from which orders of examples are drawn.
 
 
 def has(strategy: Any, token: str, released: tuple[str, ...]) -> bool:
@@ -618,14 +618,8 @@ def start(strategy: Any, which: Which, parcel: Parcel, work: Work) -> None:
 
         @contextlib.contextmanager
         def randomness() -> Iterator[None]:
-            with seat.shared_randomness():
-                own = torch.get_rng_state()
-                torch.set_rng_state(kept.order)
-                try:
-                    yield
-                finally:
-                    kept.order = torch.get_rng_state()
-                    torch.set_rng_state(own)
+            with seat.shared_randomness(), kept.order.current():
+                yield
 
         trainee = Trainee(seat, model, work, randomness)
         kept.trainees.append(trainee)
@@ -633,20 +627,21 @@ def start(strategy: Any, which: Which, parcel: Parcel, work: Work) -> None:
 
 
 def go(
-    strategy: Any, which: Which, what: str, steps: int | None, tell: bool, chunk: Chunk | None, order: bytes
-) -> tuple[Progress, torch.Tensor | None]:
+    strategy: Any, which: Which, what: str, steps: int | None, tell: bool, chunk: Chunk | None, order: tuple[Any, ...]
+) -> tuple[Progress, tuple[Any, ...]]:
     """Train, evaluate or predict for so many steps; replica 0 tells how far it is, if asked to.
 
-    Orders of examples are drawn from the random state `order`; replica 0 returns it as it is then.
+    Orders of examples are drawn from the controller's random states, `order`, torch's as bytes; replica 0 returns them
+    as they are then.
     """
     seat: Seat = strategy._place.seat
     trainee = _trainee(seat, which)
     kept: _Kept = seat.jobs[which[0]]
-    kept.order = torch.frombuffer(bytearray(order), dtype=torch.uint8)
+    kept.order = OtherStreams((torch.frombuffer(bytearray(order[0]), dtype=torch.uint8), *order[1:]))
     with on_device(seat.device):
         step: Callable[..., Progress] = getattr(trainee, what)
         progress = step(steps, seat.note if tell and seat.replica_id == 0 else None, chunk)
-    return progress, None if seat.replica_id else kept.order
+    return progress, () if seat.replica_id else kept.order.states
 
 
 def stop(strategy: Any, which: Which, what: str) -> None:

@@ -6,7 +6,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, cast, final
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from mirror_nb.data.dataset import DistributedDataset, Loaders
 from mirror_nb.data.sampling import (
+    OtherStreams,
     describe,
     draws_only_at_first,
     held_streams,
@@ -76,11 +77,11 @@ class LoaderFeed(Feed):
             self._hold(agree_on(agree, replica_id, describe(self._loader), self._held()))
         if self._order is not None:
             self._order.begin(self._seed, epoch)
-        streams = _EpochStreams(self._seed, epoch)
+        streams = _epoch_streams(self._seed, epoch)
         loader, drawn = self._cut = self._cut or _cuttable(self._loader)
         if drawn is not None:
             drawn.begin(streams, start)
-            loader.generator.manual_seed(streams.for_workers)
+            loader.generator.manual_seed(epoch_seeds(self._seed, epoch)[-1])
         counts: deque[tuple[int, int]] = deque()
         batches = DistributedDataset(
             loader,
@@ -98,7 +99,7 @@ class LoaderFeed(Feed):
     def _shares(
         self,
         batches: Iterable[Any],
-        streams: _EpochStreams,
+        streams: OtherStreams,
         counts: deque[tuple[int, int]],
         by_index: bool,
         start: int,
@@ -223,10 +224,10 @@ class _Drawn(BatchSampler):
     def __init__(self, source: Any) -> None:
         self.sampler = source
         # Under the name by which `samplers` finds what is inside.
-        self._streams: _EpochStreams | None = None
+        self._streams: OtherStreams | None = None
         self._start = 0
 
-    def begin(self, streams: _EpochStreams, start: int) -> None:
+    def begin(self, streams: OtherStreams, start: int) -> None:
         self._streams, self._start = streams, start
 
     def __iter__(self) -> Iterator[Any]:
@@ -250,45 +251,16 @@ class _Drawn(BatchSampler):
         return len(cast(Any, self.sampler))
 
 
-@final
-class _EpochStreams:
-    """Random streams of an epoch, to take the place of the process's for a while."""
-
-    def __init__(self, seed: int, epoch: int) -> None:
-        # Never by torch.manual_seed and the like: in a scope these say which stream is meant to be current.
-        for_torch, for_python, for_numpy, self.for_workers = epoch_seeds(seed, epoch)
-        self._states: tuple[Any, ...] = (
+def _epoch_streams(seed: int, epoch: int) -> OtherStreams:
+    # Never by torch.manual_seed and the like: in a scope these say which stream is meant to be current.
+    for_torch, for_python, for_numpy, _ = epoch_seeds(seed, epoch)
+    return OtherStreams(
+        (
             torch.Generator().manual_seed(for_torch).get_state(),
             random.Random(for_python).getstate(),
             np.random.RandomState(for_numpy % 2**32).get_state(),
         )
-        self._entered = False
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Let everything inside draw from these; may be entered inside itself."""
-        if self._entered:
-            yield
-            return
-        before = _process_states()
-        _set_process_states(self._states)
-        self._entered = True
-        try:
-            yield
-        finally:
-            self._entered = False
-            self._states = _process_states()
-            _set_process_states(before)
-
-
-def _process_states() -> tuple[Any, ...]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _set_process_states(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
+    )
 
 
 @final
