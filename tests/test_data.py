@@ -313,6 +313,12 @@ def test_layouts_of_which_no_rows_are_taken_are_refused():
     assert rows == [[[1, 0, 0], [0, 1, 0]], [[0, 0, 1]]]
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">i8", "uint16", "uint32", "int32"])
+def test_arrays_of_any_numbers_are_cut(dtype):
+    rows = [batch.tolist() for batch in run(Session(1), np.arange(6).astype(dtype)[::-1], batch_size=4)[0][0]]
+    assert rows == [[5, 4, 3, 2], [1, 0]]
+
+
 # ---- the same batches as plain PyTorch ----------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ import copy
 import itertools
 import operator
 import pickle
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from mirror_nb.data.arrays import as_tensor
 from mirror_nb.data.batches import count, cut, is_cuttable, leaves, map_leaves, share_of, to_device
 from mirror_nb.data.prefetch import ahead
 from mirror_nb.data.sampling import (
@@ -703,13 +703,10 @@ def _column(leaf: Any) -> torch.Tensor:
             f"cannot distribute a {type(leaf).__qualname__}: pass a DataLoader (DataLoader(dataset, "
             "batch_size=...) for a dataset), or tensors or arrays with `batch_size`"
         )
-    with warnings.catch_warnings():
-        # torch warns that the array cannot be written to; rows are copied out of it and never written.
-        warnings.simplefilter("ignore", UserWarning)
-        try:
-            return torch.from_numpy(np.ascontiguousarray(leaf) if any(s < 0 for s in leaf.strides) else leaf)
-        except TypeError as error:
-            raise UsageError(f"an array of dtype {leaf.dtype} has no torch counterpart: {error}") from error
+    try:
+        return as_tensor(leaf)
+    except TypeError as error:
+        raise UsageError(f"an array of dtype {leaf.dtype} has no torch counterpart: {error}") from error
 
 
 # ---- the checks of a user's loader --------------------------------------------------------------------

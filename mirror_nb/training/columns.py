@@ -5,7 +5,6 @@ Knows torch, NumPy, and what tables of pandas and polars have in common. Knows n
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mirror_nb.data.arrays import as_tensor
 from mirror_nb.data.batches import leaves
 from mirror_nb.errors import UsageError
 
@@ -108,21 +108,11 @@ def _as_numpy(leaf: Any, name: str) -> np.ndarray[Any, Any]:
     )
 
 
-_WIDER = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
-# torch has these too, but not the operations to take rows of them.
-
-
 def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
-    array = array.astype(_WIDER[array.dtype.name]) if array.dtype.name in _WIDER else array
-    array = np.ascontiguousarray(array) if any(stride < 0 for stride in array.strides) else array
-    array = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-    with warnings.catch_warnings():
-        # torch warns that the array cannot be written to; rows are copied out of it and never written.
-        warnings.simplefilter("ignore", UserWarning)
-        try:
-            tensor = torch.from_numpy(array)
-        except TypeError as reason:
-            raise UsageError(
-                f"`{name}` has dtype {array.dtype}, which is not one of numbers; convert it first, with .astype(...)"
-            ) from reason
+    try:
+        tensor = as_tensor(array)
+    except TypeError as reason:
+        raise UsageError(
+            f"`{name}` has dtype {array.dtype}, which is not one of numbers; convert it first, with .astype(...)"
+        ) from reason
     return tensor.to(torch.get_default_dtype()) if tensor.dtype is torch.float64 else tensor
