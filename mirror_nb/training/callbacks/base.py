@@ -229,75 +229,53 @@ class CallbackList(Callback):
                 stack.callback(_give_back, callback, before)
                 stack.callback(callback.close)
 
-    def on_train_begin(self, logs: Logs = None) -> None:
-        logs = _given(logs)
+    def _each(self, hook: str, *number: int, logs: Logs) -> None:
+        # Where there are none, a dict without entries, as Keras does: hooks look into it.
+        logs = {} if logs is None else logs
         for callback in self.callbacks:
-            callback.on_train_begin(logs)
+            getattr(callback, hook)(*number, logs)
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._each("on_train_begin", logs=logs)
 
     def on_train_end(self, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_train_end(logs)
+        self._each("on_train_end", logs=logs)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_epoch_begin(epoch, logs)
+        self._each("on_epoch_begin", epoch, logs=logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_epoch_end(epoch, logs)
+        self._each("on_epoch_end", epoch, logs=logs)
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_train_batch_begin(batch, logs=logs)
+        self._each("on_train_batch_begin", batch, logs=logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_train_batch_end(batch, logs=logs)
+        self._each("on_train_batch_end", batch, logs=logs)
 
     def on_test_begin(self, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_test_begin(logs)
+        self._each("on_test_begin", logs=logs)
 
     def on_test_end(self, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_test_end(logs)
+        self._each("on_test_end", logs=logs)
 
     def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_test_batch_begin(batch, logs=logs)
+        self._each("on_test_batch_begin", batch, logs=logs)
 
     def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_test_batch_end(batch, logs=logs)
+        self._each("on_test_batch_end", batch, logs=logs)
 
     def on_predict_begin(self, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_predict_begin(logs)
+        self._each("on_predict_begin", logs=logs)
 
     def on_predict_end(self, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_predict_end(logs)
+        self._each("on_predict_end", logs=logs)
 
     def on_predict_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_predict_batch_begin(batch, logs=logs)
+        self._each("on_predict_batch_begin", batch, logs=logs)
 
     def on_predict_batch_end(self, batch: int, logs: Logs = None) -> None:
-        logs = _given(logs)
-        for callback in self.callbacks:
-            callback.on_predict_batch_end(batch, logs=logs)
+        self._each("on_predict_batch_end", batch, logs=logs)
 
 
 @final
@@ -308,11 +286,6 @@ class _Recorder(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self._history.record(epoch, logs or {})
-
-
-def _given(logs: Logs) -> Mapping[str, Any]:
-    """Return the logs; where there are none, a dict without entries, as Keras does: hooks look into it."""
-    return {} if logs is None else logs
 
 
 def _flat(callbacks: Any) -> list[Any]:
