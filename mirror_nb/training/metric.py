@@ -52,10 +52,6 @@ class Metric(ABC):
         """Return what this replica knows; tensors on the CPU."""
 
     @abstractmethod
-    def load_state(self, state: State) -> None:
-        """Go on from what `state` returned."""
-
-    @abstractmethod
     def compute(self, states: Sequence[State]) -> float | Tensor:
         """Return the metric of all data, from all replicas' states, in their order; NaN without data."""
 
@@ -94,9 +90,6 @@ class Mean(Metric):
             # A float64 of its own: what the function gave may be an integer, or its own tensor.
             self._sums = total.to(torch.float64, copy=True), count.to(torch.float64, copy=True)
             return
-        if self._sums[0].device != total.device:
-            # A loaded state is on the CPU.
-            self._sums = self._sums[0].to(total.device), self._sums[1].to(total.device)
         self._sums[0].add_(total)
         self._sums[1].add_(count)
 
@@ -109,9 +102,6 @@ class Mean(Metric):
             # Waited for once.
             total, count = torch.stack(self._sums).cpu()
         return {"total": total.clone(), "count": count.clone()}
-
-    def load_state(self, state: State) -> None:
-        self._sums = (state["total"].clone(), state["count"].clone()) if state else None
 
     def latest(self) -> Tensor | None:
         if self._latest is None:
@@ -176,13 +166,6 @@ class Called(Metric):
             return {"outputs": list(self._outputs), "targets": list(self._targets)}
         return self._mean.state()
 
-    def load_state(self, state: State) -> None:
-        self.reset()
-        if "outputs" in state:
-            self._outputs, self._targets = list(state["outputs"]), list(state["targets"])
-        else:
-            self._mean.load_state(state)
-
     @torch.no_grad()
     def compute(self, states: Sequence[State]) -> float | Tensor:
         kept = [state for state in states if "outputs" in state]
@@ -215,9 +198,6 @@ class OfOutput(Metric):
 
     def state(self) -> State:
         return self._metric.state()
-
-    def load_state(self, state: State) -> None:
-        self._metric.load_state(state)
 
     def latest(self) -> Tensor | None:
         return self._metric.latest()

@@ -103,12 +103,6 @@ class TorchMetric(Metric):
                 state[f"{path}.{name}"] = map_leaves(getattr(one, name), on_cpu)
         return state
 
-    def load_state(self, state: State) -> None:
-        self.reset()
-        if state:
-            self._fill(self._metric, state)
-            self._examples = int(state["examples"])
-
     @torch.no_grad()
     def compute(self, states: Sequence[State]) -> float | Tensor:
         known = [state for state in states if state]
@@ -155,25 +149,14 @@ class OfShapes(Metric):
     def update(self, outputs: Any, targets: Any, sample_weight: Any = None) -> None:
         outputs, targets, kind = self._fit(only_tensor(outputs, self.name), only_tensor(targets, self.name))
         if self._metric is None:
-            self._begin(kind)
-        assert self._metric is not None
+            self._kind = kind
+            self._metric = TorchMetric(self.name, self._make(*kind))
         self._metric.update(outputs, targets, sample_weight)
-
-    def _begin(self, kind: tuple[str, int]) -> None:
-        self._kind = kind
-        self._metric = TorchMetric(self.name, self._make(*kind))
 
     def state(self) -> State:
         if self._metric is None:
             return {}
         return {"task": self._kind[0], "classes": self._kind[1], **self._metric.state()}
-
-    def load_state(self, state: State) -> None:
-        self.reset()
-        if state:
-            self._begin((state["task"], state["classes"]))
-            assert self._metric is not None
-            self._metric.load_state(state)
 
     def compute(self, states: Sequence[State]) -> float | Tensor:
         known = [state for state in states if state]
