@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -34,6 +35,17 @@ def share_of(total: int, replica_id: int, num_replicas: int) -> slice:
     """
     each = -(-total // num_replicas)
     return slice(min(replica_id * each, total), min((replica_id + 1) * each, total))
+
+
+def checked_batch_size(batch_size: Any) -> int:
+    """Return the number of examples of a global batch. Raises UsageError for what is none."""
+    try:
+        size = operator.index(batch_size)
+    except TypeError:
+        size = 0
+    if size < 1 or isinstance(batch_size, bool):
+        raise UsageError(f"`batch_size` is the number of examples of a global batch, 1 or more, not {batch_size!r}")
+    return size
 
 
 def cut(batch: Any, share: slice, total: int) -> Any:

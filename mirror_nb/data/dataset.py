@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import operator
 import pickle
 import weakref
 from collections import deque
@@ -31,7 +30,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from mirror_nb.data.arrays import as_tensor
-from mirror_nb.data.batches import count, cut, is_cuttable, leaves, map_leaves, share_of, to_device
+from mirror_nb.data.batches import checked_batch_size, count, cut, is_cuttable, leaves, map_leaves, share_of, to_device
 from mirror_nb.data.prefetch import ahead
 from mirror_nb.data.sampling import (
     check_unsharded,
@@ -662,24 +661,14 @@ def _loader_of_arrays(source: Any, batch_size: int | None, shuffle: bool, drop_l
     if len(lengths) > 1:
         raise UsageError(f"arrays of shapes {shapes} have different numbers of examples: {sorted(lengths)}")
     length = lengths.pop()
-    size = _checked_batch_size(batch_size)
+    if batch_size is None:
+        raise UsageError("tensors and arrays need `batch_size`, the number of examples of a global batch")
+    size = checked_batch_size(batch_size)
     if length == 0 or (drop_last and length < size):
         raise UsageError(f"no batch to distribute: {length} examples, batch_size={size}, drop_last={drop_last}")
     return DataLoader(
         _Rows(columns, length), batch_size=size, shuffle=shuffle, drop_last=drop_last, collate_fn=_as_it_is
     )
-
-
-def _checked_batch_size(batch_size: int | None) -> int:
-    if batch_size is None:
-        raise UsageError("tensors and arrays need `batch_size`, the number of examples of a global batch")
-    try:
-        size = operator.index(batch_size)
-    except TypeError:
-        size = 0
-    if size < 1 or isinstance(batch_size, bool):
-        raise UsageError(f"`batch_size` is the number of examples of a global batch, not {batch_size!r}")
-    return size
 
 
 def _is_column(leaf: Any) -> bool:

@@ -11,7 +11,6 @@ number of replicas, and the same again for whoever begins in the middle of it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from mirror_nb.data.batches import leaves, map_leaves
+from mirror_nb.data.batches import checked_batch_size, leaves, map_leaves
 from mirror_nb.data.sampling import describe, length_of
 from mirror_nb.distributed import Distributed
 from mirror_nb.errors import UsageError
@@ -61,7 +60,7 @@ def feed(
     if isinstance(x, DataLoader):
         _check_loader(x, y, sample_weight, batch_size)
         return LoaderFeed(x, seed)
-    size = _checked_batch_size(batch_size)
+    size = DEFAULT_BATCH_SIZE if batch_size is None else checked_batch_size(batch_size)
     if _is_dataset(x):
         _check_alone(x, y, sample_weight)
         if type(x) is TensorDataset:
@@ -111,18 +110,6 @@ def _columns_of(dataset: TensorDataset) -> tuple[Any, Any, Any]:
     """Inputs, targets and weights; more than three tensors are all inputs."""
     tensors = dataset.tensors if len(dataset.tensors) <= 3 else (list(dataset.tensors),)
     return (*tensors, None, None)[:3]
-
-
-def _checked_batch_size(batch_size: Any) -> int:
-    if batch_size is None:
-        return DEFAULT_BATCH_SIZE
-    try:
-        size = operator.index(batch_size)
-    except TypeError:
-        size = 0
-    if size < 1 or isinstance(batch_size, bool):
-        raise UsageError(f"`batch_size` is the number of examples of a global batch, 1 or more, not {batch_size!r}")
-    return size
 
 
 def _check_loader(loader: DataLoader[Any], y: Any, sample_weight: Any, batch_size: int | None) -> None:

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -83,13 +83,7 @@ class Totals:
 
     def plain(self) -> dict[str, Any]:
         """Return it for a file; `Totals(**plain)` is it again."""
-        return {
-            "loss": self.loss,
-            "examples": self.examples,
-            "parts": self.parts,
-            "named": self.named,
-            "metrics": self.metrics,
-        }
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @final

@@ -306,7 +306,7 @@ class Model(nn.Module):
             (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
         seed = self.strategy._place.draw_seed()
         plan = driver.Plan(
-            feed=_feed(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed),
+            feed=feed(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed),
             validation=_validation_feed(validation_data, validation_batch_size or batch_size),
             epochs=epochs,
             initial_epoch=initial_epoch,
@@ -339,7 +339,7 @@ class Model(nn.Module):
         """
         _ = self.compiled_settings
         steps = _steps("steps", steps)
-        data = _feed(x, y, sample_weight, batch_size=batch_size)
+        data = feed(x, y, sample_weight, batch_size=batch_size)
         logs = evaluating.evaluate(self, data, steps=steps, verbose=verbose, callbacks=callbacks)
         if return_dict:
             return logs
@@ -359,7 +359,7 @@ class Model(nn.Module):
         inputs. Raises UsageError for a network whose outputs have no row for each example.
         """
         steps = _steps("steps", steps)
-        data = _feed(x, None, None, batch_size=batch_size)
+        data = feed(x, batch_size=batch_size)
         return evaluating.predict(self, data, steps=steps, verbose=verbose, callbacks=callbacks)
 
     # ------------------------------------------------------------------ what callbacks and users read
@@ -583,22 +583,18 @@ class Model(nn.Module):
 # --------------------------------------------------------------------------- what is checked
 
 
-def _feed(x: Any, y: Any, sample_weight: Any, *, batch_size: int | None, shuffle: bool = False, seed: int = 0) -> Feed:
-    return feed(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed)
-
-
 def _validation_feed(data: Any, batch_size: int | None) -> Feed | None:
     if data is None:
         return None
     if not isinstance(data, (tuple, list)):
         loader = isinstance(data, (torch.utils.data.DataLoader, Distributed))
-        return _feed(data, None, None, batch_size=None if loader else batch_size)
+        return feed(data, batch_size=None if loader else batch_size)
     if not 1 <= len(data) <= 3:
         raise UsageError(
             f"`validation_data` has {len(data)} members; give (x, y) or (x, y, sample weights), or a DataLoader"
         )
     x, y, weight = (*data, None, None)[:3]
-    return _feed(x, y, weight, batch_size=batch_size)
+    return feed(x, y, weight, batch_size=batch_size)
 
 
 def _count(name: str, value: Any, least: int = 1) -> int:
