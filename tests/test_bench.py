@@ -580,6 +580,15 @@ def test_a_wrong_call_of_the_command_says_what_is_right(options, said):
     assert err.getvalue().count("\n") == 1
 
 
+def test_a_folder_is_no_place_for_a_picture_and_that_is_told_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "LocalPool", None)
+    (tmp_path / "ops.png").mkdir()
+    err = io.StringIO()
+    options = command.Options(devices="cpu:0,cpu:1", picture=str(tmp_path / "ops.png"))
+    assert command.run(options, io.StringIO(), err) == command.WRONG_CALL
+    assert "name a file in a folder that is there" in err.getvalue()
+
+
 def test_sizes_are_read_as_people_write_them():
     assert [command.nbytes_of(words) for words in ("64M", "64 MiB", "1.5k", "2G", "12", "8KB")] == [
         2**26,

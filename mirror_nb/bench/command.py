@@ -6,6 +6,7 @@ Knows no arguments of a command line; what words in them mean is told here, for 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -206,6 +207,7 @@ def shape_of(words: str) -> tuple[int, ...]:
 
 def _writable(name: str) -> Path:
     path = Path(name)
-    if path.suffix.lower() not in ENDINGS or not path.absolute().parent.is_dir():
+    there = not path.is_dir() and os.access(path if path.exists() else path.absolute().parent, os.W_OK)
+    if path.suffix.lower() not in ENDINGS or not there:
         raise UsageError(f"--picture {name}: name a file in a folder that is there, ending in {', '.join(ENDINGS)}")
     return path
