@@ -302,6 +302,35 @@ def test_a_distributed_loader_is_divided_by_fit_itself(place):
         made(place).fit(place.experimental_distribute_dataset((X, Y), batch_size=10))
 
 
+def test_two_loaders_of_one_generator_give_the_batches_of_one_device(two):
+    found = []
+    for strategy in (mnb.OneDeviceStrategy("cpu:0"), two):
+        model = made(strategy, lambda: nn.Linear(4, 2))
+        generator = torch.Generator().manual_seed(5)
+        # To draw the seed of its workers counts, too.
+        first = DataLoader(TensorDataset(X, Y), batch_size=8, shuffle=True, generator=generator)
+        second = DataLoader(TensorDataset(X, Y), batch_size=8, generator=generator)
+        model.fit(first, epochs=3, validation_data=second, verbose=0)
+        found.append((weights(model), generator.get_state()))
+    (alone, there), (mirrored, here) = found
+    assert torch.equal(here, there)
+    for name, value in alone.items():
+        torch.testing.assert_close(mirrored[name], value)
+
+
+def test_evaluate_predict_and_validations_leave_a_loaders_generator_where_one_device_does(place):
+    uses: list[Any] = [
+        lambda model, loader: model.evaluate(loader, verbose=0),
+        lambda model, loader: model.predict(loader, verbose=0),
+        lambda model, loader: model.fit(X, Y, validation_data=loader, verbose=0),
+    ]
+    for use in uses:
+        generator, other = (torch.Generator().manual_seed(5) for _ in range(2))
+        use(made(place), DataLoader(TensorDataset(X, Y), batch_size=8, shuffle=True, generator=generator))
+        list(DataLoader(TensorDataset(X, Y), batch_size=8, shuffle=True, generator=other))
+        assert torch.equal(generator.get_state(), other.get_state())
+
+
 def test_the_logs_of_a_batch_that_a_callback_keeps_stay_those_of_the_batch(place):
     kept: list[Any] = []
     keep = mnb.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: kept.append(logs))

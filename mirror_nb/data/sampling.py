@@ -1,6 +1,6 @@
 """A DataLoader, looked at: its samplers, its random streams, and whether something has sharded it already.
 
-Knows PyTorch's DataLoader and the marks that other libraries' sharding leaves on it. Changes nothing.
+Knows PyTorch's DataLoader and the marks that other libraries' sharding leaves on it. Changes no loader.
 """
 
 from __future__ import annotations
@@ -189,16 +189,17 @@ def random_streams(loader: DataLoader[Any]) -> dict[str, Stream]:
 
 def held_streams(loader: DataLoader[Any]) -> dict[str, Stream]:
     """Those of `random_streams` that the loader and its samplers hold."""
-    streams: dict[str, Stream] = {}
+    streams = {name: _stream(value) for name, value in held_values(loader).items()}
+    return {name: stream for name, stream in streams.items() if stream is not None}
+
+
+def held_values(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What the loader and its samplers hold, generators among it, by name."""
     holders = {f"sampler {i}": sampler for i, sampler in enumerate(samplers(loader))}
     if isinstance(loader.dataset, IterableDataset):
         holders["dataset"] = loader.dataset
     held = {f"{holder}.{name}": value for holder in holders for name, value in _attributes(holders[holder])}
-    for name, value in {"generator": loader.generator, **held}.items():
-        stream = _stream(value)
-        if stream is not None:
-            streams[name] = stream
-    return streams
+    return {"generator": loader.generator, **held}
 
 
 def _attributes(thing: Any) -> list[tuple[str, Any]]:

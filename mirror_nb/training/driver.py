@@ -168,6 +168,11 @@ class Fit:
             self._ledger = self._ledger or Ledger(self._place.num_replicas, _buffer_bytes(self._model))
         if self._recovers:
             self._share()
+        if plan.validation is not None:
+            # What both draw from is one object on the replicas, too, where they arrive in two messages.
+            for generator in plan.feed.generators():
+                if any(generator is other for other in plan.validation.generators()):
+                    self._place.mirror(generator)
         kept = None if resume is None else job.Kept(resume)
         arguments = (model, model.optimizer, model.scheduler, self._task(), kept)
         self._training = Running(self._guard, job.begin_training, *arguments, again=self._rejoin)
@@ -238,8 +243,8 @@ class Fit:
         feed = kept[0]["feed"]
         try:
             feed = self._training.end()["feed"]
-            if self._validation is not None:
-                self._validation.end()
+            if self._validation is not None and self._plan.validation is not None:
+                self._plan.validation.load_state(self._validation.end()["feed"])
         except (ReplicaDied, JobLost):
             # All is done: who died is replaced by the next call.
             if not self._guard.active:

@@ -76,8 +76,7 @@ def _evaluated_alone(
     try:
         logs = evaluated(running, 0, callbacks, Logs(model.compiled_settings), show, progress)
     finally:
-        with contextlib.suppress(MirrorError):
-            running.end()
+        _end(running, task)
     if not logs:
         raise UsageError("evaluate was given no examples")
     return logs, logs
@@ -134,9 +133,16 @@ def _predicted(
                 callbacks.on_predict_batch_end(step - 1)
         callbacks.on_predict_end()
     finally:
-        with contextlib.suppress(MirrorError):
-            running.end()
+        _end(running, task)
     return _in_order(advanced), {}
+
+
+def _end(running: Running, task: Task) -> None:
+    """Let the replicas forget it; what a loader's generators have drawn there they have drawn here."""
+    with contextlib.suppress(MirrorError):
+        kept = running.end()
+        if kept and task.feed is not None:
+            task.feed.load_state(kept["feed"])
 
 
 def _in_order(advanced: list[Advanced]) -> Any:

@@ -19,6 +19,7 @@ from mirror_nb.data.sampling import (
     describe,
     draws_only_at_first,
     held_streams,
+    held_values,
     index_sampler,
     iterates_plainly,
     length_of,
@@ -165,6 +166,9 @@ class LoaderFeed(Feed):
         streams = held_streams(self._loader)
         for name, state in states.items():
             streams[name].set(state)
+
+    def generators(self) -> list[torch.Generator]:
+        return [value for value in held_values(self._loader).values() if isinstance(value, torch.Generator)]
 
     def __getstate__(self) -> dict[str, Any]:
         loader = self._loader

@@ -83,6 +83,10 @@ class Feed(ABC):
         In the middle of an epoch only a feed of the same batches goes on; at its beginning they may be others.
         """
 
+    def generators(self) -> list[torch.Generator]:
+        """Return what it draws from and others may too: the user's own."""
+        return []
+
     def sizes(self) -> dict[str, int | None]:
         return {"batch_size": self.batch_size, "num_batches": self.num_batches, "num_examples": self.num_examples}
 
