@@ -979,6 +979,15 @@ def test_the_optimizers_state_is_of_a_network_with_as_many_groups(place):
 # --------------------------------------------------------------------------- precision and formats
 
 
+@pytest.mark.parametrize(("saved", "compiled"), [("rmsprop", "adam"), ("adam", "sgd"), ("sgd", "adagrad")])
+def test_the_state_of_another_optimizer_is_told_and_not_taken(place, saved, compiled, tmp_path):
+    first, second = made(place, optimizer=saved), made(place, optimizer=compiled)
+    first.save(tmp_path / "model.pt")
+    with pytest.raises(mnb.UsageError, match=r"is of another optimizer: it has .*; compile as the saved model was"):
+        second.load_training(tmp_path / "model.pt")
+    second.fit(X, Y, verbose=0)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_learns(place, precision):
     model = made(place, precision=precision, metrics=["accuracy"])

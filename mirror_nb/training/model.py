@@ -502,6 +502,15 @@ class Model(nn.Module):
                     f"the training state is of an optimizer with {len(groups)} groups of parameters, this one's has "
                     f"{len(self._optimizer.param_groups)}; compile as the saved model was"
                 )
+            for own, group in zip(self._optimizer.param_groups, groups, strict=True):
+                lacking, others = self._optimizer.defaults.keys() - group.keys(), group.keys() - own.keys()
+                # One of the two alone another version of torch may have.
+                if lacking and others:
+                    raise UsageError(
+                        f"the training state is of another optimizer: it has {', '.join(sorted(others))}, and "
+                        f"{type(self._optimizer).__name__} has {', '.join(sorted(lacking))}; compile as the saved "
+                        "model was"
+                    )
             change_settings(self._optimizer, groups)
         self._pending = dict(state)
 
