@@ -46,7 +46,6 @@ from mirror_nb.training.keras_travel import Copies
 
 CHUNK = 16
 # Global batches in one message, where what gives them cannot travel.
-_METHODS = ("fit", "evaluate", "predict")
 
 
 def install() -> None:
@@ -60,8 +59,8 @@ def install() -> None:
         _note(self)
 
     trainer.__init__ = __init__
-    for name in _METHODS:
-        setattr(trainer, name, _mirrored(getattr(trainer, name), _WORKS[name]))
+    for name, work in _WORKS.items():
+        setattr(trainer, name, _mirrored(getattr(trainer, name), work))
     keras_job.weigh_losses()
     keras_job.hold_interrupts_back()
 
@@ -676,7 +675,8 @@ class _Hooks:
         if self._stepwise[what] or self.stopped(what):
             return self._step_by_step(what, feeder)
         bar = None if silent or self._bar is None else getattr(self._bar, _BATCH_HOOKS[what][-1])
-        progress = self._team.go(what, None, _shown_by(bar), feeder)
+        tell = None if bar is None else lambda progress: bar(progress.step, progress.logs)
+        progress = self._team.go(what, None, tell, feeder)
         if bar is not None and progress.step >= 0:
             bar(progress.step, progress.logs)
         self._keep(what, progress)
@@ -707,17 +707,6 @@ class _Hooks:
 
 
 _STOPS = {"train": "stop_training", "evaluate": "stop_evaluating", "predict": "stop_predicting"}
-
-
-def _shown_by(bar: Callable[..., Any] | None) -> Callable[[Progress], None] | None:
-    if bar is None:
-        return None
-    shown = bar
-
-    def tell(progress: Progress) -> None:
-        shown(progress.step, progress.logs)
-
-    return tell
 
 
 def _flat(callbacks: Any) -> list[Any]:
