@@ -89,10 +89,7 @@ class LoaderFeed(Feed):
             replica_id=replica_id,
             num_replicas=num_replicas,
             device=device,
-            randomness=nullcontext,
-            agree=_as_it_is,
             on_batch=lambda local, total, batch: counts.append((local, total)),
-            on_end=_nothing,
             loaders=self._loaders,
         )
         return self._shares(batches, streams, counts, drawn is not None, start)
@@ -190,14 +187,6 @@ def feed_of_dataset(dataset: Any, batch_size: int, shuffle: bool, seed: int) -> 
         raise UsageError(f"the {type(dataset).__qualname__} has no len(): give it a `__len__`, or pass a DataLoader")
     order = _EpochOrder(length, shuffle)
     return LoaderFeed(DataLoader(dataset, batch_size=batch_size, sampler=order), seed, order)
-
-
-def _as_it_is(mine: bytes) -> bytes:
-    return mine
-
-
-def _nothing() -> None:
-    """Nobody here asks when the loop is left."""
 
 
 def _share(batch: Any, examples: int, total: int) -> Share:
