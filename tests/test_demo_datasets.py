@@ -58,11 +58,6 @@ def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):
         digits()
 
 
-def test_a_test_share_that_is_none_is_named():
-    with pytest.raises(UsageError, match=r"not 1\.5"):
-        digits(test_share=1.5)
-
-
 @pytest.mark.parametrize("kind", list(CODES))
 @pytest.mark.parametrize("zipped", [False, True])
 def test_an_idx_file_of_every_type_is_read(tmp_path, kind, zipped):

@@ -42,14 +42,11 @@ class LabelledImages:
     """As `train_labels`."""
 
 
-def digits(test_share: float = 0.2) -> LabelledImages:
+def digits() -> LabelledImages:
     """scikit-learn's 1797 handwritten digits of 8×8 pixels, each class cut in the same proportion.
 
-    The cut is the same in every run. Raises ModuleNotFoundError, with what to install, without scikit-learn,
-    and UsageError for a `test_share` that is not between 0 and 1.
+    The cut is the same in every run. Raises ModuleNotFoundError, with what to install, without scikit-learn.
     """
-    if not 0 < test_share < 1:
-        raise UsageError(f"`test_share`, the part to test on, is between 0 and 1, not {test_share}")
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -59,7 +56,7 @@ def digits(test_share: float = 0.2) -> LabelledImages:
         ) from error
     pixels, labels = load_digits(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(
-        pixels.reshape(-1, 8, 8), labels, test_size=test_share, stratify=labels, random_state=0
+        pixels.reshape(-1, 8, 8), labels, test_size=0.2, stratify=labels, random_state=0
     )
     return LabelledImages(
         name="handwritten digits",
