@@ -59,7 +59,7 @@ def train(progress: Progress, clock: Clock, epochs: int = 2, **more: Any) -> Non
             clock.now += 1
             progress.update(step, {"loss": 1 / step}, 25 * step)
         clock.now += 0.5
-        progress.end_epoch({"loss": 0.25, "val_loss": 0.5, **more})
+        progress.end({"loss": 0.25, "val_loss": 0.5, **more})
 
 
 LINES = [
@@ -129,7 +129,7 @@ def test_names_with_braces_are_shown_as_they_are():
     clock.now += 1
     progress.update(1, {"{n}": 1.0}, 1)
     assert "{n} 1.0000" in screen.getvalue()
-    progress.end_epoch({"{n}": torch.tensor(1.0)})
+    progress.end({"{n}": torch.tensor(1.0)})
     assert screen.lines() == ["epoch 1/1  {n} 1.0000  1 examples/s  1.0 s"]
 
 
@@ -159,7 +159,7 @@ def test_epochs_are_aligned_and_a_resumed_training_counts_its_own_time():
     progress = Progress(1, screen, clock)
     progress.begin_epoch(8, 10, 4)
     clock.now += 3
-    progress.end_epoch({})
+    progress.end({})
     assert screen.lines() == ["epoch  9/10  3.0 s, 3.0 s left"]
 
 
@@ -180,7 +180,7 @@ def test_what_a_callback_says_of_an_epoch_follows_its_line(capsys):
     progress.say("step 3: saved")
     with progress.held():
         progress.say("epoch 1: saved")
-        progress.end_epoch({"loss": 1.0})
+        progress.end({"loss": 1.0})
     assert capsys.readouterr().out == "step 3: saved\nepoch 1/1  loss 1.0000  0 ms\nepoch 1: saved\n"
 
 
@@ -228,7 +228,7 @@ def test_any_console_or_none_does(monkeypatch, console):
     progress.begin_epoch(0, 1, 4)
     clock.now += 1
     progress.update(1, {"über": 1.0}, 25)
-    progress.end_epoch({"über": 0.5})
+    progress.end({"über": 0.5})
     say("12 µs")
     progress.close()
     if isinstance(console, Tee):

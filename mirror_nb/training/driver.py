@@ -238,7 +238,7 @@ class Fit:
 
     def _end(self) -> None:
         assert self._training is not None
-        kept = self._training.ask(job.export_position)
+        kept = self._training.ask(job.export, False)
         self._model._last = {**_position(kept), "epoch": self._epoch, "step": 0, "total_steps": self._total_steps}
         feed = kept[0]["feed"]
         try:
@@ -384,8 +384,8 @@ class Fit:
                 stacklevel=users_level(),
             )
         self._advise(time.monotonic() - began)
-        if self._validates(epoch):
-            validated = self._validate(epoch)
+        if self._validation is not None and self._is_due(epoch):
+            validated = evaluated(self._validation, epoch, callbacks, self._logs, lambda note: None)
             logs |= {f"val_{name}": value for name, value in validated.items()}
         if self._model.scheduler is not None and self._settings.scheduler_interval == "epoch":
             logs["learning_rate"] = self._model.learning_rate
@@ -398,7 +398,7 @@ class Fit:
             # They may add to the logs, and speak of an epoch whose line comes first.
             callbacks.on_epoch_end(epoch, logs)
             self._warn_of_lost_rates()
-            self._progress.end_epoch(logs)
+            self._progress.end(logs)
         return logs
 
     def _warn_of_lost_rates(self) -> None:
@@ -463,15 +463,9 @@ class Fit:
         loss = {} if note.loss is None else {"loss": note.loss}
         self._progress.update(note.step, loss, self._examples_before + note.examples)
 
-    def _validates(self, epoch: int) -> bool:
+    def _is_due(self, epoch: int) -> bool:
         freq = self._plan.validation_freq
-        if self._validation is None:
-            return False
         return (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
-
-    def _validate(self, epoch: int) -> dict[str, Any]:
-        assert self._validation is not None
-        return evaluated(self._validation, epoch, self._callbacks, self._logs, lambda note: None)
 
     # ------------------------------------------------------------------ for callbacks that save
 
@@ -479,7 +473,7 @@ class Fit:
         """Return all that another fit needs to go on from here: tensors and plain values."""
         if self._training is None:
             return self._model._state_outside_fit()
-        kept = self._training.ask(job.export)
+        kept = self._training.ask(job.export, True)
         return {
             **_position(kept),
             **{name: kept[0][name] for name in ("optimizer", "scheduler")},

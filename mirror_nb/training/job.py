@@ -158,14 +158,9 @@ def advise(strategy: Strategy, token: str) -> tuple[str, ...]:
     return trials.advise(strategy._place, _job(strategy, token, Training))
 
 
-def export(strategy: Strategy, token: str) -> dict[str, Any]:
+def export(strategy: Strategy, token: str, with_optimizer: bool) -> dict[str, Any]:
     """Return what a Training needs to go on elsewhere: see `Training.state`."""
-    return _job(strategy, token, Training).state()
-
-
-def export_position(strategy: Strategy, token: str) -> dict[str, Any]:
-    """Return the same without the states of the optimizer and the scheduler, which may be large."""
-    return _job(strategy, token, Training).state(with_optimizer=False)
+    return _job(strategy, token, Training).state(with_optimizer)
 
 
 def end(strategy: Strategy, token: str) -> dict[str, Any]:

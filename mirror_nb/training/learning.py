@@ -508,8 +508,11 @@ class Training(Scoring):
         elif monitored is not None:
             self._scheduler.step(OfAll(monitored))
 
-    def state(self, with_optimizer: bool = True) -> dict[str, Any]:
-        """Return where this replica stands; what is equal on all comes from replica 0 alone."""
+    def state(self, with_optimizer: bool) -> dict[str, Any]:
+        """Return where this replica stands; what is equal on all comes from replica 0 alone.
+
+        `with_optimizer`: its state and the scheduler's, too, which may be large.
+        """
         with self._seat.averaging():
             random = self._seat.random_state()
             with self._seat.shared_randomness():

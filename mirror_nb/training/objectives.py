@@ -98,17 +98,13 @@ class Objective:
         # Keys or positions of the outputs that have a loss; none where the only loss takes the outputs as they are.
         self._keys = tuple(names)
         self._weights = tuple(weights)
-        self._divisors = tuple(term.divisor for term in self._terms)
+        self.divisors = tuple(term.divisor for term in self._terms)
+        # One for each output.
 
     @property
     def names(self) -> tuple[str, ...]:
         """The outputs' names, "output_0" … where they have none; empty with one output."""
         return tuple(output_name(key) for key in self._keys)
-
-    @property
-    def divisors(self) -> tuple[Divisor, ...]:
-        """One for each output."""
-        return self._divisors
 
     def no_denominator(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return what an empty share adds to the denominator: zeros; None where nothing is added up."""
@@ -154,7 +150,7 @@ class Objective:
             count = _length(outputs, targets) if examples is None else examples
             weight = _weight_of(outputs, targets, sample_weight, class_weight, self._terms[0].classes_at)
             numerator, denominator = self._terms[0](outputs, targets, weight, count)
-            return Loss(numerator, denominator, {}, self._divisors)
+            return Loss(numerator, denominator, {}, self.divisors)
         if class_weight is not None:
             raise UsageError("`class_weight` says nothing about which of several outputs; give `sample_weight`")
         return self._several(outputs, targets, sample_weight, examples)

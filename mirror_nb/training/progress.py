@@ -92,12 +92,8 @@ class Progress:
             self._draw(step, logs)
             self._drawn = self._trained
 
-    def end_epoch(self, logs: Mapping[str, Any]) -> None:
-        """The epoch has ended, its validation too: write its line."""
-        self.end(logs)
-
     def end(self, logs: Mapping[str, Any]) -> None:
-        """What was begun has ended: write its line."""
+        """What was begun has ended, of an epoch the validation too: write its line."""
         self._end_bar()
         if not self._lines:
             return
