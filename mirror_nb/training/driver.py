@@ -282,14 +282,7 @@ class Fit:
             return "fit begins again"
         there: list[Whereabouts | None] = self._training.ask_once(job.whereabouts)
         survivors = {r: found for r, found in enumerate(there) if found is not None}
-        if not survivors:
-            self._guard.give_up("All replicas were started anew, one after the other", survived=False)
-        updates = max(found.updates for found in survivors.values())
-        furthest = [r for r, found in survivors.items() if found.updates == updates]
-        if any(survivors[r].broken for r in furthest):
-            self._guard.give_up("The step that it died in had changed the weights already", survived=False)
-        # One of them may have begun the next epoch.
-        source = max(furthest, key=lambda r: _where(survivors[r]))
+        source = self._furthest(survivors)
         found = survivors[source]
         position, group = self._position, None
         known: list[tuple[Totals, dict[int, Tensor]] | None] = [None] * len(there)
@@ -309,20 +302,31 @@ class Fit:
         model = self._model
         buffers = PerReplica([{} if each is None else each[1] for each in known])
         arguments = (model, model.optimizer, model.scheduler, self._tasks(survivors), kept)
-        where = (source, updates, found.scheduled, buffers)
+        where = (source, found.updates, found.scheduled, buffers)
         self._training.take_over(job.rejoin, self._training.token, *arguments, *where)
         self._position = position
         if group is not None:
             self._before.append(group)
             self._examples_before += group[0].examples
         step = 0 if position is None else position["step"]
-        self._guard.reached((updates, self._epoch))
+        self._guard.reached((found.updates, self._epoch))
         if self._inside and step < self._step:
             # Batches whose gradients wait for the optimizer: callbacks have heard of them.
             self._training.catch_up(self._epoch, self._step)
         if self._validation is not None:
             self._validation.start()
         return f"fit goes on after step {step} of epoch {self._epoch + 1}"
+
+    def _furthest(self, survivors: dict[int, Whereabouts]) -> int:
+        """Return which survivor has done the most. Raises ReplicaDied where none is left, or it cannot go on."""
+        if not survivors:
+            self._guard.give_up("All replicas were started anew, one after the other", survived=False)
+        updates = max(found.updates for found in survivors.values())
+        furthest = [r for r, found in survivors.items() if found.updates == updates]
+        if any(survivors[r].broken for r in furthest):
+            self._guard.give_up("The step that it died in had changed the weights already", survived=False)
+        # One of them may have begun the next epoch.
+        return max(furthest, key=lambda r: _where(survivors[r]))
 
     def _resumption(self, found: Whereabouts) -> dict[str, Any]:
         landmark = found.landmark
