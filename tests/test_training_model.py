@@ -419,6 +419,13 @@ def test_a_model_of_no_network_says_what_it_lacks():
         mnb.Model(nn.Linear(4, 2)).optimizer = "adam"
 
 
+def test_data_without_targets_are_told_what_they_lack(place):
+    model = made(place)
+    for use in (lambda: model.fit(X, verbose=0), lambda: model.evaluate(DataLoader(X, batch_size=7), verbose=0)):
+        with pytest.raises(mnb.UsageError, match=r"the loss has no targets: give `y`, or data whose batches are \("):
+            use()
+
+
 def test_a_model_without_a_loss_says_how_to_give_one(place):
     model = made(place, loss=None)
     with pytest.raises(mnb.UsageError, match=r"compile\(loss=...\), or define training_step"):

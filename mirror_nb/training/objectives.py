@@ -466,6 +466,8 @@ def is_binary(outputs: Tensor, targets: Tensor) -> bool:
 def _tensor(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
+    if value is None:
+        raise UsageError(f"the loss has no {what}: give `y`, or data whose batches are (inputs, targets)")
     raise UsageError(
         f"the loss takes a tensor, but the {what} are a {type(value).__qualname__}; for several outputs give `loss` "
         "as a dict or list with one loss for each (None for none), or a function of (outputs, targets)"
