@@ -163,7 +163,7 @@ class Fit:
         if resume is not None and resume.get("position") is not None:
             self._take_position(resume)
         self._position = None if resume is None else resume.get("position")
-        if self._recovers and all(map(_is_cpu, self._place.devices)):
+        if self._recovers and all(device.startswith("cpu") for device in self._place.devices):
             # A GPU would have to be waited for in every step.
             self._ledger = self._ledger or Ledger(self._place.num_replicas, _buffer_bytes(self._model))
         if self._recovers:
@@ -518,10 +518,6 @@ def _buffer_bytes(model: Model) -> int:
     # Not by buffers(): that would bring the replicas' values here first.
     parts = [part._buffers.values() for part in model.modules()]
     return sum(layouts.nbytes(buffer) for buffers in parts for buffer in buffers if buffer is not None)
-
-
-def _is_cpu(device: str) -> bool:
-    return device.startswith("cpu")
 
 
 def with_current_settings(state: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

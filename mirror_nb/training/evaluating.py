@@ -152,17 +152,12 @@ def _in_order(advanced: list[Advanced]) -> Any:
         raise UsageError("predict was given no examples")
     if len(replicas) == 1:
         return replicas[0].outputs
-    columns = []
-    structure = None
-    for each in replicas:
-        leaves, structure = pytree.tree_flatten(each.outputs)
-        columns.append([_parted(leaf, each.counts) for leaf in leaves])
+    columns = [[_parted(leaf, each.counts) for leaf in pytree.tree_leaves(each.outputs)] for each in replicas]
     joined = [
         joined_rows([part for batch in zip(*shares, strict=True) for part in batch])
         for shares in zip(*columns, strict=True)
     ]
-    assert structure is not None
-    return pytree.tree_unflatten(joined, structure)
+    return pytree.tree_unflatten(joined, pytree.tree_structure(replicas[0].outputs))
 
 
 def _parted(tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:

@@ -66,8 +66,11 @@ class CompileSettings:
         elif self.loss_weights is not None:
             raise UsageError("`loss_weights` has no `loss` to weigh; give `loss` as a dict or list of losses")
         self.make_metrics()
-        _check_optimizer(self.optimizer)
-        _check_scheduler(self.scheduler)
+        # Without a network they cannot be made yet.
+        if not isinstance(self.optimizer, Optimizer):
+            _maker_and_arguments(self.optimizer, "optimizer", _OPTIMIZERS)
+        if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
+            _maker_and_arguments(self.scheduler, "scheduler", _SCHEDULERS)
         self._check_choices()
         self._check_numbers()
 
@@ -200,19 +203,6 @@ def _made(
             f"cannot make the {what} {maker.__name__} {given}: {error}; give ({maker.__name__.lower()!r}, "
             "{argument: value, …})"
         ) from error
-
-
-# Checks that need no network
-
-
-def _check_optimizer(asked: Any) -> None:
-    if not isinstance(asked, Optimizer):
-        _maker_and_arguments(asked, "optimizer", _OPTIMIZERS)
-
-
-def _check_scheduler(asked: Any) -> None:
-    if asked is not None and not isinstance(asked, LRScheduler):
-        _maker_and_arguments(asked, "scheduler", _SCHEDULERS)
 
 
 def _maker_and_arguments(
