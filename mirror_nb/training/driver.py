@@ -254,7 +254,7 @@ class Fit:
     def _settle(self) -> None:
         self._model._last = {"epoch": self._epoch, "step": 0, "total_steps": self._total_steps}
         if self._training is not None:
-            self._training.settle(self._model)
+            self._training.settle()
         if self._validation is not None:
             with contextlib.suppress(MirrorError):
                 self._validation.end()

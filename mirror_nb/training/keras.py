@@ -253,7 +253,7 @@ class _Commanded(Team):
         order, *others = process_states()
         states = (order.numpy().tobytes(), *others)
         arguments = (self._strategy, self._which, what, steps, tell is not None, chunk, states)
-        results = self._place.command(keras_job.go, arguments, changes=False, on_note=tell or _unheard)
+        results = self._place.command(keras_job.go, arguments, changes=False, on_note=tell or (lambda progress: None))
         for outputs, (progress, _) in zip(self._outputs, results, strict=True):
             outputs += progress.outputs
         for stream, state in zip(process_streams().values(), results[0][1], strict=True):
@@ -320,10 +320,6 @@ class _Commanded(Team):
 
     def shared(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
-
-
-def _unheard(value: Any) -> None:
-    """Nobody asked."""
 
 
 @final

@@ -319,8 +319,7 @@ class Model(nn.Module):
             callbacks=callbacks,
             recovers=on_failure == "recover",
         )
-        self._history = driver.Fit(self, plan).run()
-        return self._history
+        return driver.Fit(self, plan).run()
 
     def evaluate(
         self,

@@ -101,11 +101,6 @@ class Objective:
         self.divisors = tuple(term.divisor for term in self._terms)
         # One for each output.
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The outputs' names, "output_0" … where they have none; empty with one output."""
-        return tuple(output_name(key) for key in self._keys)
-
     def no_denominator(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return what an empty share adds to the denominator: zeros; None where nothing is added up."""
         counted = self.divisors.count(Divisor.COUNTED)
@@ -164,7 +159,7 @@ class Objective:
             numerator, denominator = term(output, target, weight, count)
             numerators.append(numerator)
             denominators += [] if denominator is None else [denominator]
-        parts = {name: part.detach() for name, part in zip(self.names, numerators, strict=True)}
+        parts = {output_name(key): part.detach() for key, part in zip(self._keys, numerators, strict=True)}
         weighted = [part * weight for part, weight in zip(numerators, self._weights, strict=True)]
         together = torch.stack(weighted)
         if len(set(self.divisors)) == 1 and not denominators:

@@ -192,9 +192,9 @@ class Running:
         kept: dict[str, Any] = self._place.command(job.end, (self._strategy, self.token), changes=False)[0]
         return kept
 
-    def settle(self, model: Model) -> None:
+    def settle(self) -> None:
         """After an error: let the replicas forget it, and stand alike."""
-        place = self._place
+        place, model = self._place, self._model
         if place.seat is not None and place.num_replicas > 1:
             # The others may be elsewhere; the next fit finds out who lags behind.
             place.seat.jobs.pop(self.token, None)
