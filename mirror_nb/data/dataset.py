@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -33,6 +32,8 @@ from mirror_nb.data.arrays import as_tensor
 from mirror_nb.data.batches import checked_batch_size, count, cut, is_cuttable, leaves, map_leaves, share_of, to_device
 from mirror_nb.data.prefetch import ahead
 from mirror_nb.data.sampling import (
+    Agree,
+    agree_on,
     check_unsharded,
     describe,
     draws_only_at_first,
@@ -169,7 +170,7 @@ class DistributedDataset:
         shuffle: bool = False,
         drop_last: bool = False,
         randomness: Randomness = contextlib.nullcontext,
-        agree: Callable[[bytes], bytes] = lambda mine: mine,
+        agree: Agree = lambda mine: mine,
         on_batch: Callable[[int, int, Any], None],
         on_end: Callable[[], None] = lambda: None,
         on_wanted: Callable[[], None] = lambda: None,
@@ -224,16 +225,10 @@ class DistributedDataset:
         """Give everything that the global batches are drawn from the state that it has on replica 0."""
         with self._randomness():
             streams = random_streams(self._loader)
-            mine = _Order(describe(self._loader), {name: stream.get() for name, stream in streams.items()})
-            agreed: _Order = pickle.loads(self._agree(pickle.dumps(mine)))
-            if (agreed.source, agreed.states.keys()) != (mine.source, mine.states.keys()):
-                raise UsageError(
-                    f"replica {self._place.replica_id} was given {mine.source} (random streams: "
-                    f"{', '.join(mine.states)}), but replica 0 {agreed.source} "
-                    f"({', '.join(agreed.states)}); all replicas have to be given the same dataset"
-                )
+            mine = {name: stream.get() for name, stream in streams.items()}
+            agreed = agree_on(self._agree, self._place.replica_id, describe(self._loader), mine)
             for name, stream in streams.items():
-                stream.set(agreed.states[name])
+                stream.set(agreed[name])
 
 
 @final
@@ -304,16 +299,6 @@ def _first(items: Iterable[Any], loader: DataLoader[Any]) -> Any:
     if found is _END:
         raise UsageError(f"the DataLoader gives no batch: {describe(loader)}")
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What has to be equal for all replicas to draw the same global batches."""
-
-    source: str
-    """The loader in words, for comparison and for the error."""
-    states: dict[str, Any]
-    """The state of each random stream, by its name."""
 
 
 # ---- the share is cut from the indices ----------------------------------------------------------------

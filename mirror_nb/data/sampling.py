@@ -1,15 +1,16 @@
-"""A DataLoader, looked at: its samplers, its random streams, and whether something has sharded it already.
+"""A DataLoader, looked at: its samplers, its random streams, whether it is the same everywhere, or sharded already.
 
 Knows PyTorch's DataLoader and the marks that other libraries' sharding leaves on it. Changes no loader.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from torch.utils.data import (
 
 from mirror_nb.errors import UsageError
 
+Agree = Callable[[bytes], bytes]
+# Every replica gets replica 0's bytes.
 _DRAW_AT_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _SHARDING = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 
@@ -125,6 +128,17 @@ def describe(loader: DataLoader[Any]) -> str:
     sizes = f"{'?' if examples is None else examples} examples of {name_of(loader.dataset)}"
     order = f"{name_of(index_sampler(loader))}, batch_size={loader.batch_size}"
     return f"{sizes} ({order}, {loader.num_workers} workers)"
+
+
+def agree_on(agree: Agree, replica_id: int, mine: str, states: dict[str, Any]) -> dict[str, Any]:
+    """Replica 0's random states; UsageError where it was given other data than this replica."""
+    agreed, agreed_states = pickle.loads(agree(pickle.dumps((mine, states))))
+    if (agreed, agreed_states.keys()) != (mine, states.keys()):
+        raise UsageError(
+            f"replica {replica_id} was given {mine} (random streams: {', '.join(states) or 'none'}), but replica 0 "
+            f"{agreed} ({', '.join(agreed_states) or 'none'}); all replicas have to be given the same data"
+        )
+    return cast(dict[str, Any], agreed_states)
 
 
 def process_streams() -> dict[str, Stream]:

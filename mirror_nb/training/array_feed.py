@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mirror_nb.data.batches import leaves, map_leaves, share_of
+from mirror_nb.data.sampling import Agree, agree_on
 from mirror_nb.training.offer import Offer
-from mirror_nb.training.shares import Agree, Feed, Share, agree_on, check_begun, check_state, permutation
+from mirror_nb.training.shares import Feed, Share, check_begun, check_state, permutation
 
 RESIDENT_PART = 8
 # Arrays that take less than one part in so many of a GPU's free memory are kept on it: their batches are cut there.

@@ -15,7 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from mirror_nb.data.dataset import DistributedDataset, Loaders
 from mirror_nb.data.sampling import (
+    Agree,
     OtherStreams,
+    agree_on,
     describe,
     draws_only_at_first,
     held_streams,
@@ -26,10 +28,8 @@ from mirror_nb.data.sampling import (
 )
 from mirror_nb.errors import UsageError
 from mirror_nb.training.shares import (
-    Agree,
     Feed,
     Share,
-    agree_on,
     check_begun,
     check_state,
     epoch_seeds,

@@ -1,24 +1,22 @@
 """What the replicas are given of a fit's data: shares of global batches, by a feed that travels to them.
 
-Knows how an epoch's order is drawn, and what has to be the same on all replicas and when an epoch goes on. Knows
-neither arrays nor DataLoaders.
+Knows how an epoch's order is drawn, and what has to be the same when an epoch goes on. Knows neither arrays nor
+DataLoaders.
 """
 
 from __future__ import annotations
 
-import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mirror_nb.data.sampling import Agree
 from mirror_nb.errors import UsageError
-
-Agree = Callable[[bytes], bytes]
 
 
 @final
@@ -104,18 +102,7 @@ def permutation(length: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(length, generator=torch.Generator().manual_seed(epoch_seeds(seed, epoch)[0]), device="cpu")
 
 
-# ---- agreement and checks -----------------------------------------------------------------------------
-
-
-def agree_on(agree: Agree, replica_id: int, mine: str, states: dict[str, Any]) -> dict[str, Any]:
-    """Replica 0's random states; UsageError where it was given other data than this replica."""
-    agreed, agreed_states = pickle.loads(agree(pickle.dumps((mine, states))))
-    if (agreed, agreed_states.keys()) != (mine, states.keys()):
-        raise UsageError(
-            f"replica {replica_id} was given {mine} (random streams: {', '.join(states) or 'none'}), but replica 0 "
-            f"{agreed} ({', '.join(agreed_states) or 'none'}); all replicas have to be given the same data"
-        )
-    return cast(dict[str, Any], agreed_states)
+# ---- checks -------------------------------------------------------------------------------------------
 
 
 def check_state(own: Feed, state: dict[str, Any], names: set[str]) -> None:
