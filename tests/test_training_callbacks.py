@@ -161,6 +161,16 @@ def test_every_hook_of_a_callback_is_called_through_the_list():
     assert sorted(calls) == sorted(set(hooks) - {"on_batch_begin", "on_batch_end"})
 
 
+def test_hooks_of_batches_get_their_logs_by_name_as_in_keras():
+    class Named(Callback):
+        def on_train_batch_end(self, batch, **named):
+            heard.append((batch, named))
+
+    heard: list[Any] = []
+    CallbackList([Named()]).on_train_batch_end(3, {"loss": 1.0})
+    assert heard == [(3, {"logs": {"loss": 1.0}})]
+
+
 def test_a_hook_always_has_logs_to_look_into():
     # Keras's guide to callbacks of one's own begins with one that lists logs.keys() in every hook.
     seen: dict[str, list[str]] = {}

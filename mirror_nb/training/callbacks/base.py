@@ -229,53 +229,51 @@ class CallbackList(Callback):
                 stack.callback(_give_back, callback, before)
                 stack.callback(callback.close)
 
-    def _each(self, hook: str, *number: int, logs: Logs) -> None:
-        # Where there are none, a dict without entries, as Keras does: hooks look into it.
-        logs = {} if logs is None else logs
+    def _each(self, hook: str, *args: Any, **named: Any) -> None:
         for callback in self.callbacks:
-            getattr(callback, hook)(*number, logs)
+            getattr(callback, hook)(*args, **named)
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        self._each("on_train_begin", logs=logs)
+        self._each("on_train_begin", _given(logs))
 
     def on_train_end(self, logs: Logs = None) -> None:
-        self._each("on_train_end", logs=logs)
+        self._each("on_train_end", _given(logs))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        self._each("on_epoch_begin", epoch, logs=logs)
+        self._each("on_epoch_begin", epoch, _given(logs))
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self._each("on_epoch_end", epoch, logs=logs)
+        self._each("on_epoch_end", epoch, _given(logs))
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        self._each("on_train_batch_begin", batch, logs=logs)
+        self._each("on_train_batch_begin", batch, logs=_given(logs))
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        self._each("on_train_batch_end", batch, logs=logs)
+        self._each("on_train_batch_end", batch, logs=_given(logs))
 
     def on_test_begin(self, logs: Logs = None) -> None:
-        self._each("on_test_begin", logs=logs)
+        self._each("on_test_begin", _given(logs))
 
     def on_test_end(self, logs: Logs = None) -> None:
-        self._each("on_test_end", logs=logs)
+        self._each("on_test_end", _given(logs))
 
     def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        self._each("on_test_batch_begin", batch, logs=logs)
+        self._each("on_test_batch_begin", batch, logs=_given(logs))
 
     def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
-        self._each("on_test_batch_end", batch, logs=logs)
+        self._each("on_test_batch_end", batch, logs=_given(logs))
 
     def on_predict_begin(self, logs: Logs = None) -> None:
-        self._each("on_predict_begin", logs=logs)
+        self._each("on_predict_begin", _given(logs))
 
     def on_predict_end(self, logs: Logs = None) -> None:
-        self._each("on_predict_end", logs=logs)
+        self._each("on_predict_end", _given(logs))
 
     def on_predict_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        self._each("on_predict_batch_begin", batch, logs=logs)
+        self._each("on_predict_batch_begin", batch, logs=_given(logs))
 
     def on_predict_batch_end(self, batch: int, logs: Logs = None) -> None:
-        self._each("on_predict_batch_end", batch, logs=logs)
+        self._each("on_predict_batch_end", batch, logs=_given(logs))
 
 
 @final
@@ -286,6 +284,11 @@ class _Recorder(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self._history.record(epoch, logs or {})
+
+
+def _given(logs: Logs) -> Mapping[str, Any]:
+    """Return the logs; where there are none, a dict without entries, as Keras does: hooks look into it."""
+    return {} if logs is None else logs
 
 
 def _flat(callbacks: Any) -> list[Any]:
