@@ -920,6 +920,16 @@ def test_nothing_is_left_out_of_a_stream_whose_workers_have_a_last_batch_each(pl
     assert len(made(place).predict(loader, verbose=0)) == len(X)
 
 
+def test_a_training_on_a_stream_goes_on_with_other_data(place, tmp_path):
+    first = made(place)
+    first.fit(DataLoader(Numbers(), batch_size=3), epochs=2, steps_per_epoch=3, verbose=0)
+    first.save(tmp_path / "model.pt")
+    for other in (DataLoader(Numbers(), batch_size=5), DataLoader(TensorDataset(X, Y), batch_size=7, shuffle=True)):
+        with place.scope():
+            again = mnb.load_model(tmp_path / "model.pt")
+        assert again.fit(other, epochs=3, initial_epoch=2, steps_per_epoch=2, verbose=0).epoch == [0, 1, 2]
+
+
 @pytest.mark.parametrize("hooks", [(), ("on_test_batch_end",)])
 def test_every_validation_sees_the_first_batches_of_a_stream(place, hooks):
     watch = mnb.callbacks.LambdaCallback(**{name: lambda batch, logs: None for name in hooks})

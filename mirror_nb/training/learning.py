@@ -583,7 +583,8 @@ class Training(Scoring):
         self._feed.load_state(position["feed"])
         self._feed_is_behind = position.get("feed_is_behind", False)
         self.step, self._resumed = position["step"], position.get("epoch")
-        if position.get("stream") is not None:
+        # Other data begin anew.
+        if position.get("stream") is not None and position["feed"]["sizes"] == self._feed.sizes():
             begun, batches = position["stream"]
             self._stream = begun, batches - self.step
         if position.get("noise") is not None:
