@@ -29,10 +29,10 @@ import torch
 from driving import DEADLINE, doing, eventually, gone, opened, press_ctrl_c, run_cell, with_a_spare
 
 from mirror_nb.devices import Device
-from mirror_nb.errors import ReplicaError
+from mirror_nb.errors import PoolClosed, ReplicaError
 from mirror_nb.machine import memory
 from mirror_nb.machine.cores import cores
-from mirror_nb.messages import Display, Done, Interrupt, Steps
+from mirror_nb.messages import Display, Done, Interrupt, Steps, Stream
 from mirror_nb.pool import following, interrupts, local, nanny
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.recovery import recover
@@ -922,6 +922,27 @@ def test_two_requests_at_once_are_refused(two, tmp_path):
         )
     assert isinstance(problems[0], ReplicaError)
     assert "at work for another thread" in str(problems[0])
+
+
+@pytest.mark.parametrize("by", ["another thread", "what the cell shows"])
+def test_a_cell_whose_replicas_are_stopped_meanwhile_says_that_and_nothing_of_a_kill(by):
+    with LocalPool((Device("cpu", 0), Device("cpu", 1)), setup=SETUP) as pool:
+        pool.start()
+        run_cell(pool, "import threading, torch")
+        before = len(os.listdir("/proc/self/fd"))
+        closing = threading.Thread(target=pool.close)
+
+        def shown(replica_id: int, message: Any) -> None:
+            if isinstance(message, Stream) and not pool.closed:
+                closing.start() if by == "another thread" else pool.close()
+
+        source = "big = torch.ones(1_000_000)\nif replica_id: print('at work'); threading.Event().wait()"
+        with pytest.raises(PoolClosed, match="these replicas were stopped"):
+            run_cell(pool, source, on_message=shown)
+        if by == "another thread":
+            closing.join(DEADLINE)
+        assert pool.closed
+    assert len(os.listdir("/proc/self/fd")) < before
 
 
 # ---------------------------------------------------------------------- the end

@@ -33,6 +33,8 @@ from mirror_nb.telemetry.timeline import Timeline
 
 FORM_SECONDS = 60.0
 # For joining the process group; a replica that is not there by then is replaced.
+LEAVING_SECONDS = 1.0
+# So long the end of the replicas waits for another thread to see it, which looks ten times a second.
 
 
 class Pool(Followed):
@@ -51,6 +53,8 @@ class Pool(Followed):
         self.forked = False
         # This process is a fork of the one that started the replicas: they answer there.
         self._busy = threading.Lock()
+        self._busy_in = 0
+        # The thread that holds it.
         self._interrupts = Interrupts()
         self._fresh: Surroundings | None = None
         # What this process had set when it started the first replicas.
@@ -184,13 +188,19 @@ class Pool(Followed):
             self.poll(TICK_SECONDS)
 
     def close(self) -> None:
-        """Stop the replicas; a second call does nothing."""
+        """Stop the replicas; a second call does nothing. A request that they are at raises PoolClosed."""
         if not self._closed:
             self._closed = True
             try:
-                self._close()
+                # What it reads from is about to be closed.
+                in_another = not self.forked and self._busy_in != threading.get_ident()
+                if in_another and self._busy.acquire(timeout=LEAVING_SECONDS):
+                    self._busy.release()
             finally:
-                self._interrupts.close()
+                try:
+                    self._close()
+                finally:
+                    self._interrupts.close()
 
     def __enter__(self) -> Pool:
         return self
@@ -224,8 +234,8 @@ class Pool(Followed):
         nothing for what replicas did. What the two callbacks raise ends the request too, and is raised once the
         replicas are still.
 
-        Raises PoolClosed when the pool is closed, ContextError in a fork of this process, ReplicaError when it is at
-        work already.
+        Raises PoolClosed when the pool is closed, also meanwhile, ContextError in a fork of this process, ReplicaError
+        when it is at work already.
         """
         self._check_open()
         if not self._busy.acquire(blocking=False):
@@ -233,6 +243,7 @@ class Pool(Followed):
                 "the replicas are at work for another thread; wait for it to end (in a signal's handler: set a flag, "
                 "and use the strategy once the call that the signal came in has returned)"
             )
+        self._busy_in = threading.get_ident()
         try:
             with self._interrupts as interrupts:
                 self.prepare()
@@ -243,6 +254,7 @@ class Pool(Followed):
             report.interrupted = interrupts.count > 0
             return report
         finally:
+            self._busy_in = 0
             self._busy.release()
 
     def _count_on(self, report: Report) -> None:

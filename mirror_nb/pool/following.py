@@ -155,6 +155,21 @@ class Following:
         # By the controller's own callbacks.
 
     def follow(self) -> Report:
+        try:
+            self._to_its_end()
+        except BaseException:
+            for answer in self._answers.values():
+                answer.close()
+            raise
+        return Report(
+            dict(sorted(self._answers.items())),
+            self._interrupts.count > 0,
+            self._timed_out,
+            self._standings,
+            self._uneven,
+        )
+
+    def _to_its_end(self) -> None:
         for replica_ids in _alike(self._requests):
             first = replica_ids[0]
             self._pool.send(replica_ids, Request(self._number, self._requests[first]), self._slabs.get(first))
@@ -174,16 +189,7 @@ class Following:
             self._drop_unfinished()
         self._raised = self._raised or self._interrupts.raised
         if self._raised is not None:
-            for answer in self._answers.values():
-                answer.close()
             raise self._raised
-        return Report(
-            dict(sorted(self._answers.items())),
-            self._interrupts.count > 0,
-            self._timed_out,
-            self._standings,
-            self._uneven,
-        )
 
     def _drop_unfinished(self) -> None:
         """End what some replicas began and others did not: what those begin next would be taken for it."""

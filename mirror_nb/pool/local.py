@@ -165,7 +165,8 @@ class LocalPool(Pool):
 
     def prepare(self) -> None:
         # In the main thread alone: while a process starts, what is pickled there would not find the main module.
-        if time.monotonic() < self._spare_at or threading.current_thread() is not threading.main_thread():
+        early = self._closed or time.monotonic() < self._spare_at
+        if early or threading.current_thread() is not threading.main_thread():
             return
         self._spare_at = time.monotonic() + (SPARE_SECONDS if self._spare is None else LOOK_SECONDS)
         if (self._spare is None or not self._spare.usable()) and _forkserver_rests():
@@ -258,11 +259,12 @@ class LocalPool(Pool):
     def send(self, replica_ids: Iterable[int], message: object, slab: int | None = None) -> None:
         frame = Frame.of(message, slab)
         for replica_id in replica_ids:
-            # A channel that is closed belongs to a replica whose death `poll` tells.
-            with contextlib.suppress(ChannelClosed):
+            # A channel that is closed belongs to a replica whose death `poll` tells; there are none of a closed pool.
+            with contextlib.suppress(ChannelClosed, KeyError):
                 self._members[replica_id].channel.send_frame(frame)
 
     def poll(self, timeout: float) -> list[Incoming]:
+        self._check_open()
         dead: list[Incoming] = [(r, m.death, None) for r, m in self._members.items() if m.death is not None]
         ready = self._ready(0.0 if dead else timeout)
         found: list[Incoming] = []
