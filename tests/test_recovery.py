@@ -8,14 +8,17 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from driving import eventually, run_cell
 
 from mirror_nb.errors import ReplicaDied
+from mirror_nb.messages import Snapshot
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.recovery import compare, recover
+from mirror_nb.pool.report import Death
 
 TRAIN = """
 import torch
@@ -293,6 +296,36 @@ def test_a_replica_that_dies_during_the_recovery_is_filled_by_the_next(three, mo
 DRAW = "import random, numpy as np\nbuilt = nn.Linear(4, 4).weight.detach().clone()\n" + (
     "drawn = random.random(), float(np.random.rand())\nmodel(torch.ones(2, 3))\nown = float(torch.rand(()))"
 )
+
+
+def test_a_survivor_that_dies_as_soon_as_it_has_told_what_it_holds_leaves_none_of_that_open(three, monkeypatch):
+    run_cell(three, "big = torch.ones(1_000_000)")
+    run = three.run
+
+    def opened() -> int:
+        return sum("mirror_nb (deleted)" in os.readlink(link) for link in _descriptors())
+
+    def died_since(requests, **options):
+        report = run(requests, **options)
+        for replica_id, what in requests.items():
+            if isinstance(what, Snapshot):
+                death = Death(replica_id, three.devices[replica_id], 1, -signal.SIGKILL)
+                report.answers[replica_id].death = death
+        return report
+
+    before = opened()
+    three.blank.add(2)
+    monkeypatch.setattr(three, "run", died_since)
+    with pytest.raises(ReplicaDied):
+        recover(three)
+    assert opened() == before
+    monkeypatch.undo()
+    recover(three)
+
+
+def _descriptors() -> list[Path]:
+    # The listing's own is closed by now.
+    return [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
 
 
 def test_who_was_started_anew_draws_the_same_random_numbers_as_the_others(three):

@@ -182,7 +182,8 @@ class Following:
                 self._call(self._on_tick, set(self._pending))
             for replica_id, message, slab in self._pool.poll(self._patience()):
                 self._take(replica_id, message, slab)
-            self._escalate()
+            if self._pending:
+                self._escalate()
         if self._reason is not None:
             self._pool.unform()
         else:

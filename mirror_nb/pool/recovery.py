@@ -13,7 +13,7 @@ from typing import Any
 
 from mirror_nb.messages import Check, Restore, Snapshot, StandAt, Standing, Steps
 from mirror_nb.pool.base import Pool
-from mirror_nb.pool.failures import raise_for, settle
+from mirror_nb.pool.failures import settle
 from mirror_nb.telemetry.comparison import Comparison, compared
 
 
@@ -116,14 +116,14 @@ def _send(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Hand a replica's answer on to others; return what it had to leave out, and what they could not take."""
     report = pool.run({source: question})
-    raise_for(report, pool.devices)
+    settle(report, pool.devices)
     answer = report.answers[source]
     try:
         assert answer.done is not None
         assert answer.done.payload is not None
         requests = {r: kind(answer.done.payload) for r in replicas}
         taken = pool.run(requests, slabs=dict.fromkeys(replicas, answer.slab))
-        raise_for(taken, pool.devices)
+        settle(taken, pool.devices)
         refused = {name for other in taken.answers.values() if other.done is not None for name in other.done.left}
         return answer.done.left, tuple(sorted(refused))
     finally:

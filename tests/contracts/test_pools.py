@@ -314,6 +314,15 @@ def test_a_closed_pool_says_so_and_closing_again_does_nothing(kind, n):
     eventually(lambda: not made.dead(), "a closed pool tells of no deaths")
 
 
+def test_what_has_ended_before_anybody_looked_at_the_clock_was_not_stopped():
+    with InProcessPool((Device("cpu", 0),), setup=SETUP) as made:
+        made.start()
+        ran = run_cell(made, "done = True", timeout=1e-9)
+    assert ran.report.clean
+    assert not ran.report.timed_out
+    assert ran.values[0]["done"] is True
+
+
 @pytest.mark.parametrize(("kind", "n"), KINDS)
 def test_a_pool_that_was_never_started_can_be_closed(kind, n):
     kind(tuple(Device("cpu", i) for i in range(n)), setup=SETUP).close()
