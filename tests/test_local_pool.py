@@ -436,6 +436,38 @@ def test_an_error_in_one_replica_frees_those_that_wait_in_a_collective(three):
     assert {values["n"] for values in ran.values.values()} == {8}
 
 
+def test_who_waits_for_one_that_fails_is_told_that_also_where_the_interrupt_comes_at_once(three, monkeypatch):
+    monkeypatch.setattr(following, "ABORT_AFTER", 0.0)
+    monkeypatch.setattr(following, "INTERRUPT_AFTER", 0.0)
+    source = """
+import time, torch, torch.distributed as dist
+from mirror_nb.collectives import process_group
+if replica_id != 1: dist.all_reduce(torch.ones(SIZE))
+while sum(' of SIZE flo' in last for last in process_group.standing()[0].seen) < 2: time.sleep(0.005)
+raise OSError('full')
+"""
+    for size in range(2, 14):
+        ran = run_cell(three, source.replace("SIZE", str(size)))
+        assert ran.errors == {0: "PeerFailed", 1: "OSError", 2: "PeerFailed"}
+        assert not any(failure.interrupted for failure in ran.report.failures.values())
+        three.mend()
+
+
+def test_who_is_interrupted_as_it_deals_with_a_peers_failure_tells_of_that(two, short_grace):
+    source = f"""
+import threading
+if replica_id == 1: raise OSError('full')
+try:
+    {WAIT_IN_A_COLLECTIVE}
+except RuntimeError:
+    while True: threading.Event().wait(0.05)
+"""
+    ran = run_cell(two, source)
+    assert ran.errors == {0: "PeerFailed", 1: "OSError"}
+    assert ran.report.failures[0].secondary
+    assert ran.report.failures[0].traceback == ("PeerFailed: replica 1 raised OSError",)
+
+
 def test_an_error_in_one_replica_stops_those_that_loop(two):
     ran = run_cell(two, "if replica_id == 0: raise OSError('full')\nwhile True: pass")
     assert ran.errors == {0: "OSError", 1: "KeyboardInterrupt"}

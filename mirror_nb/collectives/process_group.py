@@ -154,6 +154,11 @@ def abort(error: BaseException) -> None:
     abort_nccl([group.take_nccl() for group in groups])
 
 
+def aborted() -> bool:
+    """Whether collectives are refused, since an `abort`."""
+    return state.aborted is not None
+
+
 def mark() -> None:
     """Count collectives from here on, for `standing`: a request begins, and may initialise the group as scripts do."""
     state.offered = True

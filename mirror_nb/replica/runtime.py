@@ -499,6 +499,10 @@ class Replica:
         """Turn an exception into what travels."""
         shares = self.gradients.shares
         self.gradients.reset()
+        self._keep_until_told(error)
+        told = _by_a_peer(error)
+        if told is not None:
+            error, rendered = told, (f"{type(told).__name__}: {told}",)
         lack = full.cause(error)
         memory = full.memory(lack, self.identity.device) if lack is not None else ""
         line = whereabouts.line_of(error.__traceback__, self.cell_numbers)
@@ -509,7 +513,6 @@ class Replica:
         grown = any(map(_could_not_grow, raised.chain(error, suppressed=False)))
         if grown:
             self._progress.give_memory()
-        self._keep_until_told(error)
         clean = error.with_traceback(None)
         self.label(type(error))
         try:
@@ -545,6 +548,12 @@ class Replica:
 def _could_not_grow(error: BaseException) -> bool:
     """Whether it is what torch says of a tensor whose memory others map, and which it leaves with the new sizes."""
     return isinstance(error, RuntimeError) and "resize storage that is not resizable" in raised.text(error)
+
+
+def _by_a_peer(error: BaseException) -> PeerFailed | None:
+    """Return what an interrupt for a peer's failure has come in the midst of, where that tells of the same."""
+    found = raised.chain(error) if getattr(error, "unseen", False) else ()
+    return next((one for one in found if isinstance(one, PeerFailed)), None)
 
 
 def _told_by_torch(error: BaseException) -> bool:

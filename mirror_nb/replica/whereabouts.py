@@ -41,6 +41,15 @@ def look(question: int, request: int | None, main_thread: int, cells: Mapping[st
     )
 
 
+def waits(frame: FrameType | None) -> bool:
+    """Whether the innermost code of the user's at `frame`, if there is any, has called a collective of ours."""
+    while frame is not None and not _is_the_users(frame):
+        if str(frame.f_globals.get("__name__", "")).startswith("mirror_nb.collectives."):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def line_of(trace: TracebackType | None, cells: Mapping[str, int]) -> str:
     """Return the innermost line of the user's in a traceback; empty if there is none."""
     found = ""

@@ -74,6 +74,8 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 512 * 2**20
 INSIST_SECONDS = 0.02
+FREED_SECONDS = 0.5
+# So long an interrupt for a peer's failure waits for a collective that has been ended to tell of that itself.
 LOOK_AFTER = 0.05
 # Seconds from the start of a request until the control thread reads the channel.
 AWAKE_SECONDS = 0.004
@@ -183,6 +185,8 @@ class _Process:
         # Number of the latest request that was.
         self._shown = True
         # Whether anybody will see where.
+        self._freed_until = 0.0
+        # When it is raised at last in a collective that was ended.
         self._held_back = False
         # The interrupt came inside an optimizer's step, or while a message was sent, and waits for the end of that.
         self._said = 0.0
@@ -379,6 +383,7 @@ class _Process:
                 self._requests.append((message, slab))
             case Interrupt(number, shown):
                 self._interrupted, self._shown = number, shown
+                self._freed_until = time.monotonic() + FREED_SECONDS
                 threading.Thread(target=self._insist, args=(number,), daemon=True).start()
             case Abort(reason):
                 process_group.abort(PeerFailed(reason))
@@ -460,8 +465,14 @@ class _Process:
 
     def _catch_up(self, frame: FrameType | None) -> None:
         """Raise the interrupt that was held back, unless there is still a reason to hold it."""
-        if self._held_back and self._running is not None and not self._sending and not whole.runs(frame):
+        came = self._held_back and self._running is not None and not self._sending
+        if came and not whole.runs(frame) and not self._is_freed(frame):
             self._take()
+
+    def _is_freed(self, frame: FrameType | None) -> bool:
+        """Whether `frame` is in a collective that was ended, and the interrupt for the same: a peer's failure."""
+        ended = not self._shown and process_group.aborted() and whereabouts.waits(frame)
+        return ended and time.monotonic() < self._freed_until
 
     def _take(self) -> None:
         self._held_back = False
