@@ -38,7 +38,7 @@ content:none!important;display:none!important}
 .mnb-picker.jupyter-widgets-disconnected>.mnb-state{display:none}
 .mnb-picker.jupyter-widgets-disconnected>:not(.mnb-gone,.mnb-line){opacity:.4;pointer-events:none}
 .mnb-picker .mnb-style{position:absolute;width:0;height:0;overflow:hidden}
-.mnb-picker .mnb-cards{display:grid;gap:10px;grid-template-columns:repeat(auto-fill,minmax(min(230px,100%),1fr));
+.mnb-picker .mnb-cards{display:grid;gap:10px;grid-template-columns:repeat(auto-fill,minmax(min(280px,100%),1fr));
 width:100%;margin:0}
 .mnb-picker .mnb-card{background:var(--card);border:1px solid var(--edge);border-radius:8px;padding:8px 12px 10px;
 margin:0;width:auto;min-width:0;gap:4px}
