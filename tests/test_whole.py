@@ -10,6 +10,8 @@ import pytest
 import torch
 from driving import press_ctrl_c
 
+from mirror_nb.messages import Stream
+from mirror_nb.replica.streams import Streams
 from mirror_nb.replica.whole import heed, held_back, runs, whole
 
 
@@ -152,3 +154,23 @@ def test_in_a_thread_and_under_anothers_handler_nothing_is_changed():
             assert signal.getsignal(signal.SIGINT) is mine
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_between_two_texts_that_go_together_loses_neither():
+    sent: list[object] = []
+
+    def emit(message: object) -> None:
+        """As a replica sends: an interrupt that has come meanwhile is raised after it."""
+        sent.append(message)
+        if len(sent) == 1:
+            raise KeyboardInterrupt
+
+    streams = Streams(emit)
+    streams._open = True
+    streams.stdout.write("one")
+    streams.stderr.write("two")
+    with pytest.raises(KeyboardInterrupt):
+        streams.flush()
+    streams.stderr.write(" and three")
+    streams.flush()
+    assert sent == [Stream("stdout", "one"), Stream("stderr", "two and three")]

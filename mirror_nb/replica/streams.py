@@ -12,6 +12,7 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from mirror_nb.messages import Stream
@@ -91,8 +92,15 @@ class Streams:
                     return
                 chunks, self._chunks, self._characters = self._chunks, [], 0
                 dropped, self._dropped = self._dropped, 0
-            for name, text in _merged(chunks):
-                self._emit(Stream(name, text))
+            unsent = deque(_merged(chunks))
+            try:
+                while unsent:
+                    self._emit(Stream(*unsent.popleft()))
+            finally:
+                if unsent:
+                    # An interrupt that was held back while a message was sent.
+                    with self._lock:
+                        self._chunks[:0] = unsent
             if dropped:
                 note = f"[{dropped} characters that were written while no cell ran were dropped]\n"
                 self._emit(Stream("stderr", note))
