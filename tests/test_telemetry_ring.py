@@ -244,6 +244,34 @@ def test_of_a_name_that_is_too_long_the_end_is_known_and_of_one_too_many_nothing
     assert len(reader.names()) == NAMES
 
 
+@pytest.fixture
+def hasty_threads():
+    """Python goes from thread to thread as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_names_that_several_threads_log_first_at_once_are_not_mixed_up(hasty_threads):
+    def log(writer: Writer, thread: int, together: threading.Barrier) -> None:
+        together.wait()
+        for i in range(100):
+            writer.scalar(f"{100 * thread + i}", 100 * thread + i, 1)
+
+    for _ in range(20):
+        with Ring.create(512) as ring:
+            writer, reader, together = Writer(ring.descriptor), Reader(ring.descriptor), threading.Barrier(4)
+        threads = [threading.Thread(target=log, args=(writer, thread, together)) for thread in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rows, names = reader.read(), reader.names()
+        told = {names[number]: value for number, value in zip(rows["number"], rows["value"], strict=True)}
+        assert told == {str(i): i for i in range(400)}
+
+
 def test_a_ring_needs_no_memfd(monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     with Ring.create(8) as ring:

@@ -17,6 +17,7 @@ import mmap
 import os
 import platform
 import struct
+import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self, final
@@ -132,6 +133,8 @@ class Writer:
         # A generator's next() is one step under the GIL: no two threads get the same number.
         self._sequence = itertools.count(newest + 1)
         self._names = {name: number for number, name in enumerate(_read_names(self._memory, 0))}
+        # Reentrant: a signal's handler may log, too.
+        self._naming = threading.RLock()
         self._pack = RECORD.pack_into
         self._pack_collective = COLLECTIVE.pack_into
         if newest:
@@ -254,17 +257,20 @@ class Writer:
         text = name.encode()
         if len(text) > NAME_BYTES:
             raise UsageError(f"the name {name[:30]!r}… has {len(text)} bytes; at most {NAME_BYTES} are kept")
-        number = len(self._names)
-        if number >= NAMES:
-            raise UsageError(
-                f"{name!r} would be name number {number + 1}; a ring keeps {NAMES}: log under the same name every step"
-            )
-        at = _NAMES_AT + number * _SIZE
-        self._memory[at + 2 : at + 2 + len(text)] = text
-        # Its length last, plus one: a name of which only a part is there is none.
-        struct.pack_into("@H", self._memory, at, len(text) + 1)
-        self._names[name] = number
-        return number
+        with self._naming:
+            # Another thread may have just named it.
+            number = self._names.get(name, len(self._names))
+            if number >= NAMES:
+                raise UsageError(
+                    f"{name!r} would be name number {number + 1}; a ring keeps {NAMES}: log under the same name every "
+                    "step"
+                )
+            at = _NAMES_AT + number * _SIZE
+            self._memory[at + 2 : at + 2 + len(text)] = text
+            # Its length last, plus one: a name of which only a part is there is none.
+            struct.pack_into("@H", self._memory, at, len(text) + 1)
+            self._names[name] = number
+            return number
 
 
 @final
