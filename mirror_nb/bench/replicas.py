@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, final
@@ -14,7 +15,7 @@ from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import settle
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.mirrored import MirroredStrategy
-from mirror_nb.transfer.payload import closing_slab, pack
+from mirror_nb.transfer.payload import pack
 
 
 class Replicas(ABC):
@@ -53,7 +54,7 @@ class OfPool(Replicas):
         """Call `fn` with the strategy that each replica has itself."""
         pool = self._pool
         function = pack(_with_its_strategy, in_band=True).payload
-        with closing_slab(pack(((fn, *args), {}))) as packed:
+        with contextlib.closing(pack(((fn, *args), {}))) as packed:
             call = Call(function, packed.payload, plain=True)
             report = pool.run(
                 dict.fromkeys(range(pool.size), call), slabs=dict.fromkeys(range(pool.size), packed.slab)

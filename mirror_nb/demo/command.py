@@ -6,6 +6,7 @@ arguments of a command line.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -29,7 +30,7 @@ from mirror_nb.pool.base import Pool
 from mirror_nb.pool.local import LocalPool, stop_forkserver, warm_up
 from mirror_nb.pool.report import Report
 from mirror_nb.strategies.mirrored import SETUP
-from mirror_nb.transfer.payload import closing_slab, pack
+from mirror_nb.transfer.payload import pack
 
 OK, FAILED, WRONG_CALL, INTERRUPTED = 0, 1, 2, 130
 _CELL = """\
@@ -142,7 +143,7 @@ def _train(pool: Pool, lesson: _Lesson, history: History, out: TextIO, err: Text
     steps = -(-len(lesson.data.train_labels) // lesson.recipe.batch_size)
     with (
         Terminal(history, lesson.recipe.epochs, steps, out) as terminal,
-        closing_slab(pack({"data": lesson.data, "recipe": lesson.recipe})) as packed,
+        contextlib.closing(pack({"data": lesson.data, "recipe": lesson.recipe})) as packed,
     ):
 
         def take(replica_id: int, message: Any) -> None:

@@ -8,6 +8,7 @@ Knows the pool's requests; knows no names and shows nothing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -24,7 +25,7 @@ from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.report import Report
 from mirror_nb.strategies.objects import Objects, optimizer_of
 from mirror_nb.strategies.states import States, kept, load_state, state_of
-from mirror_nb.transfer.payload import closing_slab, pack, unpack
+from mirror_nb.transfer.payload import pack, unpack
 from mirror_nb.transfer.told import is_told, parameters_of
 
 KEEP_SECONDS = 5.0
@@ -287,7 +288,7 @@ class Lent:
         token: Callable[[object], Any] | None = None,
     ) -> Report:
         function = pack(fn, in_band=True).payload
-        with closing_slab(pack((args, {}), reference=token or self.token)) as packed:
+        with contextlib.closing(pack((args, {}), reference=token or self.token)) as packed:
             call = Call(function, packed.payload, plain=True, released=released, settings=settings)
             replicas = list(replicas)
             slabs = dict.fromkeys(replicas, packed.slab)

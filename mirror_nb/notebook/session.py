@@ -52,7 +52,7 @@ from mirror_nb.pool.report import Report
 from mirror_nb.readable import aligned, duration, size
 from mirror_nb.replica.shell import cell_numbers, learn, source_of
 from mirror_nb.strategies.mirrored import SETUP
-from mirror_nb.transfer.payload import Payload, closing_slab, pack
+from mirror_nb.transfer.payload import Payload, pack
 from mirror_nb.transfer.submodules import bring, reached
 from mirror_nb.transfer.told import is_told
 from mirror_nb.values import Remote
@@ -525,7 +525,7 @@ class Session:
     def _give(self, kind: Any, obj: object, replicas: Sequence[int] | range) -> int:
         """Send each of these replicas an object; return its size in bytes."""
         pool = self._running()
-        with closing_slab(pack(obj)) as packed:
+        with contextlib.closing(pack(obj)) as packed:
             slabs = dict.fromkeys(replicas, packed.slab)
             raise_for(pool.run(dict.fromkeys(replicas, kind(packed.payload)), slabs=slabs), pool.devices)
             return packed.payload.nbytes

@@ -70,7 +70,7 @@ from mirror_nb.steps.steering import Steering
 from mirror_nb.tensors.checksums import checksums
 from mirror_nb.tensors.sharded import is_sharded
 from mirror_nb.transfer import raised, submodules
-from mirror_nb.transfer.payload import Arrivals, NotRebuilt, Packed, Payload, closing_slab, pack
+from mirror_nb.transfer.payload import Arrivals, NotRebuilt, Packed, Payload, pack
 from mirror_nb.values import Shares
 
 _NOTHING = Arrivals()
@@ -277,7 +277,7 @@ class Replica:
         if packed is None or packed.slab is None:
             self.emit(done)
         else:
-            with closing_slab(packed):
+            with contextlib.closing(packed):
                 self.emit(done, packed.slab)
         self._release()
 

@@ -5,7 +5,6 @@ Knows nothing of sockets, replicas or notebooks.
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import importlib
 import io
@@ -798,12 +797,3 @@ _FRAMES = 12
 # Of ours the first half.
 _SAYS_ENOUGH = (MirrorError, ImportError, OSError, MemoryError, RuntimeError)
 # Of ours, of a module that is not there, and of memory, a GPU's too.
-
-
-@contextlib.contextmanager
-def closing_slab(packed: Packed) -> Any:
-    """Close the sender's descriptor at the end of the block."""
-    try:
-        yield packed
-    finally:
-        packed.close()

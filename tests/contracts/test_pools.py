@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codeop
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +33,7 @@ from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.report import Report
 from mirror_nb.strategies.mirrored import SETUP
-from mirror_nb.transfer.payload import closing_slab, pack, unpack
+from mirror_nb.transfer.payload import pack, unpack
 
 KINDS = [(InProcessPool, 1), (LocalPool, 1), (LocalPool, 2)]
 
@@ -93,7 +94,7 @@ def test_names_are_kept_from_cell_to_cell(pool):
 
 
 def test_names_can_be_bound_and_fetched_without_a_cell(pool):
-    with closing_slab(pack({"bound": torch.full((10_000,), 2.0)})) as packed:
+    with contextlib.closing(pack({"bound": torch.full((10_000,), 2.0)})) as packed:
         report = pool.run(
             {r: Bind(packed.payload) for r in range(pool.size)}, slabs=dict.fromkeys(range(pool.size), packed.slab)
         )
@@ -220,11 +221,11 @@ def test_a_network_is_trained_alike_on_every_replica(pool):
 
 def test_values_are_loaded_into_a_network_by_its_handle(pool):
     model = nn.Linear(1, 1)
-    with closing_slab(pack({"model": model}, handle=lambda module: "k0")) as packed:
+    with contextlib.closing(pack({"model": model}, handle=lambda module: "k0")) as packed:
         pool.run(
             {r: Bind(packed.payload) for r in range(pool.size)}, slabs=dict.fromkeys(range(pool.size), packed.slab)
         )
-    with closing_slab(pack({"k0": {"weight": torch.full((1, 1), 9.0)}})) as packed:
+    with contextlib.closing(pack({"k0": {"weight": torch.full((1, 1), 9.0)}})) as packed:
         assert pool.run({r: LoadModules(packed.payload) for r in range(pool.size)}, timeout=20).clean
     ran = run_cell(pool, "w = model.weight.item()")
     assert ran.report.clean, ran.report.failures
