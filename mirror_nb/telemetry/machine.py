@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar, final
 
@@ -40,23 +40,23 @@ class Reading:
     # What a person calls it: "NVIDIA H100 80GB HBM3", "process 4711".
     at: int
     # Nanoseconds of samples.clock.
-    utilisation: float | None
+    utilisation: float | None = None
     # Of a GPU, the share of time in which a kernel ran; of a process, cores in use (may pass 1); of the host, 0 to 1.
-    memory_used: int | None
+    memory_used: int | None = None
     # Bytes.
-    memory_total: int | None
+    memory_total: int | None = None
     # Bytes.
-    temperature: float | None
+    temperature: float | None = None
     # °C.
-    power: float | None
+    power: float | None = None
     # Watts.
-    power_limit: float | None
+    power_limit: float | None = None
     # Watts.
-    clock_rate: float | None
+    clock_rate: float | None = None
     # MHz, of the processors.
-    clock_limit: float | None
+    clock_limit: float | None = None
     # MHz.
-    slowed: tuple[str, ...]
+    slowed: tuple[str, ...] = ()
     # Why the clock is lowered; empty if it is not, or not known.
     cores: int | None = None
     # Of the host: how many this process may use.
@@ -85,40 +85,41 @@ class Gpus(Machine):
     """
 
     def __init__(self, devices: Mapping[str, int | str], nvml: ModuleType | Any = None) -> None:
-        self._nvml = nvml if nvml is not None else _load_nvml()
+        self.nvml = nvml if nvml is not None else _load_nvml()
         try:
-            self._nvml.nvmlInit()
-        except self._nvml.NVMLError as error:
+            self.nvml.nvmlInit()
+        except self.nvml.NVMLError as error:
             raise DeviceError(f"NVML does not start ({error}); `nvidia-smi` tells if there is a driver") from error
-        self._handles: dict[str, Any] = {}
+        self.handles: dict[str, Any] = {}
+        # NVML's, by the names of the devices.
         for device, where in devices.items():
             try:
-                self._handles[device] = self._found(where)
-            except self._nvml.NVMLError as error:
+                self.handles[device] = self._found(where)
+            except self.nvml.NVMLError as error:
                 self.close()
                 raise DeviceError(f"no {device} at {where!r} ({error}); `nvidia-smi -L` lists the GPUs") from error
 
     def read(self) -> tuple[Reading, ...]:
         """Return a reading of each GPU."""
-        return tuple(self._read(device, handle) for device, handle in self._handles.items())
+        return tuple(self._read(device, handle) for device, handle in self.handles.items())
 
     def close(self) -> None:
         """Let go of NVML."""
-        with contextlib.suppress(self._nvml.NVMLError):
-            self._nvml.nvmlShutdown()
+        with contextlib.suppress(self.nvml.NVMLError):
+            self.nvml.nvmlShutdown()
 
     def _found(self, where: int | str) -> Any:
         if isinstance(where, int):
-            return self._nvml.nvmlDeviceGetHandleByIndex(where)
-        return self._nvml.nvmlDeviceGetHandleByUUID(where if where.startswith(("GPU-", "MIG-")) else f"GPU-{where}")
+            return self.nvml.nvmlDeviceGetHandleByIndex(where)
+        return self.nvml.nvmlDeviceGetHandleByUUID(where if where.startswith(("GPU-", "MIG-")) else f"GPU-{where}")
 
     def _read(self, device: str, handle: Any) -> Reading:
-        nvml = self._nvml
-        name = self._told(lambda: nvml.nvmlDeviceGetName(handle)) or device
-        busy = self._told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-        memory = self._told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        power = self._told(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-        limit = self._told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        nvml = self.nvml
+        name = self.told(lambda: nvml.nvmlDeviceGetName(handle)) or device
+        busy = self.told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        memory = self.told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        power = self.told(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        limit = self.told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
         return Reading(
             device=device,
             name=name.decode() if isinstance(name, bytes) else str(name),
@@ -126,24 +127,24 @@ class Gpus(Machine):
             utilisation=None if busy is None else busy / 100,
             memory_used=None if memory is None else int(memory.used),
             memory_total=None if memory is None else int(memory.total),
-            temperature=self._told(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
+            temperature=self.told(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
             power=None if power is None else power / 1000,
             power_limit=None if limit is None else limit / 1000,
-            clock_rate=self._told(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
-            clock_limit=self._told(lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))),
+            clock_rate=self.told(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
+            clock_limit=self.told(lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))),
             slowed=self._slowed(handle),
         )
 
     def _slowed(self, handle: Any) -> tuple[str, ...]:
         # The older name is the one that every driver knows.
-        bits = self._told(lambda: self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
+        bits = self.told(lambda: self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
         return tuple(reason for bit, reason in _SLOWED.items() if bits & bit)
 
-    def _told(self, ask: Callable[[], T]) -> T | None:
-        """What the GPU answers; None if this one does not know, as MIG slices and laptops often do not."""
+    def told(self, ask: Callable[[], T]) -> T | None:
+        """Return what NVML answers; None if it does not know, as of MIG slices and laptops it often does not."""
         try:
             return ask()
-        except (self._nvml.NVMLError, AttributeError):
+        except (self.nvml.NVMLError, AttributeError):
             return None
 
 
@@ -174,13 +175,14 @@ class Host(Machine):
         whole = usable()
         busy = psutil.cpu_percent(interval=None) / 100 if told else None
         used = whole.total - whole.free
-        host = replace(_on_cpu("host", f"{psutil.cpu_count()} CPUs", busy, used, whole.total), cores=cores())
+        host = Reading("host", f"{psutil.cpu_count()} CPUs", clock(), busy, used, whole.total, cores=cores())
         found = []
         for device, process in self._processes.items():
             # A replica that has died has no reading.
             with contextlib.suppress(psutil.Error), process.oneshot():
                 busy = process.cpu_percent(interval=None) / 100 if told else None
-                found.append(_on_cpu(device, f"process {process.pid}", busy, process.memory_info().rss, whole.total))
+                used = process.memory_info().rss
+                found.append(Reading(device, f"process {process.pid}", clock(), busy, used, whole.total))
         return (*found, host)
 
     def close(self) -> None:
@@ -198,10 +200,6 @@ def machine_of(devices: Sequence[str], places: Sequence[int | str]) -> Machine |
     if devices[0].startswith("cuda"):
         return Gpus(found)
     return Host({device: place for device, place in found.items() if isinstance(place, int)})
-
-
-def _on_cpu(device: str, name: str, busy: float | None, used: int, total: int) -> Reading:
-    return Reading(device, name, clock(), busy, used, total, None, None, None, None, None, ())
 
 
 def _load_nvml() -> ModuleType:

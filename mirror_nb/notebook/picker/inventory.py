@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import psutil
 
@@ -16,7 +16,6 @@ from mirror_nb.machine.cores import cores
 from mirror_nb.telemetry.machine import Gpus, Host, Reading
 from mirror_nb.telemetry.samples import clock
 
-T = TypeVar("T")
 NVLINK = "NVLink"
 _PATHS = {
     # nvml.h, nvmlGpuTopologyLevel_t, and the words of `nvidia-smi topo -m`: from near to far.
@@ -89,37 +88,22 @@ class Machine:
         self._places = {f"cuda:{i}": place for i, place in enumerate(places(gpus, visible))}
         self._host = Host({})
         self._gpus: Gpus | None = None
-        self._nvml: Any = nvml
-        self._handles: dict[str, Any] = {}
         self._links: tuple[tuple[str, ...], ...] = ()
         # Asked once: boards do not move.
         self._note = ""
         if gpus:
-            self._open()
-
-    def _open(self) -> None:
-        try:
-            self._gpus = Gpus(self._places, self._nvml)
-        except UsageError as error:
-            self._note = str(error)
-            return
-        if self._nvml is None:
-            import pynvml
-
-            self._nvml = pynvml
-        for device, place in self._places.items():
-            by_index = isinstance(place, int)
-            find = self._nvml.nvmlDeviceGetHandleByIndex if by_index else self._nvml.nvmlDeviceGetHandleByUUID
-            self._handles[device] = find(place)
-        self._links = self._linked()
+            try:
+                self._gpus = Gpus(self._places, nvml)
+                self._links = _links(self._gpus)
+            except UsageError as error:
+                self._note = str(error)
 
     def look(self) -> Inventory:
         """Return what there is now."""
         read = {reading.device: reading for reading in self._gpus.read()} if self._gpus is not None else {}
+        unread = (Reading(device, "", clock()) for device in self._places)
         return Inventory(
-            gpus=tuple(
-                Card(device, read.get(device) or _unknown(device), self._tenants(device)) for device in self._places
-            ),
+            gpus=tuple(Card(its.device, read.get(its.device, its), self._tenants(its.device)) for its in unread),
             host=self._host.read()[-1],
             cores=cores(),
             links=self._links,
@@ -131,33 +115,27 @@ class Machine:
         if self._gpus is not None:
             self._gpus.close()
             self._gpus = None
-            self._handles.clear()
 
     def _tenants(self, device: str) -> tuple[Tenant, ...]:
-        if device not in self._handles:
+        if self._gpus is None:
             return ()
-        handle, nvml = self._handles[device], self._nvml
-        found = self._told(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
+        nvml, handle = self._gpus.nvml, self._gpus.handles[device]
+        found = self._gpus.told(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
         tenants = [Tenant(int(its.pid), _who(int(its.pid)), its.usedGpuMemory) for its in found]
         return tuple(sorted(tenants, key=lambda tenant: tenant.memory or 0, reverse=True))
 
-    def _linked(self) -> tuple[tuple[str, ...], ...]:
-        handles = list(self._handles.values())
-        return tuple(tuple("" if a is b else self._link(a, b) for b in handles) for a in handles)
 
-    def _link(self, a: Any, b: Any) -> str:
-        nvml = self._nvml
-        if self._told(lambda: nvml.nvmlDeviceGetP2PStatus(a, b, nvml.NVML_P2P_CAPS_INDEX_NVLINK)) == 0:
-            return NVLINK
-        level = self._told(lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(a, b))
-        return _PATHS.get(level, "") if level is not None else ""
+def _links(gpus: Gpus) -> tuple[tuple[str, ...], ...]:
+    handles = list(gpus.handles.values())
+    return tuple(tuple("" if a is b else _link(gpus, a, b) for b in handles) for a in handles)
 
-    def _told(self, ask: Callable[[], T]) -> T | None:
-        """What the driver answers; None if it does not know, as MIG slices often do not."""
-        try:
-            return ask()
-        except (self._nvml.NVMLError, AttributeError):
-            return None
+
+def _link(gpus: Gpus, a: Any, b: Any) -> str:
+    nvml = gpus.nvml
+    if gpus.told(lambda: nvml.nvmlDeviceGetP2PStatus(a, b, nvml.NVML_P2P_CAPS_INDEX_NVLINK)) == 0:
+        return NVLINK
+    level = gpus.told(lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(a, b))
+    return _PATHS.get(level, "") if level is not None else ""
 
 
 def places(gpus: int, environment: Mapping[str, str]) -> list[int | str]:
@@ -175,7 +153,3 @@ def _who(pid: int) -> str:
         with process.oneshot():
             return f"{process.name()} of {process.username()}"
     return "a process that is not visible here"
-
-
-def _unknown(device: str) -> Reading:
-    return Reading(device, "", clock(), None, None, None, None, None, None, None, None, ())
