@@ -239,7 +239,7 @@ class CellView:
         lead = self._folded[self._lead]
         found = []
         for digest, ids in groups.items():
-            if self._folded[ids[0]].empty and (lead.empty or len(self._replicas) == 1):
+            if self._folded[ids[0]].empty and lead.empty:
                 continue
             who = f"replica{'s' if len(ids) > 1 else ''} {spans(ids)}"
             found.append((who, self._folded[ids[0]], digest == lead.digest))

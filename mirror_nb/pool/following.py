@@ -300,12 +300,8 @@ class Following:
             return
         self._reason = reason
         now = time.monotonic()
-        patience = INTERRUPT_AFTER if interrupt_after is None else interrupt_after
-        self._plan(
-            *self._aborts(now + abort_after),
-            (now + patience, self._interrupt),
-            *self._kills(now + patience),
-        )
+        interrupted = now + (INTERRUPT_AFTER if interrupt_after is None else interrupt_after)
+        self._plan(*self._aborts(now + abort_after), (interrupted, self._interrupt), self._first_kill(interrupted))
 
     def _escalate(self) -> None:
         now = time.monotonic()
@@ -332,7 +328,7 @@ class Following:
             (now, self._interrupt),
             *self._aborts(now),
             (now + SILENT_AFTER, self._look_at_silent),
-            *self._kills(now),
+            self._first_kill(now),
         )
 
     def _plan(self, *steps: tuple[float, Callable[[], None]]) -> None:
@@ -349,8 +345,8 @@ class Following:
     def _interrupt(self) -> None:
         self._pool.send(self._pending, Interrupt(self._number, self._asked_for))
 
-    def _kills(self, interrupted: float) -> list[tuple[float, Callable[[], None]]]:
-        return [(interrupted + GRACE, lambda: self._kill_silent(interrupted))]
+    def _first_kill(self, interrupted: float) -> tuple[float, Callable[[], None]]:
+        return interrupted + GRACE, lambda: self._kill_silent(interrupted)
 
     def _kill_silent(self, interrupted: float) -> None:
         """End those that do not answer, and look again at those that are in the middle of something."""

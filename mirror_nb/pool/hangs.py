@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from mirror_nb.devices import Device
 from mirror_nb.messages import Collectives, Wait, Whereabouts
@@ -92,14 +93,19 @@ def uneven(found: Mapping[int, Found], idle: Set[int], running: Set[int], asked:
 
 def _will_not_come(one: Found | None, group: str, number: int) -> bool:
     """Whether a replica that runs nothing has begun fewer collectives, and nothing there may begin more."""
-    if not isinstance(one, Whereabouts) or one.request is not None or one.threads:
+    if not _rests(one):
         return False
     return any(g.group == group and g.issued < number and not g.under_way for g in one.groups)
 
 
+def _rests(one: Found | None) -> TypeGuard[Whereabouts]:
+    """Whether a replica has said that it runs nothing."""
+    return isinstance(one, Whereabouts) and one.request is None and not one.threads
+
+
 def _without_its_half(one: Found | None, group: str, replica: int, wait: Wait) -> str:
     """Say that a replica that runs nothing has not begun the other half of a send or receive; empty: it may have."""
-    if not isinstance(one, Whereabouts) or one.request is not None or one.threads:
+    if not _rests(one):
         return ""
     sends = wait.collective.startswith("send")
     half = "recv" if sends else "send"
@@ -118,7 +124,7 @@ def _sent_by_nobody(others: Mapping[int, Found | None], group: Collectives, repl
     """Say that others, which run nothing, sent less than a replica receives from them or any; empty: one may send."""
     sent = 0
     for one in others.values():
-        if not isinstance(one, Whereabouts) or one.request is not None or one.threads:
+        if not _rests(one):
             return ""
         begun = [entry for its in one.groups if its.group == group.group for entry in its.between]
         sent += sum(n for kind, r, n in begun if kind == "send" and r == replica)

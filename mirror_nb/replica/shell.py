@@ -5,6 +5,7 @@ The only module below the notebook floor that imports IPython.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import importlib
@@ -200,7 +201,7 @@ class ReplicaShell(InteractiveShell):
         finally:
             self.displayhook.end = self._shown = None
         end.traceback = self._traceback
-        if DisplayHook.semicolon_at_end_of_expression(source) if _tokenizes(source) else False:
+        if _ends_in_a_semicolon(source):
             end.bundle = None
         return end
 
@@ -226,12 +227,11 @@ def cell_numbers(shell: InteractiveShell) -> dict[str, int]:
     return getattr(shell.compile, "_filename_map", {})
 
 
-def _tokenizes(source: str) -> bool:
-    try:
-        DisplayHook.semicolon_at_end_of_expression(source)
-    except Exception:
-        return False
-    return True
+def _ends_in_a_semicolon(source: str) -> bool:
+    # Some magics' cells are no Python.
+    with contextlib.suppress(Exception):
+        return bool(DisplayHook.semicolon_at_end_of_expression(source))
+    return False
 
 
 _old_objects: dict[Any, Any] = {}
