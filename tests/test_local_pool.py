@@ -38,7 +38,7 @@ from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.recovery import recover
 from mirror_nb.pool.report import Death, Report
 from mirror_nb.strategies.mirrored import SETUP
-from mirror_nb.telemetry.samples import Kind, decode
+from mirror_nb.telemetry.samples import Kind, clock, decode
 
 WAIT_IN_A_COLLECTIVE = "strategy.reduce('sum', 1.0)"
 HOLD_THE_GIL = (
@@ -1284,6 +1284,27 @@ def test_what_cuda_keeps_of_a_replica_goes_with_it():
         assert another.exists()
     finally:
         another.unlink()
+
+
+def test_who_was_freed_from_an_all_reduce_of_gradients_is_not_shown_in_it_any_more(two):
+    timeline = two.timeline()
+    timeline.forget()
+    source = """
+import time, torch, torch.distributed as dist
+from mirror_nb.collectives import process_group
+network = torch.nn.Linear(4, 4)
+for _ in range(4): network(torch.ones(1, 4)).sum().backward()
+dist.barrier()
+if replica_id == 0: network(torch.ones(1, 4)).sum().backward()
+while 'barrier' in process_group.standing()[0].seen[0]: time.sleep(0.005)
+raise OSError('full')
+"""
+    assert run_cell(two, source).errors == {0: "PeerFailed", 1: "OSError"}
+    timeline.update()
+    queued = [sample.serial for sample in decode(timeline.samples(0)) if sample.queued and not sample.ended]
+    assert len(queued) == 5
+    replicas = timeline.snapshot(now=clock() + 60_000_000_000).replicas
+    assert [replica.in_collective for replica in replicas] == [None, None]
 
 
 STEPS = """

@@ -178,6 +178,14 @@ def test_a_step_that_a_replica_died_in_counts_once():
         assert part(seen, "forward") == pytest.approx([20] * 3)
 
 
+def test_a_replica_that_was_started_anew_is_seen_in_the_collective_that_it_has_come_to_since():
+    with MadeRings(3, jitter=0) as made:
+        made.step(10)
+        made.die(1, seconds=2.0)
+        made.stall(0, seconds=12.0)
+        assert snapshot(made).replicas[1].in_collective.seconds == pytest.approx(12.0)
+
+
 def test_samples_of_an_abandoned_step_are_left_out():
     with MadeRings(1, jitter=0) as made:
         made.writers[0].step_begun(1, made.now)

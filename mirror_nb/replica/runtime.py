@@ -262,7 +262,7 @@ class Replica:
                     self._progress.stand_at(standings)
                     self.scope.follow(streams)
             # Where a GPU is broken, asking it what it has finished tells so.
-            self.recorder.end()
+            self.recorder.end(failed=failure is not None)
         except BaseException as error:
             failure = self.failure(error)
         reporting.rest()

@@ -47,8 +47,8 @@ class Recorder:
         self._checked = 0
         # The step at which checksums were written last.
         self._serial = 0
-        self._under_way: dict[int, tuple[Writer, int]] = {}
-        # Where the gradients' collectives that have not ended are written, and of which step they are, by serial.
+        self._under_way: dict[int, tuple[Writer, int, int, int]] = {}
+        # By serial, the gradients' collectives that have not ended: where they are written, step, bucket and bytes.
         self.record_ended: Callable[[], None] = lambda: None
         # Has the cross-device ops tell what a GPU has finished: only asking shows.
         self._examples = 0
@@ -89,11 +89,16 @@ class Recorder:
 
     def begin_generation(self, generation: int, step: int) -> None:
         """The process group was formed anew: serials go on above all earlier ones, steps from the replicas' last."""
+        self._leave_what_is_under_way()
         self._serial = generation << 32
-        self._under_way.clear()
         if self._gpu is not None:
             self._gpu.forget()
         self.step, self._open = step, False
+
+    def _leave_what_is_under_way(self) -> None:
+        while self._under_way:
+            serial, (writer, step, bucket, nbytes) = self._under_way.popitem()
+            writer.collective_over(Operation.ALL_REDUCE, step, bucket, nbytes, serial, clock())
 
     @property
     def settled(self) -> int:
@@ -133,9 +138,14 @@ class Recorder:
         """A request begins: whether a dataset is used will show."""
         self._fed = False
 
-    def end(self) -> None:
-        """A request ends: what a GPU has finished of its last steps is written, without waiting for more."""
+    def end(self, failed: bool = False) -> None:
+        """A request ends: what a GPU has finished of its last steps is written, without waiting for more.
+
+        What one that `failed` has under way will not end: it has left that, or was freed from it.
+        """
         self._catch_up(self.step + 1)
+        if failed:
+            self._leave_what_is_under_way()
 
     def exhausted(self) -> None:
         """No batch came, or the loop was left: steps are the optimizer's again."""
@@ -186,7 +196,7 @@ class Recorder:
         if self._writer is None:
             return 0
         self._serial += 1
-        self._under_way[self._serial] = self._writer, self.step
+        self._under_way[self._serial] = self._writer, self.step, bucket, nbytes
         now = clock()
         self._writer.collective(
             Operation.ALL_REDUCE, self.step, bucket, nbytes, self._serial, now, 0, 0, blocking=True
@@ -196,7 +206,7 @@ class Recorder:
     def collective(self, timing: Timing) -> None:
         """For `CrossDeviceOps.bind`: a collective has ended, on a GPU maybe one of an earlier step."""
         queued = self._under_way.pop(timing.serial, None)
-        writer, step = queued or (self._writer, self.step)
+        writer, step, *_ = queued or (self._writer, self.step)
         if writer is None:
             return
         serial = timing.serial

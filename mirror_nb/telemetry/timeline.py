@@ -156,10 +156,10 @@ class Timeline:
         if read:
             who, rows = _together(news)
             self._take(news, rows)
-            self._follow(who, rows)
             for place in np.flatnonzero(rows["kind"] == _MARK).tolist():
                 at, mark, amount = (int(rows[name][place]) for name in ("began", "code", "amount"))
                 self._mark(self._tracks[who[place]], Mark(mark), at, amount)
+            self._follow(who, rows)
             self._enter_values(who, rows)
         self._enter_steps([_settled(track, now) for track in self._tracks])
         self._compare()
@@ -285,6 +285,9 @@ class Timeline:
         places = np.flatnonzero(rows["kind"] == _COLLECTIVE)
         replicas, serials = who[places], rows["serial"][places]
         open_yet = (rows["ended"][places] == 0) & ((rows["code"][places] & OVER) == 0)
+        for place in np.flatnonzero((rows["kind"] == _MARK) & (rows["code"] == Mark.RESTARTED)).tolist():
+            # What its earlier process was in; that is forgotten already where it was read before.
+            open_yet &= (replicas != who[place]) | (places > place)
         # One number for a replica's collective, whatever the replica's generation counts from.
         keys = serials * self.num_replicas + replicas
         closed = keys[~open_yet]
