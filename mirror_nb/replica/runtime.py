@@ -71,6 +71,7 @@ from mirror_nb.tensors.checksums import checksums
 from mirror_nb.tensors.sharded import is_sharded
 from mirror_nb.transfer import raised, submodules
 from mirror_nb.transfer.payload import Arrivals, NotRebuilt, Packed, Payload, pack
+from mirror_nb.transfer.pickler import dumps
 from mirror_nb.values import Shares
 
 _NOTHING = Arrivals()
@@ -518,7 +519,7 @@ class Replica:
         try:
             # Frames keep the failed cell's tensors alive, here and in the copy.
             clean.__cause__ = clean.__context__ = None
-            pickled: bytes | None = raised.dumped(clean)
+            pickled: bytes | None = dumps(clean)
             pickle.loads(pickled or b"")
         except Exception:
             pickled = None

@@ -1,16 +1,13 @@
-"""Exceptions as text, and as bytes: of their own class on the other side, whatever their constructors take.
+"""Exceptions as text, and as pickle takes them: of their own class there, whatever their constructors take.
 
 Knows no channel.
 """
 
 from __future__ import annotations
 
-import io
 import types
 from collections.abc import Iterator
-from typing import Any, final
-
-import cloudpickle
+from typing import Any
 
 
 def text(error: BaseException) -> str:
@@ -33,20 +30,6 @@ def chain(error: BaseException, *, suppressed: bool = True) -> Iterator[BaseExce
         yield came_from
         hidden = came_from.__suppress_context__ and not suppressed
         came_from = came_from.__cause__ or (None if hidden else came_from.__context__)
-
-
-def dumped(error: BaseException) -> bytes:
-    """Pickle an exception, with those in its group. Raises what pickling raises."""
-    file = io.BytesIO()
-    _Pickler(file).dump(error)
-    return file.getvalue()
-
-
-@final
-class _Pickler(cloudpickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        own = reduce_raised(obj) if isinstance(obj, BaseException) else None
-        return super().reducer_override(obj) if own is None else own
 
 
 def reduce_raised(error: BaseException) -> tuple[Any, ...] | None:
