@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 import pytest
+from ipywidgets.widgets.widget import _instances as widgets_that_live
 from made_rings import MadeRings, readings
 
 from mirror_nb.notebook.dashboard import page, routes, widget
@@ -286,6 +287,17 @@ def test_the_still_picture_takes_the_place_of_the_live_one(rings, shell):
     assert len(shell.display_pub.sent) == 2
     dashboard.show()
     assert "image/png" in shell.display_pub.sent[2][0]
+
+
+@pytest.mark.parametrize("controls", [None, Word()], ids=["without buttons", "with buttons"])
+def test_nothing_of_it_stays_in_the_kernel_after_its_end(rings, shell, controls):
+    """A layout and a style are made with each widget, and ipywidgets keeps what is not closed."""
+    before = set(widgets_that_live)
+    dashboard = Dashboard(rings.timeline, shell=shell, controls=controls)
+    dashboard.show()
+    assert set(widgets_that_live) - before
+    dashboard.finish()
+    assert not set(widgets_that_live) - before
 
 
 def test_devices_are_read_once_a_second_and_half_a_minute_is_kept(rings, shell):

@@ -53,7 +53,10 @@ def made() -> Iterator[Made]:
 
 def shown(picker: Picker) -> str:
     """Return all texts of the picker's pieces."""
-    return "\n".join(w.value for w in picker._widgets if isinstance(w, widget.HTML) and "<style>" not in w.value)
+    found = [picker.board]
+    for each in found:
+        found += getattr(each, "children", ())
+    return "\n".join(w.value for w in found if isinstance(w, widget.HTML) and "<style>" not in w.value)
 
 
 def enabled(picker: Picker) -> list[str]:

@@ -20,7 +20,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb.devices import Device
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, Stream
-from mirror_nb.notebook.view import view_of
+from mirror_nb.notebook.view import let_go, view_of
 from mirror_nb.pool.failures import spans
 from mirror_nb.readable import duration, writable
 
@@ -203,7 +203,7 @@ class CellView:
         if self._status is not None:
             # A saved notebook would show an error in the place of a widget that is no more.
             self._show_status({"text/plain": ""}, update=True)
-            self._status.close()
+            let_go(self._status)
         if self._quiet:
             return
         lines = [" · ".join(parts), *advice]

@@ -14,3 +14,15 @@ def view_of(widget: Any) -> dict[str, Any]:
 def is_closed(widget: Any) -> bool:
     """Whether it cannot be displayed any more: `ipywidgets.Widget.close_all()` closes ours too."""
     return widget.comm is None
+
+
+def let_go(*widgets: Any) -> None:
+    """Close widgets and those in them, in the front end too.
+
+    And the layouts and styles that ipywidgets makes for each: it would keep them for good.
+    """
+    for widget in widgets:
+        let_go(*getattr(widget, "children", ()))
+        for part in (widget, widget.layout, getattr(widget, "style", None)):
+            if part is not None:
+                part.close()

@@ -19,7 +19,7 @@ from IPython.core.getipython import get_ipython
 
 from mirror_nb.notebook.dashboard import page, routes, words
 from mirror_nb.notebook.dashboard.frame import Frame, Phase
-from mirror_nb.notebook.view import is_closed, view_of
+from mirror_nb.notebook.view import is_closed, let_go, view_of
 from mirror_nb.telemetry.findings import findings
 from mirror_nb.telemetry.machine import SHORTEST, Machine, Reading
 from mirror_nb.telemetry.snapshot import Half, Snapshot
@@ -186,9 +186,7 @@ class Dashboard:
         # Not beside the widget: JupyterLab would choose that, and show an error when its kernel is gone.
         for place in self._places:
             self._publish(place, *still, update=True)
-        if self._view is not None:
-            self._view.close()
-            self._view = None
+        self._close_view()
 
     def leave(self) -> None:
         """Put a line in the place of the live one: there was nothing to see."""
@@ -196,6 +194,9 @@ class Dashboard:
         for place in self._places:
             self._places[place] = NOTHING
             self._publish(place, {}, update=True)
+        self._close_view()
+
+    def _close_view(self) -> None:
         if self._view is not None:
             self._view.close()
             self._view = None
@@ -295,9 +296,11 @@ class _View:
         gone.add_class("mnb-gone")
         self.board = VBox([HTML(page.STYLE), gone, self._buttons, self._page])
         self.board.add_class("mnb-board")
-        self._stop.on_click(self._press_stop)
-        self._pause.on_click(self._press_pause)
-        self._compare.on_click(self._press_compare)
+        if controls is not None:
+            # In another thread: the controls are told, and the next tick shows it.
+            self._stop.on_click(lambda _: controls.stop())
+            self._pause.on_click(lambda _: (controls.resume if controls.state in _HELD else controls.pause)())
+            self._compare.on_click(lambda _: controls.compare())
         for button in (self._stop, self._pause, self._compare):
             routes.free(kernel, button.comm)
 
@@ -324,28 +327,15 @@ class _View:
 
     def close(self) -> None:
         """Let go of all widgets, in the front end too."""
-        for widget in (*self._buttons.children, *self.board.children, self.board):
-            widget.close()
+        let_go(self.board, self._stop, self._pause, self._compare)
 
     def _label(self, phase: Phase, armed: bool) -> None:
-        held = phase in (Phase.PAUSING, Phase.PAUSED)
-        self._pause.description, self._pause.icon = ("Resume", "play") if held else ("Pause", "pause")
+        self._pause.description, self._pause.icon = ("Resume", "play") if phase in _HELD else ("Pause", "pause")
         for button in (self._stop, self._pause, self._compare):
             button.disabled = phase is Phase.STOPPING or phase.over or not armed
 
-    def _press_stop(self, _: object) -> None:
-        # In another thread: the controls are told, and the next tick shows it.
-        if self._controls is not None:
-            self._controls.stop()
 
-    def _press_compare(self, _: object) -> None:
-        if self._controls is not None:
-            self._controls.compare()
-
-    def _press_pause(self, _: object) -> None:
-        if self._controls is not None:
-            held = self._controls.state in (Phase.PAUSING, Phase.PAUSED)
-            (self._controls.resume if held else self._controls.pause)()
+_HELD = (Phase.PAUSING, Phase.PAUSED)
 
 
 def _in(phase: Phase | None, frame: Frame) -> Frame:

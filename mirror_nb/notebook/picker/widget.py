@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any, final
 
 from IPython.core.getipython import get_ipython
-from ipywidgets import HTML, BoundedIntText, Box, Button, Checkbox, Dropdown, RadioButtons, VBox, Widget
+from ipywidgets import HTML, BoundedIntText, Box, Button, Checkbox, Dropdown, RadioButtons, VBox
 
 from mirror_nb import readable
 from mirror_nb.notebook.picker import page
 from mirror_nb.notebook.picker.choice import Choice, Driven, Offers
 from mirror_nb.notebook.picker.inventory import Machine
-from mirror_nb.notebook.view import view_of
+from mirror_nb.notebook.view import let_go, view_of
 
 READING_SECONDS = 2.0
 # Between two readings of the devices.
@@ -109,8 +109,7 @@ class Picker:
     def close(self) -> None:
         """Let go of widgets and drivers."""
         self._touched = -FRESH_SECONDS
-        for widget in self._widgets:
-            widget.close()
+        let_go(self.board)
         self._machine.close()
 
     # ------------------------------------------------------------------ the widgets
@@ -153,7 +152,6 @@ class Picker:
         _classed(_classed(self.board, "mnb"), "mnb-picker")
         for field in self._fields:
             _classed(field, "mnb-field")
-        self._widgets = _all_of(self.board)
         self._listen()
 
     def _listen(self) -> None:
@@ -325,10 +323,6 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 def _classed(widget: Any, name: str) -> Any:
     widget.add_class(name)
     return widget
-
-
-def _all_of(widget: Widget) -> list[Widget]:
-    return [widget, *(found for child in getattr(widget, "children", ()) for found in _all_of(child))]
 
 
 def _fill(widget: Any, options: list[tuple[str, Any]]) -> None:
