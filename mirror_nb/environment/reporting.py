@@ -170,12 +170,10 @@ class Logger(NamedTuple):
     # Pickles.
 
 
-_OTHERS = frozenset(
-    {"torch", "tornado", "traitlets", "IPKernelApp", "asyncio", "parso", "c10d-NullHandler-default"}
-) | {
-    "strobelight_function_profiler",
-    "strobelight_compile_time_profiler",
-}
+_OTHERS = (
+    *("torch", "tornado", "traitlets", "IPKernelApp", "asyncio", "parso", "c10d-NullHandler-default"),
+    *("strobelight_function_profiler", "strobelight_compile_time_profiler"),
+)
 # Loggers that libraries and the kernel set up by themselves in each process, by the first part of their names.
 _STREAMS = {"stdout": "stdout", "stderr": "stderr", "<stdout>": "stdout", "<stderr>": "stderr"}
 

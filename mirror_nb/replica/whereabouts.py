@@ -6,11 +6,12 @@ request; whoever asks gives their numbers.
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -35,7 +36,7 @@ def look(question: int, request: int | None, main_thread: int, cells: Mapping[st
         request,
         "" if mine is None else _line(mine, mine.f_lineno, cells),
         "" if frame is None or frame is mine else _inside(frame),
-        _passes(frame, "mirror_nb.gradients.synchronizer"),
+        any(_module(one) == "mirror_nb.gradients.synchronizer" for one in _outwards(frame)),
         any(_users(other) is not None for thread, other in frames.items() if thread not in ours),
         tuple(process_group.standing()),
     )
@@ -43,11 +44,8 @@ def look(question: int, request: int | None, main_thread: int, cells: Mapping[st
 
 def waits(frame: FrameType | None) -> bool:
     """Whether the innermost code of the user's at `frame`, if there is any, has called a collective of ours."""
-    while frame is not None and not _is_the_users(frame):
-        if str(frame.f_globals.get("__name__", "")).startswith("mirror_nb.collectives."):
-            return True
-        frame = frame.f_back
-    return False
+    inside = itertools.takewhile(lambda one: not _is_the_users(one), _outwards(frame))
+    return any(_module(one).startswith("mirror_nb.collectives.") for one in inside)
 
 
 def line_of(trace: TracebackType | None, cells: Mapping[str, int]) -> str:
@@ -60,11 +58,19 @@ def line_of(trace: TracebackType | None, cells: Mapping[str, int]) -> str:
     return found
 
 
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def _users(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame that runs the user's code."""
-    while frame is not None and not _is_the_users(frame):
-        frame = frame.f_back
-    return frame
+    return next(filter(_is_the_users, _outwards(frame)), None)
 
 
 def _is_the_users(frame: FrameType) -> bool:
@@ -81,13 +87,5 @@ def _line(frame: FrameType, number: int, cells: Mapping[str, int]) -> str:
 
 
 def _inside(frame: FrameType) -> str:
-    module = str(frame.f_globals.get("__name__", ""))
+    module = _module(frame)
     return "" if module.startswith(_WAITING) else f"{module}.{frame.f_code.co_name}"
-
-
-def _passes(frame: FrameType | None, module: str) -> bool:
-    while frame is not None:
-        if frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back
-    return False

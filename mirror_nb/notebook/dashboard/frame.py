@@ -72,15 +72,13 @@ class Frame:
     phase: Phase = Phase.RUNNING
     note: str = ""
     # A sentence that matters more than all numbers, as that a replica has died.
-    scalar: str = "loss"
-    # The curve to draw; the first there is, if this is not logged.
     since: int = 0
     # The last step before those that it shows, of an earlier cell.
 
     def curve(self) -> tuple[str, Curve] | None:
-        """Return the name and the curve that is drawn; None before any was logged."""
+        """Return the name and the curve that is drawn: the loss, else the first; None before any was logged."""
         curves = self.snapshot.curves
-        name = self.scalar if self.scalar in curves else next(iter(curves), None)
+        name = "loss" if "loss" in curves else next(iter(curves), None)
         return None if name is None else (name, curves[name])
 
     def others(self) -> list[tuple[str, Curve]]:
