@@ -16,14 +16,12 @@ from mirror_nb.bench.collectives import AllReduceTable
 from mirror_nb.bench.steps import StepTable
 from mirror_nb.errors import UsageError
 from mirror_nb.notebook.curves import Curves
-from mirror_nb.notebook.ink import INK, PALE, STYLE
+from mirror_nb.notebook.ink import COLOURS, INK, PALE, STYLE
 from mirror_nb.readable import number, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-# Okabe and Ito's, which colour-blind readers tell apart.
 _MARKS = "osD^vP"
 
 
@@ -41,10 +39,10 @@ def draw_all_reduce(table: AllReduceTable) -> Curves:
         for i, op in enumerate(dict.fromkeys(row.op for row in table.rows)):
             rows = [row for row in table.rows if row.op == op]
             sizes = [row.nbytes for row in rows]
-            style = {"color": _COLOURS[i % 6], "marker": _MARKS[i % 6], "ms": 3.5, "lw": 1.6, "label": op}
+            style = {"color": COLOURS[i % 6], "marker": _MARKS[i % 6], "ms": 3.5, "lw": 1.6, "label": op}
             times.plot(sizes, [row.p50_us for row in rows], **style)
             times.fill_between(
-                sizes, [r.p50_us for r in rows], [r.p95_us for r in rows], color=_COLOURS[i % 6], alpha=0.12, lw=0
+                sizes, [r.p50_us for r in rows], [r.p95_us for r in rows], color=COLOURS[i % 6], alpha=0.12, lw=0
             )
             bandwidths.plot(sizes, [row.bus_gbps for row in rows], **style)
         times.set(title="time, µs: median to p95", yscale="log")
@@ -72,7 +70,7 @@ def draw_steps(table: StepTable) -> Curves:
         axes = figure.subplots()
         names = [row.way for row in table.rows]
         best = table.fastest().way
-        colours = [_COLOURS[0] if name == best else PALE for name in names]
+        colours = [COLOURS[0] if name == best else PALE for name in names]
         bars = axes.barh(names, [row.p50_ms for row in table.rows], color=colours, height=0.62)
         axes.bar_label(bars, [number(row.p50_ms) for row in table.rows], padding=4, color=INK, fontsize=8.5)
         axes.invert_yaxis()

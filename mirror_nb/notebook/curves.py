@@ -18,14 +18,13 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from mirror_nb.errors import UsageError
-from mirror_nb.notebook.ink import INK, PALE, STYLE
+from mirror_nb.notebook.ink import COLOURS, INK, PALE, STYLE
 from mirror_nb.training.history import History, lower_is_better, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TRAINING, _VALIDATION = "#0072B2", "#D55E00"
-# Okabe and Ito's blue and vermilion, which colour-blind readers tell apart.
+_TRAINING, _VALIDATION, *_ = COLOURS
 _COLUMNS = 3
 _DPI = 144
 # Twice a screen's, shown at half the size.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 INK, PALE = "#24292f", "#8c959f"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito's, which colour-blind readers tell apart: blue and vermilion first.
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 9.5,

@@ -156,8 +156,3 @@ class Page:
 def body(frame: Frame) -> str:
     """Return the page as HTML without its style."""
     return Page().body(frame)
-
-
-def page(frame: Frame) -> str:
-    """Return the page with its style."""
-    return STYLE + body(frame)

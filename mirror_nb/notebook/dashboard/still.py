@@ -15,6 +15,7 @@ from mirror_nb.notebook.dashboard import palette, words
 from mirror_nb.notebook.dashboard.frame import Frame, latest
 from mirror_nb.notebook.dashboard.panels import CLASSES, RECENT, decades, trouble, visible, within
 from mirror_nb.notebook.dashboard.plot import spread
+from mirror_nb.notebook.ink import STYLE
 from mirror_nb.telemetry.snapshot import BREAKDOWN
 
 if TYPE_CHECKING:
@@ -24,26 +25,20 @@ if TYPE_CHECKING:
 
 _INK, _PALE, _EDGE, _GROUND = "#1d2330", "#6b7280", "#e1e4e8", "#eceef1"
 _HOT, _COMM = palette.TROUBLE[0], palette.COMMUNICATION[0]
-_STYLE: Any = {
-    "font.family": "sans-serif",
+_STYLE: Any = STYLE | {
     "font.size": 8.5,
     "text.color": _INK,
     "axes.edgecolor": _EDGE,
     "axes.labelcolor": _PALE,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.spines.left": False,
     "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
     "axes.titlepad": 10,
-    "axes.axisbelow": True,
+    "axes.grid": False,
     "grid.color": _EDGE,
     "xtick.color": _EDGE,
     "ytick.color": _EDGE,
     "xtick.labelcolor": _PALE,
     "ytick.labelcolor": _PALE,
-    "legend.frameon": False,
     "legend.fontsize": 7,
 }
 
@@ -56,7 +51,7 @@ def draw(frame: Frame) -> Figure:
     from matplotlib.figure import Figure
 
     with rc_context(_STYLE):
-        figure = Figure(figsize=(13, 8.5), facecolor="white")
+        figure = Figure(figsize=(13, 8.5))
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(3, 3, left=0.05, right=0.94, top=0.84, bottom=0.05, hspace=0.55, wspace=0.36)
         _header(figure, frame)

@@ -96,14 +96,14 @@ class Picker:
 
     def choice(self) -> Choice:
         """Return what is picked; for a restart all is named, since what is not would stay as it runs."""
-        said = _value if self._standing.devices else _unless_first
+        running = bool(self._standing.devices)
         chosen = tuple(device for device, box in self.boxes.items() if box.value)
         devices = chosen or tuple(f"cpu:{i}" for i in range(self.cpus.value))
         return Choice(
             devices=devices,
-            operation=said(self.operations),
-            bucket_size=said(self.bucket_sizes),
-            compression=said(self.compressions),
+            operation=_picked(self.operations, running),
+            bucket_size=_picked(self.bucket_sizes, running),
+            compression=_picked(self.compressions, running),
         )
 
     def close(self) -> None:
@@ -338,10 +338,6 @@ def _put(widget: Any, value: str) -> None:
     widget.layout.display = None if value else "none"
 
 
-def _value(widget: Any) -> Any:
-    return widget.value
-
-
-def _unless_first(widget: Any) -> Any:
-    options = list(widget.options)
-    return None if not options or widget.value == options[0][1] else widget.value
+def _picked(widget: Any, running: bool) -> Any:
+    default = widget.options[0][1] if widget.options and not running else None
+    return None if widget.value == default else widget.value
