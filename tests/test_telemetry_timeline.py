@@ -186,6 +186,21 @@ def test_a_replica_that_was_started_anew_is_seen_in_the_collective_that_it_has_c
         assert snapshot(made).replicas[1].in_collective.seconds == pytest.approx(12.0)
 
 
+def test_a_loop_that_follows_a_training_with_a_plan_has_none_of_its_epochs_and_no_time_left():
+    with MadeRings(2) as made:
+        made.mark(Mark.EPOCH, 3)
+        made.mark(Mark.PLANNED, 20)
+        made.step(20)
+        seen = snapshot(made)
+        assert (seen.epoch, seen.steps_planned, seen.seconds_left) == (3, 20, 0.0)
+        made.step(5)
+        seen = snapshot(made)
+        assert (seen.epoch, seen.steps_planned, seen.seconds_left) == (None, None, None)
+        made.now += 1
+        made.mark(Mark.EPOCH, 1)
+        assert snapshot(made).epoch == 1
+
+
 def test_samples_of_an_abandoned_step_are_left_out():
     with MadeRings(1, jitter=0) as made:
         made.writers[0].step_begun(1, made.now)

@@ -229,7 +229,10 @@ class Timeline:
         _, places, there = self._steps.window(done, RECENT)
         means = self._means(places, there)
         step_seconds, throughput = self._by_the_clock(places[there.all(axis=0)])
-        planned = self._latest(Mark.PLANNED)
+        (planned_at, planned), (epoch_at, epoch) = self._latest(Mark.PLANNED), self._latest(Mark.EPOCH)
+        if planned and done > planned:
+            # That training is over; the one that goes on has told of no plan.
+            planned, epoch = None, epoch if epoch_at > planned_at else None
         checked, odd_ones = self._checked()
         summed_up: dict[str, Any] = {}
         for each in Half:
@@ -244,8 +247,8 @@ class Timeline:
             replicas=tuple(self._replica(r, now, means) for r in range(self.num_replicas)),
             step=done,
             steps_planned=planned or None,
-            seconds_left=max(0, planned - done) * step_seconds if planned and step_seconds else None,
-            epoch=self._latest(Mark.EPOCH),
+            seconds_left=(planned - done) * step_seconds if planned and step_seconds else None,
+            epoch=epoch,
             examples=sum(track.examples for track in self._tracks),
             throughput=throughput,
             step_seconds=step_seconds,
@@ -553,9 +556,10 @@ class Timeline:
             found.append(SizeClass(round(mean), len(its), per_step, p50, p95, bus, its[-512:]))
         return tuple(found)
 
-    def _latest(self, wanted: Mark) -> int | None:
-        found = [(at, amount) for track in self._tracks for at, mark, amount in track.marks if mark is wanted]
-        return max(found)[1] if found else None
+    def _latest(self, wanted: Mark) -> tuple[int, int | None]:
+        """When a mark was made last, and its amount; 0 and None if never."""
+        found = ((at, amount) for track in self._tracks for at, mark, amount in track.marks if mark is wanted)
+        return max(found, default=(0, None))
 
     def _checked(self) -> tuple[int | None, dict[str, tuple[int, ...]] | None]:
         """The last step after which all have told their checksums, and what differed: by name, on whom."""
