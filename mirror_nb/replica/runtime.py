@@ -63,7 +63,7 @@ from mirror_nb.replica.lost import Copies
 from mirror_nb.replica.namespace import Namespace
 from mirror_nb.replica.progress import Progress
 from mirror_nb.replica.scope import Scope
-from mirror_nb.replica.shell import ReplicaShell, learn, make_shell
+from mirror_nb.replica.shell import ReplicaShell, cell_numbers, learn, make_shell
 from mirror_nb.replica.undivided import Undivided
 from mirror_nb.steps.recorder import Recorder
 from mirror_nb.steps.steering import Steering
@@ -175,7 +175,7 @@ class Replica:
     @property
     def cell_numbers(self) -> Mapping[str, int]:
         """The notebook's numbers of its cells, by the file that their code names."""
-        return self._home.cell_numbers if isinstance(self._home, ReplicaShell) else {}
+        return cell_numbers(self._home) if isinstance(self._home, ReplicaShell) else {}
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters of the networks that are held here: `model.0.weight`, `0.weight` without a name."""

@@ -165,7 +165,7 @@ class ReplicaShell(InteractiveShell):
         It would ask all two thousand of the process, for each of the thousand frames of a recursion without end.
         """
         known = getattr(inspect, "modulesbyfile", {})
-        for file in self.cell_numbers:
+        for file in cell_numbers(self):
             known[file] = known[os.path.abspath(file)] = self.user_module.__name__
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
@@ -177,11 +177,6 @@ class ReplicaShell(InteractiveShell):
             for name in ("etype", "value", "tb"):
                 if hasattr(holder, name):
                     setattr(holder, name, None)
-
-    @property
-    def cell_numbers(self) -> dict[str, int]:
-        """The notebook's numbers of its cells, by the file that their code names."""
-        return cell_numbers(self)
 
     def run(self, source: str, count: int) -> CellEnd:
         """Run one cell and return how it ended; `count` is its number in tracebacks."""

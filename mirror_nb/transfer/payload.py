@@ -444,12 +444,8 @@ class _Packer(Pickler):
             function.__code__, self._shadow, function.__name__, function.__defaults__, function.__closure__
         )
         for name in (
-            "__module__",
-            "__qualname__",
-            "__doc__",
-            "__kwdefaults__",
-            "__annotations__",
-            "__type_params__",
+            *("__module__", "__qualname__", "__doc__"),
+            *("__kwdefaults__", "__annotations__", "__type_params__"),
         ):
             if hasattr(function, name):
                 setattr(twin, name, getattr(function, name))
@@ -518,25 +514,11 @@ def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _NEVER_REFERRED = frozenset(
-    {
-        str,
-        bytes,
-        int,
-        float,
-        bool,
-        type(None),
-        tuple,
-        list,
-        dict,
-        set,
-        type,
-        types.CodeType,
-        types.CellType,
-        types.FunctionType,
-        types.BuiltinFunctionType,
-        types.ModuleType,
+    (
+        *(str, bytes, int, float, bool, type(None), tuple, list, dict, set, type),
+        *(types.CodeType, types.CellType, types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
         *weakref.ProxyTypes,
-    }
+    )
 )
 
 
