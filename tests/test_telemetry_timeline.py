@@ -14,6 +14,7 @@ from made_rings import KB, MB, MadeRings
 
 from mirror_nb.errors import UsageError
 from mirror_nb.telemetry import timeline as timeline_module
+from mirror_nb.telemetry.findings import stuck
 from mirror_nb.telemetry.ring import NAMES, REST, Reader
 from mirror_nb.telemetry.samples import Kind, Mark, Operation
 from mirror_nb.telemetry.snapshot import BREAKDOWN, Half, Snapshot, State
@@ -199,6 +200,18 @@ def test_a_loop_that_follows_a_training_with_a_plan_has_none_of_its_epochs_and_n
         made.now += 1
         made.mark(Mark.EPOCH, 1)
         assert snapshot(made).epoch == 1
+
+
+def test_a_replica_that_has_died_in_a_collective_is_not_said_to_wait_for_those_that_were_freed():
+    with MadeRings(2, jitter=0) as made:
+        made.step(30)
+        for writer in made.writers:
+            writer.collective(Operation.ALL_REDUCE, 31, 0, 1000, made.serial, made.now, made.now, 0)
+        made.writers[0].collective_over(Operation.ALL_REDUCE, 31, 0, 1000, made.serial, made.now)
+        made.now += 12_000_000_000
+        seen = snapshot(made)
+        assert [state.in_collective for state in seen.replicas] == [None, None]
+        assert stuck(seen) is None
 
 
 def test_samples_of_an_abandoned_step_are_left_out():

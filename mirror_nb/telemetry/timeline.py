@@ -93,6 +93,8 @@ class _Track:
         # When, which, amount.
         self.open: dict[int, tuple[int, int, int]] = {}
         # The collectives that it is in, by serial: step, operation, when it was ready.
+        self.over = -1
+        # The greatest serial of one that it has left.
         self.newest = 0
         # When its last sample was read to be from, nanoseconds.
         self.step = 0
@@ -299,6 +301,7 @@ class Timeline:
             about = int(row["step"]), int(row["code"]) & ~BLOCKING, int(row["queued"])
             self._tracks[who[place]].open[int(row["serial"])] = about
         for replica_id, track in enumerate(self._tracks):
+            track.over = max(track.over, int(serials[(replicas == replica_id) & ~open_yet].max(initial=-1)))
             if track.open:
                 # One that was ended from outside is never closed, but its step is done, anew, some time.
                 ends = (rows["kind"] == _ENDED) & (who == replica_id)
@@ -587,7 +590,8 @@ class Timeline:
         state = (states[-1] if states else State.RUNNING) if wrote else State.WAITING
         serial = min(track.open, default=None)
         waiting = None
-        if serial is not None:
+        # Who died in one that another has left waits for nobody.
+        if serial is not None and all(other.over < serial for other in self._tracks):
             _, operation, queued = track.open[serial]
             waiting = Waiting(serial, operation, max(0.0, (now - queued) / _NS))
         allocated, reserved, peak = track.memory if any(track.memory) else (None, None, None)
