@@ -10,6 +10,7 @@ import multiprocessing.util
 import os
 import platform
 import re
+import selectors
 import signal
 import subprocess
 import sys
@@ -954,6 +955,26 @@ def test_two_requests_at_once_are_refused(two, tmp_path):
         )
     assert isinstance(problems[0], ReplicaError)
     assert "at work for another thread" in str(problems[0])
+
+
+def waits_in_select(thread: int) -> bool:
+    frame = sys._current_frames()[thread]
+    return frame.f_code.co_name == "select" and frame.f_code.co_filename == selectors.__file__
+
+
+def test_a_cell_whose_replicas_a_signals_handler_stops_says_that():
+    main, closed_by = threading.get_ident(), signal.getsignal(signal.SIGUSR1)
+    with LocalPool((Device("cpu", 0),), setup=SETUP) as pool:
+        pool.start()
+        signal.signal(signal.SIGUSR1, lambda number, frame: pool.close())
+        try:
+            with (
+                doing(lambda: signal.pthread_kill(main, signal.SIGUSR1), when=lambda: waits_in_select(main)),
+                pytest.raises(PoolClosed, match="these replicas were stopped"),
+            ):
+                run_cell(pool, "import threading; threading.Event().wait()")
+        finally:
+            signal.signal(signal.SIGUSR1, closed_by)
 
 
 @pytest.mark.parametrize("by", ["another thread", "what the cell shows"])

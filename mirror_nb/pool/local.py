@@ -265,6 +265,14 @@ class LocalPool(Pool):
 
     def poll(self, timeout: float) -> list[Incoming]:
         self._check_open()
+        try:
+            return self._polled(timeout)
+        except (OSError, ValueError, KeyError):
+            # A signal's handler may close the pool anywhere in here.
+            self._check_open()
+            raise
+
+    def _polled(self, timeout: float) -> list[Incoming]:
         dead: list[Incoming] = [(r, m.death, None) for r, m in self._members.items() if m.death is not None]
         ready = self._ready(0.0 if dead else timeout)
         found: list[Incoming] = []
