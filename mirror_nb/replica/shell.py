@@ -1,6 +1,6 @@
 """The IPython shell that runs cells inside a replica, without a kernel. Everything it shows goes to `emit`.
 
-The only module below the notebook floor that imports IPython.
+Knows IPython, which no other module below the demo does; knows no channel.
 """
 
 from __future__ import annotations

@@ -99,17 +99,8 @@ COLLECTIVE = struct.Struct("@HHiqqqqqqQ")
 DTYPE = np.dtype(
     {
         "names": [
-            "kind",
-            "code",
-            "number",
-            "step",
-            "amount",
-            "queued",
-            "began",
-            "ended",
-            "value",
-            "serial",
-            "sequence",
+            *("kind", "code", "number", "step", "amount", "queued"),
+            *("began", "ended", "value", "serial", "sequence"),
         ],
         "formats": ["u2", "u2", "i4", "i8", "i8", "i8", "i8", "i8", "f8", "i8", "u8"],
         # `value` and `serial` are two readings of the same bytes.
