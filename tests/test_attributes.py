@@ -183,6 +183,24 @@ def test_a_tensor_that_is_written_to_comes_again_and_none_is_kept_alive() -> Non
     assert not hasattr(there, "seen")
 
 
+def test_a_tensor_that_vmap_has_left_behind_costs_no_other_attribute_its_value() -> None:
+    here, there = network(), network()
+    before = attributes(here)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        here.seen = here[0](x)
+        return here.seen  # type: ignore[return-value]
+
+    torch.vmap(forward)(torch.ones(3, 2))
+    here.best = 0.5
+    told = before.since()
+    assert told is not None
+    set_attributes(list(there.modules()), told)
+    assert there.best == 0.5
+    assert not hasattr(there, "seen")
+    assert not attributes(here).changed()
+
+
 @dataclasses.dataclass
 class Settings:
     dropout: float = 0.5

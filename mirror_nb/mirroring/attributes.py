@@ -90,11 +90,7 @@ class Attributes:
         """Return, as bytes, what has changed, or everything, for `set_attributes`; None if there is nothing."""
         parts = [*enumerate(self._parts), *self._inside.items()]
         found = {where: values for where, part in parts if (values := part.since(everything))}
-        if not found:
-            return None
-        file = io.BytesIO()
-        _Pickler(file, 5).dump(found)
-        return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(pickle.dumps(found)), dtype=torch.uint8) if found else None
 
 
 @final
@@ -169,9 +165,11 @@ class _Part:
         before = {**dict(zip(self.names, self.atoms, strict=True)), **self.copies}
         held = [item for item in self.held.items() if item[0] not in self.skipped]
         tensors = {
-            name: value
+            name: values
             for name, value in held
-            if _is_computed(value) and (everything or name not in self.tensors or not self.tensors[name].is_of(value))
+            if _is_computed(value)
+            and (everything or name not in self.tensors or not self.tensors[name].is_of(value))
+            and (values := _Values.of(value)) is not None
         }
         copies = {
             name: _copied(value)
@@ -247,7 +245,9 @@ def set_attributes(parts: Sequence[nn.Module | None], changes: torch.Tensor) -> 
         part = parts[i] if i < len(parts) else None
         held: object = part if part is None or not inside else vars(part).get(inside[0])
         if held is not None and (not inside or _holds_settings(held)):
-            vars(held).update((name, _placed(value, parts)) for name, value in values.items())
+            vars(held).update(
+                (name, value.opened(parts) if isinstance(value, _Values) else value) for name, value in values.items()
+            )
             for name in [name for name, value in values.items() if value is _Gone]:
                 del vars(held)[name]
 
@@ -256,29 +256,32 @@ class _Gone:
     """Stands for an attribute that was deleted."""
 
 
-def _placed(value: Any, parts: Iterable[nn.Module | None]) -> Any:
-    """Put a tensor that came where the network is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    held = (tensor for part in parts if part is not None for tensor in part._parameters.values())
-    return next((value.to(tensor.device) for tensor in held if tensor is not None and not tensor.is_meta), value)
-
-
 @final
-class _Pickler(pickle.Pickler):
-    """Takes of a tensor its own values: torch's way takes all of its memory, and the device."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Values:
+    """A tensor on its way: torch's own would take all of its memory along, and its device."""
 
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
-            return NotImplemented
-        values = as_row(obj.detach().cpu())
-        return _tensor, (values.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape))
+    written: bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Values | None:
+        """Return what a tensor holds; None of one that a function of torch.func has left behind, as vmap does."""
+        try:
+            written = as_row(tensor.detach().cpu()).view(torch.uint8).numpy().tobytes()
+        except RuntimeError:
+            return None
+        return cls(written, tensor.dtype, tuple(tensor.shape))
 
-def _tensor(values: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not values:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(bytearray(values), dtype=dtype).reshape(shape).clone()
+    def opened(self, parts: Iterable[nn.Module | None]) -> torch.Tensor:
+        """Return the tensor, where the network of these parts is."""
+        held = (tensor for part in parts if part is not None for tensor in part._parameters.values())
+        device = next((tensor.device for tensor in held if tensor is not None and not tensor.is_meta), None)
+        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        if self.written:
+            made.copy_(torch.frombuffer(bytearray(self.written), dtype=self.dtype).reshape(self.shape))
+        return made.to(device)
 
 
 @final
