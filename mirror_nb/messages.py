@@ -126,6 +126,8 @@ class Holdings(_Compact):
     # Names that the cell may bind, and whose values it has changed since.
     lost: tuple[str, ...] = ()
     # Handles of networks that it has no more; parts of them it may have.
+    named: tuple[tuple[str, str, str, str], ...] = ()
+    # Where networks whose attributes it has just sent have values with names: as in `Exports`.
 
 
 @dataclass(frozen=True, slots=True)

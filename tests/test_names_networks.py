@@ -644,3 +644,16 @@ def test_a_tensor_with_a_name_that_a_cell_gives_a_network_is_that_tensor_here(no
     notebook.here("seen += 1")
     notebook.cell("total = net.seen.sum().item()")
     assert notebook.user_ns["total"] == 4
+
+
+@pytest.mark.parametrize(("make", "change"), [("torch.zeros(1)", "own += 1"), ("[0]", "own[0] += 1")])
+def test_what_has_a_name_and_is_given_to_a_network_here_is_one_value_in_the_replicas(notebook, make, change):
+    notebook.here(f"{NET}\nown = {make}")
+    notebook.cell("net, own")
+    notebook.here("net[0].own = own")
+    notebook.cell(f"same = net[0].own is own\n{change}")
+    assert notebook.user_ns["same"] is True
+    assert notebook.sent == []
+    notebook.here("assert net[0].own is own and own[0] == 1")
+    notebook.cell("value = int(net[0].own[0])")
+    assert notebook.user_ns["value"] == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,9 @@ from torch import nn
 
 from mirror_nb.errors import TransferError, UsageError
 from mirror_nb.messages import Holdings, Setting, travels
+from mirror_nb.mirroring.attributes import named_attributes, names_by_id
 from mirror_nb.mirroring.mirrors import Mirrors
+from mirror_nb.mirroring.networks import ATTRIBUTES
 from mirror_nb.notebook.absorbing import Absorbing, Returned
 from mirror_nb.notebook.holders import Holders
 from mirror_nb.notebook.lent import Lent
@@ -57,6 +59,8 @@ class Names:
         # By name: the handles of what its value holds, as the latest cell found it.
         self._arriving: frozenset[str] = frozenset()
         # Those of them that replicas get with it.
+        self._set_anew: dict[str, nn.Module] = {}
+        # By handle: networks of which replicas have just been sent attributes.
         self._prepared: dict[str, Content | None] = {}
         # What the values that the latest cell needs held before it was sent anything.
         self.stale = False
@@ -238,6 +242,8 @@ class Names:
             elif self.mirrors.changed(module):
                 values[handle] = self.mirrors.given(module, self.mirrors.written(module))
         self.mirrors.let_go()
+        sent = [handle for handle, given in values.items() if ATTRIBUTES in given]
+        self._set_anew = {handle: module for handle, module in self.mirrors.roots() if handle in sent}
         # Nothing is to be said of an attribute that is not plain.
         return {handle: given for handle, given in values.items() if given}
 
@@ -345,7 +351,17 @@ class Names:
             tuple(sorted(outdated)),
             tuple(changed),
             tuple(lost),
+            tuple(self._named_in(self._set_anew, replica_id, sent)),
         )
+
+    def _named_in(
+        self, networks: Mapping[str, nn.Module], replica_id: int, sent: Collection[str]
+    ) -> Iterator[tuple[str, str, str, str]]:
+        """Yield where networks have values that the replica has by names: there as here it is to be one value."""
+        there = ((n, v) for n, v in self.user_ns.items() if n in sent or self.shared.shares(replica_id, n, v))
+        named = names_by_id(there) if networks else {}
+        for handle, network in networks.items():
+            yield from ((handle, *found) for found in named_attributes(network, named))
 
     def told(self, replica_id: int, holdings: Holdings) -> None:
         """Take these holdings for known to the replica."""

@@ -31,7 +31,7 @@ from mirror_nb.messages import (
     former,
     travels,
 )
-from mirror_nb.mirroring.attributes import named_attributes, names_by_id
+from mirror_nb.mirroring.attributes import named_attributes, names_by_id, set_named
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.mirroring.networks import ATTRIBUTES, components_in, load, mirrored_values, told_by_all
 from mirror_nb.noticing.kinds import has_an_identity
@@ -109,6 +109,8 @@ class Namespace:
         self.objects = Objects()
         self.trained: set[str] = set()
         # Names by which the controller has tensors, trained and of no network maybe.
+        self._named: tuple[tuple[str, str, str, str], ...] = ()
+        # As the notebook told them for the cell that begins; see `Holdings`.
         self._handles: tuple[str, ...] = ()
         self._retained: list[Any] = []
         # What the notebook has besides the names that are here, by handles.
@@ -172,7 +174,7 @@ class Namespace:
             if name in self.names:
                 self.names[other] = self.names[name]
         self.mirrors.lost(holdings.lost)
-        self._handles = holdings.retained
+        self._handles, self._named = holdings.retained, holdings.named
         self._retain()
         for name in holdings.deleted:
             self.names.pop(name, None)
@@ -341,11 +343,22 @@ class Namespace:
         """
         self._label = str(tag)
         self._forget_former()
+        self._join()
         stale = {n for n in self._stale if n in self.names and n not in self._given}
         if stale:
             stale &= {*bound, *self._bound_by_functions(mentioned)}
         self._aside = {n: self.names.pop(n) for n in stale}
         return Before(self.names, mentioned, bound, self._outdated, self.reference)
+
+    def _join(self) -> None:
+        """Give networks whose attributes have come the values that have names here, in the place of copies."""
+        named, self._named = self._named, ()
+        for handle, path, attribute, name in named:
+            network = self.mirrors.find(handle)
+            part = dict(network.named_modules()).get(path) if network is not None else None
+            if network is not None and part is not None and name in self.names:
+                set_named(part, attribute, meant(self.names[name]))
+                self.mirrors.mark(network)
 
     def _bound_by_functions(self, mentioned: Iterable[str]) -> set[str]:
         names = reached(mentioned, self.names)
