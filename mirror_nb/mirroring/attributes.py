@@ -72,7 +72,7 @@ class Attributes:
                 return True
             if part.copies and any(not plain.same(part.held.get(name), copy) for name, copy in part.copies.items()):
                 return True
-            if any(not sign.is_of(part.held.get(name)) for name, sign in part.tensors.items()):
+            if part.tensors and any(not sign.is_of(part.held.get(name)) for name, sign in part.tensors.items()):
                 return True
         return False
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mirror_nb.environment.sources import is_users
-from mirror_nb.noticing.slots import own_attributes
+from mirror_nb.noticing.slots import own_attributes, slots_of
 from mirror_nb.values import PerReplica
 
 MOST = 4000
@@ -88,7 +88,9 @@ def members(obj: object) -> Iterable[object]:
             return list(vars(obj).values()) if is_users(obj.__module__) else ()
     if isinstance(obj, _CLOSED) or type(obj).__module__.partition(".")[0] in _WITHOUT:
         return ()
-    return list(own_attributes(obj).values())
+    if slots_of(type(obj)):
+        return list(own_attributes(obj).values())
+    return list(vars(obj).values()) if hasattr(obj, "__dict__") else ()
 
 
 def _plain_members(container: Any, room: int = MOST) -> Collection[object]:

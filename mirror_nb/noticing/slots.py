@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 
-def slots_of(kind: type) -> set[str]:
+def slots_of(kind: type) -> frozenset[str]:
     """Return the attributes for which a class, or one that it derives from, has slots: the names of the slots."""
-    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
-    return {_mangled(base, name) for base in bases for name in _declared(base)} - _PYTHONS
+    known = _known.get(kind)
+    if known is None:
+        bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+        known = frozenset(_mangled(base, name) for base in bases for name in _declared(base)) - _PYTHONS
+        _known[kind] = known
+    return known
+
+
+_known: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+# This is asked of thousands of objects before each cell.
 
 
 def _declared(kind: type) -> tuple[str, ...]:
@@ -28,8 +37,7 @@ _PYTHONS = frozenset({"__dict__", "__weakref__"})
 
 def own_attributes(obj: object) -> dict[str, Any]:
     """Return a copy of what an object has; of what its class computes nothing."""
-    slots = slots_of(type(obj))
-    inside = {name: getattr(obj, name) for name in slots if hasattr(obj, name)} if slots else {}
+    inside = {name: getattr(obj, name) for name in slots_of(type(obj)) if hasattr(obj, name)}
     return {**getattr(obj, "__dict__", {}), **inside}
 
 
