@@ -183,6 +183,24 @@ def test_a_tensor_that_is_written_to_comes_again_and_none_is_kept_alive() -> Non
     assert not hasattr(there, "seen")
 
 
+def test_a_tensor_that_is_written_to_stays_itself_and_one_in_its_place_is_another() -> None:
+    here, there = network(), network()
+    here.seen, there.seen = torch.zeros(2), torch.zeros(2)
+    before, seen = attributes(here), there.seen
+    here.seen += 1
+    told = before.since()
+    assert told is not None
+    set_attributes(list(there.modules()), told)
+    assert there.seen is seen
+    assert seen.tolist() == [1, 1]
+    here.seen = torch.full((2,), 2.0)
+    told = before.since()
+    assert told is not None
+    set_attributes(list(there.modules()), told)
+    assert there.seen.tolist() == [2, 2]
+    assert seen.tolist() == [1, 1]
+
+
 def test_a_tensor_that_vmap_has_left_behind_costs_no_other_attribute_its_value() -> None:
     here, there = network(), network()
     before = attributes(here)

@@ -32,6 +32,7 @@ from mirror_nb import plain
 from mirror_nb.errors import users_level
 from mirror_nb.mirroring.hooks import keeping, kept, stays
 from mirror_nb.noticing.kinds import WITHOUT_IDENTITY
+from mirror_nb.noticing.refilling import is_free, refill
 from mirror_nb.tensors.layouts import as_row, is_block
 from mirror_nb.transfer.hooks import HOOKS, hook_dicts
 from mirror_nb.transfer.pickler import travels_by_name
@@ -103,7 +104,11 @@ class _Sign:
         self.tensor, self.version = weakref.ref(tensor), _version(tensor)
 
     def is_of(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and value is self.tensor() and _version(value) == self.version
+        return self.is_same(value) and _version(value) == self.version
+
+    def is_same(self, value: object) -> TypeGuard[torch.Tensor]:
+        """Whether it is the tensor of then, whatever was written to it since."""
+        return value is self.tensor() and value is not None
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -169,7 +174,7 @@ class _Part:
             for name, value in held
             if _is_computed(value)
             and (everything or name not in self.tensors or not self.tensors[name].is_of(value))
-            and (values := _Values.of(value)) is not None
+            and (values := _Values.of(value, self.tensors.get(name))) is not None
         }
         copies = {
             name: _copied(value)
@@ -245,11 +250,12 @@ def set_attributes(parts: Sequence[nn.Module | None], changes: torch.Tensor) -> 
         part = parts[i] if i < len(parts) else None
         held: object = part if part is None or not inside else vars(part).get(inside[0])
         if held is not None and (not inside or _holds_settings(held)):
-            vars(held).update(
-                (name, value.opened(parts) if isinstance(value, _Values) else value) for name, value in values.items()
-            )
-            for name in [name for name, value in values.items() if value is _Gone]:
-                del vars(held)[name]
+            own = vars(held)
+            for name, value in values.items():
+                if value is _Gone:
+                    own.pop(name, None)
+                else:
+                    own[name] = value.opened(own.get(name), parts) if isinstance(value, _Values) else value
 
 
 class _Gone:
@@ -264,24 +270,35 @@ class _Values:
     written: bytes
     dtype: torch.dtype
     shape: tuple[int, ...]
+    in_place: bool
+    # It is the tensor that the attribute was.
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Values | None:
+    def of(cls, tensor: torch.Tensor, before: _Sign | None) -> _Values | None:
         """Return what a tensor holds; None of one that a function of torch.func has left behind, as vmap does."""
         try:
             written = as_row(tensor.detach().cpu()).view(torch.uint8).numpy().tobytes()
         except RuntimeError:
             return None
-        return cls(written, tensor.dtype, tuple(tensor.shape))
+        return cls(written, tensor.dtype, tuple(tensor.shape), before is not None and before.is_same(tensor))
 
-    def opened(self, parts: Iterable[nn.Module | None]) -> torch.Tensor:
-        """Return the tensor, where the network of these parts is."""
+    def opened(self, known: object, parts: Iterable[nn.Module | None]) -> torch.Tensor:
+        """Return the tensor, where the network of these parts is; the `known` one, written to, if that is what it is.
+
+        Others may have it.
+        """
+        if self.in_place and is_free(known):
+            refill(known, self._made())
+            return known
         held = (tensor for part in parts if part is not None for tensor in part._parameters.values())
         device = next((tensor.device for tensor in held if tensor is not None and not tensor.is_meta), None)
+        return self._made().to(device)
+
+    def _made(self) -> torch.Tensor:
         made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         if self.written:
             made.copy_(torch.frombuffer(bytearray(self.written), dtype=self.dtype).reshape(self.shape))
-        return made.to(device)
+        return made
 
 
 @final

@@ -9,7 +9,7 @@ import collections
 import copy
 import functools
 import types
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ def is_call(value: object) -> bool:
 
 def stays_itself(value: object) -> bool:
     """Whether what a cell changes in place in it is changed in the notebook's own: containers and tensors."""
-    return type(value) in REFILLED or _is_plain_dict(type(value)) or is_trained(value) or _is_free(value)
+    return type(value) in REFILLED or _is_plain_dict(type(value)) or is_trained(value) or is_free(value)
 
 
 def _is_plain_dict(kind: type) -> bool:
@@ -60,7 +60,7 @@ def _is_plain_dict(kind: type) -> bool:
     )
 
 
-def _is_free(value: object) -> bool:
+def is_free(value: object) -> TypeGuard[torch.Tensor]:
     """Whether it is a tensor that anybody may write to, and that no gradients pass."""
     # Of this class alone: others may have ways of their own.
     return type(value) is torch.Tensor and not value.requires_grad and not value.is_inference() and is_block(value)
