@@ -57,6 +57,12 @@ LARGE = [
         "x[7].append(2)",
         "len(x[7])",
     ),
+    ("import random; x = [random.Random(i) for i in range(300)]", "x[7].seed(2)", "x[7].getstate()[1][0]"),
+    (
+        "import numpy as np; x = {'all': [0.5] * 300, 'rng': np.random.default_rng(1)}",
+        "x['rng'].random()",
+        "x['rng'].bit_generator.state['state']['state']",
+    ),
     ("def x(seen=[0.5] * 300): return sum(seen)", "x.__defaults__[0][7] = 2", "x()"),
     (
         "def made():\n    seen = [0.5] * 300\n    return lambda: seen\nx = {'all': [0.5] * 300, 'seen': made()}",

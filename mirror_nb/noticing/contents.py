@@ -44,6 +44,7 @@ from mirror_nb.noticing.kinds import (
 )
 from mirror_nb.noticing.levels import Kinds, Levels, Opener
 from mirror_nb.noticing.slots import own_attributes, slots_of
+from mirror_nb.noticing.streams import is_stream, place
 from mirror_nb.transfer.pickler import PYTHONS, Limited, TooLarge
 
 WATCHED_BYTES = 1 << 16
@@ -277,6 +278,8 @@ def _large(value: object, reader: _Reader, own: bool, objects: int) -> Content:
             reader.note(obj, written(obj))
         elif isinstance(obj, bytearray):
             told.append((zlib.crc32(obj), len(obj)))
+        elif is_stream(obj):
+            told.append((id(obj), pickle.dumps(place(obj))))
         else:
             reader.note(obj, table_digest(obj) if is_table(obj) else None)
 
