@@ -11,6 +11,7 @@ import torch
 from two_sides import NET, TRAIN, Notebook, with_torch
 
 from mirror_nb.noticing import contents
+from mirror_nb.noticing.slots import slots_of
 
 
 @pytest.fixture
@@ -345,6 +346,16 @@ def test_an_object_with_slots_stays_itself_whichever_side_changes_it(notebook, k
     notebook.cell("same, gone = held[0] is point, not hasattr(held[0], 'x')")
     assert (notebook.user_ns["same"], notebook.user_ns["gone"]) == (True, True)
     assert notebook.user_ns["held"][0] is point
+
+
+def test_what_has_slots_is_told_in_the_order_of_its_class():
+    class Wide:
+        __slots__ = tuple("qwertyuiop")
+
+    class Wider(Wide):
+        __slots__ = ("__dict__", "asdf")
+
+    assert slots_of(Wider) == ("asdf", *"qwertyuiop")
 
 
 def test_an_object_with_slots_that_replicas_left_different_stays_there_whole(notebook):

@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def slots_of(kind: type) -> frozenset[str]:
+def slots_of(kind: type) -> tuple[str, ...]:
     """Return the attributes for which a class, or one that it derives from, has slots: the names of the slots."""
     known = _known.get(kind)
     if known is None:
         bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
-        known = frozenset(_mangled(base, name) for base in bases for name in _declared(base)) - _PYTHONS
-        _known[kind] = known
+        names = [_mangled(base, name) for base in bases for name in _declared(base) if name not in _PYTHONS]
+        # In an order that is the same in all processes: what replicas tell is compared.
+        known = _known[kind] = tuple(dict.fromkeys(names))
     return known
 
 
-_known: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 # This is asked of thousands of objects before each cell.
 
 
@@ -32,7 +33,7 @@ def _mangled(kind: type, name: str) -> str:
     return f"_{kind.__name__.lstrip('_')}{name}" if private else name
 
 
-_PYTHONS = frozenset({"__dict__", "__weakref__"})
+_PYTHONS = ("__dict__", "__weakref__")
 
 
 def own_attributes(obj: object) -> dict[str, Any]:
