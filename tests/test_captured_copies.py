@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
-from trained import Net, X, Y, replica_id, trained
+from trained import Net, X, Y, replica_id, step_of, trained
 
 import mirror_nb as mnb
 from mirror_nb.environment import surroundings
@@ -258,12 +258,7 @@ def test_a_copy_of_an_optimizers_state_has_the_replicas_moments_and_keeps_them(t
     model = trained(two)
     with two.scope():
         optimizer = torch.optim.Adam(model.parameters(), 0.1)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-
+    step = step_of(model, optimizer)
     for i, made in enumerate((copy.copy, lambda s: s.copy(), lambda s: s | {}, lambda s: {} | s)):
         two.run(step)
         copied = made(optimizer.state)
