@@ -641,6 +641,7 @@ def test_a_tensor_with_a_name_that_a_cell_gives_a_network_is_that_tensor_here(no
     notebook.cell("net")
     notebook.cell("net.seen = seen")
     assert notebook.user_ns["net"].seen is notebook.user_ns["seen"]
+    assert notebook.names.changed_modules() == {}
     notebook.here("seen += 1")
     notebook.cell("total = net.seen.sum().item()")
     assert notebook.user_ns["total"] == 4
@@ -657,3 +658,12 @@ def test_what_has_a_name_and_is_given_to_a_network_here_is_one_value_in_the_repl
     notebook.here("assert net[0].own is own and own[0] == 1")
     notebook.cell("value = int(net[0].own[0])")
     assert notebook.user_ns["value"] == 1
+
+
+def test_a_name_that_a_cell_gives_a_tensor_of_a_network_is_that_tensors_here(notebook):
+    notebook.here(NET)
+    notebook.cell("net[0].seen = torch.ones(2)")
+    notebook.cell("seen = net[0].seen")
+    assert notebook.user_ns["net"][0].seen is notebook.user_ns["seen"]
+    notebook.cell("net[0].seen += 1")
+    assert notebook.user_ns["seen"].tolist() == [2, 2]

@@ -276,6 +276,11 @@ class Absorbing:
             with contextlib.suppress(Undelivered):
                 if part is not None:
                     set_named(part, attribute, self._held(name, told.owner))
+        for handle in parts:
+            network = self._mirrors.find(handle)
+            if network is not None and self._mirrors.known(network) is not None:
+                # What it has now is another object, of the same value.
+                self._mirrors.mark(network)
 
     def _tie(self, told: _Told) -> None:
         """Give networks that came the parameters that have names here, before optimizers are made that have these."""

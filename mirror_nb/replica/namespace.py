@@ -437,7 +437,7 @@ class Namespace:
             grads=grads,
             trained=tuple(name for name in exported if name in self.trained and is_trained(self.names[name])),
             former=changes.former,
-            **(self._places(fresh.networks, changed) if owner else {}),
+            **(self._places(fresh.networks, changed, exported) if owner else {}),
         )
         try:
             packed = self._packed(exports, fresh)
@@ -462,16 +462,26 @@ class Namespace:
         return exporting
 
     def _places(
-        self, fresh: Mapping[str, nn.Module], changed: Mapping[str, Mapping[str, torch.Tensor]]
+        self,
+        fresh: Mapping[str, nn.Module],
+        changed: Mapping[str, Mapping[str, torch.Tensor]],
+        exported: Iterable[str],
     ) -> dict[str, Any]:
         """Return where, in networks that travel, are parameters and values that the controller has elsewhere."""
         roots = dict(self.mirrors.roots())
         set_anew = {handle: roots[handle] for handle, state in changed.items() if ATTRIBUTES in state}
+        bound = ((name, self.names.get(name)) for name in exported)
+        tensors = names_by_id((name, value) for name, value in bound if type(value) is torch.Tensor)
+        # Such a name may be a new one of what a network has had: `seen = net.attention`.
+        known = [item for item in roots.items() if tensors and item[0] not in {**fresh, **set_anew}]
         return {
             "moved": tuple(self.mirrors.moved(fresh.values())),
             "replacing": tuple(self.mirrors.replacing(fresh.values())),
             "tied": tuple(self._tied(fresh.values())),
-            "named": tuple(self._named_in({**fresh, **set_anew})),
+            "named": (
+                *self._named_in({**fresh, **set_anew}),
+                *((handle, *found) for handle, network in known for found in named_attributes(network, tensors)),
+            ),
         }
 
     def _gave(self, fresh: Fresh, changed: Iterable[str]) -> None:
