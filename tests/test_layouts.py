@@ -109,3 +109,10 @@ def test_a_tensor_that_was_left_without_memory_gets_it_and_keeps_what_it_has(beg
     assert short.shape == (4, 3)
     assert short.flatten().tolist() == [*mapped[begin:].tolist(), *[0.0] * (6 + begin)]
     short.resize_(5, 3)
+
+
+def test_a_tensor_that_was_to_be_larger_than_the_machine_keeps_what_it_has_in_a_row():
+    short = torch.frombuffer(bytearray(torch.arange(6.0).numpy().tobytes()), dtype=torch.float32)[2:]
+    with pytest.raises(RuntimeError, match="not resizable"):
+        short.resize_(10**6, 10**7)
+    assert with_memory(short).tolist() == [2, 3, 4, 5]

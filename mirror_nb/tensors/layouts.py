@@ -78,9 +78,15 @@ def with_memory(tensor: torch.Tensor) -> torch.Tensor:
     if is_block(tensor) and tensor.untyped_storage().nbytes() < needed(tensor):
         held, begin = tensor.untyped_storage(), tensor.storage_offset()
         there = held.nbytes() // tensor.itemsize
-        memory = torch.zeros(needed(tensor) // tensor.itemsize, dtype=tensor.dtype, device=tensor.device)
-        memory[:there] = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(held, 0, (there,), (1,))
-        tensor.data = memory.as_strided(tensor.shape, tensor.stride(), begin)
+        row = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(held, 0, (there,), (1,))
+        try:
+            memory = torch.zeros(needed(tensor) // tensor.itemsize, dtype=tensor.dtype, device=tensor.device)
+        except RuntimeError:
+            # It was to be larger than the machine: it is what it has, in a row.
+            tensor.data = row[begin:].clone()
+        else:
+            memory[:there] = row
+            tensor.data = memory.as_strided(tensor.shape, tensor.stride(), begin)
     return tensor
 
 
