@@ -59,8 +59,8 @@ class Names:
         # By name: the handles of what its value holds, as the latest cell found it.
         self._arriving: frozenset[str] = frozenset()
         # Those of them that replicas get with it.
-        self._set_anew: dict[str, nn.Module] = {}
-        # By handle: networks of which replicas have just been sent attributes.
+        self._set_anew: list[str] = []
+        # Handles of networks of which replicas have just been sent attributes.
         self._prepared: dict[str, Content | None] = {}
         # What the values that the latest cell needs held before it was sent anything.
         self.stale = False
@@ -242,8 +242,7 @@ class Names:
             elif self.mirrors.changed(module):
                 values[handle] = self.mirrors.given(module, self.mirrors.written(module))
         self.mirrors.let_go()
-        sent = [handle for handle, given in values.items() if ATTRIBUTES in given]
-        self._set_anew = {handle: module for handle, module in self.mirrors.roots() if handle in sent}
+        self._set_anew = [handle for handle, given in values.items() if ATTRIBUTES in given]
         # Nothing is to be said of an attribute that is not plain.
         return {handle: given for handle, given in values.items() if given}
 
@@ -351,17 +350,17 @@ class Names:
             tuple(sorted(outdated)),
             tuple(changed),
             tuple(lost),
-            tuple(self._named_in(self._set_anew, replica_id, sent)),
+            tuple(self._named_in_changed(replica_id, sent)),
         )
 
-    def _named_in(
-        self, networks: Mapping[str, nn.Module], replica_id: int, sent: Collection[str]
-    ) -> Iterator[tuple[str, str, str, str]]:
-        """Yield where networks have values that the replica has by names: there as here it is to be one value."""
-        there = ((n, v) for n, v in self.user_ns.items() if n in sent or self.shared.shares(replica_id, n, v))
-        named = names_by_id(there) if networks else {}
-        for handle, network in networks.items():
-            yield from ((handle, *found) for found in named_attributes(network, named))
+    def _named_in_changed(self, replica_id: int, sent: Collection[str]) -> Iterator[tuple[str, str, str, str]]:
+        """Yield where such networks have values that the replica has by names: there as here it is to be one value."""
+        held = list(self.user_ns.items()) if self._set_anew else ()
+        named = names_by_id((n, v) for n, v in held if n in sent or self.shared.shares(replica_id, n, v))
+        for handle in self._set_anew:
+            network = self.mirrors.find(handle)
+            found = named_attributes(network, named) if network is not None else ()
+            yield from ((handle, *where) for where in found)
 
     def told(self, replica_id: int, holdings: Holdings) -> None:
         """Take these holdings for known to the replica."""

@@ -358,7 +358,9 @@ class Namespace:
             part = dict(network.named_modules()).get(path) if network is not None else None
             if network is not None and part is not None and name in self.names:
                 set_named(part, attribute, meant(self.names[name]))
-                self.mirrors.mark(network)
+                if self.mirrors.known(network) is not None:
+                    # What it has now is another object, of the same value.
+                    self.mirrors.mark(network)
 
     def _bound_by_functions(self, mentioned: Iterable[str]) -> set[str]:
         names = reached(mentioned, self.names)
