@@ -9,7 +9,7 @@ import enum
 import html
 import numbers
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Never, final
 
 import numpy as np
@@ -183,6 +183,18 @@ class PerReplica(DistributedValues):
             raise AttributeError(
                 f"{self._what()}, where setting `{name}` would change nothing: set it in the replicas"
             )
+
+    def __setitem__(self, item: Any, value: Any) -> Never:
+        raise UsageError(f"{self._what()}, where setting an item would change nothing: set it in the replicas")
+
+    def __delitem__(self, item: Any) -> Never:
+        raise UsageError(f"{self._what()}, where deleting an item would change nothing: delete it in the replicas")
+
+    def __contains__(self, item: object) -> bool:
+        # Of dicts or lists it would say "no" to whatever each of them has.
+        if any(isinstance(value, Container) for value in self._values):
+            raise UsageError(f"{self._what()}: ask one of them, as in {item!r} in value[0]")
+        return item in self._values
 
     def __format__(self, spec: str) -> str:
         if not spec:

@@ -183,6 +183,9 @@ def test_one_replica_alone_gives_its_value():
 
 MISTAKES: dict[str, tuple[list[Any], Callable[[Any], object], type[Exception], str]] = {
     "a dict": ([{"a": 1}, {"a": 2}], lambda value: value["a"], UsageError, r"\(here dict\).*value\[0\]\['a'\]"),
+    "an item that is set": ([{}, {"a": 1}], lambda value: value.__setitem__("a", 1), UsageError, r"in the replicas"),
+    "an item that goes": ([{"a": 1}] * 2, lambda value: value.__delitem__("a"), UsageError, "delete it in the replic"),
+    "a key": ([{"a": 1}, {"a": 2}], lambda value: "a" in value, UsageError, r"here dict.*: .*'a' in value\[0\]"),
     "tensors": ([torch.ones(1), 2.0], lambda value: value.item(), AttributeError, r"here Tensor or float.*\[0\].item"),
     "a text": ([1.0, 2.0], lambda value: f"{value:.2f}", UsageError, r'each of 2 replicas.*reduce\("mean", value\)'),
 }
@@ -285,6 +288,7 @@ def test_a_per_replica_is_a_key_and_is_found_where_it_is():
     value = PerReplica([1, 2])
     assert {value: 1}[value] == 1
     assert value in [None, value]
+    assert (2 in value, 3 in value) == (True, False)
     assert (value == None, value == "two", value != value) == (False, False, False)  # noqa: E711
 
 
