@@ -633,6 +633,49 @@ def test_a_loss_with_class_weights_divided_by_those_of_all_replicas_has_one_devi
         torch.testing.assert_close(one, single.weight.grad)
 
 
+def against_all_in_the_batch(h: torch.Tensor) -> torch.Tensor:
+    everyone = mnb.get_replica_context().all_gather(h, axis=0)
+    return (h @ everyone.T).tanh().logsumexp(1).mean()
+
+
+def of_all_in_the_batch(h: torch.Tensor) -> torch.Tensor:
+    everyone = mnb.get_replica_context().all_gather(h, axis=0)
+    return (everyone @ everyone.T).tanh().logsumexp(1).mean()
+
+
+def of_sums(h: torch.Tensor) -> torch.Tensor:
+    total, count = mnb.get_replica_context().all_reduce("sum", (h.square().sum(0), torch.tensor(float(len(h)))))
+    return (total / count).sqrt().sum()
+
+
+def a_mean_of_means(h: torch.Tensor) -> torch.Tensor:
+    return mnb.get_replica_context().all_reduce("mean", h.square().mean())
+
+
+LOSSES = [against_all_in_the_batch, of_all_in_the_batch, of_sums, a_mean_of_means]
+
+
+@pytest.mark.parametrize("examples", [8, 7, 1])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_a_loss_of_what_all_replicas_have_in_an_uneven_batch_has_one_devices_gradient(two, loss, examples):
+    with two.scope():
+        model = nn.Linear(4, 3)
+    single = copy.deepcopy(model)
+
+    def gradient(inputs: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss(model(inputs)).backward()
+        return model.weight.grad
+
+    x = torch.arange(4.0 * examples).reshape(examples, 4).sin()
+    (batch,) = two.distribute_dataset(x, batch_size=examples)
+    found = two.local_results(two.run(gradient, (batch,)))
+    alone = mnb.OneDeviceStrategy("cpu")
+    alone.run(lambda: loss(single(x)).backward())
+    for one in found:
+        torch.testing.assert_close(one, single.weight.grad)
+
+
 @pytest.mark.parametrize("way", ["given", "captured", "one of each", "looked ahead"])
 def test_of_batches_that_one_call_has_each_weighs_as_its_shares(two, way):
     x, y = X[:7].clone(), torch.arange(7.0)[:, None]
