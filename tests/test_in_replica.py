@@ -653,6 +653,12 @@ found.update(losses=losses, weight=model.weight.item(), gathered=gathered.tolist
 found.update(total=total.read_value().item(), counter=counter.read_value().item())
 found["error"] = raised(lambda: strategy.reduce("sum", torch.ones(replica_id + 1), axis=None))
 
+with strategy.scope():
+    normed = nn.Sequential(nn.Linear(1, 2), nn.SyncBatchNorm(2), nn.Linear(2, 1))
+for inputs, targets in strategy.distribute_dataset(loader):
+    nn.functional.mse_loss(normed(inputs), targets).backward()
+found["normed"] = [normed[1].running_mean.tolist(), normed[0].weight.grad.tolist()]
+
 found["devices"] = []
 for devices in (["foo"], ["cpu:0", "cpu:0"], [], ["cpu:1", "cpu:0"], ["cuda:5", "cuda:6"], "cpu:0"):
     with warnings.catch_warnings(record=True) as said:
@@ -703,6 +709,7 @@ def test_a_script_under_torchrun_has_the_same_calls(under_torchrun):
         assert "float32[1] on replica 0, float32[2] on replica 1" in found["error"][1]
     assert under_torchrun[0]["losses"] == under_torchrun[1]["losses"]
     assert under_torchrun[0]["weight"] == under_torchrun[1]["weight"]
+    assert under_torchrun[0]["normed"] == under_torchrun[1]["normed"]
 
 
 def test_devices_that_are_not_those_of_the_launcher_are_checked_and_told_of_once(under_torchrun):

@@ -676,6 +676,36 @@ def test_a_loss_of_what_all_replicas_have_in_an_uneven_batch_has_one_devices_gra
         torch.testing.assert_close(one, single.weight.grad)
 
 
+def test_synchronised_batch_norm_trains_on_cpus_as_batch_norm_does_on_one_device(two):
+    x, y = X[:7].clone(), torch.arange(7.0)[:, None]
+    with two.scope():
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 1))
+        single = copy.deepcopy(model)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected = torch.optim.SGD(single.parameters(), 0.1)
+
+    def train(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        with torch.no_grad():
+            return model(inputs)
+
+    outputs = [two.run(train, batch) for batch in two.distribute_dataset((x, y), batch_size=5)]
+    for part in (slice(5), slice(5, 7)):
+        expected.zero_grad()
+        F.mse_loss(single(x[part]), y[part]).backward()
+        expected.step()
+        with torch.no_grad():
+            one = single(x[part])
+    torch.testing.assert_close(torch.cat(two.local_results(outputs[-1])), one)
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+    assert nn.SyncBatchNorm.forward.__module__ == "torch.nn.modules.batchnorm"
+    torch.testing.assert_close(model.eval()(x), single.eval()(x))
+
+
 @pytest.mark.parametrize("way", ["given", "captured", "one of each", "looked ahead"])
 def test_of_batches_that_one_call_has_each_weighs_as_its_shares(two, way):
     x, y = X[:7].clone(), torch.arange(7.0)[:, None]

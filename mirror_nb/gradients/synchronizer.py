@@ -176,6 +176,10 @@ class GradientSynchronizer:
         alone = self.num_replicas == 1 or not self.enabled or self.accumulating or not dist.is_initialized()
         return None if alone else self.factor / self.num_replicas
 
+    def times_an_equal_part(self) -> float:
+        """Return how many times that the loss of this replica counts in the mean over the examples; of sums: once."""
+        return self.factor if self.enabled and self.reduction == "mean" else 1.0
+
     def use(self, ops: CrossDeviceOps, *, bytes_per_bucket: int | None = None) -> None:
         """Reduce by these cross-device ops, bound to this replica, from the next backward pass on.
 

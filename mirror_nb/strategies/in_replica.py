@@ -319,7 +319,7 @@ class ReplicaPlace(Place):
         _, common = self._peers.agree(f"all_reduce {op.value}", form)
         dtypes = [sum_dtype(leaf.dtype, None) for leaf in common]
         tensors = [tensor.to(dtype) for tensor, dtype in zip(offer or [], dtypes, strict=True)]
-        return made(all_reduced(self._peers, op, tensors, self._weight))
+        return made(all_reduced(self._peers, op, tensors, self._replica.gradients.times_an_equal_part))
 
     def all_gather(self, value: Any, axis: int) -> Any:
         return self._gathered("all_gather", select(value, self.replica_id), axis)
@@ -340,16 +340,12 @@ class ReplicaPlace(Place):
         firsts, _ = self._peers.agree(f"{call} axis={axis}", form, mine[0] if mine else 0)
         # The sizes of a single tensor, the usual case, came with the agreement.
         sizes = [[size] for size in firsts] if len(mine) == 1 else self._peers.sizes(mine) if mine else []
+        weight = self._replica.gradients.times_an_equal_part
         gathered = [
-            all_gathered(self._peers, tensor, dim, [row[i] for row in sizes], self._weight)
+            all_gathered(self._peers, tensor, dim, [row[i] for row in sizes], weight)
             for i, (tensor, dim) in enumerate(zip(tensors, dims, strict=True))
         ]
         return made(gathered)
-
-    def _weight(self) -> float:
-        """How many times an equal part this replica's loss counts."""
-        gradients = self._replica.gradients
-        return gradients.factor if gradients.enabled and gradients.reduction == "mean" else 1.0
 
     def _differentiable(self, leaf: Any, call: str) -> Tensor:
         # A Variable's clone is a plain tensor that leads its gradient back.
