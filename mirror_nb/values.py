@@ -155,13 +155,17 @@ class PerReplica(DistributedValues):
     """One value from each replica, which may differ.
 
     `values`, `len()`, iteration and indexing by replica id give the single values. `shares`: of a batch, the number
-    of examples in each replica's part, by which `run` weighs the gradients; the notebook alone has it.
+    of examples in each replica's part, by which `run` weighs the gradients; the notebook alone has it. `absent`: of
+    what a function has made of a batch, the replicas that had no examples of it.
     One that a function has captured is in each replica that replica's value.
     """
 
-    def __init__(self, values: Sequence[Any], *, shares: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, values: Sequence[Any], *, shares: tuple[int, ...] | None = None, absent: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__(values)
         self.shares = shares
+        self.absent = absent
 
     def __getitem__(self, replica_id: Any) -> Any:
         if isinstance(replica_id, int | slice) or hasattr(replica_id, "__index__"):
@@ -177,7 +181,7 @@ class PerReplica(DistributedValues):
         raise AttributeError(f"{self._what()}: take one of them, as in value[0].{name}, or {_ONE}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name == "shares":
+        if name.startswith("_") or name in ("shares", "absent"):
             super().__setattr__(name, value)
         else:
             raise AttributeError(
@@ -214,11 +218,11 @@ class PerReplica(DistributedValues):
     __hash__ = object.__hash__
 
     def __copy__(self) -> PerReplica:
-        return PerReplica(self._values, shares=self.shares)
+        return PerReplica(self._values, shares=self.shares, absent=self.absent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PerReplica:
         # A copy of a batch weighs gradients as the batch does.
-        return PerReplica(copy.deepcopy(self._values, memo), shares=self.shares)
+        return PerReplica(copy.deepcopy(self._values, memo), shares=self.shares, absent=self.absent)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

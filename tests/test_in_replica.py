@@ -567,6 +567,17 @@ dataset = strategy.distribute_datasets_from_function(make)
     assert cell(replicas(2), source) == expected
 
 
+def test_the_loss_of_a_share_without_examples_does_not_make_that_of_the_batch_nan(replicas):
+    source = """
+found = []
+for batch in strategy.distribute_dataset(torch.ones(3), batch_size=2):
+    loss = batch.mean()
+    found += [strategy.reduce("mean", loss), strategy.reduce("sum", loss.item()), strategy.reduce("mean", batch.sum())]
+values([*found, strategy.reduce("sum", loss).isnan()])
+"""
+    assert cell(replicas(2), source) == [[1.0, 2.0, 1.0, 1.0, 1.0, 0.5, True]] * 2
+
+
 def test_an_uneven_batch_weighs_gradients_by_examples_and_no_sync_keeps_them_local(replicas):
     source = """
 torch.manual_seed(0)

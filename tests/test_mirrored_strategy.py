@@ -25,7 +25,7 @@ from trained import X, replica_id, trained
 import mirror_nb as mnb
 from mirror_nb.messages import Stream
 from mirror_nb.strategies.controller import _Listener
-from mirror_nb.values import same
+from mirror_nb.values import PerReplica, same
 
 
 @pytest.fixture(scope="module")
@@ -674,6 +674,19 @@ def test_a_loss_of_what_all_replicas_have_in_an_uneven_batch_has_one_devices_gra
     alone.run(lambda: loss(single(x)).backward())
     for one in found:
         torch.testing.assert_close(one, single.weight.grad)
+
+
+def test_the_loss_of_a_share_without_examples_does_not_make_that_of_the_batch_nan(two):
+    def of(batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": batch.mean(), "each": batch, "odd": batch.sum() / 0}
+
+    found = [two.run(of, (batch,)) for batch in two.distribute_dataset(torch.ones(3), batch_size=2)]
+    for op, losses in (("sum", [2.0, 1.0]), ("mean", [1.0, 1.0])):
+        assert [two.reduce(op, copy.copy(one["loss"]), axis=None).item() for one in found] == losses
+    assert two.reduce("mean", found[1]["each"], axis=0) == 1.0
+    # What is no mean of none stays what it is.
+    assert two.reduce("sum", found[1]["odd"], axis=None).isinf()
+    assert two.reduce("sum", PerReplica([1.0, float("nan")]), axis=None).isnan()
 
 
 def test_synchronised_batch_norm_trains_on_cpus_as_batch_norm_does_on_one_device(two):

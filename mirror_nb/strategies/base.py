@@ -155,7 +155,8 @@ class Strategy(ABC):
         `reduce_op`: ReduceOp.SUM or MEAN, or their names. With `axis` each replica's tensor is reduced over that axis
         (or those) too, and the mean divides by the true number of elements, empty replicas included; None: the
         tensors, of equal shapes, are added element by element, and the mean divides by the replicas. Of a Variable
-        each replica's component counts.
+        each replica's component counts. NaN of a replica that has no examples of the batch, the mean of none, does not
+        count.
 
         Raises UsageError for shapes that differ or an axis that is not there, RuntimeError inside a replica and in
         another strategy's scope.

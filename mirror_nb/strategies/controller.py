@@ -726,9 +726,12 @@ def _weighed(nest: Any) -> Any:
 
 def _of_batch(results: Any, shares: tuple[int, ...] | None) -> Any:
     """Let results with a value for each example of a batch be a batch, which later calls weigh gradients by."""
+    absent = frozenset(i for i, examples in enumerate(shares or ()) if not examples)
     for part in parts_of(results):
-        if isinstance(part, PerReplica) and tuple(map(_examples, part.values)) == shares:
-            part.shares = shares
+        if isinstance(part, PerReplica):
+            part.absent = absent
+            if tuple(map(_examples, part.values)) == shares:
+                part.shares = shares
     return results
 
 

@@ -40,6 +40,7 @@ from mirror_nb.strategies.reductions import (
     counted,
     gather_local,
     in_order,
+    is_mean_of_none,
     is_number,
     local_parts,
     own_of,
@@ -287,6 +288,8 @@ class ReplicaPlace(Place):
             tensor = as_tensor(leaf, "reduce", self.device)
             part = sum_over(tensor if op is ReduceOp.SUM else widened(tensor), axis)
             count = 1 if axis is None else counted(tensor, axis)
+            if axis is None and self._absent() and is_mean_of_none(part):
+                part, count = torch.zeros_like(part), 0
             form = form_of_nest(where, [part], [is_number(leaf)])
             return of_dtype(form, tensor.dtype), (part, count)
 
@@ -296,6 +299,11 @@ class ReplicaPlace(Place):
         if op is ReduceOp.SUM:
             return self._peers.total(call, form, part, lambda dtype: sum_dtype(dtype, axis))
         return self._peers.mean(call, form, part, count)
+
+    def _absent(self) -> bool:
+        """Whether this replica has no examples of the batch in use."""
+        shares = self._replica.gradients.shares
+        return shares is not None and not shares[0]
 
     def gather(self, value: Any, axis: int, where: str) -> Any:
         if self._is_here(value):

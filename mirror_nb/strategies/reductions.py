@@ -12,7 +12,7 @@ import itertools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,14 @@ _SHOWN, _AROUND = 400, 40
 # --------------------------------------------------------------------------- one value from many
 
 
-def reduce_values(op: ReduceOp, values: Sequence[Any], axis: tuple[int, ...] | None) -> Tensor:
+def reduce_values(
+    op: ReduceOp, values: Sequence[Any], axis: tuple[int, ...] | None, absent: Collection[int] = ()
+) -> Tensor:
     """Return the replicas' `values`, tensors, arrays or numbers, as one tensor, on the first one's device.
 
     Without `axis` they are added element by element, and the mean divides by their number. With it each is summed
     over these dimensions first, and the mean divides by the true number of elements; an empty one counts 0.
+    `absent`: replicas that had no examples, of which a mean does not count.
 
     Sums keep the dtype, or widen as torch.sum does; a mean of integers is of torch's default float.
     Raises UsageError for shapes or dtypes that differ, for an axis that is not there, and for what is no number.
@@ -45,11 +48,19 @@ def reduce_values(op: ReduceOp, values: Sequence[Any], axis: tuple[int, ...] | N
     tensors = _one_device(_alike([as_tensor(value, "reduce") for value in values], values, "reduce"))
     parts = [sum_over(tensor if op is ReduceOp.SUM else widened(tensor), axis) for tensor in tensors]
     check_shapes([tuple(part.shape) for part in parts], "reduce", [tuple(tensor.shape) for tensor in tensors])
+    if axis is None:
+        there = [part for i, part in enumerate(parts) if not (i in absent and is_mean_of_none(part))]
+        parts = there or parts
     total = added(parts)
     if op is ReduceOp.SUM:
         return total
-    count = len(tensors) if axis is None else sum(counted(tensor, axis) for tensor in tensors)
+    count = len(parts) if axis is None else sum(counted(tensor, axis) for tensor in tensors)
     return mean(total, count, tensors[0].dtype)
+
+
+def is_mean_of_none(tensor: Tensor) -> bool:
+    """Whether this may be a mean, a loss for instance, of no examples: NaN."""
+    return tensor.is_floating_point() and bool(tensor.isnan().all())
 
 
 def gather_values(values: Sequence[Any], axis: int) -> Tensor:
@@ -77,7 +88,7 @@ def reduce_local(op: ReduceOp, value: Any, axis: tuple[int, ...] | None, num_rep
     value = components(value)
     if isinstance(value, DistributedValues):
         check_size(value, num_replicas)
-        return reduce_values(op, value.values, axis)
+        return reduce_values(op, value.values, axis, value.absent if isinstance(value, PerReplica) else ())
     if op is ReduceOp.SUM and num_replicas > 1 and isinstance(value, Tensor | np.ndarray):
         raise not_distributed(value, op)
     return reduce_values(op, [value] * num_replicas, axis)
