@@ -715,8 +715,27 @@ def test_synchronised_batch_norm_trains_on_cpus_as_batch_norm_does_on_one_device
     torch.testing.assert_close(torch.cat(two.local_results(outputs[-1])), one)
     for name, value in single.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
-    assert nn.SyncBatchNorm.forward.__module__ == "torch.nn.modules.batchnorm"
     torch.testing.assert_close(model.eval()(x), single.eval()(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_share_of_one_example_goes_through_batch_norm_where_the_batch_has_more(two, dtype):
+    with two.scope():
+        model = nn.BatchNorm1d(4)
+
+    def train(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        outputs = model(inputs.to(dtype))
+        outputs.square().sum().backward()
+        return outputs, model.running_mean.clone(), model.running_var.clone()
+
+    (batch,) = two.distribute_dataset(X[:3].clone(), batch_size=4)
+    outputs, means, variances = (two.local_results(one)[1] for one in two.run(train, (batch,)))
+    assert (outputs.tolist(), outputs.dtype) == ([[0.0] * 4], dtype)
+    torch.testing.assert_close(means, 0.1 * X[2].to(dtype).float())
+    assert variances.tolist() == [1.0] * 4
+    (alone,) = two.distribute_dataset(X[:1].clone(), batch_size=4)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        two.run(train, (alone,))
 
 
 @pytest.mark.parametrize("way", ["given", "captured", "one of each", "looked ahead"])

@@ -44,9 +44,6 @@ class Tracker:
     def leave_to(self, owner: object, parameters: Any) -> None:
         self.left.append((owner, list(parameters)))
 
-    def times_an_equal_part(self) -> float:
-        return 1.0
-
 
 def make(replica_id: int = 0, n: int = N, device: torch.device = CPU, seed: int = 7) -> Scope:
     return Scope(replica_id, n, device, Tracker(), seed)  # type: ignore[arg-type]
@@ -504,6 +501,7 @@ def test_everything_that_was_replaced_is_put_back_after_an_error() -> None:
     def cell() -> None:
         with make():
             assert nn.Module.__init__ is not functions[0]
+            assert nn.BatchNorm1d.forward is not nn.modules.batchnorm._BatchNorm.forward
             raise ValueError("cell")
 
     with pytest.raises(ValueError, match="cell"):
@@ -516,6 +514,9 @@ def test_everything_that_was_replaced_is_put_back_after_an_error() -> None:
         random.seed,
         np.random.seed,
     )
+    assert nn.BatchNorm1d.forward is nn.modules.batchnorm._BatchNorm.forward
+    assert nn.SyncBatchNorm.forward.__module__ == "torch.nn.modules.batchnorm"
+    assert not hasattr(nn.SyncBatchNorm.forward, "__wrapped__")
     assert registered == (
         len(hooks._global_forward_pre_hooks),
         len(hooks._global_parameter_registration_hooks),

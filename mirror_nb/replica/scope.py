@@ -35,15 +35,15 @@ from mirror_nb.environment.replaced import Replaced
 from mirror_nb.gradients.agreement import Keys
 from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.mirroring.lazy import kind_of
+from mirror_nb.replica.batch_norms import BatchNormsOfShares
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
 from mirror_nb.replica.random_streams import RandomStreams, Streams, seeding_functions, state_functions
-from mirror_nb.replica.sync_batch_norm import SyncBatchNormOnCpu
 from mirror_nb.replica.whole import whole
 from mirror_nb.tensors.sharded import is_sharded
 from mirror_nb.transfer.compiled import OutsideOfCompiled, tracing
 from mirror_nb.transfer.told import note_step, parameters_of
 
-_Change = Replaced | RemovableHandle | GlobalMetrics | SyncBatchNormOnCpu
+_Change = Replaced | RemovableHandle | GlobalMetrics | BatchNormsOfShares
 _INITIAL = (
     *("uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_"),
     *("kaiming_uniform_", "kaiming_normal_", "orthogonal_", "sparse_"),
@@ -216,8 +216,7 @@ class Scope:
     def _made(self) -> Iterator[_Change]:
         """Make what has to be undone at the end, one by one: an interrupt may come at any of them."""
         yield register_optimizer_step_post_hook(note_step)
-        if self._device.type == "cpu":
-            yield SyncBatchNormOnCpu(self._gradients.times_an_equal_part)
+        yield BatchNormsOfShares(self._gradients)
         if self._streams is None and self._device.type == "cpu":
             return
         yield hooks.register_module_parameter_registration_hook(self._parameter_registered)

@@ -27,8 +27,8 @@ from mirror_nb.devices import Device
 from mirror_nb.environment import seeds
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.gradients.synchronizer import GradientSynchronizer
+from mirror_nb.replica.batch_norms import BatchNormsOfShares
 from mirror_nb.replica.scope import Scope
-from mirror_nb.replica.sync_batch_norm import SyncBatchNormOnCpu
 from mirror_nb.steps.recorder import Recorder
 from mirror_nb.steps.steering import Steering
 from mirror_nb.strategies.context import get_strategy, on_one_replica
@@ -116,7 +116,7 @@ def standalone(seed: int = 0) -> Standalone:
     recorder = Recorder(device)
     watch = register_optimizer_step_pre_hook(Outsiders(gradients))
     # A script's loop is not in the scope as a rule.
-    normalizing = SyncBatchNormOnCpu(gradients.times_an_equal_part)
+    normalizing = BatchNormsOfShares(gradients)
 
     def leave() -> None:
         watch.remove()

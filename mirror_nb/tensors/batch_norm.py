@@ -1,4 +1,4 @@
-"""BatchNorm by the statistics of all replicas' values.
+"""BatchNorm of shares: by the statistics of all replicas' values, or of a single value a channel.
 
     forward   n, Σx, Σx² of every replica ─▶ added up ─▶ mean and variance of the global batch, the same everywhere
     backward  Σdy, Σdy·x̂ of every replica ─▶ added up ─▶ the gradient of x; those of weight and bias stay local, for
@@ -43,6 +43,16 @@ def normalized(
         # The unbiased variance, as torch keeps it; of one value there is none.
         move(module.running_var, variance * count / (count - 1).clamp(min=1), factor, count > 1)
     return y
+
+
+def without_variance(module: BatchNorm, x: Tensor) -> Tensor:
+    """Normalise one value a channel, or none, in training: it is its own mean, and the running variance stays."""
+    factor = count_batch(module)
+    if x.numel() and module.track_running_stats and module.running_mean is not None:
+        move(module.running_mean, x.detach().reshape(-1), factor, True)
+    normal = x * 0
+    y = normal if module.weight is None else normal * _over(module.weight, x)
+    return (y if module.bias is None else y + _over(module.bias, x)).to(x.dtype)
 
 
 class _Synchronized(torch.autograd.Function):
@@ -159,3 +169,8 @@ def move(running: Tensor, towards: Tensor, factor: float, there: Tensor | bool) 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def _over(by_channel: Tensor, x: Tensor) -> Tensor:
+    """A tensor [channels] in the shape that multiplies x [examples, channels, …]."""
+    return by_channel.reshape(1, -1, *(1 for _ in x.shape[2:]))

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mirror_nb.tensors.batch_norm import AllReduce, BatchNorm, count_batch, move, normalized
+from mirror_nb.tensors.batch_norm import AllReduce, BatchNorm, count_batch, normalized, without_variance
 
 
 @final
@@ -55,10 +55,10 @@ class BatchNorms:
         module._check_input_dim(x)
         if self._all_reduce is not None and module in self._synchronized:
             return normalized(module, x, self._all_reduce, absent=self._absent)
+        if x.numel() == x.shape[1] or x.numel() == 0:
+            return without_variance(module, x)
         factor = count_batch(module)
         running = (module.running_mean, module.running_var) if module.track_running_stats else (None, None)
-        if x.numel() == x.shape[1] or x.numel() == 0:
-            return _without_variance(module, x, running[0], factor)
         return F.batch_norm(x, *running, module.weight, module.bias, True, factor, module.eps)
 
 
@@ -89,17 +89,3 @@ def exact_batch_norm(
 
 def _bound(held: BatchNorms, module: BatchNorm) -> Callable[[Tensor], Tensor]:
     return lambda x: held._forward(module, x)
-
-
-def _without_variance(module: BatchNorm, x: Tensor, running_mean: Tensor | None, factor: float) -> Tensor:
-    """One value a channel, or none: it is its own mean."""
-    if x.numel() and running_mean is not None:
-        move(running_mean, x.detach().reshape(-1), factor, True)
-    normal = x * 0
-    y = normal if module.weight is None else normal * _over(module.weight, x)
-    return y if module.bias is None else y + _over(module.bias, x)
-
-
-def _over(by_channel: Tensor, x: Tensor) -> Tensor:
-    """A tensor [channels] in the shape that multiplies x [examples, channels, …]."""
-    return by_channel.reshape(1, -1, *(1 for _ in x.shape[2:]))

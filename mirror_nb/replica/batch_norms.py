@@ -1,0 +1,78 @@
+"""Batch norms of your own loops, where torch refuses what one device would have taken.
+
+    nn.BatchNorm1d, 2d, 3d   a share of one example of a larger batch: one value a channel
+    nn.SyncBatchNorm         on the CPU, for which torch has none
+
+Knows torch's modules and what shares a batch has. On a GPU `nn.SyncBatchNorm` is torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mirror_nb.gradients.synchronizer import GradientSynchronizer
+from mirror_nb.tensors.batch_norm import normalized, without_variance
+
+_Forward = Callable[[Any, Tensor], Tensor]
+
+
+@final
+class BatchNormsOfShares:
+    """In the place of torch's `forward` until it is removed."""
+
+    def __init__(self, gradients: GradientSynchronizer) -> None:
+        self._gradients = gradients
+        self._replaced: list[tuple[Any, _Forward, _Forward | None]] = []
+        # Each with the one of its own that it had; None: that of its base class.
+        for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            self._replace(kind, self._by_itself)
+        self._replace(nn.SyncBatchNorm, self._by_all)
+
+    def remove(self) -> None:
+        while self._replaced:
+            kind, ours, own = self._replaced.pop()
+            # Who replaced ours meanwhile keeps theirs.
+            if vars(kind).get("forward") is not ours:
+                continue
+            if own is None:
+                del kind.forward
+            else:
+                kind.forward = own
+
+    def _replace(self, kind: Any, by: Callable[[_Forward, Any, Tensor], Tensor]) -> None:
+        original: _Forward = kind.forward
+
+        @functools.wraps(original)
+        def forward(module: Any, x: Tensor) -> Tensor:
+            return by(original, module, x) if module.training else original(module, x)
+
+        self._replaced.append((kind, forward, vars(kind).get("forward")))
+        kind.forward = forward
+
+    def _by_itself(self, original: _Forward, module: Any, x: Tensor) -> Tensor:
+        # The shape first: `torch.compile` looks at that anyway.
+        if x.ndim > 1 and x.numel() == x.shape[1] and self._is_part_of_more():
+            module._check_input_dim(x)
+            return without_variance(module, x)
+        return original(module, x)
+
+    def _is_part_of_more(self) -> bool:
+        shares = self._gradients.shares
+        return shares is not None and shares[0] < shares[1]
+
+    def _by_all(self, original: _Forward, module: Any, x: Tensor) -> Tensor:
+        if x.device.type != "cpu" or not dist.is_initialized():
+            return original(module, x)
+        module._check_input_dim(x)
+        group = module.process_group or dist.group.WORLD
+
+        def add_up(flat: Tensor) -> Tensor:
+            dist.all_reduce(flat, group=group)
+            return flat
+
+        return normalized(module, x, add_up, weight=self._gradients.times_an_equal_part)
