@@ -76,6 +76,14 @@ READS = [
         "match a:\n    case [x, *y] if x > z:\n        x, y\n    case P(u=v):\n        v\n    case k.K:\n        w",
         "a z P k w",
     ),
+    # what may not have been reached
+    ("with contextlib.suppress(E):\n    a = f()\na", "contextlib E f a"),
+    ("with suppress(E), b as c:\n    a = f()\na, c", "suppress E b f a"),
+    ("if a or (b := c):\n    b", "a b c"),
+    ("if a and (b := c):\n    b", "a c"),
+    ("while a or (b := c):\n    b", "a b c"),
+    ("(b := c) if a else d\nb", "a b c d"),
+    ("f((b := c), a)\nb", "a c f"),
     ("match a:\n    case {'k': x, **rest}:\n        x, rest\n    case _:\n        pass", "a"),
     ("assert a, b", "a b"),
     ("raise a from b", "a b"),
@@ -127,6 +135,12 @@ READS = [
     # magics and shell lines
     ("!echo {a} $b", "a b"),
     ("files = !ls {folder}", "folder"),
+    ("!echo {len(a)} {b[1:2]} {c.d(e)} ${f}/x", "len a b c e f"),
+    ("!awk '{print $1}' {", ""),
+    ("%%bash -s {a}\necho $b {c}", "a"),
+    # pandas looks these up in the cell
+    ("a.query('x > @b')", "a b"),
+    ("a.eval(f'x = @b + {c}', inplace=True)", "a b c"),
     ("%time f(x)", "f x"),
     ("%timeit -n 1 f(x)", "f x"),
     ("%%time\ny = f(x)\n", "f x"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import symtable
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
+from IPython.utils.text import DollarFormatter
 
-# What IPython expands in `!echo {name} $name` and in the arguments of magics.
-_EXPANDED = re.compile(r"\{\s*([A-Za-z_]\w*)|\$\{?([A-Za-z_]\w*)")
 # Which arguments of a magic's call hold text of the user's; for a magic, it may be Python.
 _MAGIC_CALLS = {"system": 0, "getoutput": 0, "run_line_magic": 1, "run_cell_magic": 1}
+_QUERIES = {"query", "eval"}
+# Methods of pandas' tables, which look up `@name` where they are called.
 _MAGIC_OPTIONS = re.compile(r"^(?:\s*--?[A-Za-z]\w*(?:[ =]?\d+)?(?=\s))+")
 # `-n 1 -q` of `%timeit -n 1 -q f(x)`.
 _TYPE_ALIAS: Any = getattr(ast, "TypeAlias", ())
@@ -140,7 +142,7 @@ class _Reader:
                 return self._bind({node.name}, known)
             case ast.If():
                 self._load([node.test], known)
-                after = self.walk(node.body, known | _walrus(node.test))
+                after = self.walk(node.body, known | _bound_if_true(node.test))
                 return after & self.walk(node.orelse, set(known)) | known
             case ast.For() | ast.AsyncFor():
                 self._load([node.iter], known)
@@ -149,7 +151,7 @@ class _Reader:
                 return known
             case ast.While():
                 self._load([node.test], known)
-                self.walk(node.body, known | _walrus(node.test))
+                self.walk(node.body, known | _bound_if_true(node.test))
                 self.walk(node.orelse, set(known))
                 return known
             case ast.With() | ast.AsyncWith():
@@ -157,7 +159,8 @@ class _Reader:
                     self._load([item.context_expr], known)
                     if item.optional_vars is not None:
                         known = self._bind(self._targets([item.optional_vars], known), known)
-                return self.walk(node.body, known)
+                after = self.walk(node.body, known)
+                return known if any(_swallows(item.context_expr) for item in node.items) else after
             case ast.Try() | ast.TryStar():
                 after = self.walk(node.body, set(known))
                 for handler in node.handlers:
@@ -197,7 +200,8 @@ class _Reader:
                 return self._bind({node.name.id}, known)
             case _:
                 self._load([node], known)
-                return self._bind(_walrus(node) | self._embedded(node, known), known)
+                names = self._embedded(node, known)
+                return self._bind(names, known | _surely_bound(node))
 
     def _handler(self, handler: ast.ExceptHandler, known: set[str]) -> set[str]:
         return self.walk(handler.body, set(known) | ({handler.name} if handler.name else set()))
@@ -285,6 +289,34 @@ def _walrus(node: ast.AST) -> set[str]:
     return {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
 
 
+def _surely_bound(node: ast.AST) -> set[str]:
+    """Names that evaluating `node` binds in any case: not what comes after an `or`, say, which may be left out."""
+    match node:
+        case ast.BoolOp(values=[first, *_]):
+            parts: Iterable[ast.AST] = [first]
+        case ast.IfExp(test=first):
+            parts = [first]
+        case ast.Lambda():
+            parts = ()
+        case _:
+            parts = ast.iter_child_nodes(node)
+    own = {node.target.id} if isinstance(node, ast.NamedExpr) else set()
+    return own.union(*map(_surely_bound, parts))
+
+
+def _bound_if_true(test: ast.expr) -> set[str]:
+    match test:
+        case ast.BoolOp(op=ast.And(), values=values):
+            return set().union(*map(_bound_if_true, values))
+    return _surely_bound(test)
+
+
+def _swallows(manager: ast.expr) -> bool:
+    """Whether a block may end early and the cell goes on: `with contextlib.suppress(...)`."""
+    function = getattr(manager, "func", None)
+    return getattr(function, "attr", getattr(function, "id", "")) == "suppress"
+
+
 def _type_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
     """The names in `def f[T]()` and `class C[T]`, from Python 3.12 on."""
     return {parameter.name for parameter in getattr(node, "type_params", ())}
@@ -317,12 +349,29 @@ def _loaded(node: ast.AST) -> set[str]:
             return {name}
         case _:
             parts = ast.iter_child_nodes(node)
-    names = {name for part in parts for name in _loaded(part)}
-    return names.union(*(_expanded(text) for text in _texts(node)))
+    names = {name for part in parts for name in _loaded(part)} | _queried(node)
+    # Of a magic with a cell, the line alone is expanded.
+    return names.union(*(_expanded(text) for text in _texts(node)[:1]))
 
 
 def _expanded(text: str) -> set[str]:
-    return {a or b for a, b in _EXPANDED.findall(text)}
+    """Names in what IPython expands in `!echo {name} {len(names)} $name` and in the arguments of magics."""
+    names: set[str] = set()
+    # A brace without its other half, or what is no Python in them: IPython leaves such a text as it is.
+    with contextlib.suppress(ValueError, SyntaxError):
+        for _, field, rest, _ in DollarFormatter().parse(text):
+            if field:
+                names |= _loaded(ast.parse(f"{field}:{rest}" if rest else field, mode="eval"))
+    return names
+
+
+def _queried(node: ast.AST) -> set[str]:
+    """Names in the texts that a call gives to a method such as `DataFrame.query`."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=called), args=arguments) if called in _QUERIES:
+            texts = [n.value for a in arguments for n in ast.walk(a) if isinstance(n, ast.Constant)]
+            return {name for text in texts if isinstance(text, str) for name in re.findall(r"@([A-Za-z_]\w*)", text)}
+    return set()
 
 
 def _texts(node: ast.AST) -> list[str]:
