@@ -128,6 +128,8 @@ class Holdings(_Compact):
     # Handles of networks that it has no more; parts of them it may have.
     named: tuple[tuple[str, str, str, str], ...] = ()
     # Where networks whose attributes it has just sent have values with names: as in `Exports`.
+    deletable: tuple[str, ...] = ()
+    # Names that it has, whether the replica has them or not, and that the cell may delete.
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,6 +198,38 @@ def test_a_name_that_a_cell_deletes_and_binds_again_holds_what_it_was_bound_to(n
     assert notebook.user_ns["k"] == 2
 
 
+@pytest.mark.parametrize(
+    "cell",
+    ["k = 2\ndel k", "for k in range(3): pass\ndel k", "try:\n    1 / 0\nexcept ZeroDivisionError as k:\n    str(k)"],
+)
+@pytest.mark.parametrize("before", ["pass", "k"])
+def test_a_name_that_a_cell_binds_anew_and_deletes_is_deleted_in_the_notebook(notebook, before, cell):
+    notebook.here("k, kept = 0, 1")
+    notebook.cell(before)
+    notebook.here("k = 1")
+    assert notebook.cell(cell).deleted == ["k"]
+    assert "k" not in notebook.user_ns
+    assert not any("k" in replica.names for replica in notebook.replicas)
+
+
+@pytest.mark.parametrize("before", ["pass", "k"])
+def test_a_name_that_a_cell_would_have_bound_and_deleted_but_did_not_stays(notebook, before):
+    notebook.here("k = 0")
+    notebook.cell(before)
+    notebook.here("k = 1")
+    cell = "try:\n    pass\nexcept ValueError as k:\n    pass\nif False:\n    k = 2\n    del k"
+    assert notebook.cell(cell).deleted == []
+    notebook.cell("seen = k")
+    assert notebook.user_ns["k"] == notebook.user_ns["seen"] == 1
+
+
+def test_a_name_that_one_replica_alone_binds_and_deletes_stays(notebook):
+    notebook.here("k = 1")
+    assert notebook.cell("if replica_id:\n    k = 2\n    del k").deleted == []
+    notebook.cell("seen = k")
+    assert notebook.user_ns["k"] == notebook.user_ns["seen"] == 1
+
+
 def test_a_name_that_one_replica_deletes_stays_and_is_sent_to_it_again(notebook):
     notebook.here("k = 1")
     assert notebook.cell("k\nif replica_id: del k").deleted == []

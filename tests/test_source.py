@@ -185,6 +185,12 @@ def test_a_cell_binds(source, names):
     assert bound(source) >= set(names.split())
 
 
+def test_a_cell_deletes():
+    source = "del a, (b, c[d]), e.f\ntry:\n    pass\nexcept E as g:\n    pass\ndef f():\n    x = 1\n    del x\nh = 1"
+    magic = "get_ipython().run_cell_magic('time', '', 'i = 1\\ndel i')"
+    assert cell_names(f"{source}\n{magic}").deleted == {"a", "b", "g", "i"}
+
+
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python has `type` statements from 3.12 on")
 def test_a_type_alias_is_bound_and_what_it_stands_for_is_read():
     assert bound("type Pair[T] = tuple[T, other]") == {"Pair"}

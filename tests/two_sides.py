@@ -98,7 +98,7 @@ class Notebook:
 
     def _run(self, i: int, source: str, names: CellNames, parcel: Parcel | None, owner: bool) -> Any:
         replica = self.replicas[i]
-        holdings = self.names.holdings(i, names.bound, () if parcel is None else parcel.names)
+        holdings = self.names.holdings(i, names, () if parcel is None else parcel.names)
         self.names.told(i, holdings)
         replica.hold(holdings)
         if parcel is not None:

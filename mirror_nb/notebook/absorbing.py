@@ -219,11 +219,16 @@ class Absorbing:
             self._holders.add(self._mirrors.handle(part), replicas)
 
     def _follow_deleted(self, opened: Mapping[int, Exports]) -> list[str]:
-        """Delete here what the cell has deleted, unless one of its replicas still has it."""
+        """Delete here what the cell has deleted, unless one of its replicas still has it.
+
+        So has one that never had it, and in which no line deleted it.
+        """
+        had = {name for replica_id in opened for name in self._shared.there(replica_id)}
         for replica_id, exports in opened.items():
             self._shared.forget(replica_id, exports.deleted)
         kept = {name for replica_id in opened for name in self._shared.there(replica_id)}
-        names = {name for exports in opened.values() for name in exports.deleted}
+        told = [set(exports.deleted) for exports in opened.values()]
+        names = (set().union(*told) & had) | (set.intersection(*told) if told else set())
         followed = sorted(name for name in names - kept if name in self._user_ns)
         for name in followed:
             del self._user_ns[name]

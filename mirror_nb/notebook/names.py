@@ -24,6 +24,7 @@ from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.needs import Needs
 from mirror_nb.notebook.parcels import Parcel, Parcels
 from mirror_nb.notebook.shared import SharedNames
+from mirror_nb.notebook.source import CellNames
 from mirror_nb.notebook.stand_ins import StandIns
 from mirror_nb.noticing.contents import Content, class_content, content
 from mirror_nb.noticing.insides import inside
@@ -327,10 +328,10 @@ class Names:
             return self.mirrors.find_handle(obj)
         return self.lent.handle(obj)
 
-    def holdings(self, replica_id: int, bound: Iterable[str] = (), sent: Collection[str] = ()) -> Holdings:
+    def holdings(self, replica_id: int, cell: CellNames, sent: Collection[str] = ()) -> Holdings:
         """Return what the replica is to know of what the notebook has and has not.
 
-        `bound` are names that the cell binds, `sent` those whose values go with it.
+        `sent` are the names whose values go with the cell.
         """
         retained = {
             handle
@@ -340,7 +341,7 @@ class Names:
         }
         deleted = [n for n in self.shared.there(replica_id) if n not in RESERVED and not self._stand_ins.lives(n)]
         outdated = self.shared.untold(replica_id).difference(deleted)
-        changed = sorted(n for n in bound if self._was_changed(replica_id, n))
+        changed = sorted(n for n in cell.bound if self._was_changed(replica_id, n))
         self._holders.gone(self.mirrors.gone())
         lost = sorted(handle for handle in self._holders.lost(replica_id) if self.mirrors.find(handle) is None)
         return Holdings(
@@ -351,6 +352,7 @@ class Names:
             tuple(changed),
             tuple(lost),
             tuple(self._named_in_changed(replica_id, sent)),
+            tuple(sorted(n for n in cell.deleted - RESERVED if n in self.user_ns and travels(n))),
         )
 
     def _named_in_changed(self, replica_id: int, sent: Collection[str]) -> Iterator[tuple[str, str, str, str]]:

@@ -40,7 +40,7 @@ from mirror_nb.notebook.names import Names
 from mirror_nb.notebook.options import AS_USUAL, CellOptions, GradientFlags
 from mirror_nb.notebook.output import CellView, CommProxy
 from mirror_nb.notebook.parcels import Parcel
-from mirror_nb.notebook.source import cell_names
+from mirror_nb.notebook.source import CellNames, cell_names
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import raise_for, spans
 from mirror_nb.pool.following import SECOND_AFTER
@@ -408,7 +408,7 @@ class Session:
             closing.sent_bytes += parcel.packed.payload.nbytes
 
     def _requests(
-        self, source: str, options: CellOptions, names: Any, replicas: Sequence[int], parcels: list[Parcel]
+        self, source: str, options: CellOptions, names: CellNames, replicas: Sequence[int], parcels: list[Parcel]
     ) -> tuple[dict[int, RunCell], dict[int, int | None]]:
         requests, slabs = {}, {}
         # The magic's own line counts, so that tracebacks give the notebook's line numbers.
@@ -430,7 +430,7 @@ class Session:
                 sources=self._sources(parcel, replica_id),
                 submodules=reached(sorted(names.paths), self._shell.user_ns),
                 widgets=getattr(self._shell, "kernel", None) is not None,
-                holdings=self._names.holdings(replica_id, names.bound, () if parcel is None else parcel.names),
+                holdings=self._names.holdings(replica_id, names, () if parcel is None else parcel.names),
                 modes=modes.current(),
             )
             slabs[replica_id] = parcel.packed.slab if parcel is not None else None

@@ -33,6 +33,8 @@ class CellNames:
     # Every name that occurs at all, outside the inner scopes that own it.
     bound: frozenset[str]
     # Bound by the cell on some path.
+    deleted: frozenset[str] = frozenset()
+    # Deleted by the cell on some path, as the name of an exception is at the end of its `except`.
     paths: frozenset[tuple[str, ...]] = frozenset()
     # Attributes of names, wherever they occur: ("a", "b", "c") for `a.b.c`.
     imported: frozenset[str] = frozenset()
@@ -58,6 +60,7 @@ def cell_names(source: str) -> CellNames:
         frozenset(reader.read | (late - known)),
         frozenset(reader.mentioned | late),
         frozenset(reader.bound),
+        frozenset(reader.deleted),
         frozenset(reader.paths.union(filter(None, map(_path, ast.walk(tree))))),
         frozenset(reader.imported),
     )
@@ -113,6 +116,7 @@ class _Reader:
         self.read: set[str] = set()
         self.mentioned: set[str] = set()
         self.bound: set[str] = set()
+        self.deleted: set[str] = set()
         self.paths: set[tuple[str, ...]] = set()
         # Of the Python in magics.
         self.imported: set[str] = set()
@@ -195,6 +199,11 @@ class _Reader:
                     self._load(_some(arm.guard), inner)
                     self.walk(arm.body, inner)
                 return known
+            case ast.Delete():
+                self._load(node.targets, known)
+                found = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+                self.deleted |= {n.id for n in found if isinstance(n.ctx, ast.Del)}
+                return known
             case _ if isinstance(node, _TYPE_ALIAS):
                 # What it stands for is looked up when somebody asks for it, as in a function.
                 return self._bind({node.name.id}, known)
@@ -204,7 +213,9 @@ class _Reader:
                 return self._bind(names, known | _surely_bound(node))
 
     def _handler(self, handler: ast.ExceptHandler, known: set[str]) -> set[str]:
-        return self.walk(handler.body, set(known) | ({handler.name} if handler.name else set()))
+        name = {handler.name} if handler.name else set()
+        self.deleted |= name
+        return self.walk(handler.body, known | name)
 
     def _pattern(self, pattern: ast.pattern, known: set[str]) -> set[str]:
         """Names that a pattern of `match` binds; the values and classes that it compares with are read."""
@@ -249,6 +260,7 @@ class _Reader:
             inner = cell_names(_TRANSFORMER.transform_cell(_MAGIC_OPTIONS.sub("", text).lstrip()))
             self._note(set(inner.read), known)
             self.mentioned |= inner.mentioned
+            self.deleted |= inner.deleted
             self.paths |= inner.paths
             self.imported |= inner.imported
             names |= inner.bound

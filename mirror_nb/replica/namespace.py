@@ -120,6 +120,10 @@ class Namespace:
         # Those, and names whose values it has changed, of names that the cell may bind.
         self._aside: dict[str, Any] = {}
         # What these held, while the cell runs.
+        self._deletable: tuple[str, ...] = ()
+        # Names that the notebook has, and that the cell may delete.
+        self._unbound: tuple[str, ...] = ()
+        # Those that are not here: while the cell runs they hold what tells whether it has bound and deleted them.
         self._former: tuple[str, ...] = ()
         # Names of what the cell has let go of, until that is told.
         self._results: deque[str] = deque()
@@ -180,6 +184,7 @@ class Namespace:
             self.names.pop(name, None)
         self._outdated = set(holdings.outdated)
         self._stale = self._outdated.union(holdings.changed)
+        self._deletable = holdings.deletable
 
     def _retain(self) -> None:
         self._retained = [self.mirrors.find(handle) or self.objects.find(handle) for handle in self._handles]
@@ -348,7 +353,10 @@ class Namespace:
         if stale:
             stale &= {*bound, *self._bound_by_functions(mentioned)}
         self._aside = {n: self.names.pop(n) for n in stale}
-        return Before(self.names, mentioned, bound, self._outdated, self.reference)
+        before = Before(self.names, mentioned, bound, self._outdated, self.reference)
+        self._unbound = tuple(n for n in self._deletable if n not in self.names)
+        self.names.update(dict.fromkeys(self._unbound, _MISSING))
+        return before
 
     def _join(self) -> None:
         """Give networks whose attributes have come the values that have names here, in the place of copies."""
@@ -371,9 +379,13 @@ class Namespace:
 
         What was deleted since is told by the next `export`.
         """
-        self._changes = before.changes(bound, mentioned)
-        self._former = tuple(map(former, self._changes.former))
-        self.names.update({n: value for n, value in self._aside.items() if n not in self.names})
+        deleted = {n for n in self._unbound if n not in self.names}
+        for name in [n for n in self._unbound if self.names.get(n) is _MISSING]:
+            del self.names[name]
+        changes = before.changes(bound, mentioned)
+        self._changes = dataclasses.replace(changes, deleted=tuple(sorted(deleted.union(changes.deleted))))
+        self._former = tuple(map(former, changes.former))
+        self.names.update({n: value for n, value in self._aside.items() if n not in self.names and n not in deleted})
         self._aside.clear()
         names = sorted({*self._changes.names, *self._changes.filled})
         return [n for n in names if travels(n) and self.names[n] is not self._given.get(n, _MISSING)]
