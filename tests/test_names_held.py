@@ -170,6 +170,23 @@ def test_names_that_mirror_nb_gives_each_replica_are_not_deleted(notebook):
     assert notebook.there("there", 1)[:3] == (1, 2, True)
 
 
+def test_names_that_mirror_nb_gives_each_replica_are_there_again_after_a_cell_that_deletes_them(notebook):
+    notebook.here("strategy, device = 'the notebook has', 'its own'")
+    assert notebook.cell("del strategy, device, replica_id").deleted == []
+    notebook.cell("there = strategy, device, replica_id")
+    assert notebook.there("there", 1)[1:] == ("cpu", 1)
+    assert (notebook.user_ns["strategy"], notebook.user_ns["device"]) == ("the notebook has", "its own")
+
+
+def test_what_a_cell_has_given_such_a_name_is_deleted_with_it(notebook):
+    notebook.cell("device = 'mine'")
+    assert notebook.user_ns["device"] == "mine"
+    assert notebook.cell("del device").deleted == ["device"]
+    assert "device" not in notebook.user_ns
+    notebook.cell("there = device")
+    assert notebook.there("there") == "cpu"
+
+
 def test_a_name_of_which_the_notebook_took_nothing_is_left_alone_in_the_replica(notebook):
     notebook.cell("kept = 5")
     notebook.here("del kept")

@@ -118,6 +118,8 @@ class Namespace:
         # Names that have another value in the notebook by now.
         self._stale: set[str] = set()
         # Those, and names whose values it has changed, of names that the cell may bind.
+        self._own_now: frozenset[str] = frozenset()
+        # Those of `_given` that hold that as the cell begins.
         self._aside: dict[str, Any] = {}
         # What these held, while the cell runs.
         self._deletable: tuple[str, ...] = ()
@@ -348,6 +350,10 @@ class Namespace:
         """
         self._label = str(tag)
         self._forget_former()
+        for name, value in self._given.items():
+            # An earlier cell may have deleted it: `%reset -f`.
+            self.names.setdefault(name, value)
+        self._own_now = frozenset(name for name, value in self._given.items() if self.names[name] is value)
         self._join()
         stale = {n for n in self._stale if n in self.names and n not in self._given}
         if stale:
@@ -383,7 +389,8 @@ class Namespace:
         for name in [n for n in self._unbound if self.names.get(n) is _MISSING]:
             del self.names[name]
         changes = before.changes(bound, mentioned)
-        self._changes = dataclasses.replace(changes, deleted=tuple(sorted(deleted.union(changes.deleted))))
+        deleted = deleted.union(changes.deleted) - self._own_now
+        self._changes = dataclasses.replace(changes, deleted=tuple(sorted(deleted)))
         self._former = tuple(map(former, changes.former))
         self.names.update({n: value for n, value in self._aside.items() if n not in self.names and n not in deleted})
         self._aside.clear()
