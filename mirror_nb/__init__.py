@@ -231,14 +231,20 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register `%mirror` and `%%mirrored`; torch begins to load for the replicas meanwhile."""
+    """Register `%mirror` and `%%mirrored`; torch begins to load for the replicas meanwhile.
+
+    Nothing in the shell of a replica, where the two say that they belong to ordinary cells.
+    """
+    known = "mirrored" in shell.magics_manager.magics["cell"]
+    if known and "MirrorMagics" not in shell.magics_manager.registry:
+        return
     with uninterrupted():
         from mirror_nb.environment.surroundings import follow_cells
         from mirror_nb.notebook.magics import MirrorMagics
         from mirror_nb.pool.local import end_children, warm_up
 
     warm_up()
-    if "mirrored" not in shell.magics_manager.magics["cell"]:
+    if not known:
         shell.register_magics(MirrorMagics(shell))
         # Set by a kernel that was asked to shut down or to restart.
         shell.observe(lambda change: end_children(), "exit_now")
@@ -246,7 +252,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Stop the replicas of the notebook."""
+    """Stop the replicas of the notebook, if there are any, and print a line that says so."""
     magics = shell.magics_manager.registry.get("MirrorMagics")
-    if magics is not None:
-        magics.session.stop()
+    if magics is not None and magics.session.pool is not None:
+        print(magics.session.stop())

@@ -66,6 +66,12 @@ def test_the_extension_can_be_loaded_twice_and_leaves_the_notebook_alone(shell):
     assert set(shell.user_ns) == names
 
 
+def test_who_loads_the_extension_anew_is_told_that_the_replicas_were_stopped(run):
+    run("%%mirrored\nimport threading\nlock = threading.Lock()")
+    assert run("%reload_ext mirror_nb")[1].strip() == "1 replica (cpu:0) stopped; lost with the replicas: lock"
+    assert not run("%reload_ext mirror_nb")[1]
+
+
 def test_start_says_what_runs_and_starting_again_says_that_it_runs(run, capsys):
     assert "1 replica (cpu:0) running already" in run("%mirror start")[1]
     assert "1 replica (cpu:0) running already" in run("%mirror start --devices cpu:0")[1]

@@ -292,6 +292,21 @@ def test_a_question_to_the_user_is_refused_and_hangs_nothing(two):
     goes_on(two)
 
 
+@pytest.mark.parametrize("source", ["%mirror status", "%%mirrored\n1", "import mirror_nb; mirror_nb.picker()"])
+def test_our_own_magics_in_a_mirrored_cell_say_that_they_belong_to_ordinary_ones(two, source):
+    assert run_cell(two, "kept = 3\n%load_ext mirror_nb").report.clean
+    ran = run_cell(two, source)
+    assert set(ran.errors.values()) == {"UsageError"}
+    assert "to ordinary cells" in str(ran.report.failures[0]) or "to an ordinary cell" in str(ran.report.failures[0])
+    goes_on(two)
+
+
+def test_what_a_magic_says_of_its_call_is_told_once(two):
+    ran = run_cell(two, "%there_is_no_such_magic")
+    assert (ran.text, set(ran.errors.values())) == ({0: "", 1: ""}, {"UsageError"})
+    assert ran.report.failures[0].message == "Line magic function `%there_is_no_such_magic` not found."
+
+
 @pytest.mark.parametrize("source", ["exit()", "quit", "del optimizer.param_groups"])
 def test_what_a_cell_ends_or_breaks_of_its_own_costs_no_other_cell(two, source):
     made = "kept = 3\nimport torch\noptimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)"

@@ -297,11 +297,13 @@ def picker() -> None:
 
     Where widgets are not shown, a text says what to write instead. Loads the extension if that was not done.
 
-    Raises UsageError outside of IPython.
+    Raises UsageError outside of IPython, and in a mirrored cell.
     """
     shell: Any = get_ipython()
     if shell is None:
         raise UsageError("the picker needs a notebook; in a script write mirror_nb.MirroredStrategy(devices=[...])")
-    if "mirrored" not in shell.magics_manager.magics["cell"]:
-        shell.extension_manager.load_extension("mirror_nb")
-    shell.magics_manager.registry["MirrorMagics"].show_picker()
+    shell.extension_manager.load_extension("mirror_nb")
+    magics = shell.magics_manager.registry.get("MirrorMagics")
+    if magics is None:
+        raise UsageError("the picker belongs to an ordinary cell: this one runs in the replicas")
+    magics.show_picker()

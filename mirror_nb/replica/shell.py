@@ -117,6 +117,11 @@ class ReplicaShell(InteractiveShell):
     def init_prompts(self) -> None:
         """Leave `sys.ps1` unset, as in torchrun's workers: Lightning starts no processes of its own without it."""
 
+    def init_magics(self) -> None:
+        super().init_magics()
+        for kind, name in (("line", "mirror"), ("cell", "mirrored")):
+            self.magics_manager.register_function(_refuse_magic, kind, name)
+
     def enable_gui(self, gui: Any = None) -> None:
         """No event loop runs in a replica; matplotlib's inline backend asks for none."""
 
@@ -125,6 +130,10 @@ class ReplicaShell(InteractiveShell):
         raise UsageError(
             "exit() ends the notebook's kernel, so it belongs to an ordinary cell; %mirror stop ends the replicas"
         )
+
+    def show_usage_error(self, exc: BaseException) -> None:
+        """Keep what a magic says of its call, which the notebook's shell shows."""
+        self._showtraceback(type(exc), exc, [f"UsageError: {exc}"])
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         """Render an exception without the frames of mirror_nb that a deliberate error ends in."""
@@ -273,6 +282,11 @@ def refuse_input(prompt: object = "") -> str:
     raise StdinNotImplementedError(
         f"input({prompt!r}) cannot be asked in a replica: ask in an ordinary cell and use the answer here"
     )
+
+
+def _refuse_magic(line: str, cell: str = "") -> None:
+    """Stand in for `%mirror` and `%%mirrored` in a replica."""
+    raise UsageError("%mirror and %%mirrored belong to ordinary cells: this one runs in the replicas already")
 
 
 def refuse_breakpoint(*_: object, **__: object) -> None:
