@@ -219,6 +219,20 @@ def test_stopped_replicas_leave_their_states_here(shell, run):
     torch.testing.assert_close(state(run), on_one_device(shell, THERE, THERE))
 
 
+def test_an_interrupt_before_replicas_are_stopped_leaves_all_as_it_was(shell, run, monkeypatch):
+    run(THERE)
+
+    def interrupted(lent: Lent, optimizer: torch.optim.Optimizer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lent, "state_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("%mirror stop")
+    monkeypatch.undo()
+    run(THERE)
+    torch.testing.assert_close(state(run), on_one_device(shell, THERE, THERE))
+
+
 AROUND = """
 class Around(torch.optim.Optimizer):
     def __init__(self, inner):

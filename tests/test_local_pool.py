@@ -1069,6 +1069,24 @@ def test_where_no_path_is_short_enough_the_error_names_it(tmp_path, monkeypatch)
     assert tempfile.gettempdir() == folder
 
 
+def test_an_interrupt_while_replicas_are_stopped_leaves_none_that_does_not_end_by_itself(forkserver, monkeypatch):
+    pool = LocalPool((Device("cpu", 0), Device("cpu", 1)), setup=SETUP)
+    pool.start()
+    theirs = pids(pool)
+    os.kill(theirs[1], signal.SIGSTOP)
+    presses = iter([press_ctrl_c])
+    join = multiprocessing.process.BaseProcess.join
+
+    def interrupted(process: Any, timeout: float | None = None) -> None:
+        next(presses, int)()
+        join(process, timeout)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.close()
+    eventually(lambda: all(map(gone, theirs)), "both end")
+
+
 @pytest.mark.parametrize(
     "stuck",
     ["import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", HOLD_THE_GIL],

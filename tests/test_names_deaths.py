@@ -12,6 +12,7 @@ from IPython.utils.capture import capture_output
 from mirror_nb.environment import modes
 from mirror_nb.errors import ReplicaDied, ReplicaError, TransferError, UsageError
 from mirror_nb.notebook.session import Session
+from mirror_nb.pool.local import LocalPool
 from mirror_nb.strategies.objects import Objects
 
 MADE = """
@@ -290,6 +291,23 @@ def test_what_a_cell_whose_replica_died_has_changed_in_an_object_is_the_notebook
     run("log.lines.append(3)")
     run("%%mirrored --quiet\nseen = log.lines, trainer.lines, trainer.log is log")
     assert run("seen") == ([*lines, 3], [2], True)
+
+
+def test_what_only_the_replicas_had_is_told_though_an_interrupt_comes_while_they_are_stopped(run, monkeypatch):
+    run("%%mirrored --quiet\nmade = iter('some')\nmade = (part for part in made)")
+    close = LocalPool.close
+
+    def interrupted(pool: LocalPool) -> None:
+        close(pool)
+        press_ctrl_c()
+
+    monkeypatch.setattr(LocalPool, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("%mirror stop")
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="was in the replicas alone, which have ended"):
+        run("made + 1")
+    run("%mirror start --devices cpu:0,cpu:1")
 
 
 @pytest.mark.parametrize("end", ["%mirror stop", "%mirror restart", "all die"])

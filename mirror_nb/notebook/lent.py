@@ -214,7 +214,8 @@ class Lent:
                 warnings.warn(f"the replicas ended without the latest values of {lost}", stacklevel=users_level())
         finally:
             self._ready, self._timeout = before, None
-            self._holders.clear()
+        # Not after an interrupt: the replicas live on.
+        self._holders.clear()
 
     def _learned(self) -> Iterator[tuple[str, Callable[[], None]]]:
         for obj in self._objects.all():

@@ -211,8 +211,11 @@ class Session:
             self._dashboard = None
         for comm_id in list(self._proxies):
             self._drop_proxy(comm_id)
-        pool.close()
-        return lost_values(*self._names.ended())
+        try:
+            pool.close()
+        finally:
+            lost = lost_values(*self._names.ended())
+        return lost
 
     def status(self) -> str:
         """Return a table of the replicas: id, device, pid, memory, state; and how they exchange gradients."""

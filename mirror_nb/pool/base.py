@@ -6,6 +6,8 @@ Knows messages; knows neither tensors nor notebooks. How replicas are started, r
 from __future__ import annotations
 
 import itertools
+import math
+import signal
 import threading
 import time
 from abc import abstractmethod
@@ -26,7 +28,7 @@ from mirror_nb.messages import (
     Word,
 )
 from mirror_nb.pool.following import GRACE, TICK_SECONDS, Followed, Following, trains_together
-from mirror_nb.pool.interrupts import Interrupts
+from mirror_nb.pool.interrupts import Deferred, Interrupts
 from mirror_nb.pool.report import Death, ReplicaStatus, Report
 from mirror_nb.telemetry.notice import Notice
 from mirror_nb.telemetry.timeline import Timeline
@@ -197,10 +199,14 @@ class Pool(Followed):
                 if in_another and self._busy.acquire(timeout=LEAVING_SECONDS):
                     self._busy.release()
             finally:
-                try:
-                    self._close()
-                finally:
-                    self._interrupts.close()
+                # Left halfway, who does not end by itself would stay on its device for as long as this process lives.
+                with Deferred(math.inf) as interrupt:
+                    try:
+                        self._close()
+                    finally:
+                        self._interrupts.close()
+                if interrupt.came:
+                    signal.raise_signal(signal.SIGINT)
 
     def __enter__(self) -> Pool:
         return self
