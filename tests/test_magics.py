@@ -19,6 +19,7 @@ from traitlets.config import Config
 from mirror_nb import DeviceError, PerReplica, PoolClosed, Remote, TransferError, UsageError
 from mirror_nb.messages import Bind
 from mirror_nb.notebook.magics import _ids
+from mirror_nb.notebook.names import Names
 from mirror_nb.pool.in_process import InProcessPool
 
 Run = Callable[[str], tuple[Any, str]]
@@ -161,6 +162,16 @@ def test_a_device_that_is_not_there_is_an_error_in_one_line(run):
     with pytest.raises(DeviceError, match="cuda:99 not found; visible here:") as caught:
         run("%mirror start --devices cuda:99")
     assert caught.value._render_traceback_() == [f"DeviceError: {caught.value}"]
+
+
+def test_an_interrupt_before_anything_runs_is_shown_without_our_own_frames(run, shell, monkeypatch):
+    def interrupted(names: Names, read: object, replicas: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Names, "prepare", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run("%%mirrored\n1")
+    assert caught.value._render_traceback_() == ["KeyboardInterrupt"]
 
 
 def test_a_mistake_at_a_restart_does_not_cost_the_replicas(run, shell):

@@ -264,13 +264,13 @@ def _options(magic: Any) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _short_tracebacks() -> Iterator[None]:
-    """Show our own errors by their message: the frames of the magics help nobody."""
+    """Show our own errors by their message, and an interrupt as one: the frames of the magics help nobody."""
     try:
         yield
-    except MirrorError as error:
+    except (MirrorError, KeyboardInterrupt) as error:
         if "_render_traceback_" not in vars(error):
-            line = f"{type(error).__name__}: {error}"
-            error._render_traceback_ = lambda: [line]  # type: ignore[method-assign]
+            line = f"{type(error).__name__}: {error}".removesuffix(": ")
+            error._render_traceback_ = lambda: [line]  # type: ignore[method-assign, union-attr]
         raise
 
 
