@@ -373,8 +373,12 @@ for _name in (
 
 def same(first: Any, second: Any) -> bool:
     """Whether two values are equal in type, structure and every bit that counts; NaN equals NaN."""
-    left, shape = pytree.tree_flatten(first)
-    right, other = pytree.tree_flatten(second)
+    try:
+        left, shape = pytree.tree_flatten(first)
+        right, other = pytree.tree_flatten(second)
+    except RecursionError:
+        # A container that holds itself: their pickles were compared before.
+        return False
     return shape == other and all(map(_same_leaf, left, right))
 
 

@@ -290,6 +290,16 @@ def test_weak_references_come_back_as_such_to_what_the_notebook_has(notebook):
     assert notebook.user_ns["same"] is True
 
 
+def test_a_container_that_holds_itself_comes_back_where_they_differ(notebook):
+    notebook.cell("ring = {'n': replica_id}\nring['next'] = [ring]\nother = 1")
+    ring = notebook.user_ns["ring"]
+    assert [one["n"] for one in ring.values] == [0, 1]
+    assert all(one["next"][0] is one for one in ring.values)
+    assert notebook.user_ns["other"] == 1
+    notebook.cell("ring['n'] += 1")
+    assert [one["n"] for one in ring.values] == [1, 2]
+
+
 def test_a_per_replica_comes_back_where_they_differ(notebook):
     notebook.cell("a = torch.tensor(float(replica_id))")
     assert isinstance(notebook.user_ns["a"], PerReplica)

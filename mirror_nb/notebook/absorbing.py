@@ -490,5 +490,9 @@ def _in_order(names: Iterable[str], opened: Mapping[int, Exports]) -> list[str]:
 
 def _trains_apart(value: object) -> bool:
     """Whether there is a tensor in it that each replica trains by itself."""
-    held = pytree.tree_leaves(value[0]) if isinstance(value, PerReplica) else []
+    try:
+        held = pytree.tree_leaves(value[0]) if isinstance(value, PerReplica) else []
+    except RecursionError:
+        # A container that holds itself.
+        return False
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf for leaf in held)
