@@ -542,6 +542,24 @@ def test_what_asks_for_its_own_attributes_before_it_has_them_is_named_in_a_few_l
     assert told.count("\n") < 60
 
 
+@pytest.mark.parametrize("asks", ["os.environ['LOCAL_RANK']", "int(os.environ.get('LOCAL_RANK') or sys.exit(2))"])
+def test_a_module_that_replicas_alone_can_import_costs_the_cell_no_other_name(run_on_two, tmp_path, monkeypatch, asks):
+    name = f"ranked_{len(asks)}"
+    (tmp_path / f"{name}.py").write_text(f"import os, sys\nRANK = {asks}\ndef rank(): return RANK\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run_on_two(f"%%mirrored\nimport {name} as ranked\nkept = 5")
+    assert run_on_two("kept")[0] == 5
+    assert "it cannot be imported here: " in run_on_two("ranked")[1]
+    assert run_on_two("%%mirrored\nint(ranked.rank())")[0].values == (0, 1)
+
+
+def test_what_is_of_a_module_that_replicas_alone_can_import_says_why_it_is_not_here(run_on_two, tmp_path, monkeypatch):
+    (tmp_path / "of_replicas.py").write_text("import os\nRANK = os.environ['LOCAL_RANK']\ndef rank(): return RANK\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run_on_two("%%mirrored\nfrom of_replicas import rank")
+    assert "it cannot be rebuilt here: KeyError: 'LOCAL_RANK'" in run_on_two("rank")[1]
+
+
 def test_what_cannot_be_rebuilt_here_is_not_pulled(run_on_two):
     run_on_two(
         """%%mirrored

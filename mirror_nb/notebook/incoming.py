@@ -60,8 +60,7 @@ class Incoming:
         chosen = owner if owner in exports else min(exports)
         match exports[chosen]:
             case Imported(path):
-                stayed = Stayed("module", f"module {path}", "it is not importable here")
-                return _imported(path) or self._remote(name, stayed, chosen)
+                return self._imported(name, path, chosen)
             case KnownModule(handle) | NewModule(handle):
                 lacking = self.lacking.get(handle)
                 why = "it did not travel" if lacking is None else f"it cannot be rebuilt here: {lacking}"
@@ -86,6 +85,14 @@ class Incoming:
         whole = read_together(values)
         return merged(values) if whole is None else whole
 
+    def _imported(self, name: str, path: str, replica_id: int) -> types.ModuleType | Remote:
+        try:
+            return importlib.import_module(path)
+        except (Exception, SystemExit) as reason:
+            # It may look for what replicas alone have: os.environ["LOCAL_RANK"], a process group.
+            why = f"it cannot be imported here: {type(reason).__name__}: {reason}"
+            return self._remote(name, Stayed("module", f"module {path}", why, for_good=True), replica_id)
+
     def is_one(self, exports: Mapping[int, Export]) -> bool:
         """Whether all replicas tell of the same value, and what that holds of other names is the same, too."""
         holds = {name for export in exports.values() if isinstance(export, Plain) for name in export.holds}
@@ -103,7 +110,8 @@ class Incoming:
         except Undelivered:
             stayed = Stayed("object", "value", "it has a network, an optimizer or another value that did not travel")
         except Exception as reason:
-            stayed = Stayed("object", "value", f"it cannot be rebuilt here: {reason}", for_good=True)
+            why = f"it cannot be rebuilt here: {type(reason).__name__}: {reason}"
+            stayed = Stayed("object", "value", why, for_good=True)
         return self._remote(name, stayed, replica_id)
 
     def unpacked(self, payload: Payload, replica_id: int) -> Any:
@@ -159,13 +167,6 @@ class Undelivered(Exception):
 
 def _stand_in(export: Export) -> Stayed:
     return export if isinstance(export, Stayed) else Stayed("object", type(export).__name__, "it differs by replica")
-
-
-def _imported(name: str) -> types.ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
 
 
 def all_alike(exports: Mapping[int, Export]) -> bool:
