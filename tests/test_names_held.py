@@ -54,6 +54,23 @@ def test_an_object_that_cannot_be_looked_into_ends_no_cell(notebook):
     assert len(notebook.replicas[0].mirrors.roots()) == 1
 
 
+PROXIES = {
+    "a reference that is dead": "import weakref\nclass C: pass\nproxy = weakref.proxy(C())",
+    "one that is not bound": "class Proxy:\n"
+    "    @property\n    def __class__(self): raise RuntimeError('nothing is bound')\nproxy = Proxy()",
+}
+
+
+@pytest.mark.parametrize("proxy", PROXIES.values(), ids=PROXIES)
+def test_a_proxy_of_nothing_hinders_neither_an_optimizer_nor_the_end_of_the_replicas(notebook, proxy):
+    notebook.here(f"{proxy}\nnet = nn.Linear(2, 2)\noptimizer = torch.optim.SGD(net.parameters(), 0.1)")
+    notebook.cell("rate = optimizer.param_groups[0]['lr']")
+    assert notebook.user_ns["rate"] == 0.1
+    assert notebook.there("optimizer").param_groups[0]["params"][0] is notebook.there("net").weight
+    notebook.cell("kept = (i for i in 'abc')")
+    assert notebook.names.ended() == (["kept"], [])
+
+
 def test_what_the_notebook_holds_no_more_is_free_in_the_replicas(notebook):
     notebook.cell(f"from torch import nn\n{NET}")
     notebook.here("held = [net]; del net")

@@ -263,7 +263,8 @@ class Names:
             return False
         # A stand-in under its own name means what the replicas have there, or have not.
         value = self.user_ns[name]
-        return not (isinstance(value, Remote) and (value.name == name or value.lost))
+        # By its class: a proxy may raise whatever it is asked.
+        return not (type(value) is Remote and (value.name == name or value.lost))
 
     def lacked(self, name: str, replicas: tuple[int, ...]) -> bool:
         """For `Parcels`: whether one of these replicas lacks what the name has now, and can be sent it."""
@@ -418,7 +419,7 @@ class Names:
             stand_in.lost = True
         put_back = self._stand_ins.put_back()
         held = list(self.user_ns.items())
-        lost = sorted(n for n, value in held if isinstance(value, Remote) and value.lost and travels(n))
+        lost = sorted(n for n, value in held if type(value) is Remote and value.lost and travels(n))
         return [name for name in lost if self.user_ns[name] in stand_ins], put_back
 
     # ------------------------------------------------------------------ networks that are read here

@@ -9,7 +9,7 @@ import functools
 import types
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, final
+from typing import Any, Protocol, TypeGuard, cast, final
 
 from torch import nn
 
@@ -198,10 +198,14 @@ def _so_that_it_is_told(values: Mapping[str, Any]) -> dict[Any, Any]:
     return {Begins(name): value for name, value in values.items()}
 
 
+def _is_network(value: object) -> TypeGuard[nn.Module]:
+    # By its class: a proxy may raise whatever it is asked.
+    return issubclass(type(value), nn.Module)
+
+
 def _itself(value: object) -> Iterable[nn.Module]:
-    return [value] if isinstance(value, nn.Module) else []
+    return [value] if _is_network(value) else []
 
 
 def _held(value: object) -> Iterable[nn.Module]:
-    # By its class: a proxy may raise whatever it is asked.
-    return cast(Iterable[nn.Module], inside(value, lambda obj: issubclass(type(obj), nn.Module)))
+    return cast(Iterable[nn.Module], inside(value, _is_network))
