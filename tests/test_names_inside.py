@@ -109,6 +109,19 @@ def test_what_gets_a_name_later_stays_in_what_holds_it(notebook):
     assert notebook.user_ns["lr"] == 2
 
 
+@pytest.mark.parametrize("runs", ["[{'k': 1}]", "{0: [1]}", "Config()"])
+def test_what_gets_a_name_later_stays_in_what_a_line_of_the_cell_could_have_bound_anew(notebook, runs):
+    notebook.here(f"runs = {runs}\nheld = runs")
+    if runs == "Config()":
+        notebook.here("runs.best = [1]")
+    take = "runs.best" if runs == "Config()" else "runs[0]"
+    notebook.cell(f"best = {take}\nif False: runs = None")
+    notebook.here(f"one = best is {take} and runs is held")
+    assert notebook.user_ns["one"] is True
+    notebook.cell(f"one = best is {take} and runs is held")
+    assert notebook.user_ns["one"] is True
+
+
 def test_each_replicas_own_value_is_in_each_replicas_own_container(notebook):
     notebook.cell("mine = [replica_id]; box = [mine]")
     mine, box = notebook.user_ns["mine"], notebook.user_ns["box"]

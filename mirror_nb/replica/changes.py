@@ -129,13 +129,16 @@ class Before:
         named = {id(value): value for n in names if type(value := self._names[n]) not in WITHOUT_IDENTITY}
         names |= {n for n in bound if n in self._names}
         for name, held in self._contents.items():
-            if name not in self._names or name in names:
+            value = self._names.get(name, _MISSING)
+            if value is _MISSING or (name in names and self._objects.get(name) is not value):
                 continue
-            value = self._names[name]
             inside: list[object] = []
             now = self._content(value, sought=self._named | named.keys(), seen=inside.append)
             same = held.same(now) and self._has_the_same_inside(name, inside)
             more = any(id(obj) in named and obj is not value and has_an_identity(obj) for obj in inside)
+            if name in names and not (same and more):
+                # A line that may bind it has left it as it is.
+                continue
             if held.own and is_refillable(value) and (more or not same):
                 filled.add(name)
             if not same and not held.own:
