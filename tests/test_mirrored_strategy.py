@@ -686,6 +686,21 @@ def test_the_loss_of_a_share_without_examples_does_not_make_that_of_the_batch_na
     assert two.reduce("mean", found[1]["each"], axis=0) == 1.0
     # What is no mean of none stays what it is.
     assert two.reduce("sum", found[1]["odd"], axis=None).isinf()
+    with two.scope():
+        model = nn.Linear(1, 1)
+
+    def train(batch: torch.Tensor) -> Any:
+        losses = {"a": model(batch).square().mean(), "b": batch.sum()}
+        found = {op: mnb.get_replica_context().all_reduce(op, losses) for op in ("sum", "mean")}
+        found["mean"]["a"].backward()
+        return [found["sum"]["a"], found["sum"]["b"], found["mean"]["a"], found["mean"]["b"]], model.bias.grad
+
+    (last,) = two.distribute_dataset(torch.ones(1, 1), batch_size=2)
+    (sum_a, sum_b, mean_a, mean_b), gradient = (two.local_results(one)[0] for one in two.run(train, (last,)))
+    output = model(torch.ones(1, 1)).detach()
+    torch.testing.assert_close(torch.stack([sum_a, mean_a]), output.square().flatten().expand(2))
+    torch.testing.assert_close(gradient, 2 * output.flatten())
+    assert (sum_b, mean_b) == (1.0, 0.5)
     assert two.reduce("sum", PerReplica([1.0, float("nan")]), axis=None).isnan()
 
 

@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 _Value = TypeVar("_Value")
 
+_MARKS = 62
+# Of so many tensors of an all-reduce a replica can say that it has none: it has an integer for that.
 _MIRRORED = (
     nn.Module,
     torch.optim.Optimizer,
@@ -324,10 +326,17 @@ class ReplicaPlace(Place):
             return form_of_nest(structure(value), tensors, numbers, places=places), tensors
 
         form, offer = _offer(offered)
-        _, common = self._peers.agree(f"all_reduce {op.value}", form)
-        dtypes = [sum_dtype(leaf.dtype, None) for leaf in common]
-        tensors = [tensor.to(dtype) for tensor, dtype in zip(offer or [], dtypes, strict=True)]
-        return made(all_reduced(self._peers, op, tensors, self._replica.gradients.times_an_equal_part))
+        offer = offer or []
+        lacking = {i for i, tensor in enumerate(offer[:_MARKS]) if self._absent() and is_mean_of_none(tensor)}
+        marks, common = self._peers.agree(f"all_reduce {op.value}", form, sum(1 << i for i in lacking))
+        tensors = [tensor.to(sum_dtype(leaf.dtype, None)) for tensor, leaf in zip(offer, common, strict=True)]
+        for i in lacking:
+            # Still a part of what it was made of: the backward pass goes there on every replica.
+            tensors[i] = tensors[i].masked_fill(tensors[i].isnan(), 0.0)
+        results = all_reduced(self._peers, op, tensors, self._replica.gradients.times_an_equal_part)
+        if op is ReduceOp.MEAN and any(marks):
+            results = [_mean_without(i, result, marks) for i, result in enumerate(results)]
+        return made(results)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         return self._gathered("all_gather", select(value, self.replica_id), axis)
@@ -551,3 +560,10 @@ def _names_of_devices(who: Who) -> tuple[str, ...]:
     """Name one device a replica, as they are numbered when each replica has the one after its peer's."""
     first = 0 if who.device.index is None else who.device.index - who.replica_id
     return tuple(f"{who.device.type}:{max(0, first + i)}" for i in range(who.num_replicas))
+
+
+def _mean_without(i: int, result: Tensor, marks: Sequence[int]) -> Tensor:
+    """Return a mean as that of the replicas that have not marked tensor i; its gradient is over examples already."""
+    without = sum(mark >> i & 1 for mark in marks)
+    there = len(marks) - without
+    return result + result.detach() * (without / there) if without and there else result
