@@ -306,6 +306,16 @@ def test_a_function_that_squeezes_a_single_example_is_averaged_all_the_same(size
     assert metric.compute([other.state(), metric.state()]) == pytest.approx(wanted)
 
 
+def test_a_single_example_that_a_replica_has_counts_as_one_where_a_function_squeezes_it():
+    def far(outputs, targets):
+        return (outputs - targets).abs().squeeze()
+
+    # Replica 0 has two, of which the function gives two values.
+    outputs, targets = SCORES[:3, None], ANSWERS[:3, None]
+    wanted = float((outputs - targets).abs().mean())
+    assert over_replicas(far, outputs, targets, 2) == {"far": pytest.approx(wanted)}
+
+
 @pytest.mark.filterwarnings("ignore:cov")
 def test_a_function_of_a_scalar_is_called_once_with_all_data_in_order(n):
     calls = []

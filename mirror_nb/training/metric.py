@@ -173,11 +173,12 @@ class Called(Metric):
             return self._mean.compute(states)
         outputs, targets = (_in_order([state[what] for state in kept]) for what in ("outputs", "targets"))
         values = self._call(_joined(outputs), _joined(targets))
-        if not values.ndim:
+        means = [state for state in states if "total" in state]
+        if not values.ndim and not means:
             return number(values)
-        # One for each example, which a first share of a single one did not show.
+        # One for each example, which a share of a single one did not show.
         total, count = sums_of(values, None)
-        return self._mean.compute([{"total": total, "count": count}, *(s for s in states if "total" in s)])
+        return self._mean.compute([{"total": total, "count": count}, *means])
 
 
 @final
