@@ -176,7 +176,7 @@ class PerReplica(DistributedValues):
         raise UsageError(f"{self._what()}: index it by the replica first, as in value[0][{replica_id!r}]")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "_values" not in vars(self):
+        if name.startswith("_"):
             raise AttributeError(f"'PerReplica' object has no attribute '{name}'")
         raise AttributeError(f"{self._what()}: take one of them, as in value[0].{name}, or {_ONE}")
 

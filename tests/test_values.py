@@ -56,8 +56,8 @@ def test_a_per_replica_value_can_be_pickled_and_copied():
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_a_copy_of_a_batch_weighs_as_the_batch_does(copied):
     batch = PerReplica([torch.ones(2), torch.ones(1)], shares=(2, 1))
-    again = copied({"x": batch})["x"]
-    assert again.shares == (2, 1)
+    again = copied(batch)
+    assert again.shares == copied({"x": batch})["x"].shares == (2, 1)
     assert (again[0] is batch[0]) is (copied is copy.copy)
 
 
@@ -162,6 +162,7 @@ def test_functions_of_one_code_that_keep_the_same_are_one_value():
     assert not same(made([1]), made([2]))
     assert not same(made([1]), made([1], 2))
     assert not same(made([1]), lambda x=1: x)
+    assert not same(lambda x: x + 1, lambda x: x - 1)
 
 
 def test_objects_are_not_taken_for_equal_that_hold_themselves_or_more_than_can_be_seen():
@@ -206,13 +207,14 @@ def test_what_asks_a_value_of_each_replica_for_protocols_finds_none():
     assert copy.copy(value).values == pickle.loads(pickle.dumps(value)).values == (1, 2)
 
 
-def remote(fetched: list[str]) -> Remote:
+def remote(fetched: list[str], why: str = "it is larger than 1 MiB", **settings: bool) -> Remote:
     return Remote(
         "big",
         "Tensor",
         "Tensor (9,)",
-        "it is larger than 1 MiB",
+        why,
         lambda name, replica_id: fetched.append(name) or "value",
+        **settings,
     )
 
 
@@ -233,6 +235,13 @@ def test_using_a_stand_in_as_the_value_says_what_to_do():
         _ = remote([]).shape
     assert not hasattr(remote([]), "_repr_png_")
     assert not hasattr(remote([]), "__fspath__")
+
+
+def test_a_stand_in_for_what_cannot_be_brought_does_not_tell_to_bring_it():
+    there = remote([], "its batches are loaded there", for_good=True)
+    with pytest.raises(UsageError, match=r"use it in a %%mirrored cell: its batches are loaded there$"):
+        len(there)
+    assert repr(there).endswith("(its batches are loaded there); use it in %%mirrored cells>")
 
 
 USES: list[Callable[[Any], Any]] = [
@@ -295,6 +304,14 @@ def test_a_per_replica_is_a_key_and_is_found_where_it_is():
 def test_a_replica_that_is_not_there_has_no_value():
     with pytest.raises(IndexError, match=r"a value \(here int\) from each of 2 replicas: none at 9"):
         PerReplica([1, 2])[9]
+
+
+def test_a_reduction_is_known_by_the_names_that_others_give_it():
+    assert ReduceOp.of(torch.distributed.ReduceOp.SUM) is ReduceOp.SUM
+    assert ReduceOp.of(SimpleNamespace(name="MEAN")) is ReduceOp.MEAN
+    for other in (torch.distributed.ReduceOp.AVG, "max", None):
+        with pytest.raises(UsageError, match=r"`op` is .*; it must be ReduceOp\.SUM or ReduceOp\.MEAN"):
+            ReduceOp.of(other)
 
 
 def test_a_variables_aggregation_is_a_reduction_where_it_sums_or_averages():
