@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, namedtuple
+import pickle
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from fractions import Fraction
 
 import numpy as np
@@ -54,6 +55,8 @@ def t(*values, **options):
         (SUM, [t([True, False]), t([True])], (0,), t(2)),
         (MEAN, [t([True, False]), t([True, True])], (0,), t(0.75)),
         (SUM, [1, 2.5], None, t(3.5)),
+        (SUM, [2.5, 1], None, t(3.5)),
+        (SUM, [t(1.5), 2], None, t(3.5)),
         (SUM, [1, t(2.0, dtype=torch.float64)], None, t(3.0, dtype=torch.float64)),
         (SUM, [np.float32(1), np.ones(())], None, t(2.0, dtype=torch.float64)),
         (SUM, [t(1, dtype=torch.uint8), t(255, dtype=torch.uint8)], (), t(0, dtype=torch.uint8)),
@@ -162,7 +165,8 @@ def test_results_are_grouped_leaf_by_leaf():
     "value", [None, 1, 1.5, "a", b"a", True, float("nan"), 1j, torch.float32, SUM, int, t(1).shape]
 )
 def test_an_equal_python_value_stays_one_value(value):
-    assert not isinstance(regroup([value, value]), PerReplica)
+    # From another process it comes as another object.
+    assert not isinstance(regroup([value, pickle.loads(pickle.dumps(value))]), PerReplica)
 
 
 @pytest.mark.parametrize("values", [(1, 2), (1, 1.0), (1, True), ("a", None), (t(1), t(1)), (np.ones(1), np.ones(1))])
@@ -208,6 +212,7 @@ def test_the_order_of_keys_makes_no_difference():
         ((1,), [1], r"\(\*,\) on replica 0, \[\*\]"),
         (Pt(1, 2), (1, 2), r"Pt\(x=\*, y=\*\) on replica 0, \(\*, \*\)"),
         (t(1), [t(1)], r"\* on replica 0, \[\*\]"),
+        (deque([1], 2), deque([1], 3), r"deque\(\[\*\], maxlen=2\) on replica 0, deque\(\[\*\], maxlen=3\) on"),
         ({"a": [1, 2]}, {"a": [1]}, r"{'a': \[\*, \*\]} on replica 0"),
         (1, {}, r"\* on replica 0, {} on replica 1"),
     ],
@@ -250,6 +255,7 @@ def test_a_value_of_another_number_of_replicas_is_refused(call, values):
 
 def test_a_structure_in_words():
     assert structure({"a": [t(1), 2], "b": ()}) == "{'a': [*, *], 'b': ()}"
+    assert structure({1: t(1), "b": 2}) == structure({"b": 2, 1: t(1)})
 
 
 class Output:

@@ -449,7 +449,7 @@ def _ordered_like(first: Any, other: Any, replica_id: int, results: Sequence[Any
         if first.keys() != other.keys():
             raise _different(results, replica_id)
         theirs = [other[key] for key in first]
-    elif spec != kind and all(a == b for a, b in zip(spec.children_specs, kind.children_specs, strict=True)):
+    elif spec != kind:
         raise _different(results, replica_id)
     return pytree.tree_unflatten(
         [_ordered_like(a, b, replica_id, results) for a, b in zip(ours, theirs, strict=True)], spec
