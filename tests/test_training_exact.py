@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import mirror_nb as mnb
@@ -345,6 +347,56 @@ def test_a_network_that_squeezes_takes_shares_of_one_example(strategy):
     torch.testing.assert_close(model.predict(X, batch_size=7, verbose=0), outputs, rtol=1e-4, atol=1e-5)
     accuracy = model.evaluate(X, targets, batch_size=7, verbose=0)[1]
     assert accuracy == pytest.approx(float(((outputs > 0) == (targets > 0)).float().mean()))
+
+
+class Refusing(OrderedDict[str, Tensor]):
+    """As the outputs of transformers' models."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("You cannot use ``update`` on a Refusing instance.")
+
+
+pytree.register_pytree_node(
+    Refusing,
+    lambda outputs: (list(outputs.values()), list(outputs)),
+    lambda values, names: Refusing(zip(names, values, strict=True)),
+)
+
+
+class TwoSqueezed(nn.Module):
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.kind = nn.Linear(4, 1), nn.Linear(4, 1), kind
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind([("first", self.first(x).squeeze()), ("second", self.second(x).squeeze())])
+
+
+@pytest.mark.parametrize("kind", [dict, Refusing])
+def test_several_outputs_that_are_squeezed_take_shares_of_one_example(strategy, kind):
+    losses = {"first": "binary_cross_entropy", "second": "mse"}
+    metrics = {"first": "accuracy", "second": "mae"}
+    model, network = made(
+        strategy, lambda: TwoSqueezed(kind), optimizer=("sgd", {"lr": 0.3}), loss=losses, metrics=metrics
+    )
+    targets = {"first": (CLASSES > 0).float(), "second": X[:, 0]}
+    model.fit(X, targets, batch_size=7, epochs=1, shuffle=False, verbose=0)
+
+    def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        outputs = network(x)
+        return F.binary_cross_entropy_with_logits(outputs["first"], (y > 0).float()) + F.mse_loss(
+            outputs["second"], x[:, 0]
+        )
+
+    train(network, torch.optim.SGD(network.parameters(), 0.3), loss, batches(X, CLASSES, size=7, epochs=1))
+    same(model, network)
+    with torch.no_grad():
+        outputs = network(X)
+    found = model.predict(X, batch_size=7, verbose=0)
+    assert type(found) is kind
+    torch.testing.assert_close(found["second"], outputs["second"], rtol=1e-4, atol=1e-5)
+    logs = model.evaluate(X, targets, batch_size=7, verbose=0, return_dict=True)
+    assert logs["second_mae"] == pytest.approx(float((outputs["second"] - X[:, 0]).abs().mean()), rel=1e-4)
 
 
 def test_batch_norm_of_shares_is_averaged_where_it_is_read(three):

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -264,11 +264,13 @@ def _map_children(value: Any, change: Callable[[Any], Any]) -> Any:
         return _like(value, [change(item) for item in value])
     if isinstance(value, Mapping):
         changed = {key: change(item) for key, item in value.items()}
-        if not hasattr(value, "update"):
+        if not hasattr(value, "__setitem__"):
             return changed
         # A copy keeps what a dict subclass knows besides its items (a defaultdict's factory).
-        same_kind = copy.copy(value)
-        cast(Any, same_kind).update(changed)
+        same_kind: Any = copy.copy(value)
+        for key, item in changed.items():
+            # One by one: the outputs of transformers' models refuse `update`.
+            same_kind[key] = item
         return same_kind
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed_fields = copy.copy(value)

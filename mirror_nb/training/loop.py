@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror_nb.collectives.segments import Address
-from mirror_nb.data.batches import map_leaves
+from mirror_nb.data.batches import leaves, map_leaves
 from mirror_nb.errors import TrainingStopped
 from mirror_nb.mirroring import networks
 from mirror_nb.strategies.seat import Seat
@@ -123,6 +123,8 @@ class Job(ABC):
     trains = False
     follows: str | None = None
     # The token of the job that it takes the place of.
+    _outputs_are_rows = True
+    # Each of several outputs has a row an example: who takes all of them together may get others.
 
     def __init__(self, seat: Seat, model: Model, task: Task) -> None:
         self._seat = seat
@@ -324,10 +326,12 @@ class Job(ABC):
         return self._forward(*inputs) if isinstance(inputs, (tuple, list)) else self._forward(inputs)
 
     def _outputs(self, share: Share) -> Any:
-        """Call the network with a share's inputs; of a single example `squeeze` may leave its output no dimension."""
+        """Call the network with a share's inputs; of a single example `squeeze` may leave outputs no dimension."""
         outputs = self._call(share.inputs)
-        squeezed = isinstance(outputs, Tensor) and not outputs.ndim and share.examples == 1
-        return outputs.reshape(1) if squeezed else outputs
+        squeezed = share.examples == 1 and (isinstance(outputs, Tensor) or self._outputs_are_rows)
+        if squeezed and any(isinstance(leaf, Tensor) and not leaf.ndim for leaf in leaves(outputs)):
+            return map_leaves(outputs, _as_row)
+        return outputs
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -381,6 +385,10 @@ def _channels_last(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.ndim == 4:
         return leaf.contiguous(memory_format=torch.channels_last)
     return leaf
+
+
+def _as_row(leaf: Any) -> Any:
+    return leaf.reshape(1) if isinstance(leaf, Tensor) and not leaf.ndim else leaf
 
 
 def told(value: Any) -> str:

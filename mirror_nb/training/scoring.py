@@ -33,6 +33,7 @@ class Scoring(Job):
     def __init__(self, seat: Seat, model: Model, task: Task) -> None:
         settings = task.settings
         self._objective: Any = None
+        self._outputs_are_rows = isinstance(settings.loss, (Mapping, list, tuple))
         if settings.loss is not None:
             self._objective = objective(settings.loss, settings.loss_weights).to(device_of(model, seat.device))
             targets = getattr(task.feed, "targets", None)
