@@ -150,11 +150,11 @@ class Called(Metric):
         self._targets.append(map_leaves(targets, on_cpu))
 
     def latest(self) -> Tensor | None:
-        return None if self._outputs else self._mean.latest()
+        return self._mean.latest()
 
     def _call(self, outputs: Any, targets: Any) -> Tensor:
         value = self._function(outputs, targets)
-        if not isinstance(value, (Tensor, int, float, bool)):
+        if not isinstance(value, (Tensor, int, float)):
             raise UsageError(
                 f"the metric {self.name} returned a {type(value).__qualname__}; a function of (outputs, targets) "
                 "returns one value for each example, or a scalar for all"
@@ -172,12 +172,9 @@ class Called(Metric):
         if not kept:
             return self._mean.compute(states)
         outputs, targets = (_in_order([state[what] for state in kept]) for what in ("outputs", "targets"))
-        values = self._call(_joined(outputs), _joined(targets))
+        # For all of them one, or one for each example, which a share of a single one did not show.
+        total, count = sums_of(self._call(_joined(outputs), _joined(targets)), None)
         means = [state for state in states if "total" in state]
-        if not values.ndim and not means:
-            return number(values)
-        # One for each example, which a share of a single one did not show.
-        total, count = sums_of(values, None)
         return self._mean.compute([{"total": total, "count": count}, *means])
 
 
@@ -208,14 +205,15 @@ class OfOutput(Metric):
 
 
 def sums_of(values: Tensor, weight: Any, kept: Tensor | None = None) -> Sums:
-    """Return the weighted sum of `values` [examples, …], those that are `kept`, and the sum of their weights."""
+    """Return the weighted sum of `values` [examples, …], and the sum of their weights.
+
+    `kept`: which of them count; the others are 0.
+    """
     if weight is None:
         count = torch.full((), values.numel(), device=values.device) if kept is None else kept.sum()
-        # What is left out may be NaN.
-        return (values if kept is None else torch.where(kept, values, 0)).sum(dtype=torch.float64), count
+        return values.sum(dtype=torch.float64), count
     weights = weighed(torch.ones_like(values, dtype=torch.float64) if kept is None else kept.double(), weight)
-    values = values.double() if kept is None else values.double().where(kept, 0.0)
-    return (values * weights).sum(), weights.sum()
+    return (values.double() * weights).sum(), weights.sum()
 
 
 def _sums_of_values(values: Tensor, _: Any, weight: Any) -> Sums:
