@@ -248,6 +248,13 @@ def test_class_weights_of_an_image_of_two_classes():
     torch.testing.assert_close(in_shares("binary_cross_entropy", outputs, targets, class_weight={1: 3.0})[0], wanted)
 
 
+def test_class_weights_of_columns_that_a_loss_compares_one_by_one_are_those_of_the_greatest():
+    targets = F.one_hot(CLASSES, 5).float()
+    weights = torch.ones(N).masked_fill(CLASSES == 1, 10.0).masked_fill(CLASSES == 4, 0.5)
+    wanted = ((LOGITS - targets).square().mean(1) * weights).mean()
+    torch.testing.assert_close(in_shares("mse", LOGITS, targets, class_weight={1: 10.0, 4: 0.5})[0], wanted)
+
+
 def test_class_weights_of_two_classes():
     outputs, targets = torch.randn(N, 1), torch.tensor([0, 1, 1, 0, 0, 1, 0])
     each = F.binary_cross_entropy_with_logits(outputs[:, 0], targets.float(), reduction="none")
@@ -361,6 +368,22 @@ def test_several_outputs_are_added_up_with_their_weights(kind, ignored):
         assert not any(part.requires_grad for part in parts.values())
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_each_of_several_outputs_is_divided_by_what_counts_in_it(known):
+    outputs, targets = (
+        {"a": LOGITS, "b": LOGITS * 2},
+        {"a": SOME_IGNORED, "b": CLASSES.index_fill(0, CLASSES[:1], -100)},
+    )
+    value, gradient, _ = in_shares(dict.fromkeys("ab", "cross_entropy"), outputs, targets, known=known)
+
+    def together(outputs, targets):
+        return sum(F.cross_entropy(outputs[key], targets[key]) for key in "ab")
+
+    wanted, wanted_gradient = on_one_device(together, outputs, targets)
+    torch.testing.assert_close(value, wanted)
+    torch.testing.assert_close(gradient, wanted_gradient)
+
+
 def test_an_output_without_a_loss_is_left_alone():
     outputs, targets = several(tuple)
     found = in_shares([None, "mse"], outputs, targets)
@@ -399,6 +422,7 @@ def test_sample_weights_of_several_outputs_go_by_output_or_to_all():
         (lambda: objective("mse", [1.0]), "`loss_weights` are for several outputs"),
         (lambda: objective({"a": "mse"}, {"b": 1.0}), r"`loss_weights` has \['b'\], but `loss` is for the outputs"),
         (lambda: objective(["mse", "mse"], [1.0]), "with one number for each"),
+        (lambda: objective({"a": "mse"}, [1.0]), "give a dict or list like `loss`"),
         (lambda: objective([None]), "no output has a loss"),
         (lambda: objective({"a": "mse"})({"b": LOGITS}, {"a": LOGITS}), "the outputs have none: there is \\['b'\\]"),
         (lambda: objective(["mse", "mse"])((LOGITS,), (LOGITS,)), "for the output 1, but the outputs have none"),
