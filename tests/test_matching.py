@@ -22,6 +22,11 @@ def test_a_replica_that_made_more_is_matched_by_what_is_used() -> None:
     assert match([offer(("a", 1), a=2), offer(("a", 0), a=1)]) == [(("a", 1), ("a", 0))]
 
 
+def test_each_name_is_matched_by_itself() -> None:
+    offers = [offer(("a", 1), ("b", 2), a=2, b=3), offer(("b", 0), ("a", 0), a=1, b=1)]
+    assert match(offers) == [(("a", 1), ("a", 0)), (("b", 2), ("b", 0))]
+
+
 def test_a_replica_that_made_more_is_matched_by_values_whatever_each_one_uses() -> None:
     shared, own = {7: [1], 8: [2]}, {7: [0], 8: [1]}
     values = [{("a", (2,), "f"): {5: [0], **shared}}, {("a", (2,), "f"): own}]

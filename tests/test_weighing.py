@@ -27,14 +27,26 @@ def weighing(used: list[Shares]) -> Weighing:
 
 @pytest.mark.parametrize("look", [lambda x: x, lambda x: x.view(-1, 1), lambda x: x[1:], lambda x: x.detach()])
 def test_a_network_is_called_with_a_batch_or_part_of_one(weighing, used, look):
-    data = torch.randn(3, 1)
+    data = torch.randn(4, 1)
     first, last = data[:2], data[2:]
     weighing.handed_out({"x": first}, FULL)
     weighing.handed_out({"x": last}, LAST)
     nn.Linear(1, 1)(look(first))
-    assert used == [FULL, LAST, FULL]
-    assert weighing.called_with([last]) == LAST
+    # In the same memory.
+    nn.Linear(1, 1)(look(last))
+    nn.Linear(1, 1)(torch.ones(1))
+    assert used == [FULL, LAST, FULL, LAST]
+    assert weighing.called_with([3, "name", last]) == LAST
     assert weighing.called_with([torch.ones(1)]) is None
+
+
+def test_sparse_batches_are_known_by_themselves(weighing, used):
+    first, last = torch.eye(2).to_sparse(), torch.eye(3).to_sparse()
+    weighing.handed_out([first, "names"], FULL)
+    weighing.handed_out([last, "names"], LAST)
+    nn.Identity()(first)
+    nn.Identity()(torch.eye(2).to_sparse())
+    assert used == [FULL, LAST, FULL]
 
 
 def test_a_batch_of_no_examples_is_known_too(weighing, used):
