@@ -188,6 +188,7 @@ def test_a_models_steps_are_timed_with_each_op_without_and_alone(replicas):
     assert ways[:5] == [*OPS, "no synchronisation"]
     assert ways[5].startswith("one process with ")
     assert all(0 < row.p50_ms <= row.p95_ms for row in table.rows)
+    assert all(row.examples_per_second * row.p50_ms == pytest.approx(8000) for row in table.rows)
     assert table.fastest().way in OPS
     # The replicas train as before.
     source = """
@@ -201,12 +202,45 @@ gradient = layer.weight.grad.item(), type(strategy.cross_device_ops).__name__
     assert [values["gradient"] for values in ran.values.values()] == [(1.5, "SharedMemoryAllReduce")] * 2
 
 
-def test_a_module_is_measured_by_a_copy(replicas):
-    module = make()
+class Learning(nn.Linear):
+    def forward(self, x):
+        assert self.training or not torch.is_grad_enabled()
+        return super().forward(x)
+
+
+def test_a_module_is_measured_by_a_copy_that_is_trained(replicas):
+    module = nn.Sequential(make(), Learning(3, 2)).eval()
     before = [parameter.clone() for parameter in module.parameters()]
     steps(replicas(2), module, shape=(6,), ops=["gloo"], seconds=0.02, optimizer="Adam")
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in module.parameters())
+    assert not module.training
+
+
+class Asked(Wrong):
+    def start(self, op, flat):
+        raise RuntimeError("it was asked")
+
+
+@pytest.mark.parametrize("model", [make, make()])
+def test_steps_that_are_timed_with_an_op_go_through_it(replicas, model):
+    with pytest.raises(RuntimeError, match="it was asked"):
+        steps(replicas(2), model, shape=(6,), ops=Asked(), seconds=0.02)
+
+
+class Changing(nn.Linear):
+    first: torch.Tensor | None = None
+
+    def forward(self, x):
+        self.first = self.weight.detach().clone() if self.first is None else self.first
+        if not torch.equal(self.first, self.weight):
+            raise RuntimeError("it has learned")
+        return super().forward(x)
+
+
+def test_steps_that_are_timed_change_the_copy(replicas):
+    with pytest.raises(RuntimeError, match="it has learned"):
+        steps(replicas(2), Changing(6, 2), shape=(6,), ops=["gloo"], seconds=0.02)
 
 
 class Named(nn.Module):

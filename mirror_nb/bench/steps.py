@@ -291,7 +291,6 @@ class _Measurement:
             self._model, self._inputs, self._loss = _made(task, seat.device)
         self._model.train()
         self._alone = copy.deepcopy(self._model)
-        strategy.mirror(self._model)
         self._seat = seat
         self.batch = _examples(self._inputs)
         each = -(-self.batch // seat.num_replicas)
