@@ -52,6 +52,17 @@ def test_a_single_step_has_a_throughput():
         assert snapshot(made).throughput == pytest.approx(2 * 64 / ((made.now - began) * S))
 
 
+def test_a_step_of_replicas_that_are_read_one_after_the_other_is_one_of_all():
+    with MadeRings(2) as made:
+        began, ended = made.now, made.now + 50_000_000
+        made.now = ended
+        for writer in made.writers:
+            writer.step_begun(1, began)
+            writer.step_ended(1, 8, began, ended)
+            made.timeline.update(now=ended)
+        assert snapshot(made).throughput == pytest.approx(16 / 0.05)
+
+
 def test_throughput_of_a_replica_leaves_waits_out_so_that_a_straggler_shows():
     # Buckets that take no time: with larger ones, those that a straggler made late are hidden by nothing any more.
     with MadeRings(4, jitter=0, data=5, latency=0, buckets=[4] * 4) as made:
@@ -214,14 +225,29 @@ def test_a_replica_that_has_died_in_a_collective_is_not_said_to_wait_for_those_t
         assert stuck(seen) is None
 
 
+def test_what_a_replica_died_in_is_not_where_the_one_in_its_place_is():
+    with MadeRings(2, jitter=0) as made:
+        made.step(30)
+        writer = made.writers[1]
+        writer.collective(Operation.ALL_REDUCE, 31, 0, 1000, made.serial, made.now, made.now, 0)
+        writer.mark(Mark.RESTARTED, 0, at=made.now)
+        made.now += 12_000_000_000
+        # Both are read at once.
+        assert snapshot(made).replicas[1].in_collective is None
+
+
 def test_samples_of_an_abandoned_step_are_left_out():
-    with MadeRings(1, jitter=0) as made:
-        made.writers[0].step_begun(1, made.now)
-        made.writers[0].span(Kind.FORWARD, 1, made.now, made.now + 500_000_000)
+    with MadeRings(2, jitter=0, buckets=[MB]) as made:
+        for writer in made.writers:
+            writer.step_begun(1, made.now)
+            writer.span(Kind.FORWARD, 1, made.now, made.now + 500_000_000)
+            writer.collective(Operation.ALL_REDUCE, 1, 0, MB, 900, *[made.now + 500_000_000] * 2, made.now + 10**9)
         made.now += 3_000_000_000
         made.timeline.update(now=made.now)
         made.step(2)
-        assert part(snapshot(made), "forward") == pytest.approx([20])
+        seen = snapshot(made)
+        assert part(seen, "forward") == pytest.approx([20, 20])
+        assert [size.count for size in seen.all_reduces] == [2]
 
 
 def test_loss_is_the_mean_over_all_examples_and_the_range_over_replicas():
