@@ -124,7 +124,11 @@ def assert_like_one_device(model, shares, absent=()):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"momentum": 0.3}]
+    "settings",
+    [
+        *({}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"momentum": 0.3}),
+        {"track_running_stats": False, "momentum": None},
+    ],
 )
 def test_shares_are_normalised_as_one_device_does(settings):
     x = images(7)
@@ -196,6 +200,8 @@ def test_one_example_alone_is_normalised_to_the_bias_where_torch_refuses():
     y.sum().backward()
     assert torch.equal(y, torch.full((1, 3), 2.0))
     assert torch.equal(x.grad, torch.zeros(1, 3))
+    # Not none: weight decay goes on.
+    assert torch.equal(model.weight.grad, torch.zeros(3))
     torch.testing.assert_close(model.running_mean, x.detach()[0] * 0.1)
     assert torch.equal(model.running_var, torch.ones(3))
     assert int(model.num_batches_tracked) == before + 1
