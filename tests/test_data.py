@@ -149,7 +149,7 @@ def glued(replicas: list[list[list[Any]]], epoch: int = 0) -> list[list[Any]]:
 class Numbers(Dataset[torch.Tensor]):
     def __init__(self, length: int) -> None:
         self.length = length
-        self.loaded: list[int] = []
+        self.loaded: list[Any] = []
 
     def __len__(self) -> int:
         return self.length
@@ -204,6 +204,13 @@ def test_a_replica_loads_only_its_share():
     datasets = [Numbers(12), Numbers(12), Numbers(12)]
     run(Session(3), lambda i: DataLoader(datasets[i], batch_size=6))
     assert [dataset.loaded for dataset in datasets] == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+
+
+def test_of_a_dataset_that_takes_lists_of_indices_a_replica_loads_only_its_share():
+    datasets = [Numbers(6), Numbers(6)]
+    batches = BatchSampler(SequentialSampler(range(6)), 3, drop_last=False)
+    run(Session(2), lambda i: DataLoader(datasets[i], sampler=batches, batch_size=None))
+    assert [dataset.loaded for dataset in datasets] == [[[0, 1], [3, 4]], [[2], [5]]]
 
 
 def test_without_an_example_a_batch_keeps_its_structure():

@@ -345,6 +345,14 @@ def test_of_a_batch_that_cannot_be_cut_each_replicas_examples_are_collated(colla
         assert [len(part) for name, value in last.items() if name != "tokens" for part in value] == [1, 0]
 
 
+def test_a_first_batch_of_as_many_time_steps_as_examples_is_not_cut_over_time():
+    class Square(Texts):
+        LENGTHS = (2, 1)
+
+    (batch,) = controller(DataLoader(Square(), batch_size=2, collate_fn=over_time), 2)
+    assert of_each(batch) == [{"tokens": [[0], [0]], "lengths": [2]}, {"tokens": [[1]], "lengths": [1]}]
+
+
 def test_collating_draws_as_often_as_in_a_plain_loop_where_batches_can_be_cut():
     def mixed(items: list[int]) -> Any:
         return torch.tensor(items) + torch.rand(())

@@ -369,7 +369,7 @@ def _by_rows(loader: DataLoader[Any]) -> tuple[Any, Callable[[Any], Any]]:
     """
     dataset = loader.dataset
     indexes = loader.batch_sampler is not None and loader.collate_fn is default_collate
-    if type(dataset) is not TensorDataset or not indexes or hasattr(dataset, "__getitems__"):
+    if type(dataset) is not TensorDataset or not indexes:
         return dataset, cast(Any, loader.collate_fn)
     return _Rows(list(dataset.tensors), len(dataset)), _as_it_is
 
