@@ -534,6 +534,27 @@ def test_a_training_step_of_ones_own_is_weighed_by_examples(strategy):
         assert history.history["val_loss"][1] == pytest.approx(float(alone.training_step((X, VALUES))["loss"]))
 
 
+class NowAndThen(mnb.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        late = {"late": y.mean()} if bool((y >= 8).all()) else {}
+        return {"loss": self.layer(x).square().mean(), "all": y.mean(), **late}
+
+
+def test_a_number_that_a_training_step_tells_now_and_then_is_the_mean_of_those_batches(strategy):
+    with strategy.scope():
+        model = NowAndThen()
+        model.compile(optimizer="sgd")
+    targets = torch.arange(23.0)
+    history = model.fit(X, targets, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    assert history["all"] == pytest.approx([11.0] * 2)
+    assert history["late"] == pytest.approx([15.0] * 2)
+
+
 def test_lbfgs_asks_for_the_loss_of_all_replicas(strategy):
     arguments = {"lr": 0.5, "max_iter": 5, "line_search_fn": "strong_wolfe"}
     model, network = made(strategy, optimizer=("lbfgs", arguments), loss="cross_entropy")

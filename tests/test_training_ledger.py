@@ -43,14 +43,14 @@ def page(ledger: Ledger, replica_id: int = 1) -> Page:
     ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
 )
 def test_totals_and_buffers_are_read_as_they_were_written(ledger, tensor):
-    totals = Totals(0.1, 64, {"a": 1.0}, {"b": 2.0}, ({"total": tensor}, {}))
+    totals = Totals(0.1, 64, {"a": 1.0}, {"b": (2.0, 3)}, ({"total": tensor}, {}))
     landmark = Landmark("run", 7, 1, 3)
     assert page(ledger).write(landmark, totals, {2: tensor})
     read = ledger.read(1, landmark)
     assert read is not None
     found, buffers = read
     assert found.plain().keys() == totals.plain().keys()
-    assert (found.loss, found.examples, found.parts, found.named) == (0.1, 64, {"a": 1.0}, {"b": 2.0})
+    assert (found.loss, found.examples, found.parts, found.named) == (0.1, 64, {"a": 1.0}, {"b": (2.0, 3)})
     for copy in (found.metrics[0]["total"], buffers[2]):
         assert copy.dtype is tensor.dtype
         wide = torch.float32 if tensor.dtype.itemsize == 1 else tensor.dtype

@@ -76,8 +76,9 @@ class Totals:
     # Of all replicas.
     parts: dict[str, float] = field(default_factory=dict)
     # The same as `loss`, by output.
-    named: dict[str, float] = field(default_factory=dict)
-    # Likewise what a model's own `training_step` returned besides the loss.
+    named: dict[str, tuple[float, int]] = field(default_factory=dict)
+    # What a model's own `training_step` returned besides the loss, times the examples, and how many these were: it
+    # need not return it each time.
     metrics: tuple[dict[str, Any], ...] = ()
     # State of each metric.
 

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 from torch import Tensor
@@ -229,7 +229,8 @@ class Logs:
         for name in _names(t.parts for t in totals):
             logs[f"{name}_loss"] = sum(t.parts.get(name, 0.0) for t in totals) / examples
         for name in _names(t.named for t in totals):
-            logs[name] = sum(t.named.get(name, 0.0) for t in totals) / examples
+            sums = [t.named[name] for t in totals if name in t.named]
+            logs[name] = sum(total for total, _ in sums) / sum(counted for _, counted in sums)
         for number, metric in enumerate(self._metrics):
             states = [t.metrics[number] for t in totals]
             if not any(states):
@@ -240,7 +241,7 @@ class Logs:
         return logs
 
 
-def _names(dicts: Iterable[dict[str, float]]) -> list[str]:
+def _names(dicts: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for each in dicts for name in each))
 
 

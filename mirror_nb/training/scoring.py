@@ -6,6 +6,7 @@ gradient.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
@@ -56,6 +57,7 @@ class Scoring(Job):
         self._weight = 0
         self._part_sums: dict[str, Tensor] = {}
         self._named_sums: dict[str, Tensor] = {}
+        self._named_examples: Counter[str] = Counter()
         self._named: dict[str, Tensor] = {}
         # What the model's own step told beside its latest loss.
         for metric in (*self._plain_metrics, *self._weighted_metrics):
@@ -68,7 +70,7 @@ class Scoring(Job):
             float(self._loss_sum),
             self.examples if examples is None else examples,
             {name: float(value) for name, value in self._part_sums.items()},
-            {name: float(value) for name, value in self._named_sums.items()},
+            {name: (float(value), self._named_examples[name]) for name, value in self._named_sums.items()},
             states,
         )
 
@@ -114,6 +116,7 @@ class Scoring(Job):
         self._named = {name: self._number(name, value) for name, value in named.items()}
         for name, value in self._named.items():
             self._add(self._named_sums, name, value, share.examples)
+            self._named_examples[name] += share.examples if self._counting else 0
         return loss.reshape(()) * (share.examples / share.global_examples)
 
     def _number(self, name: str, value: Any) -> Tensor:
