@@ -78,6 +78,15 @@ def test_a_network_with_a_sparse_buffer_is_the_same_on_both_sides(notebook):
     assert torch.equal(notebook.user_ns["net"].weight, notebook.there("net").weight)
 
 
+def test_a_network_with_an_expanded_buffer_is_trained(notebook):
+    notebook.here("net = nn.Linear(2, 2); net.register_buffer('mask', torch.zeros(1).expand(3))")
+    notebook.cell("with torch.no_grad():\n    net.weight += 1")
+    assert torch.equal(notebook.user_ns["net"].weight, notebook.there("net").weight)
+    notebook.cell("net.mask = torch.ones(1).expand(3)")
+    notebook.cell("seen = net.mask.tolist()")
+    assert notebook.user_ns["net"].mask.tolist() == notebook.user_ns["seen"] == [1, 1, 1]
+
+
 def test_other_values_and_other_places_have_other_checksums():
     sparse = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse()
     others = (sparse.t().coalesce(), sparse * 2, sparse.to_sparse_csr(), torch.empty(2, 2, device="meta"))

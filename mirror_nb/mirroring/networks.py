@@ -16,7 +16,7 @@ from mirror_nb.held_variables import attribute_variables, is_elsewhere, read_tog
 from mirror_nb.mirroring import lazy
 from mirror_nb.mirroring.attributes import set_attributes
 from mirror_nb.tensors.checksums import checksums
-from mirror_nb.tensors.layouts import address, with_memory
+from mirror_nb.tensors.layouts import address, is_expanded, with_memory
 from mirror_nb.variables import SyncOnReadVariable, bare, take_from_outside
 
 
@@ -163,12 +163,13 @@ def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(tensor, SyncOnReadVariable):
         # The other side has what all components make together.
         take_from_outside(tensor, value)
-    elif tensor.dtype == value.dtype and tensor.shape == value.shape:
+    elif tensor.dtype == value.dtype and tensor.shape == value.shape and not is_expanded(tensor):
         # What was made in inference mode is written to in that alone.
         with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
             with_memory(tensor).copy_(value)
     else:
-        # It was converted on the other side, by `module.double()` for instance, or has grown there.
+        # It was converted on the other side, by `module.double()` for instance, or has grown there. Or it is one that
+        # nobody can write to.
         gradient, tensor.grad = tensor.grad, None
         tensor.data = value.to(tensor.device, copy=True)
         if gradient is not None and gradient.shape == tensor.shape:

@@ -17,7 +17,7 @@ from torch import nn
 from mirror_nb.noticing.kinds import is_estimator, is_own, is_table, keeps
 from mirror_nb.noticing.slots import own_attributes, set_attributes, slots_of
 from mirror_nb.noticing.streams import is_stream, move, place
-from mirror_nb.tensors.layouts import is_block
+from mirror_nb.tensors.layouts import is_block, is_expanded
 
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 REFILLED = frozenset(
@@ -116,10 +116,8 @@ def refill(value: Any, held: Any) -> None:
     elif kind is functools.partial:
         value.__setstate__(held)
     elif isinstance(value, torch.Tensor):
-        # To an expanded one nobody can write.
-        expanded = any(n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True))
         with torch.no_grad():
-            if value.shape == held.shape and value.dtype == held.dtype and not expanded:
+            if value.shape == held.shape and value.dtype == held.dtype and not is_expanded(value):
                 value.copy_(held)
             else:
                 value.data = held.to(value.device, copy=True)

@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from mirror_nb.fused import step_times
 from mirror_nb.held_variables import attribute_variables
-from mirror_nb.mirroring.networks import all_values
+from mirror_nb.mirroring.networks import all_values, give
 from mirror_nb.tensors.checksums import checksums, mixed
 from mirror_nb.tensors.layouts import nbytes, with_memory
 from mirror_nb.transfer.told import parameters_of
@@ -250,7 +250,7 @@ def _take(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
     if [tensor.shape for tensor in mine] != [tensor.shape for tensor in theirs]:
         return False
     for tensor, value in zip(mine, theirs, strict=True):
-        with_memory(tensor).copy_(value)
+        give(tensor, value)
     return True
 
 

@@ -90,6 +90,11 @@ def with_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements of a tensor are one number in memory, as `expand` makes them: nobody writes to it."""
+    return is_block(tensor) and any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def needed(tensor: torch.Tensor) -> int:
     """Return the bytes from the beginning of a tensor's storage to its last element."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
