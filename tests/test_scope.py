@@ -635,6 +635,16 @@ def test_an_adopted_module_moves_to_the_device() -> None:
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cuda"}
 
 
+def test_a_network_that_arrives_without_values_gets_them_here() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2))
+    scope = make()
+    scope.adopt(model)
+    assert model[0].weight.is_meta
+    with scope:
+        model[0].to_empty(device="cpu")
+        assert any(model[0].weight is known for known in tracker(scope).tracked)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_the_weights_are_those_of_plain_pytorch_moved_there() -> None:
     torch.manual_seed(0)

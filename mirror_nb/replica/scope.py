@@ -35,6 +35,7 @@ from mirror_nb.environment.replaced import Replaced
 from mirror_nb.gradients.agreement import Keys
 from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.mirroring.lazy import kind_of
+from mirror_nb.mirroring.networks import tensors
 from mirror_nb.replica.batch_norms import BatchNormsOfShares
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
 from mirror_nb.replica.random_streams import RandomStreams, Streams, seeding_functions, state_functions
@@ -127,7 +128,11 @@ class Scope:
 
     def adopt(self, module: nn.Module) -> None:
         """Move a module that arrived complete to the device and track its parameters; twice is once."""
-        module.to(self._device)
+        if any(tensor.is_meta for _, tensor in tensors(module)):
+            # What has no values yet cannot be moved; who gives it some says where.
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self._device))
+        else:
+            module.to(self._device)
         for part in module.modules():
             self._track(part)
         for part in module.modules():
