@@ -281,6 +281,30 @@ def test_a_parameter_stays_a_parameter():
     assert not arrived.requires_grad
 
 
+class Tagged(nn.Parameter):
+    def __new__(cls, data, tag):
+        made = super().__new__(cls, data)
+        made.tag = tag
+        return made
+
+
+class Labelled(torch.Tensor):
+    """Of which `nn.Parameter` makes a parameter that is one of these."""
+
+
+@pytest.mark.parametrize(
+    "parameter", [Tagged(torch.ones(2), "first"), nn.Parameter(torch.ones(2).as_subclass(Labelled))]
+)
+def test_a_parameter_of_the_users_own_class_stays_one_and_can_be_trained(parameter):
+    arrived, again = travel([parameter, parameter])
+    assert again is arrived
+    assert type(arrived) is type(parameter)
+    assert vars(arrived) == vars(parameter)
+    assert isinstance(arrived, nn.Parameter)
+    (arrived * 2).sum().backward()
+    assert arrived.grad.tolist() == [2, 2]
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
 import cloudpickle
 import torch
@@ -143,8 +143,14 @@ def _hang_on(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
     vars(tensor).update(attributes)
 
 
-def _open_parameter(make: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
-    return _leaf(make(*args))
+def _open_parameter(kind: type[torch.Tensor], make: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
+    made = make(*args)
+    if type(made) is not kind or not made.is_leaf:
+        # Torch makes a mere Parameter of a class derived from that, and computes a tensor of another class.
+        own = vars(made)
+        made = torch.Tensor._make_subclass(kind, made.detach(), made.requires_grad)
+        vars(made).update(own)
+    return _leaf(made)
 
 
 @final
@@ -419,9 +425,9 @@ class _Packer(Pickler):
             # It has no memory that could be looked at.
             return torch.Tensor.to_mkldnn, (obj.to_dense(),)
         refuse(obj)
-        if type(obj) is nn.Parameter:
+        if _is_leaf(obj) and type(obj).__reduce_ex__ in _TORCHS_OWN:
             make, args, *rest = obj.__reduce_ex__(5)
-            return _open_parameter, (make, *args), *rest
+            return _open_parameter, (type(obj), make, *args), *rest
         writer = reduce_writer(obj)
         if writer is not None:
             return writer
@@ -499,6 +505,17 @@ class _Packer(Pickler):
         opened = _open_tensor, (self._storages[key], *form, leaf_grad, on_device, offset)
         # As a state: what hangs on a tensor may have the tensor.
         return (*opened, dict(vars(tensor)), None, None, _hang_on) if vars(tensor) else opened
+
+
+def _is_leaf(obj: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a parameter, or another tensor that is trained."""
+    if not isinstance(obj, torch.Tensor):
+        return False
+    return issubclass(type(obj), nn.Parameter) or (obj.requires_grad and obj.is_leaf)
+
+
+_TORCHS_OWN = (torch.Tensor.__reduce_ex__, nn.Parameter.__reduce_ex__)
+# How tensors of classes are pickled that have no say in it.
 
 
 def _wrapped_by_torch(function: types.FunctionType) -> bool:
