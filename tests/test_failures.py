@@ -43,8 +43,8 @@ def stopped() -> Answer:
     return failed(KeyboardInterrupt(), interrupted=True)
 
 
-def died(replica_id: int, by_us: bool = False) -> Answer:
-    return Answer(None, None, Death(replica_id, DEVICES[replica_id], 70 + replica_id, -9, by_us))
+def died(replica_id: int, by_us: bool = False, exit_code: int = -9) -> Answer:
+    return Answer(None, None, Death(replica_id, DEVICES[replica_id], 70 + replica_id, exit_code, by_us))
 
 
 def raised(*answers: Answer, interrupted: bool = False, timed_out: bool = False) -> tuple[BaseException, str]:
@@ -163,6 +163,13 @@ def test_when_all_died_nobody_is_said_to_have_kept_anything():
     assert "kept" not in shown
     assert "replica 0 (cuda:0, pid 70)" in shown
     assert "replica 1 (cuda:1, pid 71)" in shown
+
+
+def test_how_replicas_died_is_told_once_where_they_died_alike():
+    _, shown = raised(died(0), died(1, exit_code=7), died(2), died(3))
+    who = "replica 0 (cuda:0, pid 70), replica 2 (cuda:2, pid 72) and replica 3 (cuda:3, pid 73)"
+    assert f"{who} were killed by signal 9 (SIGKILL): kill -9, or the system was out of memory; replica 1 (" in shown
+    assert shown.count("SIGKILL") == 1
 
 
 def test_the_users_error_stands_before_the_end_of_who_would_not_stop_for_it():

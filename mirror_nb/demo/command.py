@@ -28,7 +28,7 @@ from mirror_nb.errors import ReplicaError, UsageError
 from mirror_nb.messages import Display, RunCell, Stream
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.local import LocalPool, stop_forkserver, warm_up
-from mirror_nb.pool.report import Report
+from mirror_nb.pool.report import Report, together
 from mirror_nb.strategies.mirrored import SETUP
 from mirror_nb.transfer.payload import pack
 
@@ -174,7 +174,7 @@ def _check(report: Report, err: TextIO) -> None:
         first = min(failures, key=lambda r: (failures[r].secondary, failures[r].interrupted, r))
         print("\n".join(failures[first].traceback), file=err)
         told = f"replica {first} raised {failures[first].type_name}: {failures[first].message}"
-    raise ReplicaError("; ".join(map(str, report.deaths)) or told)
+    raise ReplicaError("; ".join(together(report.deaths)) or told)
 
 
 def _verdict(lesson: _Lesson, history: History, err: TextIO) -> int:

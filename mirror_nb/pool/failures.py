@@ -12,7 +12,7 @@ from mirror_nb.errors import RemoteException, ReplicaDied, ReplicaTimeout, Train
 from mirror_nb.messages import Failure
 from mirror_nb.pool import hangs
 from mirror_nb.pool.cells import cell_of, text_of, told
-from mirror_nb.pool.report import Report
+from mirror_nb.pool.report import Report, together
 
 _PLACE = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -31,22 +31,22 @@ def raise_for(report: Report, devices: Sequence[Device], timeout: float | None =
     among = len(report.answers)
     if report.interrupted:
         stopped = sorted(failures) or sorted(report.answers)
-        notes = [f"interrupted on {_who(stopped, devices, among)}", *_deaths(report)]
+        notes = [f"interrupted on {_who(stopped, devices, among)}", *together(report.deaths)]
         _raise(KeyboardInterrupt(), _lines(failures), notes, _where(report, devices))
     if report.timed_out:
         late = sorted({*failures, *(d.replica_id for d in report.deaths)}) or sorted(report.answers)
         slow = ReplicaTimeout(_unfinished(late, devices, among, timeout or 0))
-        _raise(slow, _lines(failures)[:-1], [_last_line(slow), *_deaths(report)], _where(report, devices))
+        _raise(slow, _lines(failures)[:-1], [_last_line(slow), *together(report.deaths)], _where(report, devices))
     stop = next((f for f in failures.values() if f.type_name == TrainingStopped.__name__), None)
     if stop is not None:
-        _raise(TrainingStopped(stop.message), [], [stop.message, *_deaths(report)])
+        _raise(TrainingStopped(stop.message), [], [stop.message, *together(report.deaths)])
     users = [f for f in failures.values() if not f.secondary and not f.interrupted]
     crashes = report.crashes
     if crashes and not (users and all(death.by_us for death in crashes)):
         died = _died(report)
         _raise(died, _last_words(report), [_last_line(died)])
     if failures:
-        _raise_users(failures, devices, among, list(map(str, crashes)), _where(report, devices))
+        _raise_users(failures, devices, among, together(crashes), _where(report, devices))
 
 
 def settle(report: Report, devices: Sequence[Device], timeout: float | None = None) -> None:
@@ -193,15 +193,11 @@ def _died(report: Report) -> ReplicaDied:
     )
     again = "them" if len(dead) > 1 else "it"
     died = ReplicaDied(
-        f"{'; '.join(_deaths(report))}. {kept}"
+        f"{'; '.join(together(report.deaths))}. {kept}"
         f"The next %%mirrored cell, or strategy.run, starts {again} anew (%mirror restart: all)."
     )
     died.replica_ids = tuple(dead)
     return died
-
-
-def _deaths(report: Report) -> list[str]:
-    return [str(death) for death in report.deaths]
 
 
 def _last_words(report: Report) -> list[str]:

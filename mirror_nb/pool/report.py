@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +36,17 @@ class Death:
     # Bytes that processes here may use, where the system has ended some for want of memory.
 
     def __str__(self) -> str:
-        return f"replica {self.replica_id} ({self.device}, pid {self.pid}) {self._how()}"
+        return f"{self.who} {self.how()}"
 
-    def _how(self) -> str:
+    @property
+    def who(self) -> str:
+        """Which replica it was."""
+        return f"replica {self.replica_id} ({self.device}, pid {self.pid})"
+
+    def how(self, was: str = "was") -> str:
+        """Return how it ended, to follow `who`; of several, what they were."""
         if self.by_us:
-            return "did not stop when asked and was ended"
+            return f"did not stop when asked and {was} ended"
         if self.exit_code is None:
             return "ended"
         if self.exit_code >= 0:
@@ -55,7 +61,20 @@ class Death:
             "SIGSEGV": ": a crash in native code",
             "SIGABRT": ": native code gave up",
         }.get(name, "")
-        return f"was killed by signal {-self.exit_code} ({name}){hint}"
+        return f"{was} killed by signal {-self.exit_code} ({name}){hint}"
+
+
+def together(deaths: Iterable[Death]) -> list[str]:
+    """Say who ended, in a sentence for each way: a machine without memory ends many of them alike."""
+    alike: dict[str, list[Death]] = {}
+    for death in deaths:
+        alike.setdefault(death.how(), []).append(death)
+    return list(map(_ended, alike.values()))
+
+
+def _ended(alike: list[Death]) -> str:
+    *others, last = alike
+    return f"{', '.join(death.who for death in others)} and {last.who} {last.how('were')}" if others else str(last)
 
 
 @dataclass(slots=True)
