@@ -81,6 +81,16 @@ def test_all_networks_are_gone_through_once_for_all_parameters_that_are_asked_fo
     assert here.reference(other[0].weight) is not None
 
 
+def test_the_others_are_not_gone_through_for_each_part_of_a_network_that_is_sent(monkeypatch):
+    here, _, _ = sent(net())
+    gone_through = []
+    every = Mirrors.all
+    monkeypatch.setattr(Mirrors, "all", lambda self: gone_through.append(self) or every(self))
+    pack(nn.ModuleList(net() for _ in range(5)), reference=here.reference, handle=here.handle)
+    # Of fifteen.
+    assert len(gone_through) < 5
+
+
 def test_a_network_with_a_new_part_is_another_network():
     module = net()
     here, there, arrived = sent(module)

@@ -667,3 +667,25 @@ def test_a_name_that_a_cell_gives_a_tensor_of_a_network_is_that_tensors_here(not
     assert notebook.user_ns["net"][0].seen is notebook.user_ns["seen"]
     notebook.cell("net[0].seen += 1")
     assert notebook.user_ns["seen"].tolist() == [2, 2]
+
+
+def test_a_new_network_is_not_gone_through_for_each_parameter_of_its_optimizer(notebook, monkeypatch):
+    looks = 0
+    named_modules = nn.Module.named_modules
+
+    def counted(*args, **kwargs):
+        nonlocal looks
+        looks += 1
+        return named_modules(*args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "named_modules", counted)
+    counts = []
+    for layers in (10, 40):
+        looks = 0
+        notebook.cell(
+            f"net = nn.Sequential(*[nn.Linear(1, 1) for _ in range({layers})])\n"
+            "opt = torch.optim.SGD(net.parameters(), 0.1)"
+        )
+        counts.append(looks)
+    assert counts[1] < 5 * counts[0]
+    assert notebook.user_ns["opt"].param_groups[0]["params"][-1] is notebook.user_ns["net"][-1].bias

@@ -93,7 +93,7 @@ class Mirrors:
         self._held: dict[str, list[int]] = {}
         # By handle: checksums of a network's tensors, while somebody may write to them past autograd's count.
         self._changes = 0
-        # How often a handle or a mark has come or gone.
+        # How often a mark has come or gone.
         self._tokens: dict[int, tuple[str, str, str]] = {}
         self._tokens_of = (-1, -1)
         # By the ids of parameters, and after which changes and registrations: each is asked for.
@@ -121,7 +121,6 @@ class Mirrors:
 
     def learn(self, handle: str, module: nn.Module) -> None:
         """Remember which network here a handle means."""
-        self._changes += 1
         self._handles.learn(handle, module)
         hook_dicts(module)
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from mirror_nb.errors import TransferError
 from mirror_nb.mirroring.mirrors import Mirrors
-from mirror_nb.mirroring.networks import tensors
+from mirror_nb.mirroring.networks import all_parameters, tensors
 from mirror_nb.replica.objects import Objects
 from mirror_nb.tensors.layouts import nbytes
 from mirror_nb.tensors.sharded import has_sharded
@@ -49,16 +49,24 @@ class Fresh:
     # Optimizers, schedulers and scalers, and what travels of them; each after those that it refers to.
     inside: dict[str, Any] = field(default_factory=dict)
     # Those that networks among these have as attributes, and that travel with them.
+    _places: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
+    # By the ids of the networks' parts and parameters: the part, and of a parameter its name there. An optimizer asks
+    # for each of thousands.
 
     def add(self, more: Fresh) -> None:
         """Take over what was found elsewhere."""
         self.networks.update(more.networks)
+        self._places = {**more._places, **self._places}
         self.objects.update(more.objects)
         self.inside.update(more.inside)
 
     def add_network(self, handle: str, network: nn.Module, known: Known) -> None:
         """Add a network with the optimizers over its parameters, their schedulers and the scalers that it has."""
         self.networks[handle] = network
+        for part in network.modules():
+            self._places.setdefault(id(part), (part, ""))
+        for part, name, parameter in all_parameters([network]):
+            self._places.setdefault(id(parameter), (part, name))
         own = {id(parameter) for parameter in network.parameters()}
         same: set[int] = set()
         for path, obj in sorted(
@@ -73,21 +81,17 @@ class Fresh:
 
     def has(self, part: nn.Module | None) -> bool:
         """Whether it is one of these networks, or a part of one."""
-        return any(part is one for network in self.networks.values() for one in network.modules())
+        return id(part) in self._places
 
     def token(self, obj: object, handle: Callable[[nn.Module], str | None]) -> Any:
         """Return what stands for one of these or for a parameter of one, else None; `handle` tells a network's."""
         if is_told(obj):
             given = [*((own, other) for own, (other, _) in self.objects.items()), *self.inside.items()]
             return next((("object", own) for own, other in given if other is obj), None)
-        if isinstance(obj, (nn.Module, nn.Parameter)):
-            for part in (part for network in self.networks.values() for part in network.modules()):
-                if part is obj:
-                    return ("module", handle(part))
-                for name, parameter in part._parameters.items():
-                    if parameter is obj:
-                        return ("parameter", handle(part), name)
-        return None
+        part, name = self._places.get(id(obj), (None, ""))
+        if part is None:
+            return None
+        return ("parameter", handle(part), name) if name else ("module", handle(part))
 
 
 class Known(Protocol):
