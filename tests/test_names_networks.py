@@ -660,6 +660,19 @@ def test_what_has_a_name_and_is_given_to_a_network_here_is_one_value_in_the_repl
     assert notebook.user_ns["value"] == 1
 
 
+@pytest.mark.parametrize(("make", "change"), [("torch.zeros(1)", "own += 1"), ("[0]", "own[0] += 1")])
+def test_what_a_network_has_here_and_a_later_cell_names_is_one_value_in_the_replicas(notebook, make, change):
+    notebook.here(NET)
+    notebook.cell("net")
+    notebook.here(f"own = {make}; net[0].own = own")
+    notebook.cell("net")
+    notebook.cell(f"same = net[0].own is own\n{change}")
+    assert notebook.user_ns["same"] is True
+    notebook.here("assert net[0].own is own and own[0] == 1")
+    notebook.cell("value = int(net[0].own[0])")
+    assert notebook.user_ns["value"] == 1
+
+
 def test_a_name_that_a_cell_gives_a_tensor_of_a_network_is_that_tensors_here(notebook):
     notebook.here(NET)
     notebook.cell("net[0].seen = torch.ones(2)")

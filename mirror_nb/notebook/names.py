@@ -357,13 +357,16 @@ class Names:
         )
 
     def _named_in_changed(self, replica_id: int, sent: Collection[str]) -> Iterator[tuple[str, str, str, str]]:
-        """Yield where such networks have values that the replica has by names: there as here it is to be one value."""
-        held = list(self.user_ns.items()) if self._set_anew else ()
+        """Yield where networks have values that the replica has by names: there as here it is to be one value.
+
+        In those whose attributes go with the cell, and of names that do in any.
+        """
+        held = list(self.user_ns.items()) if self._set_anew or sent else ()
         named = names_by_id((n, v) for n, v in held if n in sent or self.shared.shares(replica_id, n, v))
-        for handle in self._set_anew:
-            network = self.mirrors.find(handle)
-            found = named_attributes(network, named) if network is not None else ()
-            yield from ((handle, *where) for where in found)
+        coming = names_by_id((n, v) for n, v in held if n in sent)
+        for handle, network in self.mirrors.roots() if held else ():
+            of_it = named if handle in self._set_anew else coming
+            yield from ((handle, *where) for where in named_attributes(network, of_it))
 
     def told(self, replica_id: int, holdings: Holdings) -> None:
         """Take these holdings for known to the replica."""
