@@ -336,3 +336,14 @@ def test_an_object_of_the_replicas_that_cannot_be_looked_into_ends_no_cell(noteb
         )
     notebook.cell("x.append(2)")
     notebook.here("assert x == [1, 2]")
+
+
+def test_an_object_is_filled_though_what_it_holds_has_another_value_under_its_name_by_now(notebook):
+    notebook.here("class Log:\n    pass\nlog, losses = Log(), [1]")
+    notebook.cell("log.losses = losses")
+    notebook.here("losses = [2]")
+    returned = notebook.cell("log.best = 3")
+    log = notebook.user_ns["log"]
+    assert (log.best, log.losses) == (3, [1])
+    assert returned.altered == []
+    assert notebook.user_ns["losses"] == [2]

@@ -311,7 +311,7 @@ class Namespace:
     def by_themselves(self) -> Iterator[tuple[str, object]]:
         """Yield what has a name and is no network or the like, for which a token stands wherever it is."""
         for name, value in self.names.items():
-            own = travels(name) and value is not self._given.get(name, _MISSING)
+            own = travels(name) and name not in self._outdated and value is not self._given.get(name, _MISSING)
             if own and has_an_identity(value) and not issubclass(type(value), nn.Module) and not is_told(value):
                 yield name, value
 
