@@ -702,3 +702,15 @@ def test_a_new_network_is_not_gone_through_for_each_parameter_of_its_optimizer(n
         counts.append(looks)
     assert counts[1] < 5 * counts[0]
     assert notebook.user_ns["opt"].param_groups[0]["params"][-1] is notebook.user_ns["net"][-1].bias
+
+
+def test_a_new_network_that_a_cell_gives_another_ones_weight_has_that_here_too(notebook):
+    notebook.cell(f"{NET}")
+    net = notebook.user_ns["net"]
+    notebook.cell("head = nn.Linear(*net[0].weight.T.shape)\nhead.weight = net[0].weight")
+    assert notebook.user_ns["head"].weight is net[0].weight
+    notebook.cell("with torch.no_grad():\n    head.weight += 1")
+    assert torch.equal(net[0].weight, notebook.there("net")[0].weight)
+    notebook.here("with torch.no_grad():\n    net[0].weight += 1")
+    notebook.cell("head")
+    assert torch.equal(net[0].weight, notebook.there("head").weight)

@@ -250,13 +250,14 @@ class Absorbing:
     def _graft(self, exports: Exports, arrivals: Arrivals) -> None:
         """Networks that are here and have other parts since, or are parts of a new one, stay who they are.
 
-        Others here may have them: optimizers, objects, other networks.
+        And so do parameters that a new one has, too. Others here may have them: optimizers, objects, other networks.
         """
         here = {id(part) for handle, part in arrivals.handles.items() if self._mirrors.find(handle) is not None}
+        here |= {id(parameter) for parameter, *_ in exports.moved}
         modules = {
             handle: module
             for handle, module in exports.modules.items()
-            if any(id(part) in here for part in module.modules())
+            if any(id(one) in here for one in (*module.modules(), *module.parameters()))
         }
         exports.modules.update(self._mirrors.graft(modules, arrivals, exports.moved, exports.replacing))
 
