@@ -347,3 +347,23 @@ def test_an_object_is_filled_though_what_it_holds_has_another_value_under_its_na
     assert (log.best, log.losses) == (3, [1])
     assert returned.altered == []
     assert notebook.user_ns["losses"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "inside"),
+    [
+        ("own = [1]; own.append(own)", "own.append(2)", "own[1]"),
+        ("own = [1]", "own.append(own)", "own[1]"),
+        ("own = {}; own['again'] = [own]", "own['best'] = 3", "own['again'][0]"),
+        ("class Hook:\n    pass\none = Hook(); own = [one]; one.hooks = own; del one", "own[0].n = 3", "own[0].hooks"),
+    ],
+)
+def test_a_container_that_holds_itself_does_so_after_a_cell_has_changed_it(notebook, make, change, inside):
+    notebook.here(make)
+    own = notebook.user_ns["own"]
+    notebook.cell(change)
+    notebook.here(f"inside = {inside}")
+    assert notebook.user_ns["own"] is own
+    assert notebook.user_ns["inside"] is own
+    notebook.cell(f"there = {inside} is own, len(own)")
+    assert notebook.user_ns["there"] == (True, len(own))

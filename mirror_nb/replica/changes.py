@@ -41,7 +41,8 @@ class Changes:
     holding: frozenset[str] = frozenset()
     # Names of containers and objects that were left as they were, and that hold what the cell has named.
     filled: frozenset[str] = frozenset()
-    # Of these, and of the altered ones: objects whose attributes travel, for the controller's own.
+    # Of these, and of the altered ones: objects whose attributes travel, for the controller's own, and containers that
+    # hold themselves, whose members do.
     standing: tuple[str, ...] = ()
     # Names that the cell mentions, and whose values it has left as they were, or altered: the notebook keeps its own.
     former: tuple[str, ...] = ()
@@ -139,9 +140,11 @@ class Before:
             if name in names and not (same and more):
                 # A line that may bind it has left it as it is.
                 continue
-            if held.own and is_refillable(value) and (more or not same):
+            # As an object, since what it holds is to hold the notebook's own.
+            own = held.own or sum(obj is value for obj in inside) > 1
+            if own and is_refillable(value) and (more or not same):
                 filled.add(name)
-            if not same and not held.own:
+            if not same and not own:
                 names.add(name)
             elif same and more and (name in filled or stays_itself(value)):
                 holding.add(name)
