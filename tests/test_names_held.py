@@ -367,3 +367,19 @@ def test_a_container_that_holds_itself_does_so_after_a_cell_has_changed_it(noteb
     assert notebook.user_ns["inside"] is own
     notebook.cell(f"there = {inside} is own, len(own)")
     assert notebook.user_ns["there"] == (True, len(own))
+
+
+def test_a_method_that_a_cell_has_called_is_not_told_to_have_changed_where_its_object_has_followed(notebook):
+    notebook.here(
+        "class Trainer:\n    n = 0\n    def step(self):\n        self.n += 1\ntrainer = Trainer()\nstep = trainer.step"
+    )
+    returned = notebook.cell("step()")
+    assert (returned.bound, returned.altered) == (["trainer"], [])
+    assert notebook.user_ns["trainer"].n == 1
+    returned = notebook.cell("step()\nsame = step.__self__ is trainer")
+    assert notebook.sent == []
+    assert notebook.user_ns["trainer"].n == 2
+    assert notebook.user_ns["same"] is True
+    # Without a name of its own the object is told of by its method's.
+    notebook.here("trainer = None")
+    assert notebook.cell("step()").altered == ["step"]

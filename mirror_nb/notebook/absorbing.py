@@ -6,6 +6,7 @@ Knows payloads, networks and the replicas' ids; shows nothing.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -207,6 +208,7 @@ class Absorbing:
         objects = self._absorb_objects(told)
         self._absorb_names(names - trained, told)
         self._join(told)
+        told.altered.difference_update(self._methods_of_followed(told))
         settings = {name: known for name in told.altered if (known := _set_in(name, told.by.values())) is not None}
         told.returned.altered = self._shared.alter(told.altered, left, settings)
         # Objects that hold each other are filled one after the other.
@@ -351,6 +353,12 @@ class Absorbing:
         if followed:
             self._shared.share(exports, {name: obj}, tellers=tuple(sorted(exports)))
         return followed
+
+    def _methods_of_followed(self, told: _Told) -> set[str]:
+        """Return the altered names of methods of objects that have followed: `step`, of `step = trainer.step`."""
+        followed = {id(self._user_ns[name]) for name in told.follow.intersection(told.returned.bound)}
+        methods = ((n, m) for n in told.altered if type(m := self._user_ns.get(n)) is types.MethodType)
+        return {name for name, method in methods if id(method.__self__) in followed}
 
     def _by_teller(self, name: str, obj: object, exports: dict[int, Export], sharing: set[int]) -> dict[int, object]:
         """Return the notebook's objects by the replica that tells of each: one for all, or their own; else nothing."""
