@@ -14,9 +14,10 @@ from IPython.core.compilerop import CachingCompiler
 from mirror_nb import RemoteException, ReplicaDied, ReplicaTimeout
 from mirror_nb.devices import Device
 from mirror_nb.messages import Done, Failure
+from mirror_nb.notebook.closing_line import mended
 from mirror_nb.pool.cells import told
 from mirror_nb.pool.failures import raise_for, rebuilt
-from mirror_nb.pool.report import Answer, Death, Report
+from mirror_nb.pool.report import Answer, Death, Report, alike
 
 DEVICES = [Device("cuda", i) for i in range(4)]
 OK = Answer(Done(1))
@@ -170,6 +171,14 @@ def test_how_replicas_died_is_told_once_where_they_died_alike():
     who = "replica 0 (cuda:0, pid 70), replica 2 (cuda:2, pid 72) and replica 3 (cuda:3, pid 73)"
     assert f"{who} were killed by signal 9 (SIGKILL): kill -9, or the system was out of memory; replica 1 (" in shown
     assert shown.count("SIGKILL") == 1
+
+
+def test_replicas_that_died_alike_are_told_of_once_where_they_were_started_anew():
+    deaths = [found for i in range(3) if (found := died(i, exit_code=i // 2).death) is not None]
+    one, other = [mended(each, 3, ["f"]) for each in alike(deaths)]
+    kept = "with the names of replica 3, except f, which cannot travel"
+    assert one.endswith(f"and replica 1 (cuda:1, pid 71) ended with exit code 0; they were started anew {kept}")
+    assert other.endswith(f"replica 2 (cuda:2, pid 72) ended with exit code 1; it was started anew {kept}")
 
 
 def test_the_users_error_stands_before_the_end_of_who_would_not_stop_for_it():

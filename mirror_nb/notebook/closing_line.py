@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mirror_nb.notebook.absorbing import Returned
-from mirror_nb.pool.report import Death
+from mirror_nb.pool.report import Death, ended
 from mirror_nb.readable import duration, size
 
 LISTED = 8
@@ -66,9 +66,9 @@ class ClosingLine:
         return parts
 
 
-def mended(death: Death, source: int | None, left: Sequence[str]) -> str:
-    """Say that a replica was started anew, with whose names, and without which."""
-    text = f"{death}; it was started anew"
+def mended(deaths: Sequence[Death], source: int | None, left: Sequence[str]) -> str:
+    """Say that replicas that ended in one way were started anew, with whose names, and without which."""
+    text = f"{ended(deaths)}; {'they were' if deaths[1:] else 'it was'} started anew"
     if source is not None:
         text += f" with the names of replica {source}"
     if left:

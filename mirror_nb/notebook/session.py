@@ -48,7 +48,7 @@ from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.interrupts import Deferred
 from mirror_nb.pool.local import LocalPool, stop_forkserver
 from mirror_nb.pool.recovery import compare, level, recover
-from mirror_nb.pool.report import Report
+from mirror_nb.pool.report import Report, alike
 from mirror_nb.readable import aligned, duration, size
 from mirror_nb.replica.shell import cell_numbers, learn, source_of
 from mirror_nb.strategies.mirrored import SETUP
@@ -659,7 +659,7 @@ class Session:
                 self._names.restored(replica_id, recovery.source)
                 self._untaught.add(replica_id)
                 self._names.shared.forget(replica_id, recovery.left)
-        return [*(mended(death, recovery.source, recovery.left) for death in gone), *lost]
+        return [*(mended(deaths, recovery.source, recovery.left) for deaths in alike(gone)), *lost]
 
     def _mended_pool(self) -> Pool | None:
         if self._pool is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,14 +66,20 @@ class Death:
 
 def together(deaths: Iterable[Death]) -> list[str]:
     """Say who ended, in a sentence for each way: a machine without memory ends many of them alike."""
-    alike: dict[str, list[Death]] = {}
+    return list(map(ended, alike(deaths)))
+
+
+def alike(deaths: Iterable[Death]) -> list[list[Death]]:
+    """Return the deaths of each way."""
+    found: dict[str, list[Death]] = {}
     for death in deaths:
-        alike.setdefault(death.how(), []).append(death)
-    return list(map(_ended, alike.values()))
+        found.setdefault(death.how(), []).append(death)
+    return list(found.values())
 
 
-def _ended(alike: list[Death]) -> str:
-    *others, last = alike
+def ended(deaths: Sequence[Death]) -> str:
+    """Say who ended, all in one way."""
+    *others, last = deaths
     return f"{', '.join(death.who for death in others)} and {last.who} {last.how('were')}" if others else str(last)
 
 
