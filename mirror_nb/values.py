@@ -9,7 +9,7 @@ import enum
 import html
 import numbers
 import types
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
 from typing import Any, Never, final
 
 import numpy as np
@@ -154,7 +154,8 @@ def labelled(replica_id: int, value: object) -> str:
 class PerReplica(DistributedValues):
     """One value from each replica, which may differ.
 
-    `values`, `len()`, iteration and indexing by replica id give the single values. `shares`: of a batch, the number
+    `values`, `len()`, iteration and indexing by replica id give the single values. Of dicts, an item that is set or
+    deleted is so in each. `shares`: of a batch, the number
     of examples in each replica's part, by which `run` weighs the gradients; the notebook alone has it. `absent`: of
     what a function has made of a batch, the replicas that had no examples of it.
     One that a function has captured is in each replica that replica's value.
@@ -188,11 +189,23 @@ class PerReplica(DistributedValues):
                 f"{self._what()}, where setting `{name}` would change nothing: set it in the replicas"
             )
 
-    def __setitem__(self, item: Any, value: Any) -> Never:
-        raise UsageError(f"{self._what()}, where setting an item would change nothing: set it in the replicas")
+    def __setitem__(self, key: Any, value: Any) -> None:
+        for own in self._dicts(key):
+            own[key] = value
 
-    def __delitem__(self, item: Any) -> Never:
-        raise UsageError(f"{self._what()}, where deleting an item would change nothing: delete it in the replicas")
+    def __delitem__(self, key: Any) -> None:
+        having = [own for own in self._dicts(key) if key in own]
+        if not having:
+            raise KeyError(key)
+        for own in having:
+            del own[key]
+
+    def _dicts(self, key: Any) -> Sequence[MutableMapping[Any, Any]]:
+        """Return the values, dicts, each of which gets an item: a network's hook writes to them here, too."""
+        dicts = [value for value in self._values if isinstance(value, MutableMapping)]
+        if len(dicts) < len(self) or isinstance(key, int):
+            raise UsageError(f"{self._what()}: set and delete items in one of them, value[0], or in the replicas")
+        return dicts
 
     def __contains__(self, item: object) -> bool:
         # Of dicts or lists it would say "no" to whatever each of them has.

@@ -120,6 +120,14 @@ def test_what_a_hook_adds_to_is_the_list_that_has_a_name(run, one, other, made):
     assert run(one + "forward(); seen") == [2, 2, 2]
 
 
+def test_a_hook_sets_its_item_here_though_what_it_writes_to_differs_by_replica(run):
+    run("seen = {}\ndef keep(m, i, o): seen['out'] = len(o)\nnet[0].register_forward_hook(keep)")
+    assert run("%%mirrored\nnet(torch.ones(replica_id + 1, 4)); len(seen)") == 1
+    assert run("[one['out'] for one in seen]") == [1, 2]
+    assert run("net(torch.ones(5, 4)); [one['out'] for one in seen]") == [5, 5]
+    assert run("%%mirrored\nseen['out']") == 5
+
+
 @SIDES
 def test_functions_among_the_attributes_are_on_both_sides(run, one, other):
     before = run("forward()")

@@ -184,8 +184,14 @@ def test_one_replica_alone_gives_its_value():
 
 MISTAKES: dict[str, tuple[list[Any], Callable[[Any], object], type[Exception], str]] = {
     "a dict": ([{"a": 1}, {"a": 2}], lambda value: value["a"], UsageError, r"\(here dict\).*value\[0\]\['a'\]"),
-    "an item that is set": ([{}, {"a": 1}], lambda value: value.__setitem__("a", 1), UsageError, r"in the replicas"),
-    "an item that goes": ([{"a": 1}] * 2, lambda value: value.__delitem__("a"), UsageError, "delete it in the replic"),
+    "an item that is set": (
+        [[1], {}],
+        lambda value: value.__setitem__("a", 1),
+        UsageError,
+        r"value\[0\], or in the r",
+    ),
+    "a dict that is set": ([{0: 1}, {}], lambda value: value.__setitem__(0, {}), UsageError, "in the replicas"),
+    "an item that goes": ([[1], [2]], lambda value: value.__delitem__(0), UsageError, "delete items in one of them"),
     "a key": ([{"a": 1}, {"a": 2}], lambda value: "a" in value, UsageError, r"here dict.*: .*'a' in value\[0\]"),
     "tensors": ([torch.ones(1), 2.0], lambda value: value.item(), AttributeError, r"here Tensor or float.*\[0\].item"),
     "a text": ([1.0, 2.0], lambda value: f"{value:.2f}", UsageError, r'each of 2 replicas.*reduce\("mean", value\)'),
@@ -196,6 +202,17 @@ MISTAKES: dict[str, tuple[list[Any], Callable[[Any], object], type[Exception], s
 def test_a_value_of_each_replica_that_is_taken_for_one_value_says_what_it_is(values, use, kind, message):
     with pytest.raises(kind, match=message):
         use(PerReplica(values))
+
+
+def test_an_item_of_dicts_that_differ_is_set_and_deleted_in_each_of_them():
+    value = PerReplica([{"a": 1}, {"b": 2}])
+    value["c"] = 3
+    assert value.values == ({"a": 1, "c": 3}, {"b": 2, "c": 3})
+    del value["c"]
+    assert value.values == ({"a": 1}, {"b": 2})
+    del value["b"]
+    with pytest.raises(KeyError, match="b"):
+        del value["b"]
 
 
 def test_what_asks_a_value_of_each_replica_for_protocols_finds_none():
