@@ -46,6 +46,7 @@ from mirror_nb.noticing.levels import Kinds, Levels, Opener
 from mirror_nb.noticing.slots import own_attributes, slots_of
 from mirror_nb.noticing.streams import is_stream, place
 from mirror_nb.transfer.pickler import PYTHONS, Limited, TooLarge
+from mirror_nb.values import PerReplica
 
 WATCHED_BYTES = 1 << 16
 # A value up to this size, pickled, is compared whole; of a larger one which objects are in it, in those, and so on.
@@ -127,7 +128,7 @@ def content(
     if is_around_data(value):
         return Content(beside=((weakref.ref(value), _of_data_sets(value, token)),), own=True)
     own = is_own(value) or keeps(value)
-    if not own and not isinstance(value, (*CONTAINERS, np.ndarray, torch.Tensor)):
+    if not own and not isinstance(value, (*CONTAINERS, PerReplica, np.ndarray, torch.Tensor)):
         return None
     file = Limited(WATCHED_BYTES if most is None else most)
     reader = _Reader(file, token, value, sought, seen)
