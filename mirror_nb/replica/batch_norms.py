@@ -1,4 +1,4 @@
-"""Batch norms of your own loops, where torch refuses what one device would have taken.
+"""Batch norms in loops of the users' own, where torch refuses what one device would have taken.
 
     nn.BatchNorm1d, 2d, 3d   a share of one example of a larger batch: one value a channel
     nn.SyncBatchNorm         on the CPU, for which torch has none

@@ -54,8 +54,10 @@ class ReplicaContext:
         """Return `value`, a nest of tensors, reduced over all replicas; differentiable.
 
         `reduce_op`: ReduceOp.SUM or MEAN, or their names. Every replica gives the same structure, shapes and dtypes.
-        The gradient of a sum over replicas is the sum of the gradients (of a mean: their mean). `options` are
-        tf.distribute's CommunicationOptions; those of the strategy hold for all of its calls.
+        The gradient of a sum over replicas is the sum of the gradients (of a mean: their mean); in an uneven batch
+        each counts by its replica's examples, so that parameters get one device's. NaN of a replica that has no
+        examples, the mean of none, does not count. `options` are tf.distribute's CommunicationOptions; those of the
+        strategy hold for all of its calls.
 
         Raises UsageError where the replicas' structures, shapes or dtypes differ, on every replica.
         """
