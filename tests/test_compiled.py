@@ -192,6 +192,19 @@ def test_a_lazy_network_takes_shape_in_a_compiled_step(two):
     assert torch.equal(*weights)
 
 
+def test_a_network_with_batch_norm_is_compiled_as_a_whole(two):
+    with two.scope():
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU())
+
+    def difference(x: torch.Tensor) -> torch.Tensor:
+        found = torch.compile(model, backend="eager", fullgraph=True)(x)
+        return (found - model(x)).detach().abs().max()
+
+    # Of the last batch of 3 replica 1 has a single example.
+    for x in two.distribute_dataset(X[:11], batch_size=4):
+        assert torch.equal(torch.stack(two.local_results(two.run(difference, args=(x,)))), torch.zeros(2))
+
+
 def test_functions_of_both_kinds_of_cells_are_compiled_in_both(shell):
     run = running(shell)
     run("import torch\n@torch.compile(backend='eager')\ndef outside(x):\n    return x * factor\nfactor = 2.0")

@@ -36,10 +36,10 @@ from mirror_nb.gradients.agreement import Keys
 from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.mirroring.lazy import kind_of
 from mirror_nb.mirroring.networks import tensors
-from mirror_nb.replica.batch_norms import BatchNormsOfShares
 from mirror_nb.replica.decisions import GlobalLosses, GlobalMetrics
 from mirror_nb.replica.random_streams import RandomStreams, Streams, seeding_functions, state_functions
 from mirror_nb.replica.whole import whole
+from mirror_nb.tensors.batch_norms_of_shares import BatchNormsOfShares
 from mirror_nb.tensors.sharded import is_sharded
 from mirror_nb.transfer.compiled import OutsideOfCompiled, tracing
 from mirror_nb.transfer.told import note_step, parameters_of

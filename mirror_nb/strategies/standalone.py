@@ -27,11 +27,11 @@ from mirror_nb.devices import Device
 from mirror_nb.environment import seeds
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.gradients.synchronizer import GradientSynchronizer
-from mirror_nb.replica.batch_norms import BatchNormsOfShares
 from mirror_nb.replica.scope import Scope
 from mirror_nb.steps.recorder import Recorder
 from mirror_nb.steps.steering import Steering
 from mirror_nb.strategies.context import get_strategy, on_one_replica
+from mirror_nb.tensors.batch_norms_of_shares import BatchNormsOfShares
 from mirror_nb.tensors.sharded import is_sharded
 from mirror_nb.transfer.pickler import label_class
 

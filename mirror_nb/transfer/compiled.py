@@ -79,7 +79,8 @@ _OURS = (
     *("tensors.checksums", "tensors.layouts", "environment.replaced", "mirroring"),
     *("transfer.told", "transfer.keras_objects"),
 )
-# Where code of ours is that runs within what users compile. Not training: its layers are part of networks.
+# Where code of ours is that runs within what users compile. Not training, nor batch norms of tensors: these are part
+# of networks.
 
 
 def leave_us_out() -> None:

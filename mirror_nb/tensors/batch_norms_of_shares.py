@@ -3,30 +3,39 @@
     nn.BatchNorm1d, 2d, 3d   a share of one example of a larger batch: one value a channel
     nn.SyncBatchNorm         on the CPU, for which torch has none
 
-Knows torch's modules and what shares a batch has. On a GPU `nn.SyncBatchNorm` is torch's own.
+Knows torch's modules, and asks who weighs the gradients for shares. On a GPU `nn.SyncBatchNorm` is torch's own.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.tensors.batch_norm import normalized, without_variance
 
 _Forward = Callable[[Any, Tensor], Tensor]
+
+
+class Weights(Protocol):
+    """How much this replica's examples count."""
+
+    shares: tuple[int, int] | None
+    # Of the batch in use: this replica's examples, and all replicas'.
+
+    def times_an_equal_part(self) -> float:
+        """Return how many times an equal part this replica's loss counts."""
 
 
 @final
 class BatchNormsOfShares:
     """In the place of torch's `forward` until it is removed."""
 
-    def __init__(self, gradients: GradientSynchronizer) -> None:
-        self._gradients = gradients
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
         self._replaced: list[tuple[Any, _Forward, _Forward | None]] = []
         # Each with the one of its own that it had; None: that of its base class.
         for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
@@ -62,7 +71,7 @@ class BatchNormsOfShares:
         return original(module, x)
 
     def _is_part_of_more(self) -> bool:
-        shares = self._gradients.shares
+        shares = self._weights.shares
         return shares is not None and shares[0] < shares[1]
 
     def _by_all(self, original: _Forward, module: Any, x: Tensor) -> Tensor:
@@ -75,4 +84,4 @@ class BatchNormsOfShares:
             dist.all_reduce(flat, group=group)
             return flat
 
-        return normalized(module, x, add_up, weight=self._gradients.times_an_equal_part)
+        return normalized(module, x, add_up, weight=self._weights.times_an_equal_part)
