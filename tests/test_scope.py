@@ -551,6 +551,14 @@ def test_forward_passes_are_not_watched_while_running() -> None:
         assert not nn.modules.module._global_forward_pre_hooks
 
 
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_batch_norms_take_their_input_by_its_name(kind: type[nn.Module]) -> None:
+    x = torch.randn(4, 3)
+    with make():
+        norm = kind(3).eval()
+        assert torch.equal(norm(input=x), norm(x))
+
+
 def test_an_empty_share_leaves_batch_norms_statistics_alone() -> None:
     norm = nn.BatchNorm1d(3)
     norm(torch.randn(4, 3))

@@ -57,8 +57,9 @@ class BatchNormsOfShares:
         original: _Forward = kind.forward
 
         @functools.wraps(original)
-        def forward(module: Any, x: Tensor) -> Tensor:
-            return by(original, module, x) if module.training else original(module, x)
+        def forward(module: Any, input: Tensor) -> Tensor:
+            # As torch calls it: users may name it.
+            return by(original, module, input) if module.training else original(module, input)
 
         self._replaced.append((kind, forward, vars(kind).get("forward")))
         kind.forward = forward
