@@ -676,6 +676,32 @@ def test_a_loss_of_what_all_replicas_have_in_an_uneven_batch_has_one_devices_gra
         torch.testing.assert_close(one, single.weight.grad)
 
 
+def test_what_all_replicas_have_may_be_changed_in_place(two):
+    with two.scope():
+        model = nn.Linear(4, 1)
+
+    def gradients(inputs: torch.Tensor) -> list[torch.Tensor]:
+        context, found = mnb.get_replica_context(), []
+        for of_all in (
+            lambda loss: context.all_reduce("sum", loss),
+            lambda loss: context.all_reduce("sum", [loss, loss])[0],
+            lambda loss: context.all_reduce("mean", loss),
+            lambda loss: context.all_gather(loss, axis=0),
+        ):
+            model.zero_grad()
+            total = of_all(model(inputs).mean(0))
+            total /= 2
+            total.sum().backward()
+            found.append(model.bias.grad)
+        counted = context.all_reduce("sum", torch.ones(1))
+        counted += model(inputs).mean(0)
+        return [*found, counted.detach() - model(inputs).mean(0).detach()]
+
+    (batch,) = two.distribute_dataset(X[:4].clone(), batch_size=4)
+    for found in two.local_results(two.run(gradients, (batch,))):
+        assert [one.item() for one in found] == pytest.approx([1.0, 1.0, 0.5, 1.0, 2.0])
+
+
 def test_the_loss_of_a_share_without_examples_does_not_make_that_of_the_batch_nan(two):
     def of(batch: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": batch.mean(), "each": batch, "odd": batch.sum() / 0}

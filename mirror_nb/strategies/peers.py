@@ -258,7 +258,8 @@ class Peers:
         for members, flat in zip(groups.values(), flats, strict=True):
             pieces = flat.split([tensors[i].numel() for i in members])
             for i, piece in zip(members, pieces, strict=True):
-                results[i] = piece.view(tensors[i].shape).to(tensors[i].dtype)
+                # No views: autograd lets nobody write in place to those that a function of ours returns.
+                results[i] = piece.view(tensors[i].shape).to(tensors[i].dtype).data
         return results
 
     def _begin(self, flat: Tensor) -> Any:
@@ -281,11 +282,11 @@ class Peers:
         padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
         padded[: len(rows)] = rows
         if not padded.numel():
-            return rows.new_zeros((sum(sizes), *rows.shape[1:])).movedim(0, axis)
+            return rows.new_zeros((sum(sizes), *rows.shape[1:])).movedim(0, axis).data
         # As bytes: gloo gathers not every dtype.
         parts = self._rows(padded.reshape(-1).view(torch.uint8))
         whole = [part.view(tensor.dtype).view(padded.shape)[:size] for part, size in zip(parts, sizes, strict=True)]
-        return torch.cat(whole).movedim(0, axis)
+        return torch.cat(whole).movedim(0, axis).data
 
     def sizes(self, mine: Sequence[int]) -> list[list[int]]:
         """Return every replica's list of numbers, which are equally many."""
