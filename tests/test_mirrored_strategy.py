@@ -676,6 +676,31 @@ def test_a_loss_of_what_all_replicas_have_in_an_uneven_batch_has_one_devices_gra
         torch.testing.assert_close(one, single.weight.grad)
 
 
+def test_a_penalty_on_the_gradient_of_a_sum_over_uneven_shares_has_one_devices_gradient(two):
+    with two.scope():
+        model = nn.Linear(4, 3)
+    single = copy.deepcopy(model)
+
+    def slope(of_all: Callable[[torch.Tensor], torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+        total = of_all(h.tanh().square().sum())
+        (gradient,) = torch.autograd.grad(total.exp() / 10, h, create_graph=True)
+        return gradient
+
+    def train(inputs: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        of_all = functools.partial(mnb.get_replica_context().all_reduce, "sum")
+        # Both replicas' losses come to it, each by its examples, and it is divided by how this one's count.
+        mine = slope(of_all, model(inputs)) * (len(inputs) / 3)
+        of_all(mine.square().sum()).backward()
+        return model.weight.grad
+
+    x = X[:3].clone()
+    (batch,) = two.distribute_dataset(x, batch_size=3)
+    slope(torch.clone, single(x)).square().sum().backward()
+    for found in two.local_results(two.run(train, (batch,))):
+        torch.testing.assert_close(found, single.weight.grad)
+
+
 def test_what_all_replicas_have_may_be_changed_in_place(two):
     with two.scope():
         model = nn.Linear(4, 1)
