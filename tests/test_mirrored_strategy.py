@@ -755,6 +755,27 @@ def test_the_loss_of_a_share_without_examples_does_not_make_that_of_the_batch_na
     assert two.reduce("sum", PerReplica([1.0, float("nan")]), axis=None).isnan()
 
 
+@pytest.mark.parametrize("way", ["script", "trace", "export"])
+def test_batch_norm_is_scripted_traced_and_exported_in_the_replicas(two, way):
+    def made() -> list[float]:
+        torch.manual_seed(3)
+        model = nn.BatchNorm1d(4)
+        inputs = torch.arange(8.0).reshape(2, 4)
+        with warnings.catch_warnings():
+            # torch's own: of shapes that it asks for, and that all of this is of the past.
+            warnings.simplefilter("ignore")
+            match way:
+                case "script":
+                    other = torch.jit.script(model)
+                case "trace":
+                    other = torch.jit.trace(model, inputs)
+                case _:
+                    other = torch.export.export(model, (inputs,)).module()
+        return (other(inputs) - model(inputs)).abs().flatten().tolist()
+
+    assert two.run(made) == [0.0] * 8
+
+
 def test_synchronised_batch_norm_trains_on_cpus_as_batch_norm_does_on_one_device(two):
     x, y = X[:7].clone(), torch.arange(7.0)[:, None]
     with two.scope():

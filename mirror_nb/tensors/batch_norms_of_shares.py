@@ -13,9 +13,12 @@ from collections.abc import Callable
 from typing import Any, Protocol, final
 
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: F401
 from torch import Tensor, nn
 
 from mirror_nb.tensors.batch_norm import normalized, without_variance
+
+# F: torch.jit.script compiles the text of torch's `forward` for ours, by the names of this module.
 
 _Forward = Callable[[Any, Tensor], Tensor]
 
@@ -36,6 +39,7 @@ class BatchNormsOfShares:
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
+        self._removed = False
         self._replaced: list[tuple[Any, _Forward, _Forward | None]] = []
         # Each with the one of its own that it had; None: that of its base class.
         for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
@@ -43,9 +47,10 @@ class BatchNormsOfShares:
         self._replace(nn.SyncBatchNorm, self._by_all)
 
     def remove(self) -> None:
+        self._removed = True
         while self._replaced:
             kind, ours, own = self._replaced.pop()
-            # Who replaced ours meanwhile keeps theirs.
+            # Who replaced ours meanwhile keeps theirs, and calls ours, which calls torch's by then.
             if vars(kind).get("forward") is not ours:
                 continue
             if own is None:
@@ -59,7 +64,8 @@ class BatchNormsOfShares:
         @functools.wraps(original)
         def forward(module: Any, input: Tensor) -> Tensor:
             # As torch calls it: users may name it.
-            return by(original, module, input) if module.training else original(module, input)
+            ours = module.training and not self._removed
+            return by(original, module, input) if ours else original(module, input)
 
         self._replaced.append((kind, forward, vars(kind).get("forward")))
         kind.forward = forward
