@@ -46,9 +46,7 @@ def torch_metric_names() -> list[str]:
     return sorted({*_OF_CLASSES, *_OF_VALUES})
 
 
-def named_torch_metric(
-    asked: str, name: str, *, probabilities: bool, columns: bool, classes_last: bool = False
-) -> Metric:
+def named_torch_metric(asked: str, name: str, *, probabilities: bool, columns: bool, classes_last: bool) -> Metric:
     """Return the metric `name`, which logs call `asked`.
 
     `probabilities`: outputs are probabilities, not logits. `columns`: targets of the outputs' shape are labels of
@@ -182,7 +180,9 @@ def _reduced(values: list[Any], reduction: Any, examples: list[Tensor]) -> Any:
     """One state of all replicas, by torchmetrics' reduction: what its own synchronisation does."""
     if isinstance(values[0], list):
         together = [tensor for value in values for tensor in value]
-        return together if reduction is None or not together else _cat(together, reduction)
+        # A list stays one: `compute` cats it; other reductions of lists are the metric's own.
+        stays = reduction is None or not together or getattr(reduction, "__name__", "") == "dim_zero_cat"
+        return together if stays else reduction(together)
     stacked = torch.stack(values)
     if reduction is None:
         return stacked
@@ -191,11 +191,6 @@ def _reduced(values: list[Any], reduction: Any, examples: list[Tensor]) -> Any:
         weights = (weights / weights.sum()).reshape(-1, *(1 for _ in stacked.shape[1:]))
         return (stacked.double() * weights).sum(0).to(stacked.dtype if stacked.is_floating_point() else torch.float32)
     return reduction(stacked)
-
-
-def _cat(tensors: list[Tensor], reduction: Any) -> Any:
-    """A list stays one: `compute` cats it; other reductions of lists are the metric's own."""
-    return tensors if getattr(reduction, "__name__", "") == "dim_zero_cat" else reduction(tensors)
 
 
 def _of_classes(class_name: str, asked: str) -> Callable[[str, int], Any]:
