@@ -180,13 +180,11 @@ class CallbackList(Callback):
 
     def set_model(self, model: Any) -> None:
         self.model = model
-        for callback in self.callbacks:
-            callback.set_model(model)
+        self._each("set_model", model)
 
     def set_params(self, params: dict[str, Any]) -> None:
         self.params = params
-        for callback in self.callbacks:
-            callback.set_params(params)
+        self._each("set_params", params)
 
     @property
     def _every(self) -> int | None:

@@ -18,7 +18,6 @@ from mirror_nb.training.history import lower_is_better
 class Better:
     """Which of two values of one metric is an improvement on the other."""
 
-    monitor: str
     lower: bool
     min_delta: float
     # Below it a change is none.
@@ -42,7 +41,7 @@ def better(who: Callback, monitor: str, mode: str, min_delta: float = 0.0) -> Be
             f"whether more or less of {monitor!r} is better cannot be told from its name; "
             f"pass mode='max' or mode='min' to {name}"
         )
-    return Better(monitor, lower, abs(min_delta))
+    return Better(lower, abs(min_delta))
 
 
 def monitored(who: Callback, monitor: str, logs: Logs) -> float | None:
