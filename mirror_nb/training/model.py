@@ -295,8 +295,6 @@ class Model(nn.Module):
             raise UsageError("this model is being fitted; a callback cannot fit it again")
         if on_failure not in ("recover", "raise"):
             raise UsageError(f"`on_failure` is {on_failure!r}; it is 'recover' or 'raise'")
-        if x is None:
-            raise UsageError("`x` is None; give tensors, arrays, a Dataset or a DataLoader")
         epochs, initial_epoch = _count("epochs", epochs), _count("initial_epoch", initial_epoch, least=0)
         steps = _steps("steps_per_epoch", steps_per_epoch)
         validation_steps = _steps("validation_steps", validation_steps)

@@ -47,10 +47,10 @@ class Scoring(Job):
         self._own_step = model.own_step(self._step_name)
         if self._own_step is None and self._objective is None:
             self._own_step = model.own_step("training_step")
-        if self._own_step is None and self._objective is None:
-            raise UsageError(
-                f"the model has no loss: give compile(loss=...), or define {self._step_name}(self, batch)"
-            )
+            if self._own_step is None:
+                raise UsageError(
+                    f"the model has no loss: give compile(loss=...), or define {self._step_name}(self, batch)"
+                )
 
     def _begin_sums(self) -> None:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -158,7 +158,7 @@ class Scoring(Job):
         if self._own_step is not None or not (self._plain_metrics or self._weighted_metrics) or not self._counting:
             return
         with torch.no_grad():
-            seen = outputs.detach() if isinstance(outputs, Tensor) else _detached(outputs)
+            seen = map_leaves(outputs, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
             for metric in self._plain_metrics:
                 metric.update(seen, share.targets)
             for metric in self._weighted_metrics:
@@ -181,7 +181,3 @@ class Evaluation(Scoring):
         else:
             self._without_examples()
         self.step += 1
-
-
-def _detached(nest: Any) -> Any:
-    return map_leaves(nest, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
