@@ -332,7 +332,6 @@ class _Peers(Team):
         assert seat is not None
         self._seat = seat
         self._model = model
-        self._trainee: Trainee | None = None
         self.first = seat.replica_id == 0
 
     def start(self, work: Work) -> None:
@@ -356,7 +355,6 @@ class _Peers(Team):
 
     def pull(self) -> None:
         # The values are here, each replica's own statistics too.
-        assert self._trainee is not None
         self._trainee.settle()
 
     def push(self) -> None:
@@ -369,18 +367,15 @@ class _Peers(Team):
             self._seat.hand_out([variable.value.detach() for variable in variables_of(self._model)], 0)
 
     def stop(self, what: str) -> None:
-        assert self._trainee is not None
         with keras_job.on_device(self._seat.device):
             self._trainee.stop(what)
 
     def finish(self) -> None:
-        assert self._trainee is not None
         with keras_job.on_device(self._seat.device):
             self._trainee.finish()
 
     def end(self, failed: bool) -> None:
-        if self._trainee is not None:
-            self._trainee.leave()
+        self._trainee.leave()
 
     def shared(self) -> contextlib.AbstractContextManager[None]:
         return self._seat.shared_randomness()
@@ -434,15 +429,14 @@ class Feeder:
         self._steps = None
 
 
-def _source(
-    team: Team, model: Any, arguments: dict[str, Any], anew: bool = False
-) -> tuple[Source, Feeder | None, Any]:
+def _source(team: Team, model: Any, *, anew: bool = False, **arguments: Any) -> tuple[Source, Feeder | None, Any]:
     """Return what the replicas make their batches from, or what feeds them, and Keras's iterator over it."""
-    accepted = inspect.signature(keras_job.epoch_iterator_class()).parameters
+    kind = keras_job.epoch_iterator_class()
+    accepted = inspect.signature(kind).parameters
     arguments = {name: value for name, value in arguments.items() if name in accepted}
     arguments["steps_per_execution"] = getattr(model, "steps_per_execution", 1)
-    iterator = keras_job.epoch_iterator(arguments)
-    if isinstance(team, _Commanded) and not _travels(arguments.get("x")):
+    iterator = kind(**arguments)
+    if isinstance(team, _Commanded) and not _travels(arguments["x"]):
         return Source({}, pushed=True), Feeder(iterator, anew), iterator
     # Keras may have a limit of its own, which is set in this process alone.
     arguments["steps_per_epoch"] = iterator.steps_per_epoch
@@ -451,20 +445,6 @@ def _source(
 
 def _travels(x: Any) -> bool:
     return not isinstance(x, types.GeneratorType) and not type(x).__module__.startswith(("tensorflow", "grain"))
-
-
-def _arguments(
-    x: Any, y: Any, sample_weight: Any, *, batch_size: Any, steps: Any, shuffle: Any = False, class_weight: Any = None
-) -> dict[str, Any]:
-    return {
-        "x": x,
-        "y": y,
-        "sample_weight": sample_weight,
-        "batch_size": batch_size,
-        "steps_per_epoch": steps,
-        "shuffle": shuffle,
-        "class_weight": class_weight,
-    }
 
 
 # ---------------------------------------------------------------------- fit, evaluate, predict
@@ -500,15 +480,22 @@ def _fit(
     if validation_split and validation_data is None:
         split = of_keras("trainers.data_adapters.array_slicing").train_validation_split
         (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split=validation_split)
-    wanted = _arguments(
-        x, y, sample_weight, batch_size=batch_size, steps=steps_per_epoch, shuffle=shuffle, class_weight=class_weight
+    source, feeder, iterator = _source(
+        team,
+        model,
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        steps_per_epoch=steps_per_epoch,
+        shuffle=shuffle,
+        class_weight=class_weight,
     )
-    source, feeder, iterator = _source(team, model, wanted)
     validation, validation_feeder = None, None
     if validation_data is not None:
-        size = validation_batch_size or batch_size
-        wanted = _arguments(*unpack(validation_data), batch_size=size, steps=validation_steps)
-        validation, validation_feeder, _ = _source(team, model, wanted, anew=True)
+        data = dict(zip(("x", "y", "sample_weight"), unpack(validation_data), strict=True))
+        data |= {"batch_size": validation_batch_size or batch_size, "steps_per_epoch": validation_steps}
+        validation, validation_feeder, _ = _source(team, model, anew=True, **data)
     with team.shared():
         model._symbolic_build(iterator=iterator)
         iterator.reset()
@@ -554,8 +541,9 @@ def _evaluate(
     return_dict: bool,
 ) -> Any:
     model._assert_compile_called("evaluate")
-    wanted = _arguments(x, y, sample_weight, batch_size=batch_size, steps=steps)
-    source, feeder, iterator = _source(team, model, wanted)
+    source, feeder, iterator = _source(
+        team, model, x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps_per_epoch=steps
+    )
     with team.shared():
         model._symbolic_build(iterator=iterator)
         iterator.reset()
@@ -570,7 +558,7 @@ def _evaluate(
 
 
 def _predict(team: Team, model: Any, *, x: Any, batch_size: Any, verbose: Any, steps: Any, callbacks: Any) -> Any:
-    source, feeder, iterator = _source(team, model, _arguments(x, None, None, batch_size=batch_size, steps=steps))
+    source, feeder, iterator = _source(team, model, x=x, batch_size=batch_size, steps_per_epoch=steps)
     with team.shared():
         _build(model, iterator)
         iterator.reset()

@@ -109,6 +109,7 @@ class Trainee:
         self._kind = work.kind
         self._main = _Batches(work.source, randomness)
         self._validation = _Batches(work.validation, randomness) if work.validation is not None else None
+        self._evaluated = self._validation or self._main
         self._logs: dict[str, Any] = {}
         self._weight = 0.0
         self._versions = [variable.value._version for variable in _statistics(model)]
@@ -147,18 +148,15 @@ class Trainee:
 
     def evaluate(self, steps: int | None, tell: Callable[[Progress], None] | None, chunk: Chunk | None) -> Progress:
         """Likewise without training, on the validation data where there are such."""
-        source = self._evaluated()
+        source = self._evaluated
         if source.begin(chunk, anew=source is self._validation):
             self.model.reset_metrics()
         self.model.eval()
         return self._go(source, self.model.test_function, steps, tell, training=False)
 
-    def _evaluated(self) -> _Batches:
-        return self._validation if self._validation is not None else self._main
-
     def stop(self, what: str) -> None:
         """The epoch was left before its end: the next one begins at the beginning."""
-        (self._evaluated() if what == "evaluate" else self._main).over = True
+        (self._evaluated if what == "evaluate" else self._main).over = True
         if what == "train":
             self.model.eval()
             self.settle()
@@ -346,8 +344,8 @@ class _Batches:
     def __init__(self, source: Source, randomness: Callable[[], AbstractContextManager[None]]) -> None:
         self.x = source.arguments.get("x")
         self._randomness = randomness
-        self._iterator = None if source.pushed else epoch_iterator(source.arguments)
-        self._steps: Iterator[Any] | None = None
+        self._iterator: Any = None if source.pushed else epoch_iterator_class()(**source.arguments)
+        self._steps: Iterator[Any] = iter(())
         self._next: tuple[int, Any] | None = None
         self._last = True
         # No other chunk follows the one at hand in this epoch.
@@ -362,7 +360,6 @@ class _Batches:
         if chunk is not None:
             self._steps, self._last = iter(chunk.items), chunk.last
         elif began:
-            assert self._iterator is not None
             if anew:
                 with self._randomness():
                     self._iterator.reset()
@@ -382,7 +379,6 @@ class _Batches:
         self.over = self._next is None and self._last
 
     def _drawn(self) -> tuple[int, Any] | None:
-        assert self._steps is not None
         with self._randomness():
             item = next(self._steps, None)
         return None if item is None else numbered(item)
@@ -397,11 +393,6 @@ def numbered(item: Any) -> tuple[int, Any]:
     """Return a batch with the number of its step: Keras gives (first step, last step, [batch]), once without last."""
     *numbers, buffer = item
     return int(numbers[-1]), buffer[0]
-
-
-def epoch_iterator(arguments: dict[str, Any]) -> Any:
-    """Make Keras's own iterator over global batches."""
-    return epoch_iterator_class()(**arguments)
 
 
 def epoch_iterator_class() -> Any:
