@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.training import offer, trials
 from mirror_nb.training.learning import Training, Whereabouts, load_states, states_of
-from mirror_nb.training.loop import Advanced, Job, Task
+from mirror_nb.training.loop import Advanced, Task
 from mirror_nb.training.prediction import Prediction
 from mirror_nb.training.scoring import Evaluation
 
@@ -56,10 +56,9 @@ def begin_training(
         _plant(task.seed)
     if task.uneven:
         _align(seat, model, optimizer, scheduler)
-    training = Training(seat, model, task, optimizer, scheduler)
+    training = Training(seat, token, model, task, optimizer, scheduler)
     if resume is not None:
         training.load_state(resume.state)
-    training.begin_run(token)
     seat.jobs[token] = training
 
 
@@ -124,11 +123,10 @@ def rejoin(
     model._updates, model._scheduled = updates, scheduled
     if isinstance(left, Training):
         left.keep()
-    training = Training(seat, model, task, optimizer, scheduler)
+    training = Training(seat, token, model, task, optimizer, scheduler)
     training.follows = before
     if resume is not None:
         training.load_state(resume.state)
-    training.begin_run(token)
     seat.jobs[token] = training
 
 
@@ -150,17 +148,17 @@ def end_epoch(strategy: Strategy, token: str, mark: str, monitored: float | None
 
     A second call with the same `mark` does nothing: a replica that died meanwhile makes the others be asked again.
     """
-    _job(strategy, token, Training).end_epoch(mark, monitored)
+    _job(strategy, token).end_epoch(mark, monitored)
 
 
 def advise(strategy: Strategy, token: str) -> tuple[str, ...]:
     """Try what might make a Training's steps faster, and return what to say of it."""
-    return trials.advise(strategy._place, _job(strategy, token, Training))
+    return trials.advise(strategy._place, _job(strategy, token))
 
 
 def export(strategy: Strategy, token: str, with_optimizer: bool) -> dict[str, Any]:
     """Return what a Training needs to go on elsewhere: see `Training.state`."""
-    return _job(strategy, token, Training).state(with_optimizer)
+    return _job(strategy, token).state(with_optimizer)
 
 
 def end(strategy: Strategy, token: str) -> dict[str, Any]:
@@ -197,13 +195,10 @@ def _seat(strategy: Strategy) -> Seat:
     return seat
 
 
-_J = TypeVar("_J", bound=Job)
-
-
-def _job(strategy: Strategy, token: str, kind: type[_J] | None = None) -> Any:
+def _job(strategy: Strategy, token: str) -> Any:
     seat = _seat(strategy)
     job = seat.jobs.get(token)
-    if job is None or (kind is not None and not isinstance(job, kind)):
+    if job is None:
         raise _lost(seat, token)
     return job
 

@@ -114,7 +114,9 @@ class Training(Scoring):
     _step_name = "training_step"
     trains = True
 
-    def __init__(self, seat: Seat, model: Model, task: Task, optimizer: Optimizer | None, scheduler: Any) -> None:
+    def __init__(
+        self, seat: Seat, token: str, model: Model, task: Task, optimizer: Optimizer | None, scheduler: Any
+    ) -> None:
         super().__init__(seat, model, task)
         settings = task.settings
         self._optimizer = optimizer
@@ -130,7 +132,7 @@ class Training(Scoring):
         self._noise = task.seed
         # What every step's random numbers are drawn from, so that a step can be done again; None: from nothing new.
         self._page = None if task.ledger is None else Page(task.ledger, seat.replica_id, seat.num_replicas)
-        self._run = ""
+        self._run = token
         self._landmarks: dict[int, Landmark] = {}
         # By steps of the optimizer modulo 2: of the latest step and of the one that is about to be done.
         self._buffers = Buffers(model if task.recovers else nn.Module())
@@ -174,10 +176,6 @@ class Training(Scoring):
             yield
 
     # ------------------------------------------------------------------ so that a step can be done again
-
-    def begin_run(self, token: str) -> None:
-        """It begins, or goes on, under this token."""
-        self._run = token
 
     def _next(self) -> tuple[Share | None, bool]:
         self._begin_step()
@@ -517,12 +515,7 @@ class Training(Scoring):
             random = self._seat.random_state()
             with self._seat.shared_randomness():
                 shared = self._seat.random_state()
-        own = {
-            "random": random,
-            "totals": self._totals().plain(),
-            "step": self.step,
-            "ended": self._ended,
-        }
+        own = {"random": random, "totals": self._totals().plain()}
         gradients = self._waiting_gradients()
         if self._seat.replica_id:
             return own
