@@ -126,7 +126,7 @@ class Fit:
         """Train; return the history. Raises what callbacks and users' functions raise, KeyboardInterrupt too."""
         model, callbacks = self._model, self._callbacks
         self._check_callbacks()
-        model._begin_fit(self)
+        model._fit, model.stop_training = self, False
         try:
             asked = model._pending
             callbacks.on_train_begin()
@@ -139,7 +139,7 @@ class Fit:
             self._settle()
             raise
         finally:
-            model._end_fit()
+            model._history, model._fit = self.history, None
             self._progress.close()
             self._withdraw()
             callbacks.close()
@@ -190,7 +190,7 @@ class Fit:
             class_weight=plan.class_weight,
             # Replicas that the caller cannot seed; where it is one itself, its random numbers are its own.
             seed=plan.seed if self._place.seat is None else None,
-            watched=self._watched,
+            watched=plan.verbose in (1, "auto") and self._leads,
             epochs=plan.epochs,
         )
         ledger = None if self._ledger is None else self._ledger.address
@@ -223,10 +223,6 @@ class Fit:
     @property
     def _arrays(self) -> list[ArrayFeed]:
         return [feed for feed in (self._plan.feed, self._plan.validation) if isinstance(feed, ArrayFeed)]
-
-    @property
-    def _watched(self) -> bool:
-        return self._plan.verbose in (1, "auto") and self._leads
 
     def _take_position(self, resume: dict[str, Any]) -> None:
         position = resume["position"]
@@ -389,7 +385,7 @@ class Fit:
             )
         self._advise(time.monotonic() - began)
         if self._validation is not None and self._is_due(epoch):
-            validated = evaluated(self._validation, epoch, callbacks, self._logs, lambda note: None)
+            validated = evaluated(self._validation, epoch, callbacks, self._logs)
             logs |= {f"val_{name}": value for name, value in validated.items()}
         if self._model.scheduler is not None and self._settings.scheduler_interval == "epoch":
             logs["learning_rate"] = self._model.learning_rate

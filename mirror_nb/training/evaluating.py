@@ -69,12 +69,8 @@ def _evaluated_alone(
     model: Model, guard: Guard, task: Task, callbacks: CallbackList, progress: Progress
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     running = Running(guard, job.begin_evaluation, model, task)
-
-    def show(note: Note) -> None:
-        progress.update(note.step, {} if note.loss is None else {"loss": note.loss}, note.examples)
-
     try:
-        logs = evaluated(running, 0, callbacks, Logs(model.compiled_settings), show, progress)
+        logs = evaluated(running, 0, callbacks, Logs(model.compiled_settings), progress)
     finally:
         _end(running, task)
     if not logs:
@@ -83,14 +79,14 @@ def _evaluated_alone(
 
 
 def evaluated(
-    running: Running,
-    epoch: int,
-    callbacks: CallbackList,
-    made: Logs,
-    on_note: Callable[[Note], None],
-    progress: Progress | None = None,
+    running: Running, epoch: int, callbacks: CallbackList, made: Logs, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Carry an Evaluation out, its callbacks' hooks called."""
+
+    def show(note: Note) -> None:
+        if progress is not None:
+            progress.update(note.step, {} if note.loss is None else {"loss": note.loss}, note.examples)
+
     every = running.every(callbacks.every_test)
     logs: dict[str, Any] = {}
     step, ended = 0, False
@@ -99,7 +95,7 @@ def evaluated(
         if every is not None:
             callbacks.on_test_batch_begin(step)
         begun, until = step, None if every is None else step + every
-        advanced = running.advance(epoch, until, changes=False, on_note=on_note)
+        advanced = running.advance(epoch, until, changes=False, on_note=show)
         step, ended = advanced[0].step, advanced[0].ended
         if ended or every is not None:
             logs = made.of([each.totals for each in advanced])

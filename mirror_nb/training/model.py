@@ -513,15 +513,6 @@ class Model(nn.Module):
 
     # ------------------------------------------------------------------ for the driver
 
-    def _begin_fit(self, fit: Fit) -> None:
-        self._fit = fit
-        self.stop_training = False
-
-    def _end_fit(self) -> None:
-        if self._fit is not None:
-            self._history = self._fit.history
-        self._fit = None
-
     def _resume_from(self, initial_epoch: int, *, wherever: bool) -> dict[str, Any] | None:
         """Return what the coming fit goes on from: states, and a position where it begins in the epoch of one."""
         pending = self._pending
