@@ -157,6 +157,12 @@ def test_sequences_are_normalised_over_their_positions():
     assert_like_one_device(nn.Sequential(nn.BatchNorm1d(3)), [x[:2], x[2:]])
 
 
+def test_a_network_may_name_what_it_gives_to_a_batch_norm():
+    norm = nn.BatchNorm1d(3)
+    with exact_batch_norm(norm, synchronize=False):
+        assert norm(input=torch.ones(1, 3)).tolist() == [[0.0] * 3]
+
+
 def test_float64_stays_float64():
     model = nn.Sequential(nn.BatchNorm1d(3)).double()
     x = torch.randn(4, 3, dtype=torch.float64)

@@ -88,4 +88,5 @@ def exact_batch_norm(
 
 
 def _bound(held: BatchNorms, module: BatchNorm) -> Callable[[Tensor], Tensor]:
-    return lambda x: held._forward(module, x)
+    # As torch calls it: a network may name it.
+    return lambda input: held._forward(module, input)
