@@ -469,10 +469,10 @@ def test_nothing_is_kept_of_networks_that_are_gone_on_both_sides(notebook):
     for _ in range(3):
         notebook.cell(NET)
     handles = {notebook.names.mirrors.find_handle(part) for part in notebook.user_ns["net"].modules()}
-    assert notebook.names._holders.all() == handles
+    assert set(notebook.names._holders._of) == handles
     notebook.here("del net")
     notebook.cell("y = 1")
-    assert not notebook.names._holders.all()
+    assert not notebook.names._holders._of
 
 
 def test_a_network_that_only_one_replica_has_is_sent_to_the_others(notebook):

@@ -26,10 +26,6 @@ class Holders:
         """Return the replicas that have the network."""
         return self._of.get(handle, frozenset())
 
-    def all(self) -> Set[str]:
-        """Return the handles of networks that replicas have."""
-        return self._of.keys()
-
     def let_go(self, handle: str, replica_id: int) -> None:
         """The replica has the network no more, and knows that."""
         self._lost.get(replica_id, set()).discard(handle)
