@@ -155,10 +155,10 @@ class PerReplica(DistributedValues):
     """One value from each replica, which may differ.
 
     `values`, `len()`, iteration and indexing by replica id give the single values. Of dicts, an item that is set or
-    deleted is so in each. `shares`: of a batch, the number
-    of examples in each replica's part, by which `run` weighs the gradients; the notebook alone has it. `absent`: of
-    what a function has made of a batch, the replicas that had no examples of it.
-    One that a function has captured is in each replica that replica's value.
+    deleted is so in each. One that a function has captured is in each replica that replica's value.
+
+    `shares`: of a batch, the number of examples in each replica's part, by which `run` weighs the gradients; the
+    notebook alone has it. `absent`: of what a function has made of a batch, the replicas that had no examples of it.
     """
 
     def __init__(

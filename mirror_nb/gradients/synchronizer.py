@@ -177,7 +177,7 @@ class GradientSynchronizer:
         return None if alone else self.factor / self.num_replicas
 
     def times_an_equal_part(self) -> float:
-        """Return how many times that the loss of this replica counts in the mean over the examples; of sums: once."""
+        """Return how many times an equal part this replica's loss counts; 1 where gradients are added up."""
         return self.factor if self.enabled and self.reduction == "mean" else 1.0
 
     def use(self, ops: CrossDeviceOps, *, bytes_per_bucket: int | None = None) -> None:
