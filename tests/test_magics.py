@@ -288,6 +288,13 @@ def test_a_cell_runs_and_its_names_come_back(run, shell):
     assert "back m" in shown[1]
 
 
+def test_a_name_that_the_cell_did_not_bind_after_all_says_why_it_was_not_sent(run, shell):
+    run("kept = open('/dev/null'); kept.close()")
+    with pytest.raises(NameError) as caught:
+        run("%%mirrored\nif strategy is None: kept = 1\nkept")
+    assert "`kept` (TextIOWrapper) cannot be sent to the replicas: " in caught.value.__notes__[0]
+
+
 def test_the_last_value_is_bound_instead_of_shown_with_out(run, shell):
     value, _ = run("%%mirrored --out got --quiet\n6 * 7")
     assert value is None

@@ -218,6 +218,18 @@ def test_what_cannot_be_sent_is_named_before_anything_was_sent(notebook):
     assert notebook.user_ns["y"] == 1
 
 
+def test_what_the_cell_binds_itself_where_it_needs_it_need_not_be_sent(notebook):
+    notebook.here("f = open('/dev/null'); f.close(); x = 1")
+    notebook.cell("for f in (1, 2): pass\ny = f + x")
+    assert (notebook.user_ns["f"], notebook.user_ns["y"]) == (2, 3)
+
+
+def test_what_another_value_needs_is_sent_or_named_though_the_cell_may_bind_it(notebook):
+    notebook.here("import threading\nlock = threading.Lock()\ndef f():\n    with lock: return 1")
+    with pytest.raises(TransferError, match=r"`lock` \(lock\)"):
+        notebook.cell("if f: lock = None\nlock, f()")
+
+
 def test_what_a_function_needs_and_cannot_be_sent_is_named(notebook):
     notebook.here("import threading\nlock = threading.Lock()\ndef f():\n    with lock: return 1")
     with pytest.raises(TransferError, match=r"`lock` \(lock\)"):

@@ -164,6 +164,24 @@ UNSURE: dict[str, set[str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("if k:\n    f = open()\nif k:\n    f.write()", "f"),
+        ("for f in many: pass\nf", "f"),
+        ("try:\n    f = 1\nexcept E: pass\ndef g(): f\ng()", "f"),
+        ("f += 1", ""),
+        ("while k:\n    f()\n    f = 1", ""),
+        ("def g(): f\ng()\nf = 1", ""),
+        ("def g(): f", ""),
+        ("f = 1\nf", ""),
+        ("%%time\nif k:\n    f = 1\nf", "f"),
+    ],
+)
+def test_what_a_cell_may_have_bound_before_it_reads_it_is_unsure(source, names):
+    assert cell_names(TransformerManager().transform_cell(source)).unsure == set(names.split())
+
+
 def test_a_cell_that_is_no_python_has_no_names():
     assert cell_names("a = (") == cell_names("")
 

@@ -76,7 +76,7 @@ class Notebook:
         self.number += 1
         ids = list(range(len(self.replicas))) if replicas is None else replicas
         names = cell_names(source)
-        parcels = self.names.prepare(names.read, ids)
+        parcels = self.names.prepare(names.read, ids, names.unsure)
         self.sent, self.sent_bytes = [], 0
         changed = self.names.changed_modules()
         if changed:

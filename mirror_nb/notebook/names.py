@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Set
 from typing import Any, cast
 
 import torch
@@ -68,6 +68,8 @@ class Names:
         # Nobody has read a network since the latest cell.
         self.withheld: list[str] = []
         # Names that were not sent to the latest cell, since both sides have changed their objects.
+        self.kept: dict[str, str] = {}
+        # Why others were not, which it may have bound before it read them.
 
     @property
     def undelivered(self) -> set[str]:
@@ -87,10 +89,11 @@ class Names:
 
     # ------------------------------------------------------------------ out
 
-    def prepare(self, read: Iterable[str], replicas: Iterable[int]) -> list[Parcel]:
+    def prepare(self, read: Iterable[str], replicas: Iterable[int], unsure: Set[str] = frozenset()) -> list[Parcel]:
         """Return what these replicas lack of the names that a cell reads, and of those that these need in turn.
 
-        Raises TransferError, naming the first name that cannot be sent, before anything was sent.
+        Raises TransferError, naming the first name that cannot be sent, before anything was sent. What the cell is
+        `unsure` to read is not sent then.
         """
         replicas = list(replicas)
         self.shared.begin(replicas)
@@ -99,6 +102,7 @@ class Names:
         wanted = {name for name in read if self.travels(name)}
         wanted |= self._needs.of(wanted, self._inside)
         self.withheld = []
+        self.kept = {}
         groups: dict[frozenset[str], list[int]] = {}
         named = self._named() if wanted else {}
         inside: dict[str, set[str]] = {name: set() for name in wanted}
@@ -116,7 +120,9 @@ class Names:
         parcels: list[Parcel] = []
         try:
             for lacking, ids in groups.items():
-                parcels.append(self._parcels.made(lacking, tuple(ids)))
+                kept: dict[str, str] = {}
+                parcels.append(self._parcels.made(lacking, tuple(ids), unsure, kept))
+                self.kept |= kept
         except BaseException:
             for parcel in parcels:
                 parcel.packed.close()

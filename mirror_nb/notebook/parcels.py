@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard, cast, final
 
@@ -81,8 +81,14 @@ class Parcels:
         self._lent = lent
         self._sides = sides
 
-    def made(self, lacking: frozenset[str], replicas: tuple[int, ...]) -> Parcel:
-        """Pack these names for these replicas, and those that their values turn out to need. Raises TransferError."""
+    def made(
+        self, lacking: frozenset[str], replicas: tuple[int, ...], unsure: Set[str], kept: dict[str, str]
+    ) -> Parcel:
+        """Pack these names for these replicas, and those that their values turn out to need.
+
+        Raises TransferError for one that cannot be packed; of those that it is `unsure` whether the cell reads them,
+        the reason is put into `kept`, and the others go.
+        """
         beside: frozenset[str] = frozenset()
         while True:
             values = {name: self._user_ns[name] for name in sorted(lacking)}
@@ -98,7 +104,13 @@ class Parcels:
             try:
                 packed = self._pack(sent, replicas, found, values, again)
             except TransferError:
-                raise self._culprit(values, replicas) from None
+                name, reason = self._culprit(values, replicas)
+                # What comes a second time is needed by another name's value.
+                if name not in unsure or name in kept:
+                    raise TransferError(reason) from None
+                kept[name] = reason
+                lacking -= {name}
+                continue
             # Methods of classes deep inside a value may read names that no one has seen yet.
             needed = packed.global_names | self._owners(found) | found.names
             more = {name for name in needed - lacking if self._sides.lacked(name, replicas)}
@@ -181,16 +193,17 @@ class Parcels:
             loose -= theirs
         return owners
 
-    def _culprit(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> TransferError:
+    def _culprit(self, values: Mapping[str, object], replicas: tuple[int, ...]) -> tuple[str, str]:
+        """Return the first name that cannot be sent, and why."""
         for name, value in values.items():
             try:
                 self._pack(value, replicas, _Found()).close()
             except TransferError as reason:
-                return TransferError(
+                return name, (
                     f"`{name}` ({type(value).__name__}) cannot be sent to the replicas: {reason.__cause__ or reason}. "
                     f"Make it inside the %%mirrored cell, or give the cell something that can be pickled."
                 )
-        return TransferError(f"these names cannot be sent together: {', '.join(values)}")
+        return "", f"these names cannot be sent together: {', '.join(values)}"
 
 
 def _so_that_it_is_told(values: Mapping[str, Any]) -> dict[Any, Any]:

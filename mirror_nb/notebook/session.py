@@ -311,7 +311,7 @@ class Session:
         closing = ClosingLine(alone, self._mend())
         self._tell_surroundings(pool)
         names = cell_names(self._shell.transform_cell(source))
-        parcels = self._names.prepare(names.read, replicas)
+        parcels = self._names.prepare(names.read, replicas, names.unsure)
         closing.withheld = sorted(set(self._names.withheld))
         self._trained = ""
         with _closing(parcels), self._watched(options) as dashboards:
@@ -363,14 +363,16 @@ class Session:
                     bring([path])
 
     def _explain_lacking(self, report: Report) -> None:
-        """Say below a NameError if the replicas that had the name are gone."""
+        """Say below a NameError why the notebook's name was not sent."""
         for answer in report.answers.values():
             failure = answer.failure
             name = _UNDEFINED.fullmatch(failure.message) if failure is not None else None
-            value = self._shell.user_ns.get(name[1]) if name is not None else None
-            if answer.done is not None and failure is not None and isinstance(value, Remote) and value.lost:
-                explained = (*failure.traceback, value.where())
-                answer.done.failure = dataclasses.replace(failure, traceback=explained)
+            if name is None or answer.done is None or failure is None:
+                continue
+            value = self._shell.user_ns.get(name[1])
+            lost = value.where() if isinstance(value, Remote) and value.lost else None
+            if why := lost or self._names.kept.get(name[1]):
+                answer.done.failure = dataclasses.replace(failure, traceback=(*failure.traceback, why))
 
     def _follow(
         self,

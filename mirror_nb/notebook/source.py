@@ -39,6 +39,8 @@ class CellNames:
     # Attributes of names, wherever they occur: ("a", "b", "c") for `a.b.c`.
     imported: frozenset[str] = frozenset()
     # `a.b` of each `import a.b` that binds `a`.
+    unsure: frozenset[str] = frozenset()
+    # What is read, but for what is read before the cell binds it on any path: the cell may do without the notebook's.
 
 
 def cell_names(source: str) -> CellNames:
@@ -63,6 +65,7 @@ def cell_names(source: str) -> CellNames:
         frozenset(reader.deleted),
         frozenset(reader.paths.union(filter(None, map(_path, ast.walk(tree))))),
         frozenset(reader.imported),
+        frozenset((reader.read | late) & reader.bound - reader.first),
     )
 
 
@@ -114,6 +117,8 @@ class _Reader:
         # By name of a function or class of the cell: what it looks up when it is called.
         self._around = around
         self.read: set[str] = set()
+        self.first: set[str] = set()
+        # Read while nothing has bound it yet.
         self.mentioned: set[str] = set()
         self.bound: set[str] = set()
         self.deleted: set[str] = set()
@@ -258,7 +263,8 @@ class _Reader:
         names: set[str] = set()
         for text in _texts_of_magics(node):
             inner = cell_names(_TRANSFORMER.transform_cell(_MAGIC_OPTIONS.sub("", text).lstrip()))
-            self._note(set(inner.read), known)
+            self._note(set(inner.read - inner.unsure), known)
+            self.read |= inner.unsure - known
             self.mentioned |= inner.mentioned
             self.deleted |= inner.deleted
             self.paths |= inner.paths
@@ -282,6 +288,7 @@ class _Reader:
     def _note(self, names: set[str], known: set[str]) -> None:
         self.mentioned |= names
         self.read |= names - known
+        self.first |= names - self.bound
         # What is mentioned may be called, and look up what it does, and so on.
         queue, called = list(names), set()
         while queue:
@@ -289,6 +296,7 @@ class _Reader:
             if name in self._functions and name not in called:
                 called.add(name)
                 self.read |= self._functions[name] - known
+                self.first |= self._functions[name] - self.bound
                 queue += self._functions[name]
 
     def _bind(self, names: set[str], known: set[str]) -> set[str]:
