@@ -477,6 +477,26 @@ def run_on_two(run: Run) -> Run:
     return run
 
 
+def test_a_network_that_ends_while_replicas_are_told_what_is_here_does_not_take_along_what_its_part_learns(
+    run_on_two, shell, monkeypatch
+):
+    run_on_two("import torch\nfrom torch import nn")
+    run_on_two("%%mirrored --quiet\npart = nn.Linear(2, 1)\nnet = nn.Sequential(part, nn.Linear(1, 1))")
+    # As one in a cycle of references, which Python collects at some time.
+    kept = [shell.user_ns["net"]]
+    run_on_two("net = nn.Sequential(part, nn.Linear(1, 1))")
+    ordinary = Names.holdings
+
+    def told(self: Names, replica_id: int, *args: Any) -> Any:
+        if replica_id == 1:
+            kept.clear()
+        return ordinary(self, replica_id, *args)
+
+    monkeypatch.setattr(Names, "holdings", told)
+    run_on_two("%%mirrored --quiet\nwith torch.no_grad(): part.weight.fill_(3)")
+    assert run_on_two("part.weight.tolist()")[0] == [[3, 3]]
+
+
 def test_a_push_that_is_interrupted_leaves_no_descriptor(run_on_two, shell, monkeypatch):
     run_on_two("big = 'x' * 3_000_000\ndef f(): return big")
     run_on_two("%%mirrored --quiet --replicas 0\nlen(big)")

@@ -84,17 +84,18 @@ class Notebook:
                 packed = pack(changed)
                 replica.load(packed.payload, packed.slab)
         payloads = {}
-        for i in ids:
-            parcel = next((parcel for parcel in parcels if i in parcel.replicas), None)
-            if parcel is not None:
-                self.sent += [name for name in parcel.names if name not in self.sent]
-                self.sent_bytes += parcel.packed.payload.nbytes
-            with self.classes[i]:
-                payloads[i] = self._run(i, source, names, parcel, owner=i == ids[0])
-        for parcel in parcels:
-            parcel.packed.close()
-            self.names.sent(parcel, parcel.replicas)
-        return self.names.absorb(payloads, ids[0])
+        with self.names.stay():
+            for i in ids:
+                parcel = next((parcel for parcel in parcels if i in parcel.replicas), None)
+                if parcel is not None:
+                    self.sent += [name for name in parcel.names if name not in self.sent]
+                    self.sent_bytes += parcel.packed.payload.nbytes
+                with self.classes[i]:
+                    payloads[i] = self._run(i, source, names, parcel, owner=i == ids[0])
+            for parcel in parcels:
+                parcel.packed.close()
+                self.names.sent(parcel, parcel.replicas)
+            return self.names.absorb(payloads, ids[0])
 
     def _run(self, i: int, source: str, names: CellNames, parcel: Parcel | None, owner: bool) -> Any:
         replica = self.replicas[i]

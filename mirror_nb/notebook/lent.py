@@ -84,6 +84,10 @@ class Lent:
         if isinstance(obj, torch.optim.Optimizer):
             self._states.watch(obj)
 
+    def all(self) -> list[Any]:
+        """Return every object that has a handle."""
+        return self._objects.all()
+
     def token(self, obj: object) -> Any:
         """Return what stands for the object whoever has it, None if it is none that is lent."""
         return ("object", self.add(obj)) if is_told(obj) else None

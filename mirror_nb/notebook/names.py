@@ -362,6 +362,19 @@ class Names:
             tuple(sorted(n for n in cell.deleted - RESERVED if n in self.user_ns and travels(n))),
         )
 
+    @contextlib.contextmanager
+    def stay(self) -> Iterator[None]:
+        """Keep the networks and optimizers that replicas refer to: for them there is until the end of the block.
+
+        One in a cycle of references ends whenever Python collects these. A replica that took it for there would tell
+        of it alone, and not of its parts, which others may have.
+        """
+        held = self.mirrors.all(), self.lent.all()
+        try:
+            yield
+        finally:
+            del held
+
     def _named_in_changed(self, replica_id: int, sent: Collection[str]) -> Iterator[tuple[str, str, str, str]]:
         """Yield where networks have values that the replica has by names: there as here it is to be one value.
 

@@ -314,7 +314,7 @@ class Session:
         parcels = self._names.prepare(names.read, replicas, names.unsure)
         closing.withheld = sorted(set(self._names.withheld))
         self._trained = ""
-        with _closing(parcels), self._watched(options) as dashboards:
+        with _closing(parcels), self._names.stay(), self._watched(options) as dashboards:
             # What is told counts as told before it is sent.
             with Deferred(SECOND_AFTER) as interrupt:
                 self._push_changed(closing)
