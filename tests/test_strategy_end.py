@@ -223,7 +223,7 @@ def test_a_process_of_the_users_own_trains_and_ends_with_a_strategy_that_is_neve
 
     process = multiprocessing.get_context("fork").Process(target=train, daemon=daemon)
     process.start()
-    process.join(60)
+    process.join(120)
     if process.exitcode is None:
         process.kill()
         process.join()
