@@ -326,6 +326,15 @@ def test_arrays_of_any_numbers_are_cut(dtype):
     assert rows == [[5, 4, 3, 2], [1, 0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_tensors_of_unsigned_integers_are_cut(dtype):
+    numbers = torch.arange(6).to(dtype)
+    for source, options in ((numbers, {"batch_size": 4}), (DataLoader(TensorDataset(numbers), batch_size=4), {})):
+        (batches,) = run(Session(1), source, **options)[0]
+        found = [batch if isinstance(batch, torch.Tensor) else batch[0] for batch in batches]
+        assert [(batch.dtype, batch.tolist()) for batch in found] == [(dtype, [0, 1, 2, 3]), (dtype, [4, 5])]
+
+
 # ---- the same batches as plain PyTorch ----------------------------------------------------------------
 
 

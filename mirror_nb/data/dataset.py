@@ -619,7 +619,8 @@ def _rows(column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         try:
             # A third of the time. Numbers below 0, or too large, are for indexing to judge.
             return column.index_select(0, rows)
-        except IndexError:
+        except (IndexError, NotImplementedError):
+            # Of unsigned integers of two bytes and more it takes no rows (torch 2.13).
             return column[rows]
     return column[rows.to(column.device)]
 
