@@ -839,6 +839,11 @@ def test_a_mean_of_short_floats_that_is_synchronised_on_read_is_finite_in_a_scri
         assert (found.item(), found.dtype) == (60000.0, torch.float16)
 
 
-def test_a_per_replica_of_another_number_of_values_is_refused_in_a_cell(replicas):
-    for kind, message in cell(replicas(2), "raised(lambda: strategy.run(lambda x: x, (PerReplica([1, 2, 3]),)))"):
+@pytest.mark.parametrize(
+    "call",
+    ["strategy.run(lambda x: x, (three,))", "strategy.reduce('sum', three, None)", "strategy.gather(three, axis=0)"],
+)
+def test_a_per_replica_of_another_number_of_values_is_refused_in_a_cell(replicas, call):
+    source = f"raised(lambda three=PerReplica([torch.ones(1)] * 3): {call})"
+    for kind, message in cell(replicas(2), source):
         assert (kind, "has 3 values, but the strategy has 2 replicas" in message) == ("UsageError", True)

@@ -120,7 +120,7 @@ def test_gathering_joins_uneven_shares():
     values = [t([[1, 2]]), t([[3, 4], [5, 6]]), torch.empty(0, 2, dtype=torch.int64)]
     assert gather_values(values, 0).tolist() == [[1, 2], [3, 4], [5, 6]]
     assert gather_values([torch.ones(1, 2), torch.zeros(1, 1)], -1).tolist() == [[1, 1, 0]]
-    assert gather_local(t([1.0]), 0).tolist() == [1.0]
+    assert gather_local(t([1.0]), 0, 2).tolist() == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,13 @@ def test_local_parts_of_a_nest():
 
 
 @pytest.mark.parametrize(
-    "call", [local_parts, lambda value, n: reduce_local(ReduceOp.SUM, value, None, n)], ids=["local_parts", "reduce"]
+    "call",
+    [
+        local_parts,
+        lambda value, n: reduce_local(ReduceOp.SUM, value, None, n),
+        lambda value, n: gather_local(value, 0, n),
+    ],
+    ids=["local_parts", "reduce", "gather"],
 )
 @pytest.mark.parametrize("values", [[1], [1, 2, 3]])
 def test_a_value_of_another_number_of_replicas_is_refused(call, values):

@@ -134,7 +134,7 @@ class AlonePlace(Place):
         return reduce_local(op, value, axis, 1)
 
     def gather(self, value: Any, axis: int, where: str) -> Any:
-        return gather_local(value, axis)
+        return gather_local(value, axis, 1)
 
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         def reduced(leaf: Any) -> torch.Tensor:

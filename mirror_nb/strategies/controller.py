@@ -49,7 +49,6 @@ from mirror_nb.strategies.place import Mended, Place
 from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import (
     check_size,
-    components,
     gather_local,
     is_whole,
     local_parts,
@@ -553,10 +552,7 @@ class ControllerPlace(Place):
         return reduce_local(op, value, axis, self.num_replicas)
 
     def gather(self, value: Any, axis: int, where: str) -> Any:
-        value = components(value)
-        if isinstance(value, DistributedValues):
-            check_size(value, self.num_replicas)
-        return gather_local(value, axis)
+        return gather_local(value, axis, self.num_replicas)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         return local_parts(value, self.num_replicas)

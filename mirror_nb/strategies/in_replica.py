@@ -309,7 +309,7 @@ class ReplicaPlace(Place):
 
     def gather(self, value: Any, axis: int, where: str) -> Any:
         if self._is_here(value):
-            return gather_local(value, axis).to(self.device)
+            return gather_local(value, axis, self.num_replicas).to(self.device)
         leaf = component(value) if isinstance(value, Variable) else value
         return self._gathered("gather", leaf, axis, where).detach()
 

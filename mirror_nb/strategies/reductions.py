@@ -94,9 +94,16 @@ def reduce_local(op: ReduceOp, value: Any, axis: tuple[int, ...] | None, num_rep
     return reduce_values(op, [value] * num_replicas, axis)
 
 
-def gather_local(value: Any, axis: int) -> Tensor:
-    """Gather a leaf whose parts are all here; a tensor that is not distributed is returned alone."""
-    return gather_values(value.values if isinstance(value, DistributedValues) else [value], axis)
+def gather_local(value: Any, axis: int, num_replicas: int) -> Tensor:
+    """Gather a leaf whose parts are all here; a tensor that is not distributed is returned alone.
+
+    Of a Variable each replica's component counts. Raises UsageError for values of more or fewer replicas.
+    """
+    value = components(value)
+    if not isinstance(value, DistributedValues):
+        return gather_values([value], axis)
+    check_size(value, num_replicas)
+    return gather_values(value.values, axis)
 
 
 def components(leaf: Any) -> Any:
