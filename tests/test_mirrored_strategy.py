@@ -900,6 +900,7 @@ def test_a_destination_is_a_device_that_is_there_or_a_value(two):
     each = mnb.PerReplica([1.0, 3.0])
     for destination in ("cpu:0", "/cpu:0", "CPU:1", torch.device("cpu"), variable, each, torch.ones(1)):
         assert two.extended.reduce_to("mean", each, destinations=destination) == 2
+        assert two.extended.reduce_to("mean", {"a": each, "b": [3.0]}, destination) == {"a": 2, "b": [3]}
     with pytest.raises(mnb.DeviceError, match="cuda:0, which is none of this strategy's devices: cpu:0, cpu:1"):
         two.extended.reduce_to("mean", each, destinations="cuda:0")
     with pytest.raises(mnb.DeviceError, match="names no device"):

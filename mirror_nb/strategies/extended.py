@@ -104,7 +104,7 @@ class StrategyExtended:
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
     ) -> Any:
-        """Return `value` reduced over the replicas; destinations hold the same value, so they make no difference.
+        """Return `value`, a nest, reduced over the replicas; destinations hold the same, so they make no difference.
 
         `destinations`: a device of the strategy's or the CPU, or a Variable, a tensor or a PerReplica, for where that
         is. `options` are tf.distribute's CommunicationOptions; those of the strategy hold for all of its calls. Raises
@@ -115,7 +115,7 @@ class StrategyExtended:
         require_cross_replica("StrategyExtended.reduce_to", instead, self._strategy)
         self._strategy._place.check_open()
         self._check_destination(destinations)
-        return self._strategy._place.reduce(ReduceOp.of(reduce_op, "reduce_op"), value, None, "*")
+        return self._strategy.reduce(reduce_op, value)
 
     def batch_reduce_to(
         self,
