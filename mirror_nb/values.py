@@ -62,9 +62,13 @@ _FLOAT8 = dict.fromkeys(
     (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
     torch.float32,
 )
-CARRIERS = {torch.uint16: torch.int64, torch.uint32: torch.int64, torch.uint64: torch.int64, **_FLOAT8}
-# Torch adds no tensors of these dtypes.
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64, **_FLOAT8}
+CARRIERS = {
+    **dict.fromkeys((torch.uint16, torch.uint32, torch.uint64), torch.int64),
+    **_FLOAT8,
+    torch.complex32: torch.complex64,
+}
+# Torch does not add up all tensors of these dtypes.
+_WIDE = {**CARRIERS, torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -84,7 +88,7 @@ def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     Rounded once, as an all-reduce does it.
     """
     dtype = parts[0].dtype
-    total = parts[0].to(CARRIERS.get(dtype, _WIDE.get(dtype, dtype)), copy=True)
+    total = parts[0].to(_WIDE.get(dtype, dtype), copy=True)
     for part in parts[1:]:
         total += part.to(total)
     return total.to(dtype)

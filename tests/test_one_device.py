@@ -118,6 +118,22 @@ def test_inside_run_there_is_a_replica_and_merge_call_leaves_it(strategy):
     assert not has_strategy()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex32, torch.bfloat16, torch.uint16, torch.bool])
+def test_a_mean_of_numbers_that_torch_does_not_divide_is_taken(strategy, dtype):
+    found = strategy.run(lambda: get_replica_context().all_reduce("mean", torch.ones(2).to(dtype)))
+    fractions = dtype.is_floating_point or dtype.is_complex
+    assert (found.dtype, found.to(torch.complex64).tolist()) == (dtype if fractions else torch.float32, [1, 1])
+
+
+def test_a_size_is_reduced_and_gathered_as_one_value(strategy):
+    def sizes(own):
+        context = get_replica_context()
+        return context.all_reduce("mean", [own]), context.all_gather([own], 0)
+
+    (mean,), (gathered,) = strategy.run(sizes, (torch.ones(2, 3).shape,))
+    assert mean.tolist() == gathered.tolist() == [2, 3]
+
+
 def test_batches_are_whole_and_next_in_run_is_refused(strategy):
     dataset = strategy.distribute_dataset(torch.arange(5), batch_size=2)
     assert [batch.tolist() for batch in dataset] == [[0, 1], [2, 3], [4]]

@@ -71,6 +71,7 @@ def t(*values, **options):
         (MEAN, [t([60000.0], dtype=torch.float16)] * 2, None, t([60000.0], dtype=torch.float16)),
         (MEAN, [t([6e4, 4e4], dtype=torch.float16), t([], dtype=torch.float16)], (0,), t(5e4, dtype=torch.float16)),
         (MEAN, [t([1.0, 258.0], dtype=torch.bfloat16)] * 3, None, t([1.0, 258.0], dtype=torch.bfloat16)),
+        (SUM, [t([1j, 2]).to(torch.complex32), t([1j]).to(torch.complex32)], (0,), t(2 + 2j).to(torch.complex32)),
     ],
 )
 def test_values_are_reduced(op, values, axis, expected):
@@ -169,7 +170,10 @@ def test_an_equal_python_value_stays_one_value(value):
     assert not isinstance(regroup([value, pickle.loads(pickle.dumps(value))]), PerReplica)
 
 
-@pytest.mark.parametrize("values", [(1, 2), (1, 1.0), (1, True), ("a", None), (t(1), t(1)), (np.ones(1), np.ones(1))])
+@pytest.mark.parametrize(
+    "values",
+    [(1, 2), (1, 1.0), (1, True), ("a", None), (t(1), t(1)), (np.ones(1), np.ones(1)), (np.ones(2),) * 2, ({1}, {1})],
+)
 def test_other_values_become_a_per_replica(values):
     assert isinstance(regroup(values), PerReplica)
 

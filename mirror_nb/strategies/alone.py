@@ -24,6 +24,7 @@ from mirror_nb.strategies.reductions import (
     as_tensor,
     checked_axis,
     gather_local,
+    is_whole,
     local_parts,
     own_of,
     reduce_local,
@@ -31,7 +32,7 @@ from mirror_nb.strategies.reductions import (
 )
 from mirror_nb.strategies.seat import AloneSeat
 from mirror_nb.telemetry.comparison import Comparison, compared
-from mirror_nb.values import ReduceOp, mean
+from mirror_nb.values import ReduceOp, mean, widened
 from mirror_nb.variables import plain, update_component
 
 if TYPE_CHECKING:
@@ -139,10 +140,11 @@ class AlonePlace(Place):
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         def reduced(leaf: Any) -> torch.Tensor:
             tensor = as_tensor(leaf, "all_reduce", self.device)
-            tensor = tensor.long() if tensor.dtype is torch.bool else tensor.clone()
-            return tensor if op is ReduceOp.SUM else mean(tensor, 1, tensor.dtype)
+            if op is ReduceOp.SUM:
+                return tensor.long() if tensor.dtype is torch.bool else tensor.clone()
+            return mean(widened(tensor), 1, tensor.dtype)
 
-        return pytree.tree_map(reduced, select(value, 0))
+        return pytree.tree_map(reduced, select(value, 0), is_leaf=is_whole)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         def gathered(leaf: Any) -> torch.Tensor:
@@ -150,7 +152,7 @@ class AlonePlace(Place):
             checked_axis(axis, tensor, "all_gather")
             return tensor.clone()
 
-        return pytree.tree_map(gathered, select(value, 0))
+        return pytree.tree_map(gathered, select(value, 0), is_leaf=is_whole)
 
     def merge_call(
         self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -167,7 +167,7 @@ def sum_over(tensor: Tensor, axis: tuple[int, ...] | None) -> Tensor:
     if not axis:
         return counted_flags
     total = counted_flags.to(CARRIERS.get(tensor.dtype, counted_flags.dtype)).sum(checked_axes(axis, tensor))
-    return total.to(tensor.dtype) if total.is_floating_point() else total
+    return total.to(sum_dtype(tensor.dtype, axis))
 
 
 def sum_dtype(dtype: torch.dtype, axis: tuple[int, ...] | None) -> torch.dtype:
