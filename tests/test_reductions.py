@@ -219,6 +219,7 @@ def test_the_order_of_keys_makes_no_difference():
         (deque([1], 2), deque([1], 3), r"deque\(\[\*\], maxlen=2\) on replica 0, deque\(\[\*\], maxlen=3\) on"),
         ({"a": [1, 2]}, {"a": [1]}, r"{'a': \[\*, \*\]} on replica 0"),
         (1, {}, r"\* on replica 0, {} on replica 1"),
+        ({}, 1, r"{} on replica 0, \* on replica 1"),
     ],
 )
 def test_structures_that_differ_are_both_shown(first, second, shown):

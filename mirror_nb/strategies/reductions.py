@@ -221,11 +221,7 @@ def common_dtype(dtypes: Sequence[torch.dtype], weak: Sequence[bool]) -> torch.d
     strong = {dtype for dtype, number in zip(dtypes, weak, strict=True) if not number}
     if len(strong) > 1:
         return None
-    found = strong.pop() if strong else dtypes[0]
-    for dtype, number in zip(dtypes, weak, strict=True):
-        if number and _kind(dtype) > _kind(found):
-            found = dtype
-    return found
+    return max((*strong, *dtypes), key=_kind)
 
 
 def _kind(dtype: torch.dtype) -> int:
@@ -417,7 +413,7 @@ def _rank(key: Any) -> tuple[int, str]:
 
 def _children(nest: Any) -> tuple[list[Any], Any]:
     """Return the members of a container and how to make it of them; a leaf has (itself, None)."""
-    if isinstance(nest, Tensor) or nest is None or is_whole(nest):
+    if isinstance(nest, Tensor) or is_whole(nest):
         return [nest], None
     children, spec = pytree.tree_flatten(nest, is_leaf=lambda node: node is not nest)
     return (children, None) if len(children) == 1 and children[0] is nest else (children, spec)
@@ -435,7 +431,7 @@ def _group(leaves: Sequence[Any]) -> Any:
 
 
 def _is_immutable(value: Any) -> bool:
-    return value is None or isinstance(
+    return isinstance(
         value, numbers.Number | np.generic | str | bytes | enum.Enum | type | torch.dtype | torch.device | torch.Size
     )
 
@@ -450,11 +446,7 @@ def _ordered_like(first: Any, other: Any, replica_id: int, results: Sequence[Any
     theirs, kind = _children(other)
     if spec is None and kind is None:
         return other
-    if type(first) is not type(other) or spec is None or kind is None or len(ours) != len(theirs):
-        raise _different(results, replica_id)
-    if isinstance(first, Mapping):
-        if first.keys() != other.keys():
-            raise _different(results, replica_id)
+    if isinstance(first, Mapping) and type(first) is type(other) and first.keys() == other.keys():
         theirs = [other[key] for key in first]
     elif spec != kind:
         raise _different(results, replica_id)
