@@ -573,9 +573,17 @@ found = []
 for batch in strategy.distribute_dataset(torch.ones(3), batch_size=2):
     loss = batch.mean()
     found += [strategy.reduce("mean", loss), strategy.reduce("sum", loss.item()), strategy.reduce("mean", batch.sum())]
-values([*found, strategy.reduce("sum", loss).isnan()])
+values(found)
 """
-    assert cell(replicas(2), source) == [[1.0, 2.0, 1.0, 1.0, 1.0, 0.5, True]] * 2
+    assert cell(replicas(2), source) == [[1.0, 2.0, 1.0, 1.0, 1.0, 0.5]] * 2
+    # After the loop, too, and in a later cell; what is NaN on a replica that had examples is not left out.
+    after = """
+odd = 1 / replica_id if replica_id else float("nan")
+everywhere = strategy.run(lambda: get_replica_context().all_reduce("mean", loss))
+values([strategy.reduce("mean", loss), everywhere, strategy.reduce("sum", odd).isnan()])
+"""
+    assert cell(replicas(2), source + after) == [[1.0, 1.0, True]] * 2
+    assert cell(replicas(2), after) == [[1.0, 1.0, True]] * 2
 
 
 def test_an_uneven_batch_weighs_gradients_by_examples_and_no_sync_keeps_them_local(replicas):

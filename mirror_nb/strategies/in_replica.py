@@ -129,6 +129,8 @@ class ReplicaPlace(Place):
             who.replica_id, who.num_replicas, who.device, self._announce, lambda: replica.communication.ops
         )
         self._weighing = Weighing(who.num_replicas, lambda shares: replica.gradients.set_shares(*shares))
+        self._latest: Shares | None = None
+        # Of the batch that a loop here was given last.
         self._merges = 0
         # merge_calls that run now: in them every replica has all values.
         self._home = ReplicaHome(self._peers, lambda: self._merges > 0, commanded=not isinstance(replica, Standalone))
@@ -303,8 +305,9 @@ class ReplicaPlace(Place):
         return self._peers.mean(call, form, part, count)
 
     def _absent(self) -> bool:
-        """Whether this replica has no examples of the batch in use."""
-        shares = self._replica.gradients.shares
+        """Whether this replica has no examples of the batch in use, or had none of the latest."""
+        # What a loop has computed is mostly shown after its last batch.
+        shares = self._replica.gradients.shares or self._latest
         return shares is not None and not shares[0]
 
     def gather(self, value: Any, axis: int, where: str) -> Any:
@@ -468,8 +471,8 @@ class ReplicaPlace(Place):
         self._replica.recorder.arrived(local_examples)
         self._replica.scope.start_running()
         # Of a batch that is empty for all each is a part as large as any.
-        shares = (local_examples, global_examples) if global_examples else (1, self.num_replicas)
-        self._weighing.handed_out(batch, shares)
+        self._latest = (local_examples, global_examples) if global_examples else (1, self.num_replicas)
+        self._weighing.handed_out(batch, self._latest)
 
     # ------------------------------------------------------------------ Variables
 
