@@ -654,9 +654,12 @@ v = Variable(1.0)
 result = strategy.extended.update(v, lambda own, x: own.assign_add(x), (5.0,), group=False)
 outside = raised(lambda: strategy.extended.update(torch.ones(1), lambda own: own))
 others = raised(lambda: strategy.extended.update(v, lambda own, x: x, (PerReplica([1, 2, 3]),)))
-values([result, v.read_value(), strategy.extended.variable_created_in_scope(v), outside, others])
+network = strategy.extended.update(torch.nn.Linear(1, 1), lambda own: own.bias.numel())
+values([result, v.read_value(), strategy.extended.variable_created_in_scope(v), outside, others, network])
 """
-    for result, value, made_here, (kind, message), others in cell(replicas(2), source):
+    for result, value, made_here, (kind, message), others, network in cell(replicas(2), source):
+        # As in the controller.
+        assert network == 1
         assert others[0] == "UsageError"
         assert "has 3 values, but the strategy has 2 replicas" in others[1]
         assert (result, value, made_here, kind) == ([6], 6, True, "UsageError")

@@ -587,14 +587,7 @@ class ControllerPlace(Place):
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
-        self._require_mirrored(variable)
         return self._call(update_component, (variable, fn, args, kwargs), {}, plain=True)
-
-    def _require_mirrored(self, variable: Any) -> None:
-        if not self._objects.has(variable):
-            raise UsageError(
-                f"`update` must only be passed a variable created in this strategy's scope, not: {variable!r}"
-            )
 
     # ------------------------------------------------------------------ the pool
 
@@ -705,7 +698,7 @@ def _batches_in(parts: Sequence[DistributedValues]) -> list[PerReplica]:
 def _weigh_alike(batches: list[PerReplica]) -> bool:
     """Whether each replica has the same part of all batches."""
     shares = [batch.shares or () for batch in batches]
-    return len(set(shares)) < 2 or len({tuple(n / sum(each) for n in each) for each in shares}) == 1
+    return len({tuple(n / sum(each) for n in each) for each in shares}) < 2
 
 
 def _weighed(nest: Any) -> Any:

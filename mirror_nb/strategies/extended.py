@@ -64,16 +64,19 @@ class StrategyExtended:
 
         Raises UsageError for a Variable of another strategy.
         """
-        if not self.variable_created_in_scope(colocate_with_variable):
-            raise UsageError(
-                "`colocate_vars_with` must only be passed a Variable created in this strategy's scope, not: "
-                f"{colocate_with_variable!r}"
-            )
+        self._check_created_in_scope("colocate_vars_with", colocate_with_variable)
         return contextlib.nullcontext()
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Whether this strategy mirrors a Variable, module or optimizer."""
         return self._strategy._place.mirrors(v)
+
+    def _check_created_in_scope(self, what: str, v: Any) -> None:
+        if not self.variable_created_in_scope(v):
+            raise UsageError(
+                f"`{what}` must only be passed a Variable created in this strategy's scope, not: {v!r}; make it with "
+                "Variable(...) inside `with strategy.scope():`, or in a cell"
+            )
 
     def value_container(self, value: Any) -> Any:
         """Return what a replica's value is a part of: itself, since a component that is read here is a copy."""
@@ -92,12 +95,14 @@ class StrategyExtended:
         In `fn` get_replica_context() is None, and other Variables are that replica's components too. A PerReplica in
         the arguments gives each its part. Returns the results as one grouped value, or with `group=False` as a list,
         one entry a replica; on a replica its own alone. Raises UsageError where `fn` is async or no function, where
-        `args` is no tuple or list, and for a PerReplica of another number of replicas.
+        `args` is no tuple or list, for a PerReplica of another number of replicas, and for a Variable of another
+        strategy.
         """
         instead = "use get_replica_context().merge_call() around it"
         require_cross_replica("StrategyExtended.update", instead, self._strategy)
         check_call("fn", fn, args, kwargs)
         self._strategy._place.check_open()
+        self._check_created_in_scope("update", var)
         results = self._strategy._place.update(var, update_in(self._strategy, fn), tuple(args), kwargs or {})
         return regroup(results) if group else results
 

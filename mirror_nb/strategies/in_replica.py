@@ -489,11 +489,6 @@ class ReplicaPlace(Place):
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
-        if not self.mirrors(variable) or not isinstance(variable, Variable):
-            raise UsageError(
-                f"`update` must only be passed a Variable created in this strategy's scope, not: {variable!r}; make "
-                "it with Variable(...) inside `with strategy.scope():`, or in a cell"
-            )
         args, kwargs = own_of((args, kwargs), self.replica_id, self.num_replicas)
         return [update_component(variable, fn, args, kwargs)]
 
