@@ -167,6 +167,8 @@ class _Asked:
     batch_size: int | None = None
     shuffle: bool = False
     drop_last: bool = False
+    dealt: bool = False
+    # What a `dataset_fn` has made: its batches are for one replica each.
 
     @property
     def cutting(self) -> dict[str, Any]:
@@ -489,13 +491,18 @@ class ReplicaDataset(DistributedDataset):
     """
 
     def __init__(
-        self, source: Any, replica: ReplicaInput, options: InputOptions | None = None, **cutting: Any
+        self,
+        made: Any,
+        replica: ReplicaInput,
+        options: InputOptions | None = None,
+        *,
+        dealt: bool = False,
+        **cutting: Any,
     ) -> None:
-        self.source = self._made = source
+        self._made, self.source = made, _given(made) if dealt else made
         self._replica = replica
-        self._asked: _Asked | InputOptions = _Asked(_options(options), **cutting)
-        # Of one that a function has made its options alone.
-        self._dataset = replica.dataset(source, self._asked.options, **self._asked.cutting)
+        self._asked = _Asked(_options(options), dealt=dealt, **cutting)
+        self._dataset = replica.dataset(made, self._asked.options, dealt=dealt, **cutting)
 
     @classmethod
     def of(cls, source: Any, replica: ReplicaInput, options: InputOptions | None = None, **cutting: Any) -> Self:
@@ -504,10 +511,9 @@ class ReplicaDataset(DistributedDataset):
         Raises UsageError for options of one that a function has made.
         """
         if isinstance(source, ReplicaDataset):
-            same = _NO_OPTIONS if isinstance(source._asked, InputOptions) else source._asked
-            if source._replica is replica and same.serves(options, **cutting):
+            if source._replica is replica and source._asked.serves(options, **cutting):
                 return source
-            if isinstance(source._asked, InputOptions):
+            if source._asked.dealt:
                 raise UsageError("this dataset was made by a function: give it its options where it is made")
             source = source.source
         if isinstance(source, _InController):
@@ -529,19 +535,11 @@ class ReplicaDataset(DistributedDataset):
         """
         with replica.randomness():
             loader = _made_by(dataset_fn, replica.num_replicas)
-        return cls._dealt(loader, replica, _options(options))
-
-    @classmethod
-    def _dealt(cls, loader: DataLoader[Any], replica: ReplicaInput, options: InputOptions) -> ReplicaDataset:
-        made = object.__new__(cls)
-        made._made, made.source = loader, _given(loader)
-        made._replica, made._asked = replica, options
-        made._dataset = replica.dataset(loader, options, dealt=True)
-        return made
+        return cls(loader, replica, options, dealt=True)
 
     def follow(self, source: Any) -> None:
         """Deal out this from now on. Raises UsageError for what cannot be cut."""
-        made = _distributed(_loaded(source) if isinstance(self._asked, InputOptions) else source, self._asked)
+        made = _distributed(_loaded(source) if self._asked.dealt else source, self._asked)
         vars(self).update(vars(made))
 
     @property
@@ -572,7 +570,7 @@ here: list[ReplicaInput] = []
 class _InReplicas(Distributed):
     """What the notebook has of a dataset that the replicas distribute, in an object that keeps it."""
 
-    def __init__(self, made: Any, asked: _Asked | InputOptions) -> None:
+    def __init__(self, made: Any, asked: _Asked) -> None:
         self.source = made
         self._asked = asked
 
@@ -595,13 +593,11 @@ class _InReplicas(Distributed):
         return _distributed, (self.source, self._asked)
 
 
-def _distributed(made: Any, asked: _Asked | InputOptions) -> ReplicaDataset | _InReplicas:
+def _distributed(made: Any, asked: _Asked) -> ReplicaDataset | _InReplicas:
     """Return what a replica's dataset is in this process: that replica, another one, or the notebook."""
     if not here:
         return _InReplicas(made, asked)
-    if isinstance(asked, InputOptions):
-        return ReplicaDataset._dealt(made, here[0], asked)
-    return ReplicaDataset(made, here[0], asked.options, **asked.cutting)
+    return ReplicaDataset(made, here[0], asked.options, dealt=asked.dealt, **asked.cutting)
 
 
 # ---- what a dataset_fn returns ------------------------------------------------------------------------
