@@ -350,6 +350,18 @@ def test_a_strategy_that_a_replica_gives_back_is_the_replicas_again_where_it_is_
     assert two.run(lambda: given is mnb.get_strategy() and given.num_replicas_in_sync) == 2
 
 
+def test_what_an_interrupted_write_to_a_variable_left_goes_to_the_replicas_with_the_next_call(two, monkeypatch):
+    with two.scope():
+        variable = mnb.Variable(1.0, trainable=False)
+    two.run(lambda: variable.assign(2.0))
+    assert variable == 2.0
+    monkeypatch.setattr(two._place, "ask", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        variable.add_(1.0)
+    monkeypatch.undo()
+    assert two.local_results(two.run(lambda: variable.read_value())) == (3.0, 3.0)
+
+
 def test_a_variable_from_outside_the_scope_has_nobody_who_aggregates_it(two):
     outside = mnb.Variable(0.0, aggregation="sum")
     with pytest.raises(ValueError, match=r"cannot assign_add to Variable on one of .* outside this .* one by SUM"):
