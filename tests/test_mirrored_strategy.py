@@ -747,6 +747,9 @@ def test_the_loss_of_a_share_without_examples_does_not_make_that_of_the_batch_na
     for op, losses in (("sum", [2.0, 1.0]), ("mean", [1.0, 1.0])):
         assert [two.reduce(op, copy.copy(one["loss"]), axis=None).item() for one in found] == losses
     assert two.reduce("mean", found[1]["each"], axis=0) == 1.0
+    # As of a batch that is given are the results of one that the function captures.
+    captured = two.run(functools.partial(lambda batch: {"loss": batch.mean(), "each": batch}, found[1]["each"]))
+    assert (two.reduce("mean", captured["loss"]), captured["each"].shares) == (1.0, (1, 0))
     # What is no mean of none stays what it is.
     assert two.reduce("sum", found[1]["odd"], axis=None).isinf()
     with two.scope():

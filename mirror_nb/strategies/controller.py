@@ -179,9 +179,10 @@ class ControllerPlace(Place):
         if self._dashboard is not None:
             self._dashboard.between_calls()
         try:
+            captured: list[DistributedValues] = []
             parts = parts_of((args, kwargs))
-            batches = _batches_in(parts)
-            results = regroup(self._call(fn, args, kwargs, parts))
+            results = regroup(self._call(fn, args, kwargs, parts, captured))
+            batches = _batches_in([*parts, *captured])
             return _of_batch(results, batches[0].shares) if batches else results
         except UsageError as error:
             # The caller's lines tell where; those of the pickling below them help nobody.
@@ -286,12 +287,17 @@ class ControllerPlace(Place):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         parts: Sequence[DistributedValues] | None = None,
+        captured: list[DistributedValues] | None = None,
         plain: bool = False,
         on_note: Callable[[Any], None] = lambda value: None,
     ) -> list[Any]:
-        """Call a function on every replica, and return what each made of it."""
+        """Call a function on every replica, and return what each made of it.
+
+        `parts`: what differs by replica in its arguments; what does so in the function itself is added to `captured`.
+        """
         pool = self._ready()
         parts = parts_of((args, kwargs)) if parts is None else parts
+        captured = [] if captured is None else captured
         for part in parts:
             check_size(part, self.num_replicas)
         packed: list[Packed] = []
@@ -302,7 +308,7 @@ class ControllerPlace(Place):
                 mirrors = self._references.mirrors
                 while packed:
                     packed.pop().close()
-                calls = self._prepared(pool, fn, args, kwargs, parts, packed, plain)
+                calls = self._prepared(pool, fn, args, kwargs, parts, captured, packed, plain)
             slabs = {i: packed[i if parts else 0].slab for i in calls}
             any_sent = self._objects.any_sent
             listener = _Listener(on_note, calls)
@@ -331,12 +337,12 @@ class ControllerPlace(Place):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         parts: Sequence[DistributedValues],
+        captured: list[DistributedValues],
         packed: list[Packed],
         plain: bool,
     ) -> dict[int, Call]:
         """Return each replica's call, all of whose objects it has by then; arguments are `packed`, to be closed."""
         wanted: list[Any] = []
-        captured: list[DistributedValues] = []
         replicas, mirrors = range(self.num_replicas), self._references.mirrors
 
         def reference(obj: object) -> Any:
