@@ -573,9 +573,11 @@ found = []
 for batch in strategy.distribute_dataset(torch.ones(3), batch_size=2):
     loss = batch.mean()
     found += [strategy.reduce("mean", loss), strategy.reduce("sum", loss.item()), strategy.reduce("mean", batch.sum())]
+    merge = lambda merging, losses: merging.reduce("mean", losses)
+    found.append(strategy.run(lambda: get_replica_context().merge_call(merge, (loss,))))
 values(found)
 """
-    assert cell(replicas(2), source) == [[1.0, 2.0, 1.0, 1.0, 1.0, 0.5]] * 2
+    assert cell(replicas(2), source) == [[1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0]] * 2
     # After the loop, too, and in a later cell; what is NaN on a replica that had examples is not left out.
     after = """
 odd = 1 / replica_id if replica_id else float("nan")

@@ -44,6 +44,7 @@ from mirror_nb.strategies.reductions import (
     is_number,
     local_parts,
     own_of,
+    parts_of,
     reduce_local,
     regroup,
     select,
@@ -400,16 +401,21 @@ class ReplicaPlace(Place):
 
         form, offer = _offer(offered)
         data = offer or b""
-        lengths, _ = self._peers.agree(MERGE_CALL, form, len(data))
+        # Below zero of a replica without examples.
+        told, _ = self._peers.agree(MERGE_CALL, form, ~len(data) if self._absent() else len(data))
         if self.num_replicas == 1:
             return nest
         mine, places, _ = in_order(nest)
         own = dict(zip(places, mine, strict=True))
         received = [
             nest if replica_id == self.replica_id else self._opened(pickled, own)
-            for replica_id, pickled in enumerate(self._peers.exchanged(data, lengths))
+            for replica_id, pickled in enumerate(self._peers.exchanged(data, [max(n, ~n) for n in told]))
         ]
-        return regroup([args for args, _ in received]), regroup([kwargs for _, kwargs in received])
+        every = regroup([args for args, _ in received]), regroup([kwargs for _, kwargs in received])
+        for part in parts_of(every):
+            if isinstance(part, PerReplica):
+                part.absent = frozenset(i for i, n in enumerate(told) if n < 0)
+        return every
 
     def _labelled(self, obj: object) -> None:
         """For `pack`: what is of a class that every replica has made, by the same lines, arrives as one of it."""
