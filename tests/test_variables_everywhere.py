@@ -421,6 +421,22 @@ def nests_of_classes_of_ones_own(strategy):
         return context.merge_call(merged, (Output(mine()), plain)), float(reduced.loss)
 
     return [json.dumps(each) for each in strategy.experimental_local_results(strategy.run(call))][:1]
+
+def losses_of_a_last_batch_that_leaves_a_replica_without_examples(strategy):
+    with strategy.scope():
+        total, numbers = (mnb.Variable(0.0, synchronization="on_read", aggregation="sum") for _ in range(2))
+        summed, last = mnb.Variable(0.0, aggregation="sum"), mnb.Variable(0.0, aggregation="mean")
+
+    def step(examples):
+        loss = examples.mean()
+        total.assign_add(loss)
+        numbers.assign_sub(loss.item())
+        summed.assign_add(loss)
+        last.assign(loss)
+
+    for batch in strategy.distribute_dataset(torch.tensor([1.0, 3.0, 5.0]), batch_size=2):
+        strategy.run(step, args=(batch,))
+    return [float(total), float(numbers), float(summed), float(last)]
 '''
 
 KINDS = ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"]
@@ -496,6 +512,7 @@ EXPECTED: dict[str, Any] = {
     ],
     "counts": [2.0, 4, 4, 4, 7, 7, -3, True, 5, 5],
     "numbers_of_pythons": [0.1, 0.1 + 0.2, 0.1],
+    "losses_of_a_last_batch_that_leaves_a_replica_without_examples": [9.0, -9.0, 9.0, 5.0],
     "a_copy_of_a_plain_one": ["PlainVariable", "MirroredVariable", 4.0],
 }
 

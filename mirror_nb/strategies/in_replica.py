@@ -134,7 +134,8 @@ class ReplicaPlace(Place):
         # Of the batch that a loop here was given last.
         self._merges = 0
         # merge_calls that run now: in them every replica has all values.
-        self._home = ReplicaHome(self._peers, lambda: self._merges > 0, commanded=not isinstance(replica, Standalone))
+        commanded = not isinstance(replica, Standalone)
+        self._home = ReplicaHome(self._peers, lambda: self._merges > 0, self._absent, commanded=commanded)
         self.input = ReplicaInput(
             replica_id=who.replica_id,
             num_replicas=who.num_replicas,

@@ -19,7 +19,7 @@ from mirror_nb.aggregation import check_parts, check_readable, from_outside
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.strategies.context import has_strategy, on_one_replica, updates_component
 from mirror_nb.strategies.peers import Form, Leaf, Peers, form_of_nest
-from mirror_nb.strategies.reductions import check_size, is_number, not_distributed, select
+from mirror_nb.strategies.reductions import check_size, is_mean_of_none, is_number, mean, not_distributed, select
 from mirror_nb.tensors.checksums import bits
 from mirror_nb.values import DistributedValues, ReduceOp, VariableAggregation, widened
 from mirror_nb.variables import SyncOnReadVariable, Variable, apply_assign, as_value, component, copy_of, set_data
@@ -27,15 +27,19 @@ from mirror_nb.variables import SyncOnReadVariable, Variable, apply_assign, as_v
 
 @final
 class ReplicaHome:
-    """Where the Variables of one replica ask; `merging()` tells whether a merge_call runs, the same on all.
+    """Where the Variables of one replica ask.
 
+    `merging()` tells whether a merge_call runs, the same on all; `absent()` whether this replica has no examples.
     `commanded`: a controller has this replica do things for itself too, outside of cells and calls, and not always
     all replicas: there a Variable is its component, and no peer is asked.
     """
 
-    def __init__(self, peers: Peers, merging: Callable[[], bool], *, commanded: bool) -> None:
+    def __init__(
+        self, peers: Peers, merging: Callable[[], bool], absent: Callable[[], bool], *, commanded: bool
+    ) -> None:
         self._peers = peers
         self._merging = merging
+        self._absent = absent
         self._commanded = commanded
 
     @property
@@ -114,7 +118,9 @@ class ReplicaHome:
         value = select(value, self._peers.replica_id)
         rule = variable.aggregation
         if isinstance(variable, SyncOnReadVariable) or self._peers.num_replicas == 1:
-            apply_assign(variable, how, value)
+            # To a total of losses, one of no examples adds nothing.
+            if how == "assign" or not self._is_of_no_examples(value):
+                apply_assign(variable, how, value)
         elif rule is VariableAggregation.NONE:
             self._warn_of_divergence(variable, how, value)
             apply_assign(variable, how, value)
@@ -127,24 +133,30 @@ class ReplicaHome:
         literal = is_number(value)
         # A number shows no sign of the replica: the others' tell whether it is the same literal on all.
         number = -1 - self._peers.replica_id
-        if literal and tensor is not None:
+        if tensor is not None and self._is_of_no_examples(tensor):
+            tensor, number = torch.zeros_like(tensor), number - self._peers.num_replicas
+        elif literal and tensor is not None:
             number = bits([torch.as_tensor(value, dtype=torch.complex128, device="cpu")])
         seen, _ = self._peers.agree(f"{how} to {variable.name} ({variable.aggregation.value})", form, number)
         assert tensor is not None
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return self._peers.first(tensor)
         if variable.aggregation is VariableAggregation.MEAN:
-            return self._mean(variable, how, tensor)
+            there = sum(each >= -self._peers.num_replicas for each in seen)
+            return self._mean(variable, how, tensor, there or self._peers.num_replicas)
         if literal and value != 0 and len(set(seen)) == 1:
             raise not_distributed(value, ReduceOp.SUM)
         return self._peers.reduced(ReduceOp.SUM, [tensor])[0]
 
-    def _mean(self, variable: Variable, how: str, tensor: Tensor) -> Tensor:
-        """Return the mean of the replicas' values, or raise the same error on all where it does not fit."""
+    def _is_of_no_examples(self, value: Any) -> bool:
+        return isinstance(value, Tensor | float) and self._absent() and is_mean_of_none(torch.as_tensor(value))
+
+    def _mean(self, variable: Variable, how: str, tensor: Tensor, n: int) -> Tensor:
+        """Return the mean of n replicas' values, or raise the same error on all where it does not fit."""
+        total = self._peers.reduced(ReduceOp.SUM, [widened(tensor)])[0]
         if tensor.is_floating_point() or tensor.is_complex():
-            return self._peers.reduced(ReduceOp.MEAN, [tensor])[0]
+            return mean(total, n, tensor.dtype)
         # Torch's mean of whole numbers is a float, which does not hold all of them.
-        n, total = self._peers.num_replicas, self._peers.reduced(ReduceOp.SUM, [widened(tensor)])[0]
         if (total % n).any():
             raise UsageError(
                 f"cannot {how} {total / n}, the mean of the replicas' values, to {variable.name} of {variable.dtype}: "
