@@ -135,6 +135,17 @@ def test_shares_are_normalised_as_one_device_does(settings):
     assert_like_one_device(network(**settings), [x[:4], x[4:5], x[5:]])
 
 
+def test_a_share_without_examples_leaves_the_statistics_of_batch_norms_that_are_not_synchronised():
+    # In a network with nn.SyncBatchNorm it goes through these, too.
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.BatchNorm1d(36), nn.SyncBatchNorm(36)
+    )
+    before = buffers(model[:4])
+    with exact_batch_norm(model, synchronize=False, all_reduce=lambda flat: flat) as held, held.absent():
+        model(images(1)).sum().backward()
+    torch.testing.assert_close(buffers(model[:4]), before, rtol=0, atol=0)
+
+
 def test_a_share_without_examples_takes_part():
     x = images(3)
     assert_like_one_device(network(), [x[:2], x[2:], x[3:]])

@@ -45,10 +45,13 @@ def normalized(
     return y
 
 
-def without_variance(module: BatchNorm, x: Tensor) -> Tensor:
-    """Normalise one value a channel, or none, in training: it is its own mean, and the running variance stays."""
-    factor = count_batch(module)
-    if x.numel() and module.track_running_stats and module.running_mean is not None:
+def without_variance(module: BatchNorm, x: Tensor, *, absent: bool = False) -> Tensor:
+    """Normalise one value a channel, or none, in training: it is its own mean, and the running variance stays.
+
+    `absent`: x counts as no examples, and is no batch.
+    """
+    factor = 0.0 if absent else count_batch(module)
+    if x.numel() and not absent and module.track_running_stats and module.running_mean is not None:
         move(module.running_mean, x.detach().reshape(-1), factor, True)
     normal = x * 0
     y = normal if module.weight is None else normal * _over(module.weight, x)

@@ -55,8 +55,8 @@ class BatchNorms:
         module._check_input_dim(x)
         if self._all_reduce is not None and module in self._synchronized:
             return normalized(module, x, self._all_reduce, absent=self._absent)
-        if x.numel() == x.shape[1] or x.numel() == 0:
-            return without_variance(module, x)
+        if self._absent or x.numel() == x.shape[1] or x.numel() == 0:
+            return without_variance(module, x, absent=self._absent)
         factor = count_batch(module)
         running = (module.running_mean, module.running_var) if module.track_running_stats else (None, None)
         return F.batch_norm(x, *running, module.weight, module.bias, True, factor, module.eps)
