@@ -92,12 +92,50 @@ def test_buffers_and_what_is_frozen(two):
     assert classes(model) == ["Conv2d", "BatchNorm2d", "Flatten", "Linear"]
 
 
-def test_fit_takes_one(two):
+@pytest.mark.parametrize("size", [8, 1])
+def test_fit_takes_one(two, size):
+    # Of a first batch of one example the second replica has none.
     with two.scope():
         model = mnb.Model(lazy_net())
         model.compile(optimizer="sgd", loss="mse")
-    assert len(model.fit(X, Y, epochs=2, batch_size=8, verbose=0).history["loss"]) == 2
+    assert len(model.fit(X, Y, epochs=2, batch_size=size, verbose=0).history["loss"]) == 2
     assert [p.shape for p in model.parameters()] == [(8, 4), (8,), (1, 8), (1,)]
+
+
+@pytest.mark.parametrize("size", [8, 2, 1])
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_fit_takes_lazy_batch_norms_also_in_first_shares_of_one_example(two, size, synchronized):
+    def fitted(norm: nn.Module) -> mnb.Model:
+        torch.manual_seed(0)
+        with two.scope():
+            model = mnb.Model(nn.Sequential(nn.Linear(4, 6), norm, nn.Tanh(), nn.Linear(6, 1)))
+            model.compile(optimizer=("sgd", {"lr": 0.1}), loss="mse", sync_batch_norm=synchronized)
+        model.fit(X, Y, epochs=2, batch_size=size, shuffle=False, verbose=0)
+        return model
+
+    found, wanted = fitted(nn.LazyBatchNorm1d()), fitted(nn.BatchNorm1d(6)).state_dict()
+    assert classes(found.network) == ["Linear", "BatchNorm1d", "Tanh", "Linear"]
+    for name, value in found.state_dict().items():
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("first", ["predict", "evaluate"])
+def test_a_lazy_network_that_one_example_was_shown_to_predicts_and_trains(two, first, capfd):
+    with two.scope():
+        model = mnb.Model(nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(1)))
+        model.compile(optimizer="sgd", loss="mse")
+    # The second replica has no example.
+    model.predict(X[:1], verbose=0) if first == "predict" else model.evaluate(X[:1], Y[:1], verbose=0)
+    torch.testing.assert_close(model.predict(X, verbose=0), model.eval()(X).detach())
+    assert len(model.fit(X, Y, verbose=0).history["loss"]) == 1
+    assert "different values" not in capfd.readouterr().err
+
+
+def test_a_first_share_of_one_example_is_normalised_by_a_lazy_batch_norm_as_by_another(two):
+    with two.scope():
+        norm = nn.LazyBatchNorm1d()
+    outputs = two.run(lambda batch: norm(batch[0]), args=(next(iter(two.distribute_dataset((X, Y), batch_size=2))),))
+    assert [output.tolist() for output in outputs] == [[[0.0] * 4]] * 2
 
 
 @pytest.mark.parametrize("made", ["", "%%mirrored\n"], ids=["in an ordinary cell", "in a mirrored cell"])

@@ -21,6 +21,9 @@ AllReduce = Callable[[Tensor], Tensor]
 # Returns the sum over the replicas of a flat float64 tensor; every replica calls it, as often as the others.
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+OF_ONE_PROCESS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+# No subclasses of those that they become; torch looks their `forward` up before they become it.
 
 
 def _alike() -> float:

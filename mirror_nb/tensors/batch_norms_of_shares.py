@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: F401
 from torch import Tensor, nn
 
-from mirror_nb.tensors.batch_norm import normalized, without_variance
+from mirror_nb.tensors.batch_norm import LAZY, OF_ONE_PROCESS, normalized, without_variance
 
 # F: torch.jit.script compiles the text of torch's `forward` for ours, by the names of this module.
 
@@ -42,7 +42,7 @@ class BatchNormsOfShares:
         self._removed = False
         self._replaced: list[tuple[Any, _Forward, _Forward | None]] = []
         # Each with the one of its own that it had; None: that of its base class.
-        for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        for kind in (*OF_ONE_PROCESS, *LAZY):
             self._replace(kind, self._by_itself)
         self._replace(nn.SyncBatchNorm, self._by_all)
 

@@ -12,7 +12,15 @@ from typing import Any, final
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mirror_nb.tensors.batch_norm import AllReduce, BatchNorm, count_batch, normalized, without_variance
+from mirror_nb.tensors.batch_norm import (
+    LAZY,
+    OF_ONE_PROCESS,
+    AllReduce,
+    BatchNorm,
+    count_batch,
+    normalized,
+    without_variance,
+)
 
 
 @final
@@ -23,9 +31,10 @@ class BatchNorms:
         self._all_reduce = all_reduce
         self._absent = False
         # A forward of its own, the class's or the module's, is the user's affair.
-        torchs = [kind.forward for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)]
-        modules = [m for m in network.modules() if isinstance(m, BatchNorm) and "forward" not in vars(m)]
-        self._modules = [m for m in modules if type(m).forward in torchs]
+        kinds = (*OF_ONE_PROCESS, *LAZY, nn.SyncBatchNorm)
+        torchs = [kind.forward for kind in kinds]
+        modules: list[Any] = [m for m in network.modules() if isinstance(m, kinds) and "forward" not in vars(m)]
+        self._modules: list[BatchNorm] = [m for m in modules if type(m).forward in torchs]
         self._synchronized = {
             module for module in self._modules if synchronize or isinstance(module, nn.SyncBatchNorm)
         }

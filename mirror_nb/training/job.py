@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mirror_nb.errors import JobLost, ReplicaError
@@ -116,7 +117,7 @@ def rejoin(
         task = dataclasses.replace(task, feed=left.task.feed)
     if task.seed is not None:
         _plant(task.seed)
-    own = {} if left is None else dict(enumerate([buffer.clone() for buffer in model.buffers()]))
+    own = {} if left is None else {i: b.clone() for i, b in enumerate(model.buffers()) if not is_lazy(b)}
     # One may lack a step that the furthest has done; who filled the replacement may be that one.
     _align(seat, model, optimizer, scheduler)
     _share_buffers(seat, model, source, own | buffers)
@@ -222,7 +223,7 @@ def _share_buffers(seat: Seat, model: Model, source: int, own: dict[int, torch.T
     """Give every replica the buffers of replica `source`, but for its `own`, by their number: all take part."""
     buffers = list(model.buffers())
     with torch.no_grad():
-        seat.hand_out(buffers, source)
+        seat.hand_out([buffer for buffer in buffers if not is_lazy(buffer)], source)
         for number, mine in own.items():
             buffers[number].copy_(mine)
 

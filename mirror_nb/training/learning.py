@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -72,7 +73,9 @@ class Buffers:
         statistics = {id(each) for each in networks.averaged_statistics(model).values()}
         self._silent = {i for i, buffer in enumerate(buffers) if id(buffer) in statistics}
         # torch's normalisation writes to them and does not count it.
-        self._kept = [buffer.detach().clone() for buffer in buffers]
+        self.shapeless = {i for i, buffer in enumerate(buffers) if is_lazy(buffer)}
+        # Lazy layers': left out until the first forward pass.
+        self._kept = [buffer if is_lazy(buffer) else buffer.detach().clone() for buffer in buffers]
         self._versions = [buffer._version for buffer in buffers]
         self._first = [-1] * len(buffers) if written else list(self._versions)
 
@@ -90,13 +93,16 @@ class Buffers:
 
     def changed(self) -> dict[int, Tensor]:
         """Return those that were ever written to, by their number."""
-        pairs = enumerate(zip(self._buffers, self._first, strict=True))
-        return {i: buffer for i, (buffer, first) in pairs if buffer._version != first or i in self._silent}
+        return {i: self._buffers[i] for i in self._written_since(self._first)}
+
+    def _written_since(self, versions: list[int]) -> list[int]:
+        pairs = enumerate(zip(self._buffers, versions, strict=True))
+        written = [i for i, (buffer, then) in pairs if buffer._version != then or i in self._silent]
+        return [i for i in written if i not in self.shapeless]
 
     def _copy(self, to: list[Tensor], source: list[Tensor]) -> None:
         # Those alone that were written to: masks may be large, and stay.
-        versions = [buffer._version for buffer in self._buffers]
-        written = [i for i, now in enumerate(versions) if now != self._versions[i] or i in self._silent]
+        written = self._written_since(self._versions)
         if written:
             with torch.no_grad():
                 # Of mixed dtypes it copies each by itself.
@@ -325,7 +331,16 @@ class Training(Scoring):
     def _leave_landmark(self, share: Share, complete: bool) -> None:
         """Before this replica's part goes out, and after its statistics are those of the step."""
         if complete:
+            if self._buffers.shapeless:
+                self._buffers = Buffers(self._model, written=True)
             self._landmark(self.step + 1, self.examples + share.global_examples)
+
+    def _take_shape(self, share: Share) -> None:
+        assert self._norms is not None
+        # Where statistics are added up on the way, it is gone through with the others.
+        if not self._norms.synchronizes:
+            with self._norms.absent(), self._autocast():
+                super()._take_shape(share)
 
     def _stand_by(self, share: Share, complete: bool) -> tuple[Tensor, int]:
         """Take part in what the others do together, with no examples."""
@@ -342,10 +357,7 @@ class Training(Scoring):
         # Statistics of the global batch are added up on the way through the network, there and back. What comes of it
         # weighs nothing, also where the network makes no numbers of one example of zeros (a logarithm).
         with self._norms.absent(), self._seat.weighed(0, share.global_examples), self._autocast():
-            if self._own_step is not None:
-                outputs = self._own_step(_one_example(share.batch))
-            else:
-                outputs = self._call(_one_example(share.inputs))
+            outputs = self._dry_run(share)
             self._without_examples()
             learning = [
                 leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad
@@ -617,8 +629,3 @@ def load_states(optimizer: Optimizer | None, scheduler: Any, states: Mapping[str
 
 def _on_cpu(nest: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), nest)
-
-
-def _one_example(nest: Any) -> Any:
-    """Return a batch of one in the form of this one without any; what it holds does not matter."""
-    return map_leaves(nest, lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf)

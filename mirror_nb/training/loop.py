@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mirror_nb.collectives.segments import Address
 from mirror_nb.data.batches import leaves, map_leaves
@@ -199,6 +200,8 @@ class Job(ABC):
                 if self.trains:
                     self._seat.recorder.arrived(share.examples)
                 self._ended = last
+                if not share.examples:
+                    self._take_shape(share)
                 self._take(share, last)
                 self.examples += share.global_examples
                 self._seat.heed()
@@ -334,6 +337,16 @@ class Job(ABC):
             return map_leaves(outputs, _as_row)
         return outputs
 
+    def _take_shape(self, share: Share) -> None:
+        """Let lazy layers take the shape that they get on the replicas that have examples of this batch."""
+        if any(map(is_lazy, (*self._model.parameters(), *self._model.buffers()))):
+            with torch.no_grad():
+                self._dry_run(share)
+
+    def _dry_run(self, share: Share) -> Any:
+        """Go through the network with an example in the form of this share, which has none."""
+        return self._call(one_example(share.inputs))
+
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Modules in evaluation mode, with statistics that are the same on all replicas; then as they were."""
@@ -386,6 +399,11 @@ def _channels_last(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.ndim == 4:
         return leaf.contiguous(memory_format=torch.channels_last)
     return leaf
+
+
+def one_example(nest: Any) -> Any:
+    """Return a batch of one in the form of this one without any; what it holds does not matter."""
+    return map_leaves(nest, lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf)
 
 
 def _as_row(leaf: Any) -> Any:

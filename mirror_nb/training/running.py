@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 from torch import Tensor
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror_nb.errors import JobLost, MirrorError, ReplicaDied
 from mirror_nb.readable import duration
@@ -170,6 +171,8 @@ class Running:
         on_note: Callable[[Note], None] = lambda note: None,
     ) -> list[Advanced]:
         """Do the same without going on when a replica dies."""
+        # Lazy layers take shape in an evaluation, too.
+        changes = changes or any(isinstance(part, LazyModuleMixin) for part in self._model.modules())
         # Named in each message: callbacks may have given the model layers, and its optimizer parameters.
         trained = (self._model, self._model.optimizer) if changes else (self._model,)
         args = (self._strategy, self.token, epoch, until, *trained)

@@ -17,7 +17,7 @@ from torch import Tensor
 from mirror_nb.data.batches import map_leaves
 from mirror_nb.errors import UsageError
 from mirror_nb.strategies.seat import Seat
-from mirror_nb.training.loop import Job, Task, Totals, device_of, told
+from mirror_nb.training.loop import Job, Task, Totals, device_of, one_example, told
 from mirror_nb.training.objectives import objective
 from mirror_nb.training.shares import Share
 
@@ -138,6 +138,9 @@ class Scoring(Job):
         if name not in sums:
             sums[name] = torch.zeros((), dtype=torch.float64, device=self._device)
         sums[name].add_(value.detach(), alpha=weight)
+
+    def _dry_run(self, share: Share) -> Any:
+        return super()._dry_run(share) if self._own_step is None else self._own_step(one_example(share.batch))
 
     def _without_examples(self) -> None:
         """Take part where the others add up how much their shares counted."""
