@@ -551,7 +551,8 @@ def _evaluate(
     model.stop_evaluating = False
     with _at_work(team, Work("evaluate", source)):
         hooks.call("on_test_begin")
-        logs = hooks.steps("evaluate", feeder)
+        # By name, as Keras hands them on.
+        logs = dict(sorted(hooks.steps("evaluate", feeder).items()))
         team.pull()
         hooks.call("on_test_end", logs)
     return logs if return_dict else model._flatten_metrics_in_order(logs)
