@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import os
 import signal
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,22 @@ def test_the_best_weights_come_back(place):
     assert equal(weights(model), states[history.best_epoch("loss") or 0])
     # The replicas have them too.
     torch.testing.assert_close(model.predict(X, verbose=0), model.network.eval()(X).detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("what", ["fit", "evaluate", "predict"])
+def test_the_data_go_once_nobody_has_them(place, what):
+    # A loader's persistent workers would run on, and others that are forked meanwhile complain of them.
+    model = made(place)
+    data = DataLoader(TensorDataset(X, Y), batch_size=10)
+    there = weakref.ref(data.dataset)
+    gc.collect()
+    gc.disable()
+    try:
+        getattr(model, what)(data, verbose=0)
+        del data
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 # --------------------------------------------------------------------------- what is refused

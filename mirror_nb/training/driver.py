@@ -143,6 +143,8 @@ class Fit:
             self._progress.close()
             self._withdraw()
             callbacks.close()
+            # They know this fit, too: its data would stay, with their loader's workers, until Python looks for cycles.
+            self._training = self._validation = None
         return self.history
 
     # ------------------------------------------------------------------ beginning and end

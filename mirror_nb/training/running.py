@@ -138,7 +138,7 @@ class Running:
         self._place = self._strategy._place
         self._model = model
         self._begin, self._args = begin, (model, *args)
-        self._again = again or self._start_again
+        self._rejoin = again
         self.token = ""
         guard.through(self.start, again or (lambda: "it begins again"))
 
@@ -146,7 +146,9 @@ class Running:
         """Begin it on all replicas."""
         self.take_over(self._begin, *self._args)
 
-    def _start_again(self) -> str:
+    def _again(self) -> str:
+        if self._rejoin is not None:
+            return self._rejoin()
         self.start()
         self._guard.reached(self._begin)
         return "it begins again"
