@@ -613,6 +613,20 @@ def test_a_backup_every_so_many_steps_goes_on_at_the_very_step(tmp_path):
     assert model.weight == 6
 
 
+def test_a_fit_that_goes_on_makes_the_next_backup_as_many_steps_after_the_one_that_it_found(tmp_path):
+    def die(batch: int, logs: Any) -> None:
+        if batch == 4:
+            raise Killed
+
+    with pytest.raises(Killed):
+        fit([BackupAndRestore(tmp_path, save_freq=4), LambdaCallback(on_train_batch_end=die)], val_losses(1), steps=9)
+    model, seen = Model(), LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    saved: list[Any] = []
+    model.save = lambda path: saved.append(model.weight)  # type: ignore[method-assign]
+    fit([BackupAndRestore(tmp_path, save_freq=4), seen], val_losses(1), steps=9, model=model)
+    assert saved == [8]
+
+
 def test_a_schedule_that_goes_by_the_present_rate_is_asked_once_an_epoch_that_a_backup_cut(tmp_path):
     def halves() -> list[Callback]:
         return [LearningRateScheduler(lambda epoch, rate: rate / 2), BackupAndRestore(tmp_path, save_freq=1)]
