@@ -88,10 +88,12 @@ class Drawing(Sampler[int]):
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(3)
+        self.older = np.random.RandomState(3)
 
     def __iter__(self) -> Any:
         for _ in range(9):
-            yield int(self.rng.integers(100)) * 1000 + random.randrange(10) * 100 + int(torch.randint(100, ()))
+            own = int(self.rng.integers(100)) * 10 + int(self.older.randint(10))
+            yield own * 1000 + random.randrange(10) * 100 + int(torch.randint(100, ()))
 
     def __len__(self) -> int:
         return 9
