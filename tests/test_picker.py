@@ -83,6 +83,12 @@ def test_the_line_says_what_was_picked_and_no_defaults(choice, running, line):
     assert choice.line(running) == line
 
 
+def test_buckets_of_less_than_a_byte_are_the_smallest_and_not_the_usual_ones():
+    assert GradientFlags(bucket_mb=1e-7).options().bytes_per_pack == 1
+    assert GradientFlags(bucket_mb=4).options().bytes_per_pack == 4 * 2**20
+    assert GradientFlags().options().bytes_per_pack == 25 * 2**20
+
+
 def test_the_line_follows_the_boxes(made):
     picker, session = made(2)
     assert "%mirror start --devices cuda:0,cuda:1<" in shown(picker)

@@ -43,7 +43,8 @@ class GradientFlags:
             usual = BYTES_PER_PACK / 2**20
             raise UsageError(f"--bucket-mb is {self.bucket_mb:g}; it must be above 0, and {usual:g} is usual")
         return CommunicationOptions(
-            bytes_per_pack=round((self.bucket_mb or 0) * 2**20),
+            # At least one byte: none stands for the usual size.
+            bytes_per_pack=math.ceil((self.bucket_mb or 0) * 2**20),
             compression=None if self.compression == "none" else self.compression,
         )
 
