@@ -433,6 +433,29 @@ def test_training_gives_the_weights_of_plain_pytorch_on_the_whole_batch(
             torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
+def a_layer_in_two_checkpoints(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    first, shared, last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+    for x, y in batches():
+        x, y = r.share(x, y)
+        code = torch.tanh(first(x))
+        for _ in range(2):
+            code = torch.tanh(checkpoint(shared, code, use_reentrant=True))
+        F.mse_loss(last(code), y).backward()
+    return [parameter.grad for module in (first, shared, last) for parameter in module.parameters()]
+
+
+def test_a_layer_in_two_reentrant_checkpoints_is_exact_or_an_error_that_says_what_helps(two: Crew) -> None:
+    expected = a_layer_in_two_checkpoints(Replica(0, 1, plain=True))
+    for result in two.run(in_scope, a_layer_in_two_checkpoints):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    for outcome in two.outcomes(small_buckets, a_layer_in_two_checkpoints):
+        kind, message, _ = outcome.args
+        assert kind == "UsageError"
+        assert "parameter Linear.bias got another gradient in the same backward pass" in message
+        assert "with activation checkpointing of shared modules pass use_reentrant=False" in message
+
+
 def half_precision(r: Replica) -> list[Tensor]:
     torch.manual_seed(0)
     model = network()
