@@ -972,6 +972,14 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dist.all_to_all_single(torch.zeros(4, 2), torch.zeros(4, 2)),
         "the 8 elements of a tensor of shape (4, 2) are no 3 equal parts, one for each replica; pass output",
     ),
+    "an output whose rows do not lie one after the other": (
+        lambda: dist.all_to_all_single(torch.zeros(2, N).t(), torch.zeros(N, 2)),
+        "lies in memory in another order than the output with strides (1, 3), and gloo goes by that; pass",
+    ),
+    "the same with sizes": (
+        lambda: dist.all_to_all_single(torch.zeros(2, N).t(), torch.zeros(N, 2), [1] * N, [1] * N),
+        "lies in memory in another order than the output with strides (1, 3), and gloo goes by that; pass",
+    ),
     "a mean of short complex numbers": (
         lambda: dist.reduce(torch.ones(3, dtype=torch.complex32), 0, dist.ReduceOp.AVG),
         "reduce of complex32[3]: gloo does not do this with torch.complex32; convert it first",

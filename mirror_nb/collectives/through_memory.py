@@ -52,7 +52,7 @@ _TO_ROOT = frozenset({"gather", "gather_into_tensor", "reduce"})
 _IN_ONE_PIECE = frozenset({"all_reduce", "all_to_all_single", "broadcast", "reduce", "reduce_scatter", "scatter"})
 # Collectives of whose first argument gloo takes the memory from its first element on, whatever its strides.
 
-_AS_THEY_LIE = frozenset({"reduce_scatter", "scatter"})
+_AS_THEY_LIE = frozenset({"all_to_all_single", "reduce_scatter", "scatter"})
 # Those of whose second one it takes the elements in the order of memory, too, and puts them into the first in that.
 
 _Begun = tuple[Exchange, list[Tensor]]
