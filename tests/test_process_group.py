@@ -980,6 +980,10 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dist.all_to_all_single(torch.zeros(2, N).t(), torch.zeros(N, 2), [1] * N, [1] * N),
         "lies in memory in another order than the output with strides (1, 3), and gloo goes by that; pass",
     ),
+    "rows of a dimension that the output does not have": (
+        lambda: dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(N, 1)),
+        "reduce_scatter_tensor of float32[1] and float32[3, 1]: output with shape [1] doesn't match the broadcast",
+    ),
     "a mean of short complex numbers": (
         lambda: dist.reduce(torch.ones(3, dtype=torch.complex32), 0, dist.ReduceOp.AVG),
         "reduce of complex32[3]: gloo does not do this with torch.complex32; convert it first",

@@ -48,6 +48,7 @@ _REFUSALS = {
     "that requires grad is being used in an in-place": "gloo writes into no tensor that requires a gradient here; run "
     "it in torch.no_grad()",
     "Split sizes doesn't match": "{said}",
+    "doesn't match the broadcast shape": "{said}",
     "Number of tensor splits": "{said}",
 }
 # What gloo, and torch around it, say of what they cannot do, by words of it: nobody has left.
