@@ -456,6 +456,22 @@ def test_a_layer_in_two_reentrant_checkpoints_is_exact_or_an_error_that_says_wha
         assert "with activation checkpointing of shared modules pass use_reentrant=False" in message
 
 
+def test_a_hook_that_a_parameter_has_before_its_module_gets_it_sees_the_gradient_of_all_replicas(two: Crew) -> None:
+    def look(r: Replica) -> list[float]:
+        seen: list[float] = []
+        with r.scope:
+            weight = nn.Parameter(torch.ones(1))
+            weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.item()))
+            model = nn.Module()
+            model.weight = weight
+            for _ in range(2):
+                model.zero_grad()
+                (model.weight * (r.id + 1)).sum().backward()
+        return seen
+
+    assert two.run(look) == [[1.5, 1.5]] * 2
+
+
 def half_precision(r: Replica) -> list[Tensor]:
     torch.manual_seed(0)
     model = network()
