@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from driving import run_cell
 from torch import Tensor, nn
 
 from mirror_nb.gradients import buckets
+from mirror_nb.gradients.buckets import PATIENCE
 from mirror_nb.pool.local import LocalPool
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -209,3 +211,24 @@ def test_a_gradient_tensor_stays_the_same_object_when_more_is_added(two: Crew) -
             torch.testing.assert_close(held, torch.full((4, 4), 4.0))
 
     two.run(look)
+
+
+def test_gradients_that_are_kept_stay_when_another_network_is_gone_and_a_third_is_trained(two: Crew) -> None:
+    def look(r: Replica) -> tuple[float, float, float]:
+        with r.scope:
+            gone, kept, other = (nn.Linear(2, 2, bias=False) for _ in range(3))
+            for network in (gone, kept, other, *[kept] * (PATIENCE + 2)):
+                network.zero_grad()
+                network(torch.full((1, 2), r.id + 1.0)).sum().backward()
+            del gone, network
+            gc.collect()
+            new = nn.Linear(2, 2, bias=False).double()
+            new(torch.full((1, 2), r.id + 2.0).double()).sum().backward()
+            other.zero_grad()
+            other(torch.full((1, 2), r.id + 3.0)).sum().backward()
+            # Each network's are of its own examples: they have become known by other numbers.
+            gradients = [network.weight.grad for network in (kept, new, other)]
+            assert all(bool((gradient == gradient[0, 0]).all()) for gradient in gradients)
+            return tuple(gradient[0, 0].item() for gradient in gradients)
+
+    assert two.run(look) == [(1.5, 2.5, 3.5)] * 2

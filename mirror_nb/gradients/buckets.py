@@ -173,9 +173,11 @@ class Bucket:
         self._views = dict(zip(self.numbers, shaped, strict=True))
         self._places = {n: _Place(view) for n, view in self._views.items() if view.numel()} if memory.lends else {}
 
-    def _stays(self, gradient: Tensor, parameter: nn.Parameter | None, number: int) -> bool:
+    def _stays(self, gradient: Tensor, tracked: Tracked) -> bool:
         """Whether a gradient that shows the memory belongs where it is: the one that this round adds to."""
-        view = self._views.get(number)
+        # By its number of today: others have got theirs when parameters were gone.
+        view = None if tracked.number is None else self._views.get(tracked.number)
+        parameter = tracked.parameter()
         current = parameter is not None and parameter.grad is gradient
         return current and view is not None and _lies_in(gradient, view)
 
@@ -196,7 +198,7 @@ class Bucket:
     def _lend(self, gradient: Tensor, place: _Place, tracked: Tracked, number: int) -> None:
         assert self._memory is not None
         self._placed.add(number)
-        self._memory.lend(gradient, place, tracked, number)
+        self._memory.lend(gradient, place, tracked)
 
     def fill(self, agreed: Sequence[Agreed], tail: Sequence[float]) -> Tensor:
         """Copy in the gradients that are not there yet, zeros where there are none; then the `tail` as it is."""
@@ -262,8 +264,8 @@ class _Place:
         return _uses(self.storage) > self.alone
 
 
-_Lent = tuple[Callable[[], Tensor | None], Callable[[], nn.Parameter | None], int, _Place]
-# A gradient that shows a bucket's memory, its parameter, its number and its place. A tuple: one is made in every step.
+_Lent = tuple[Callable[[], Tensor | None], Tracked, _Place]
+# A gradient that shows a bucket's memory, whose it is, and its place. A tuple: one is made in every step.
 
 
 @final
@@ -282,11 +284,11 @@ class _Memory:
         self._seen: list[_Place] = []
         # What users look at in `_home`.
 
-    def lend(self, gradient: Tensor, place: _Place, tracked: Tracked, number: int) -> None:
+    def lend(self, gradient: Tensor, place: _Place, tracked: Tracked) -> None:
         """Remember a gradient that shows this memory."""
         known = self._lent.get(place.storage)
         if known is None or known[0]() is not gradient:
-            self._lent[place.storage] = TensorWeakRef(gradient), tracked.parameter, number, place
+            self._lent[place.storage] = TensorWeakRef(gradient), tracked, place
 
     def piece(self, numel: int, tail: Sequence[float]) -> Tensor:
         """Return the first `numel` elements and, written behind them, the `tail`."""
@@ -298,7 +300,7 @@ class _Memory:
             self._piece[numel:] = torch.tensor(tail, device="cpu")
         return self._piece
 
-    def take_back(self, stays: Callable[[Tensor, nn.Parameter | None, int], bool]) -> None:
+    def take_back(self, stays: Callable[[Tensor, Tracked], bool]) -> None:
         """Be free to be written to: give memory of their own to the gradients that somebody still holds.
 
         But for those that stay. A user may keep last step's gradients; and another plan's parameters keep theirs until
@@ -306,9 +308,9 @@ class _Memory:
         moved from here: then this memory is left to them until they let go of it.
         """
         seen = []
-        for storage, (reference, owner, number, place) in list(self._lent.items()):
+        for storage, (reference, tracked, place) in list(self._lent.items()):
             gradient = reference()
-            if gradient is not None and stays(gradient, owner(), number):
+            if gradient is not None and stays(gradient, tracked):
                 continue
             del self._lent[storage]
             if gradient is not None:
