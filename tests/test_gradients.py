@@ -831,6 +831,23 @@ def test_what_was_converted_and_is_used_by_one_replica_first_has_one_number_on_a
     assert two.run(look) == [([2.5, 2.5], 2)] * 2
 
 
+def test_what_was_converted_is_known_by_its_values_where_one_replica_has_made_a_module_for_itself(two: Crew) -> None:
+    def look(r: Replica) -> list[float]:
+        with r.scope:
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            probe = nn.Linear(2, 2) if r.id else None
+            model(torch.ones(1, 2)).sum().backward()
+            model.zero_grad()
+            model.double()
+            hidden = model[0](torch.ones(1, 2).double())
+            # One of the replicas uses the second layer first, in the new precision.
+            ((hidden if r.id else model[1](hidden)) * (1 + r.id)).sum().backward()
+            assert probe is None or probe.weight.grad is None
+            return model[1].bias.grad.tolist()
+
+    assert two.run(look) == [[0.5, 0.5]] * 2
+
+
 def test_ddp_synchronises_what_it_wraps_and_nobody_else_does(two: Crew) -> None:
     def look(r: Replica) -> tuple[float, int]:
         with r.scope:

@@ -185,12 +185,16 @@ class Agreement:
         values: Values = {}
         for tracked in self._tracked.values():
             parameter = tracked.parameter()
-            if parameter is None or is_lazy(parameter) or tracked.name not in names or tracked.number is not None:
+            if parameter is None or is_lazy(parameter) or tracked.name not in names or self._knows(tracked, parameter):
                 continue
             portrait = Portrait.of(parameter)
             alike = values.setdefault((tracked.name, portrait.shape, str(portrait.dtype)), {})
             alike.setdefault(portrait.checksum, []).append(tracked.ordinal)
         return values
+
+    def _knows(self, tracked: Tracked, parameter: nn.Parameter) -> bool:
+        """Whether it is agreed on as it is: one that was converted since is not."""
+        return tracked.number is not None and self.agreed[tracked.number].fits(parameter)
 
     def _drop_dead(self) -> None:
         dead = [tracked for tracked in self._tracked.values() if tracked.parameter() is None]
