@@ -848,6 +848,21 @@ def test_what_was_converted_is_known_by_its_values_where_one_replica_has_made_a_
     assert two.run(look) == [[0.5, 0.5]] * 2
 
 
+def test_a_network_is_the_same_one_where_replicas_made_others_for_themselves_at_other_times(two: Crew) -> None:
+    def look(r: Replica) -> list[float]:
+        with r.scope:
+            if r.id == 0:
+                nn.Linear(2, 2)
+            torch.manual_seed(0)
+            model = nn.Linear(2, 2)
+            if r.id == 1:
+                copy.deepcopy(model)
+            model(torch.ones(1, 2) * (r.id + 1)).sum().backward()
+            return model.weight.grad[0].tolist()
+
+    assert two.run(look) == [[1.5, 1.5]] * 2
+
+
 def test_ddp_synchronises_what_it_wraps_and_nobody_else_does(two: Crew) -> None:
     def look(r: Replica) -> tuple[float, int]:
         with r.scope:

@@ -119,7 +119,8 @@ class Agreement:
         portraits = self._portraits(mine)
         doubted = {key[0] for key, column in zip(mine, portraits, strict=True) if _differ(column)} - contested
         if doubted:
-            # One may have got in a parcel what others made, and has it as a later one of that name.
+            # One may have got in a parcel what others made, and has it as a later one of that name; or each has made
+            # one for itself and let go of it, at another time, so that the counts say nothing.
             there = gathered(self._values_of(contested | doubted), self.num_replicas)
             mine = [keys[self.replica_id] for keys in match(offers, there, doubted)]
             portraits = self._portraits(mine)
@@ -214,7 +215,7 @@ class Agreement:
 
 
 def _differ(column: Iterable[Portrait | None]) -> bool:
-    return len({(portrait.form, portrait.checksum) for portrait in column if portrait is not None}) > 1
+    return len({portrait and (portrait.form, portrait.checksum) for portrait in column}) > 1
 
 
 def _warn(assigned: list[str], differing: list[str], sources: set[int]) -> None:
