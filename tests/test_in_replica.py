@@ -578,14 +578,16 @@ for batch in strategy.distribute_dataset(torch.ones(3), batch_size=2):
 values(found)
 """
     assert cell(replicas(2), source) == [[1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0]] * 2
-    # After the loop, too, and in a later cell; what is NaN on a replica that had examples is not left out.
+    # After the loop, too, and in a later cell; but for a sum, which is of what all of the loop has added up then, and
+    # what is NaN on a replica that had examples.
     after = """
 odd = 1 / replica_id if replica_id else float("nan")
 everywhere = strategy.run(lambda: get_replica_context().all_reduce("mean", loss))
-values([strategy.reduce("mean", loss), everywhere, strategy.reduce("sum", odd).isnan()])
+means = [strategy.reduce("mean", loss), everywhere]
+values([*means, *(strategy.reduce("sum", each).isnan() for each in (loss, odd))])
 """
-    assert cell(replicas(2), source + after) == [[1.0, 1.0, True]] * 2
-    assert cell(replicas(2), after) == [[1.0, 1.0, True]] * 2
+    assert cell(replicas(2), source + after) == [[1.0, 1.0, True, True]] * 2
+    assert cell(replicas(2), after) == [[1.0, 1.0, True, True]] * 2
 
 
 def test_an_uneven_batch_weighs_gradients_by_examples_and_no_sync_keeps_them_local(replicas):

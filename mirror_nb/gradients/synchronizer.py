@@ -46,7 +46,7 @@ from mirror_nb.gradients.tracked import Deferred, Tracked, at_end_of_backward
 from mirror_nb.readable import listed
 from mirror_nb.steps.recorder import Recorder
 from mirror_nb.steps.steering import QUIET, Steering
-from mirror_nb.tensors.views_of_none import ViewsOfNone
+from mirror_nb.tensors.no_examples import NoExamples
 from mirror_nb.values import ReduceOp
 
 
@@ -106,7 +106,7 @@ class GradientSynchronizer:
         self._round: Round | None = None
         self.shares: tuple[int, int] | None = None
         # Of the batch in use, or whose loop was left: this replica's examples, and all replicas'.
-        self._views = ViewsOfNone()
+        self._no_examples = NoExamples()
         self.undivided_passes = 0
         # Backward passes on batches of which this replica was given no share.
         self._group: Callable[[], object | None] = lambda: None
@@ -201,7 +201,7 @@ class GradientSynchronizer:
             raise UsageError(f"a share of {local_examples} examples in a global batch of {global_examples} cannot be")
         self._divided = True
         self.shares = local_examples, global_examples
-        self._views.follow(not local_examples)
+        self._no_examples.follow(not local_examples)
         if self.reduction == "mean":
             self.factor = self.num_replicas * local_examples / global_examples
 
@@ -209,7 +209,7 @@ class GradientSynchronizer:
         """Let every replica weigh in alike."""
         self._divided = False
         self.shares = None
-        self._views.follow(False)
+        self._no_examples.follow(False)
         # A sum is the mean of n times the gradients, which leaves what was summed before as it is.
         self.factor = 1.0 if self.reduction == "mean" else float(self.num_replicas)
 

@@ -6,6 +6,7 @@ fit (peers.py), so that a mistake is the same error on each and the next call wo
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 import zlib
@@ -135,7 +136,8 @@ class ReplicaPlace(Place):
         self._merges = 0
         # merge_calls that run now: in them every replica has all values.
         commanded = not isinstance(replica, Standalone)
-        self._home = ReplicaHome(self._peers, lambda: self._merges > 0, self._absent, commanded=commanded)
+        absent = functools.partial(self._absent, ReduceOp.SUM)
+        self._home = ReplicaHome(self._peers, lambda: self._merges > 0, absent, commanded=commanded)
         self.input = ReplicaInput(
             replica_id=who.replica_id,
             num_replicas=who.num_replicas,
@@ -294,7 +296,7 @@ class ReplicaPlace(Place):
             tensor = as_tensor(leaf, "reduce", self.device)
             part = sum_over(tensor if op is ReduceOp.SUM else widened(tensor), axis)
             count = 1 if axis is None else counted(tensor, axis)
-            if axis is None and self._absent() and is_mean_of_none(part):
+            if axis is None and self._absent(op) and is_mean_of_none(part):
                 part, count = torch.zeros_like(part), 0
             form = form_of_nest(where, [part], [is_number(leaf)])
             return of_dtype(form, tensor.dtype), (part, count)
@@ -306,10 +308,10 @@ class ReplicaPlace(Place):
             return self._peers.total(call, form, part, lambda dtype: sum_dtype(dtype, axis))
         return self._peers.mean(call, form, part, count)
 
-    def _absent(self) -> bool:
-        """Whether this replica has no examples of the batch in use, or had none of the latest."""
-        # What a loop has computed is mostly shown after its last batch.
-        shares = self._replica.gradients.shares or self._latest
+    def _absent(self, op: ReduceOp = ReduceOp.MEAN) -> bool:
+        """Whether this replica has no examples of the batch in use, or, for a mean, had none of the latest."""
+        # The loss is mostly shown after the last batch. A sum is of totals then: what spoilt one has spoilt all of it.
+        shares = self._replica.gradients.shares or (self._latest if op is ReduceOp.MEAN else None)
         return shares is not None and not shares[0]
 
     def gather(self, value: Any, axis: int, where: str) -> Any:
@@ -332,7 +334,7 @@ class ReplicaPlace(Place):
 
         form, offer = _offer(offered)
         offer = offer or []
-        lacking = {i for i, tensor in enumerate(offer[:_MARKS]) if self._absent() and is_mean_of_none(tensor)}
+        lacking = {i for i, tensor in enumerate(offer[:_MARKS]) if self._absent(op) and is_mean_of_none(tensor)}
         marks, common = self._peers.agree(f"all_reduce {op.value}", form, sum(1 << i for i in lacking))
         tensors = [tensor.to(sum_dtype(leaf.dtype, None)) for tensor, leaf in zip(offer, common, strict=True)]
         for i in lacking:

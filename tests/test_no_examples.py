@@ -1,7 +1,9 @@
-"""`x.view(len(x), -1)` of a share without examples, and whose torch function modes stand where meanwhile."""
+"""A share without examples: its views, what it adds to totals, and where torch function modes stand meanwhile."""
 
 from __future__ import annotations
 
+import math
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,15 +14,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import mirror_nb as mnb
-from mirror_nb.tensors.views_of_none import ViewsOfNone
+from mirror_nb.tensors.no_examples import NoExamples
 
 
 @pytest.fixture
-def views() -> Iterator[ViewsOfNone]:
-    views = ViewsOfNone()
-    views.follow(True)
-    yield views
-    views.follow(False)
+def share() -> Iterator[NoExamples]:
+    share = NoExamples()
+    share.follow(True)
+    yield share
+    share.follow(False)
     assert depth() == 0
 
 
@@ -46,40 +48,40 @@ class Users(TorchFunctionMode):
         (lambda x: torch.distributions.Categorical(logits=x).entropy(), (0, 4, 6)),
     ],
 )
-def test_a_dimension_is_what_it_is_where_there_are_examples(views, view, shape):
+def test_a_dimension_is_what_it_is_where_there_are_examples(share, view, shape):
     assert view(torch.zeros(0, 4, 6, 6)).shape == shape
     assert view(torch.zeros(3, 4, 6, 6)).shape[1:] == shape[1:]
 
 
-def test_what_stands_for_nothing_whole_is_torchs_to_refuse_and_so_is_all_after_the_share(views):
+def test_what_stands_for_nothing_whole_is_torchs_to_refuse_and_so_is_all_after_the_share(share):
     with pytest.raises(RuntimeError, match="ambiguous"):
         torch.zeros(0, 5).view(0, 2, -1)
-    views.follow(False)
+    share.follow(False)
     with pytest.raises(RuntimeError, match="ambiguous"):
         torch.zeros(0, 4).view(0, -1)
 
 
-def test_a_mode_of_the_users_ends_as_it_would(views):
+def test_a_mode_of_the_users_ends_as_it_would(share):
     users = Users()
     with users:
-        views.follow(False)
-        views.follow(True)
+        share.follow(False)
+        share.follow(True)
         assert torch.zeros(0, 2, 2).view(0, -1).shape == (0, 4)
     assert depth() == 1
     assert torch.zeros(0, 2, 2).view(0, -1).shape == (0, 4)
     with torch.device("meta"):
-        views.follow(False)
-        views.follow(True)
+        share.follow(False)
+        share.follow(True)
         assert torch.zeros(1).is_meta
     assert not torch.zeros(1).is_meta
     assert depth() == 1
 
 
-def test_a_default_device_may_be_set_and_unset_meanwhile(views):
+def test_a_default_device_may_be_set_and_unset_meanwhile(share):
     try:
         torch.set_default_device("meta")
-        views.follow(False)
-        views.follow(True)
+        share.follow(False)
+        share.follow(True)
         assert torch.zeros(1).is_meta
     finally:
         torch.set_default_device(None)
@@ -87,11 +89,33 @@ def test_a_default_device_may_be_set_and_unset_meanwhile(views):
     assert depth() == 1
 
 
-def test_a_compiled_function_takes_such_a_share(views):
+def test_a_compiled_function_takes_such_a_share(share):
     compiled = torch.compile(lambda x: x.relu().view(x.size(0), -1).sum(1), backend="eager")
     assert compiled(torch.ones(0, 2, 3)).shape == (0,)
-    views.follow(False)
+    share.follow(False)
     assert compiled(torch.ones(2, 2, 3)).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("counted", [lambda loss, n: loss.item() * n, lambda loss, n: n * loss, torch.mul])
+def test_a_mean_of_no_examples_adds_nothing_to_a_total_that_is_weighed_by_them(share, counted):
+    none = torch.zeros(0)
+    loss = none.mean()
+    assert 2.5 + float(counted(loss, len(none))) == 2.5
+    assert math.isnan(counted(loss, 1))
+    share.follow(False)
+    assert math.isnan(counted(none.mean(), 0))
+
+
+def test_what_item_gives_of_it_is_a_number_like_any_other(share):
+    number = torch.zeros(0).mean().item()
+    assert math.isnan(number)
+    assert f"{number:.2f} {number}" == "nan nan"
+    assert type(pickle.loads(pickle.dumps([number]))[0]) is float
+    assert 0.0 * number == 0
+    assert math.isnan(number * 2)
+    assert (torch.ones(2) * number).isnan().all()
+    assert torch.ones(2).mean().item() == 1
+    assert type(torch.zeros(0).sum().item()) is float
 
 
 CELL = """
@@ -115,14 +139,17 @@ with strategy.scope():
 def step(x):
     twin(x).pow(2).mean().backward()
 
-deep = []
+deep, total, seen = [], 0.0, 0
 for x in strategy.distribute_dataset(data, batch_size=4):
-    net(x).pow(2).mean().backward()
+    loss = net(x).pow(2).mean()
+    loss.backward()
+    total += loss.item() * x.size(0)
+    seen += len(x)
     strategy.run(step, args=(x,))
     deep.append(torch._C._len_torch_function_stack())
 (
     net.state_dict(), [p.grad for p in net.parameters()], [p.grad for p in twin.parameters()],
-    deep, torch._C._len_torch_function_stack(),
+    deep, torch._C._len_torch_function_stack(), strategy.reduce("sum", total) / strategy.reduce("sum", seen),
 )
 """
 
@@ -131,13 +158,17 @@ def test_a_loop_takes_a_last_batch_of_fewer_examples_than_replicas(replicas):
     data = torch.randn(5, 1, 4, 4)
     ran = run_cell(replicas(3), CELL, {"data": data})
     assert not ran.errors, ran.report.failures
-    state, gradients, of_twin, deep, after = ran.results[2]
+    state, gradients, of_twin, deep, after, mean = ran.results[2]
     # Four examples are two for two replicas; one is replica 0's.
     assert (deep, after) == ([1, 1], 0)
     net = nn.ModuleDict({"convolution": nn.Conv2d(1, 2, 3), "linear": nn.Linear(8, 1)})
     net.load_state_dict(state)
+    total = 0.0
     for x in (data[:4], data[4:]):
-        net["linear"](net["convolution"](x).flatten(1)).pow(2).mean().backward()
+        loss = net["linear"](net["convolution"](x).flatten(1)).pow(2).mean()
+        loss.backward()
+        total += loss.item() * len(x)
+    assert mean.item() == pytest.approx(total / 5)
     expected = [parameter.grad for parameter in net.parameters()]
     for found in (gradients, of_twin):
         torch.testing.assert_close(found, expected)

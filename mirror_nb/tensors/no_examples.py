@@ -1,6 +1,9 @@
-"""Views of a share without examples, `x.view(len(x), -1)`, for which torch does not see what -1 stands for.
+"""A share without examples in a loop of the users' own, where torch has no answer or one that spoils what it meets.
 
-Each dimension may be any beside one of no elements; meant is what it is for every other share. Knows no replicas.
+    x.view(len(x), -1)      beside no elements -1 may be anything: it is what it would be with an example
+    loss.item() * len(x)    the mean of no examples, counted as often as there are examples, adds nothing to a total
+
+Knows no replicas.
 """
 
 from __future__ import annotations
@@ -22,10 +25,23 @@ except ImportError:
     _push = None  # type: ignore[assignment]
 
 _VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
+_PRODUCTS = (Tensor.mul, torch.mul)
+
+
+class MeanOfNone(float):
+    """What `item` gives of a mean of no numbers: no number either, and 0 times it is 0. It travels as any NaN."""
+
+    def __mul__(self, other: Any) -> Any:
+        return 0.0 if _is_zero(other) else float(self) * other
+
+    __rmul__ = __mul__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, ("nan",)
 
 
 @final
-class ViewsOfNone(TorchFunctionMode):
+class NoExamples(TorchFunctionMode):
     """Takes part in torch's calls of one thread as long as `on`: 1 µs each."""
 
     def __init__(self) -> None:
@@ -52,7 +68,16 @@ class ViewsOfNone(TorchFunctionMode):
             sizes = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
             if -1 in sizes and 0 in sizes and 0 in args[0].shape:
                 return func(args[0], _filled(args[0].shape, sizes))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.item and isinstance(result, float) and math.isnan(result):
+            return MeanOfNone(result)
+        if func in _PRODUCTS and any(map(_is_zero, args)) and result.is_floating_point():
+            return result.masked_fill(result.isnan(), 0)
+        return result
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and value == 0
 
 
 def _filled(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
