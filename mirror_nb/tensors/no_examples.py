@@ -71,16 +71,25 @@ class NoExamples(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func is Tensor.item and isinstance(result, float) and math.isnan(result):
             return MeanOfNone(result)
-        if func in _PRODUCTS and any(map(_is_zero, args)) and result.is_floating_point():
+        if func in _PRODUCTS and args and (_is_zero(args[0]) or _is_zero(args[-1])) and result.is_floating_point():
             return result.masked_fill(result.isnan(), 0)
         return result
 
 
 def _is_zero(value: Any) -> bool:
-    return isinstance(value, int | float) and value == 0
+    return isinstance(value, (int, float)) and value == 0
 
 
-def _filled(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+def _filled(shape: Sequence[int], sizes: Sequence[int]) -> list[int]:
     """Return the sizes with what -1 would be if there were an example; as they are where it would be nothing whole."""
-    elements, others = (math.prod(size for size in given if size > 0) for given in (shape, sizes))
-    return tuple(sizes) if elements % others else tuple(elements // others if n == -1 else n for n in sizes)
+    elements, others = _elements(shape), _elements(sizes)
+    return [elements // others if size == -1 and elements % others == 0 else size for size in sizes]
+
+
+def _elements(sizes: Sequence[int]) -> int:
+    # In such a loop `torch.compile` can follow it.
+    product = 1
+    for size in sizes:
+        if size > 0:
+            product *= size
+    return product
