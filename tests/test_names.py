@@ -224,6 +224,13 @@ def test_what_the_cell_binds_itself_where_it_needs_it_need_not_be_sent(notebook)
     assert (notebook.user_ns["f"], notebook.user_ns["y"]) == (2, 3)
 
 
+def test_what_a_cell_asks_for_by_its_name_is_sent_or_named_though_the_cell_may_bind_it(notebook):
+    notebook.here("import threading\nmodel = [threading.Lock()]")
+    with pytest.raises(TransferError, match=r"`model` \(list\)"):
+        notebook.cell("if 'model' not in globals(): model = []\nmodel")
+    assert notebook.user_ns["model"]
+
+
 def test_what_another_value_needs_is_sent_or_named_though_the_cell_may_bind_it(notebook):
     notebook.here("import threading\nlock = threading.Lock()\ndef f():\n    with lock: return 1")
     with pytest.raises(TransferError, match=r"`lock` \(lock\)"):

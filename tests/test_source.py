@@ -176,6 +176,8 @@ UNSURE: dict[str, set[str]] = {
         ("def g(): f", ""),
         ("f = 1\nf", ""),
         ("%%time\nif k:\n    f = 1\nf", "f"),
+        ('if "f" not in globals():\n    f = g = 1\nf', ""),
+        ('if globals().get("f") is None:\n    f = 1\nif k: g = 1\nf, g', "g"),
     ],
 )
 def test_what_a_cell_may_have_bound_before_it_reads_it_is_unsure(source, names):

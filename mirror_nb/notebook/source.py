@@ -41,6 +41,7 @@ class CellNames:
     # `a.b` of each `import a.b` that binds `a`.
     unsure: frozenset[str] = frozenset()
     # What is read, but for what is read before the cell binds it on any path: the cell may do without the notebook's.
+    # None that the text of a string names, since `if "model" not in globals():` asks whether it is there.
 
 
 def cell_names(source: str) -> CellNames:
@@ -58,6 +59,7 @@ def cell_names(source: str) -> CellNames:
     # Read inside functions: these run later, when the rest of the cell has bound the name, if it does so on all paths,
     # and no statement before that mentions the function.
     late = _looked_up(scopes.get_children())
+    asked = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return CellNames(
         frozenset(reader.read | (late - known)),
         frozenset(reader.mentioned | late),
@@ -65,7 +67,7 @@ def cell_names(source: str) -> CellNames:
         frozenset(reader.deleted),
         frozenset(reader.paths.union(filter(None, map(_path, ast.walk(tree))))),
         frozenset(reader.imported),
-        frozenset((reader.read | late) & reader.bound - reader.first),
+        frozenset((reader.read | late) & reader.bound - reader.first - asked),
     )
 
 
