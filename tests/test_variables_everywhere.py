@@ -426,6 +426,7 @@ def losses_of_a_last_batch_that_leaves_a_replica_without_examples(strategy):
     with strategy.scope():
         total, numbers = (mnb.Variable(0.0, synchronization="on_read", aggregation="sum") for _ in range(2))
         summed, last = mnb.Variable(0.0, aggregation="sum"), mnb.Variable(0.0, aggregation="mean")
+        outside = mnb.Variable(0.0, synchronization="on_read", aggregation="mean")
 
     def step(examples):
         loss = examples.mean()
@@ -433,10 +434,11 @@ def losses_of_a_last_batch_that_leaves_a_replica_without_examples(strategy):
         numbers.assign_sub(loss.item())
         summed.assign_add(loss)
         last.assign(loss)
+        return loss
 
     for batch in strategy.distribute_dataset(torch.tensor([1.0, 3.0, 5.0]), batch_size=2):
-        strategy.run(step, args=(batch,))
-    return [float(total), float(numbers), float(summed), float(last)]
+        outside.assign_add(strategy.run(step, args=(batch,)))
+    return [float(total), float(numbers), float(summed), float(last), float(outside)]
 '''
 
 KINDS = ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"]
@@ -512,7 +514,7 @@ EXPECTED: dict[str, Any] = {
     ],
     "counts": [2.0, 4, 4, 4, 7, 7, -3, True, 5, 5],
     "numbers_of_pythons": [0.1, 0.1 + 0.2, 0.1],
-    "losses_of_a_last_batch_that_leaves_a_replica_without_examples": [9.0, -9.0, 9.0, 5.0],
+    "losses_of_a_last_batch_that_leaves_a_replica_without_examples": [9.0, -9.0, 9.0, 5.0, 4.5],
     "a_copy_of_a_plain_one": ["PlainVariable", "MirroredVariable", 4.0],
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mirror_nb.aggregation import aggregate, check_parts, from_outside
 from mirror_nb.errors import UsageError
 from mirror_nb.strategies.misuse import warn_of_parted
-from mirror_nb.strategies.reductions import check_size, select
+from mirror_nb.strategies.reductions import check_size, is_mean_of_none, select
 from mirror_nb.values import DistributedValues, PerReplica, VariableAggregation, same
 from mirror_nb.variables import (
     SyncOnReadVariable,
@@ -120,6 +120,8 @@ class ControllerHome:
         if isinstance(value, DistributedValues):
             check_size(value, self._replicas.num_replicas)
             check_parts(variable, how, value)
+            if how != "assign" and variable.is_read_together and isinstance(value, PerReplica):
+                value = _added(value)
         share = self._share(variable, how, value)
         if isinstance(share, Tensor):
             share = share.detach().clone()
@@ -254,6 +256,17 @@ class ControllerHome:
 
     def is_elsewhere(self, variable: Variable) -> bool:
         return self._replicas.has_sent(variable)
+
+
+def _added(values: PerReplica) -> PerReplica:
+    """Return what is added of losses: nothing of a replica that had no examples, whose mean is NaN."""
+
+    def part(i: int, own: Any) -> Any:
+        if i not in values.absent or not is_mean_of_none(own):
+            return own
+        return own.nan_to_num() if isinstance(own, Tensor) else 0.0
+
+    return PerReplica([part(i, own) for i, own in enumerate(values)])
 
 
 def _have_parted(variable: Variable, components: Sequence[Tensor]) -> bool:

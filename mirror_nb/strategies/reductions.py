@@ -58,9 +58,11 @@ def reduce_values(
     return mean(total, count, tensors[0].dtype)
 
 
-def is_mean_of_none(tensor: Tensor) -> bool:
+def is_mean_of_none(value: Any) -> bool:
     """Whether this may be a mean, a loss for instance, of no examples: NaN."""
-    return tensor.is_floating_point() and bool(tensor.isnan().all())
+    if isinstance(value, float):
+        return math.isnan(value)
+    return isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().all())
 
 
 def gather_values(values: Sequence[Any], axis: int) -> Tensor:

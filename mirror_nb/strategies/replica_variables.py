@@ -118,9 +118,7 @@ class ReplicaHome:
         value = select(value, self._peers.replica_id)
         rule = variable.aggregation
         if isinstance(variable, SyncOnReadVariable) or self._peers.num_replicas == 1:
-            # To a total of losses, one of no examples adds nothing.
-            if how == "assign" or not self._is_of_no_examples(value):
-                apply_assign(variable, how, value)
+            self._apply_own(variable, how, value)
         elif rule is VariableAggregation.NONE:
             self._warn_of_divergence(variable, how, value)
             apply_assign(variable, how, value)
@@ -149,7 +147,7 @@ class ReplicaHome:
         return self._peers.reduced(ReduceOp.SUM, [tensor])[0]
 
     def _is_of_no_examples(self, value: Any) -> bool:
-        return isinstance(value, Tensor | float) and self._absent() and is_mean_of_none(torch.as_tensor(value))
+        return self._absent() and is_mean_of_none(value)
 
     def _mean(self, variable: Variable, how: str, tensor: Tensor, n: int) -> Tensor:
         """Return the mean of n replicas' values, or raise the same error on all where it does not fit."""
@@ -174,7 +172,11 @@ class ReplicaHome:
         own = select(value, self._peers.replica_id)
         if self._peers.num_replicas > 1 and not given:
             own = self._agreed(variable, how, own)
-        apply_assign(variable, how, self._part(variable, how, own))
+        part = self._part(variable, how, own)
+        if variable.is_read_together:
+            self._apply_own(variable, how, part)
+        else:
+            apply_assign(variable, how, part)
 
     def _part(self, variable: Variable, how: str, value: Any) -> Any:
         return from_outside(variable, how, value, self._peers.num_replicas, self._peers.replica_id)
@@ -203,6 +205,11 @@ class ReplicaHome:
         )
 
     # ------------------------------------------------------------------ steps
+
+    def _apply_own(self, variable: Variable, how: str, value: Any) -> None:
+        # To a total of losses, one of no examples adds nothing.
+        if how == "assign" or not self._is_of_no_examples(value):
+            apply_assign(variable, how, value)
 
     def _offered(self, variable: Variable, how: str, value: Any) -> tuple[Tensor | None, Form]:
         try:
