@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gc
 import sys
 import types
 import weakref
@@ -289,6 +290,20 @@ def test_what_cannot_be_imported_is_an_error_where_it_is_called(monkeypatch: pyt
     with pytest.raises(ImportError, match=r"mirror_nb_gone\.f, an attribute of a network, cannot be imported"):
         activation(1)
     assert attributes(there).since(everything=True) is not None
+
+
+def test_a_network_whose_attributes_lead_back_to_it_ends_when_nobody_has_it() -> None:
+    made = network()
+    made.step, made.back, made[2].parent = made.extra_repr, [made], (made,)  # type: ignore[assignment]
+    then, gone = attributes(made), weakref.ref(made)
+    assert not then.other_functions()
+    made.step = made.extra_repr  # type: ignore[assignment]
+    assert then.other_functions()
+    then.settle()
+    del made
+    gc.collect()
+    assert gone() is None
+    assert not then.changed()
 
 
 def test_of_a_list_that_has_grown_too_long_to_follow_the_user_is_told() -> None:

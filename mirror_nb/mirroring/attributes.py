@@ -56,19 +56,28 @@ class Attributes:
     """What the parts of a network had at some moment."""
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
-        # Of others nothing is held, so that nothing changes.
-        self._parts = [_Part({} if _is_others(type(part)) else vars(part), _skipped(type(part))) for part in parts]
+        # Of others nothing is looked at, so that nothing changes.
+        self._parts = [
+            _Part(_nobody if _is_others(type(part)) else weakref.ref(part), _skipped(type(part))) for part in parts
+        ]
         self._inside: dict[tuple[int, str], _Part] = {}
         # By part and attribute: what holds settings, each once, though all parts may have it.
         self._look_inside()
 
     def _look_inside(self) -> None:
         found = {id(value): ((i, name), value) for i, part in enumerate(self._parts) for name, value in part.settings}
-        self._inside = {where: _Part(vars(value), frozenset()) for where, value in found.values()}
+        self._inside = {
+            where: _Part(functools.partial(_itself, value), frozenset()) for where, value in found.values()
+        }
+
+    def _living(self) -> list[tuple[Any, _Part]]:
+        """Return what belongs to a part that still lives, with where it is."""
+        parts = (*enumerate(self._parts), *self._inside.items())
+        return [(where, part) for where, part in parts if part.owner() is not None]
 
     def changed(self) -> bool:
         """Whether a part has an attribute that it had not, or another value in one."""
-        for part in (*self._parts, *self._inside.values()):
+        for _, part in self._living():
             if part.atoms_changed():
                 return True
             if part.copies and any(not plain.same(part.held.get(name), copy) for name, copy in part.copies.items()):
@@ -79,7 +88,7 @@ class Attributes:
 
     def other_functions(self) -> bool:
         """Whether a part has other functions of the user's among its attributes."""
-        return any(part.functions_changed() for part in self._parts)
+        return any(part.functions_changed() for part in self._parts if part.owner() is not None)
 
     def settle(self) -> None:
         """Take what the parts have now for what they had."""
@@ -89,8 +98,7 @@ class Attributes:
 
     def since(self, everything: bool = False) -> torch.Tensor | None:
         """Return, as bytes, what has changed, or everything, for `set_attributes`; None if there is nothing."""
-        parts = [*enumerate(self._parts), *self._inside.items()]
-        found = {where: values for where, part in parts if (values := part.since(everything))}
+        found = {where: values for where, part in self._living() if (values := part.since(everything))}
         return torch.frombuffer(bytearray(pickle.dumps(found)), dtype=torch.uint8) if found else None
 
 
@@ -118,12 +126,18 @@ def _version(tensor: torch.Tensor) -> int:
 
 @final
 class _Part:
-    __slots__ = ("atoms", "copies", "count", "functions", "held", "names", "settings", "skipped", "tensors")
+    __slots__ = ("atoms", "copies", "count", "functions", "names", "owner", "settings", "skipped", "tensors")
 
-    def __init__(self, held: dict[str, Any], skipped: frozenset[str]) -> None:
-        self.held = held
+    def __init__(self, owner: Callable[[], object], skipped: frozenset[str]) -> None:
+        self.owner = owner
+        # A part of a network weakly: one that an attribute leads back to (`self.step = self.once`) would never end.
         self.skipped = skipped
         self.note()
+
+    @property
+    def held(self) -> dict[str, Any]:
+        owner = self.owner()
+        return {} if owner is None else vars(owner)
 
     def note(self) -> None:
         self.count = len(self.held)
@@ -131,7 +145,7 @@ class _Part:
         self.atoms: list[Any] = []
         self.copies: dict[str, Any] = {}
         # Of plain attributes that are none.
-        self.functions = self._functions()
+        self.functions = {name: weakref.ref(value) for name, value in self._functions().items()}
         self.settings: list[tuple[str, object]] = []
         self.tensors: dict[str, _Sign] = {}
         for name, value in self.held.items():
@@ -164,7 +178,7 @@ class _Part:
         if not self.functions and not self.atoms_changed():
             return False
         now = self._functions()
-        return now.keys() != self.functions.keys() or any(now[name] is not self.functions[name] for name in now)
+        return now.keys() != self.functions.keys() or any(now[name] is not self.functions[name]() for name in now)
 
     def since(self, everything: bool) -> dict[str, Any]:
         before = {**dict(zip(self.names, self.atoms, strict=True)), **self.copies}
@@ -191,6 +205,14 @@ class _Part:
                 )
         gone = dict.fromkeys({*before, *self.tensors}.difference(self.held), _Gone)
         return {**gone, **{name: copy for name, copy in copies.items() if copy is not plain.NOT_PLAIN}, **tensors}
+
+
+def _itself(value: object) -> object:
+    return value
+
+
+def _nobody() -> None:
+    return None
 
 
 def _is_computed(value: object) -> TypeGuard[torch.Tensor]:
