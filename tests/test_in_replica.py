@@ -583,11 +583,12 @@ values(found)
     after = """
 odd = 1 / replica_id if replica_id else float("nan")
 everywhere = strategy.run(lambda: get_replica_context().all_reduce("mean", loss))
-means = [strategy.reduce("mean", loss), everywhere]
+turned = strategy.reduce("mean", loss * 1j)
+means = [strategy.reduce("mean", loss), everywhere, turned.imag]
 values([*means, *(strategy.reduce("sum", each).isnan() for each in (loss, odd))])
 """
-    assert cell(replicas(2), source + after) == [[1.0, 1.0, True, True]] * 2
-    assert cell(replicas(2), after) == [[1.0, 1.0, True, True]] * 2
+    assert cell(replicas(2), source + after) == [[1.0, 1.0, 1.0, True, True]] * 2
+    assert cell(replicas(2), after) == [[1.0, 1.0, 1.0, True, True]] * 2
 
 
 def test_an_uneven_batch_weighs_gradients_by_examples_and_no_sync_keeps_them_local(replicas):

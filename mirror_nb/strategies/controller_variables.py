@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
+import torch
 from torch import Tensor
 
 from mirror_nb.aggregation import aggregate, check_parts, from_outside
@@ -264,7 +265,7 @@ def _added(values: PerReplica) -> PerReplica:
     def part(i: int, own: Any) -> Any:
         if i not in values.absent or not is_mean_of_none(own):
             return own
-        return own.nan_to_num() if isinstance(own, Tensor) else 0.0
+        return torch.zeros_like(own) if isinstance(own, Tensor) else 0.0
 
     return PerReplica([part(i, own) for i, own in enumerate(values)])
 

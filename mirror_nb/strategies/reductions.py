@@ -62,7 +62,8 @@ def is_mean_of_none(value: Any) -> bool:
     """Whether this may be a mean, a loss for instance, of no examples: NaN."""
     if isinstance(value, float):
         return math.isnan(value)
-    return isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().all())
+    fractions = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return fractions and bool(value.isnan().all())
 
 
 def gather_values(values: Sequence[Any], axis: int) -> Tensor:
