@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import multiprocessing
 import os
@@ -1019,42 +1018,53 @@ def test_what_is_not_one_piece_of_memory_is_refused_and_nothing_else_is_written_
         assert tried[0][1].startswith("all_reduce of float32[8, 4]: a tensor of shape (8, 4) with strides ")
 
 
-@pytest.mark.parametrize(
-    ("form", "refused"),
-    [
-        ("columns", ("scatter",)),
-        ("turned parts", ("reduce_scatter", "scatter")),
-        ("turned output", ("reduce_scatter", "scatter")),
-        ("all turned", ()),
-    ],
-)
-def test_parts_are_scattered_as_they_are_and_refused_where_gloo_goes_by_another_order_in_memory(
-    crew: Crew, form: str, refused: tuple[str, ...]
-) -> None:
-    def ask(replica_id: int, form: str, refused: tuple[str, ...]) -> tuple[list[Any], bool]:
+@pytest.mark.parametrize("form", ["columns", "turned parts", "turned output", "all turned", "expanded"])
+def test_parts_are_scattered_as_they_read_in_whatever_order_they_lie_in_memory(crew: Crew, form: str) -> None:
+    def ask(replica_id: int, form: str) -> tuple[bool, float]:
         columns = list(torch.arange(6.0 * N).view(2, 3 * N).chunk(N, 1))
         parts = columns if form == "columns" else [part.contiguous() for part in columns]
         if form in ("turned parts", "all turned"):
             parts = [part.t().contiguous().t() for part in parts]
-        output = torch.zeros(3, 2).t() if form in ("turned output", "all turned") else torch.zeros(2, 3)
-        told, right = [], True
+        if form == "expanded":
+            parts = columns = [torch.tensor(float(part)).expand(2, 3) for part in range(N)]
+        right = True
         for name, times in (("reduce_scatter", N), ("scatter", 1)):
-            # Only the replica that has the parts can tell.
-            given = parts if name == "reduce_scatter" or replica_id == 0 else None
-            if name in refused:
-                told += [outcome(functools.partial(getattr(dist, name), output, given))] if given else []
-            else:
-                getattr(dist, name)(output, given)
-                right &= output.equal(columns[replica_id] * times)
-        return told, right and total(replica_id) == 6.0
+            output = torch.zeros(3, 2).t() if form in ("turned output", "all turned") else torch.zeros(2, 3)
+            getattr(dist, name)(output, parts if name == "reduce_scatter" or replica_id == 0 else None)
+            right &= output.equal(columns[replica_id] * times)
+        return right, total(replica_id)
 
-    for replica_id, (told, right) in enumerate(crew.call(ask, form, refused)):
-        assert right
-        assert len(told) == (len(refused) if replica_id == 0 else "reduce_scatter" in refused)
-        for kind, message in told:
-            assert kind == "UsageError"
-            assert "in another order than the output with strides" in message
-            assert "pass tensor.contiguous() for both" in message
+    assert crew.call(ask, form) == [(True, 6.0)] * N
+
+
+@pytest.mark.parametrize("order", ["of a sum", "as it is", "turned"])
+@pytest.mark.parametrize("name", ["gather", "all_gather", "all_to_all", "scatter"])
+@pytest.mark.filterwarnings("ignore:.*torch.distributed.nn:FutureWarning")
+def test_gradients_go_back_through_torchs_differentiable_collectives(crew: Crew, name: str, order: str) -> None:
+    def ask(replica_id: int, name: str, order: str) -> list[list[float]]:
+        from torch.distributed.nn import functional
+
+        mine = torch.randn(2, 3, requires_grad=True)
+        parts = [mine] * N
+        gathered = {
+            "gather": lambda: functional.gather(mine, 0),
+            "all_gather": lambda: functional.all_gather(mine),
+            "all_to_all": lambda: functional.all_to_all([torch.zeros(2, 3) for _ in range(N)], parts),
+            "scatter": lambda: [functional.scatter(parts, 0)],
+        }[name]()
+        weights = torch.arange(6.0).view(2, 3)
+        losses = {
+            "of a sum": lambda part: part.sum(),
+            "as it is": lambda part: (part * weights).sum(),
+            "turned": lambda part: (part.t() * weights.t().contiguous()).sum(),
+        }
+        sum(losses[order](part) for part in gathered).backward()
+        return mine.grad.tolist()
+
+    weights = torch.ones(2, 3) if order == "of a sum" else torch.arange(6.0).view(2, 3)
+    # A gathered tensor is the root's alone to use, and what is scattered is the root's.
+    times = {"gather": [1] * N, "all_gather": [N] * N, "all_to_all": [N] * N, "scatter": [N] + [0] * (N - 1)}[name]
+    assert crew.call(ask, name, order) == [(weights * each).tolist() for each in times]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "reduce", "scatter", "reduce_scatter"])

@@ -159,14 +159,14 @@ class InterruptibleGroup(dist.ProcessGroup):
 
     def carry(self, name: str, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
         """Start a collective by the inner group's method `name`, never through shared memory."""
-        begin = functools.partial(self._begin, name, args, kwargs)
         if self._nccl is not None and _on_cuda((*args, *kwargs.values())):
             # NCCL's wait makes the stream wait, not this thread: its handle is given as it is.
             self._begun[label] += 1
-            return begin()
+            return self._begin(name, args, kwargs)
         operation = Operation(label, (*args, *kwargs.values()), self._seconds_of(args, kwargs), self)
         if gap := through_memory.gap(label, args, kwargs, self.size()):
             raise UsageError(f"{operation.name()}: {gap}")
+        begin = functools.partial(self._begin, name, through_memory.as_the_output(label, args), kwargs)
         state.begin(operation)
         try:
             if label not in _BETWEEN_TWO and self.shared is not None:

@@ -52,8 +52,8 @@ _TO_ROOT = frozenset({"gather", "gather_into_tensor", "reduce"})
 _IN_ONE_PIECE = frozenset({"all_reduce", "all_to_all_single", "broadcast", "reduce", "reduce_scatter", "scatter"})
 # Collectives of whose first argument gloo takes the memory from its first element on, whatever its strides.
 
-_AS_THEY_LIE = frozenset({"all_to_all_single", "reduce_scatter", "scatter"})
-# Those of whose second one it takes the elements in the order of memory, too, and puts them into the first in that.
+_IN_PARTS = frozenset({"reduce_scatter", "scatter"})
+# Those whose second one is a list of parts, whose elements it takes in the order of memory, too.
 
 _Begun = tuple[Exchange, list[Tensor]]
 # With what torch's handle gives as its result.
@@ -101,21 +101,32 @@ def gap(label: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_replicas:
                     f"the {tensor.numel()} elements of a tensor of shape {tuple(tensor.shape)} are no {num_replicas} "
                     "equal parts, one for each replica; pass output_split_sizes and input_split_sizes"
                 )
-    if label not in _AS_THEY_LIE:
-        return ""
-    output = next(filter(_strided_on_cpu, pytree.tree_leaves(given[:1])), None)
-    for tensor in pytree.tree_leaves(given[1:2]):
-        if output is None or not _strided_on_cpu(tensor):
-            continue
-        # Those with gaps a reduce_scatter copies first.
-        copied = label == "reduce_scatter" and not _in_one_piece(tensor)
-        if not (output.is_contiguous() if copied else _lie_alike(tensor, output)):
-            return (
-                f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} lies in memory in another "
-                f"order than the output with strides {output.stride()}, and gloo goes by that; pass "
-                "tensor.contiguous() for both"
-            )
+    tensors = list(filter(_strided_on_cpu, given[:2])) if label == "all_to_all_single" else []
+    if len(tensors) > 1 and not _lie_alike(*tensors):
+        output, tensor = tensors
+        return (
+            f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} lies in memory in another "
+            f"order than the output with strides {output.stride()}, and gloo goes by that; pass "
+            "tensor.contiguous() for both"
+        )
     return ""
+
+
+def as_the_output(label: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with parts that lie in memory as the output does, which has no `gap`: gloo goes by that.
+
+    Autograd brings others: the gradient of a sum is one number, expanded.
+    """
+    output = next(filter(_strided_on_cpu, pytree.tree_leaves(args[:1])), None) if label in _IN_PARTS else None
+    if output is None:
+        return args
+    return (args[0], pytree.tree_map(lambda part: _laid_as(part, output), args[1]), *args[2:])
+
+
+def _laid_as(part: Any, output: Tensor) -> Any:
+    # Other shapes and dtypes gloo refuses, in its words.
+    fits = _strided_on_cpu(part) and part.shape == output.shape and part.dtype == output.dtype
+    return torch.empty_like(output).copy_(part.detach()) if fits and not _lie_alike(part, output) else part
 
 
 def _scalar_on_cpu(tensor: Any) -> bool:
