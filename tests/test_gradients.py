@@ -863,6 +863,36 @@ def test_a_network_is_the_same_one_where_replicas_made_others_for_themselves_at_
     assert two.run(look) == [[1.5, 1.5]] * 2
 
 
+def test_a_network_is_trained_as_one_where_one_replica_has_another_of_the_same_values(two: Crew) -> None:
+    def look(r: Replica) -> list[float]:
+        with r.scope:
+            if r.id == 0:
+                torch.manual_seed(0)
+                r.teacher = nn.Linear(2, 2)
+            torch.manual_seed(0)
+            model = nn.Linear(2, 2)
+            if r.id == 1:
+                nn.Linear(2, 2)
+            model(torch.ones(1, 2) * (r.id + 1)).sum().backward()
+            return model.weight.grad[0].tolist()
+
+    assert two.run(look) == [[1.5, 1.5]] * 2
+
+
+def test_a_layer_that_only_one_replica_uses_is_known_where_that_one_keeps_a_copy_of_the_network(two: Crew) -> None:
+    def look(r: Replica) -> list[list[float]]:
+        with r.scope:
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+            nn.init.constant_(model[1].weight, 1.0)
+            if r.id == 1:
+                r.average = copy.deepcopy(model)
+            hidden = model[0](torch.ones(1, 2))
+            (model[1](hidden) if r.id == 1 else hidden).sum().backward()
+            return model[0].bias.grad.tolist()
+
+    assert two.run(look) == [[1.5, 1.5]] * 2
+
+
 def test_ddp_synchronises_what_it_wraps_and_nobody_else_does(two: Crew) -> None:
     def look(r: Replica) -> tuple[float, int]:
         with r.scope:

@@ -51,6 +51,20 @@ def test_of_equal_values_those_in_use_are_alike_whatever_was_made_first() -> Non
     assert match(offers, values) == [(("a", 2), ("a", 2))]
 
 
+def test_of_equal_values_those_in_use_are_alike_where_one_replica_has_more_of_them() -> None:
+    values = [{("a", (2,), "f"): {7: [0, 1], 8: [2]}}, {("a", (2,), "f"): {7: [1], 8: [0]}}]
+    assert match([offer(("a", 1), a=3), offer(("a", 1), a=3)], values, {"a"}) == [(("a", 1), ("a", 1))]
+    assert match([offer(("a", 1), a=3), offer(("a", 1), a=2)], values) == [(("a", 1), ("a", 1))]
+    # Who does not use it has no other.
+    assert match([offer(("a", 1), ("a", 2), a=3), offer(("a", 0), a=2)], values) == [
+        (("a", 1), ("a", 1)),
+        (("a", 2), ("a", 0)),
+    ]
+    # Here it may be either.
+    with pytest.raises(UsageError, match="3 on replica 0, 2 on replica 1"):
+        match([offer(("a", 2), a=3), offer(("a", 0), ("a", 1), a=2)], values)
+
+
 def test_values_that_one_replica_lacks_are_matched_in_order_of_use() -> None:
     values = [{("a", (2,), "f"): {7: [1], 8: [2]}}, {("a", (2,), "f"): {7: [0], 9: [1]}}]
     offers = [offer(("a", 1), ("a", 2), a=3), offer(("a", 0), ("a", 1), a=2)]

@@ -90,24 +90,40 @@ def _columns(used: list[list[int]], values: list[dict[int, list[int]]]) -> list[
 
 
 def _by_value(used: list[list[int]], values: list[dict[int, list[int]]]) -> list[tuple[int, ...]] | None:
-    """Return the ordinals by replica of every parameter that one used; None if one lacks its like somewhere.
-
-    Of equal ones, a network's and its copy's say, the first that is used is like the first that is used elsewhere;
-    where not all used equally many, the first is like the first.
-    """
+    """Return the ordinals by replica of every parameter that one used; None if one lacks its like somewhere."""
     found: dict[tuple[int, ...], None] = {}
-    for i, mine in enumerate(values):
-        for checksum, alike in mine.items():
-            if set(alike).isdisjoint(used[i]):
-                continue
-            everywhere = [there.get(checksum, []) for there in values]
-            if {len(others) for others in everywhere} != {len(alike)}:
+    for checksum in dict.fromkeys(checksum for there in values for checksum in there):
+        everywhere = [there.get(checksum, []) for there in values]
+        in_use = [[n for n in mine if n in others] for mine, others in zip(used, everywhere, strict=True)]
+        if any(in_use):
+            columns = _equal_ones(everywhere, in_use)
+            if columns is None:
                 return None
-            in_use = [[n for n in mine if n in others] for mine, others in zip(used, everywhere, strict=True)]
-            if len(set(map(len, in_use))) == 1:
-                everywhere = in_use
-            found.update((column, None) for column in zip(*everywhere, strict=True) if column[i] in used[i])
+            found.update((column, None) for column in columns)
     return list(found) if values else None
+
+
+def _equal_ones(everywhere: list[list[int]], in_use: list[list[int]]) -> list[tuple[int, ...]] | None:
+    """Return which of equal parameters, a network's and its copy's say, are alike; None where that is not clear.
+
+    The first that is used is like the first that is used elsewhere. Where not all used equally many, the first is
+    like the first: of as many as there are, or where a replica has made some for itself, of those that are used.
+    """
+    most = max(map(len, in_use))
+    if len(set(map(len, in_use))) == 1:
+        return list(zip(*in_use, strict=True))
+    if len(set(map(len, everywhere))) > 1:
+        # Who used fewer has to have no others: any of them may be the one that is used elsewhere.
+        everywhere = [
+            sorted(mine) if len(mine) == most else there for mine, there in zip(in_use, everywhere, strict=True)
+        ]
+        if any(len(there) != most for there in everywhere):
+            return None
+    return [
+        column
+        for column in zip(*everywhere, strict=True)
+        if any(n in mine for n, mine in zip(column, in_use, strict=True))
+    ]
 
 
 def _mismatch(name: str, shape: tuple[int, ...], made: list[int]) -> str:
