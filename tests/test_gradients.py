@@ -893,6 +893,27 @@ def test_a_layer_that_only_one_replica_uses_is_known_where_that_one_keeps_a_copy
     assert two.run(look) == [[1.5, 1.5]] * 2
 
 
+@pytest.mark.parametrize("own", ["on one replica", "on each, at other times"])
+def test_experts_that_replicas_use_in_turn_keep_their_biases_where_a_replica_has_a_module_of_its_own(
+    two: Crew, own: str
+) -> None:
+    def look(r: Replica) -> list[list[float]]:
+        with r.scope:
+            if r.id == 0:
+                r.probe = nn.Linear(2, 2)
+            torch.manual_seed(1)
+            experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+            for expert in experts:
+                nn.init.zeros_(expert.bias)
+            if r.id == 1 and own != "on one replica":
+                r.probe = nn.Linear(2, 2)
+            (experts[r.id](torch.ones(1, 2)) * (r.id + 1)).sum().backward()
+            return [expert.bias.grad.tolist() for expert in experts]
+
+    # Each is used by one of two.
+    assert two.run(look) == [[[0.5, 0.5], [1.0, 1.0]]] * 2
+
+
 def test_ddp_synchronises_what_it_wraps_and_nobody_else_does(two: Crew) -> None:
     def look(r: Replica) -> tuple[float, int]:
         with r.scope:

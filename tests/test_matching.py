@@ -53,7 +53,9 @@ def test_of_equal_values_those_in_use_are_alike_whatever_was_made_first() -> Non
 
 def test_of_equal_values_those_in_use_are_alike_where_one_replica_has_more_of_them() -> None:
     values = [{("a", (2,), "f"): {7: [0, 1], 8: [2]}}, {("a", (2,), "f"): {7: [1], 8: [0]}}]
-    assert match([offer(("a", 1), a=3), offer(("a", 1), a=3)], values, {"a"}) == [(("a", 1), ("a", 1))]
+    assert match([offer(("a", 1), a=3), offer(("a", 1), a=3)], together=values, doubted={"a"}) == [
+        (("a", 1), ("a", 1))
+    ]
     assert match([offer(("a", 1), a=3), offer(("a", 1), a=2)], values) == [(("a", 1), ("a", 1))]
     # Who does not use it has no other.
     assert match([offer(("a", 1), ("a", 2), a=3), offer(("a", 0), a=2)], values) == [
@@ -63,6 +65,16 @@ def test_of_equal_values_those_in_use_are_alike_where_one_replica_has_more_of_th
     # Here it may be either.
     with pytest.raises(UsageError, match="3 on replica 0, 2 on replica 1"):
         match([offer(("a", 2), a=3), offer(("a", 0), ("a", 1), a=2)], values)
+
+
+def test_what_is_alike_by_itself_is_known_by_its_module() -> None:
+    values = [{("a", (2,), "f"): {0: [1, 2]}}, {("a", (2,), "f"): {0: [0, 1]}}]
+    together = [{("a", (2,), "f"): {7: [1], 8: [2]}}, {("a", (2,), "f"): {7: [0], 8: [1]}}]
+    offers = [offer(("a", 1), a=3), offer(("a", 1), a=2)]
+    assert match(offers, values, together) == [(("a", 1), ("a", 0)), (("a", 2), ("a", 1))]
+    # What has become of others in it is another matter.
+    unlike = [{("a", (2,), "f"): {7: [1], 8: [2]}}, {("a", (2,), "f"): {9: [0], 5: [1]}}]
+    assert match(offers, values, unlike) == [(("a", 1), ("a", 1))]
 
 
 def test_values_that_one_replica_lacks_are_matched_in_order_of_use() -> None:
@@ -95,6 +107,6 @@ def test_what_is_left_of_no_sync_is_nobody_elses_where_another_replica_lacks_it(
 def test_doubted_names_go_by_values_where_these_tell() -> None:
     offers = [offer(("a", 1), a=3), offer(("a", 2), a=3)]
     values = [{("a", (2,), "f"): {7: [1], 8: [2]}}, {("a", (2,), "f"): {7: [2], 8: [1]}}]
-    assert match(offers, values, {"a"}) == [(("a", 1), ("a", 2))]
+    assert match(offers, together=values, doubted={"a"}) == [(("a", 1), ("a", 2))]
     unlike = [{("a", (2,), "f"): {7: [1], 8: [2]}}, {("a", (2,), "f"): {9: [1], 5: [2]}}]
-    assert match(offers, unlike, {"a"}) == [(("a", 1), ("a", 1)), (("a", 2), ("a", 2))]
+    assert match(offers, together=unlike, doubted={"a"}) == [(("a", 1), ("a", 1)), (("a", 2), ("a", 2))]

@@ -33,7 +33,7 @@ class Tracker:
         self.left: list[tuple[object, list[nn.Parameter]]] = []
         self.before_backward: Callable[[], None] = lambda: None
 
-    def track(self, parameter: nn.Parameter, name: str) -> None:
+    def track(self, parameter: nn.Parameter, name: str, module: nn.Module | None = None) -> None:
         if not any(parameter is known for known in self.tracked):
             self.tracked.append(parameter)
             self.names.append(name)

@@ -19,6 +19,7 @@ from mirror_nb.gradients.buckets import Agreed
 from mirror_nb.gradients.matching import Offer, Portrait, Values, made_alike, match
 from mirror_nb.gradients.tracked import Tracked
 from mirror_nb.readable import listed
+from mirror_nb.tensors.checksums import bits
 from mirror_nb.values import VariableAggregation
 from mirror_nb.variables import Variable
 
@@ -114,15 +115,17 @@ class Agreement:
         )
         offers = gathered(offer, self.num_replicas)
         contested = {entry[0] for other in offers for entry in other.unknown if not made_alike(offers, entry[0])}
-        there = gathered(self._values_of(contested), self.num_replicas) if contested else []
-        mine = [keys[self.replica_id] for keys in match(offers, there)]
+        alone, together = self._gather_values(contested)
+        mine = [keys[self.replica_id] for keys in match(offers, alone, together)]
         portraits = self._portraits(mine)
-        doubted = {key[0] for key, column in zip(mine, portraits, strict=True) if _differ(column)} - contested
+        kinds = {_kind(key[0]) for key, column in zip(mine, portraits, strict=True) if _differ(column)}
+        # With a weight its bias: those of other modules may be zeros, too.
+        doubted = {name for name, _ in mine if _kind(name) in kinds} - contested
         if doubted:
             # One may have got in a parcel what others made, and has it as a later one of that name; or each has made
             # one for itself and let go of it, at another time, so that the counts say nothing.
-            there = gathered(self._values_of(contested | doubted), self.num_replicas)
-            mine = [keys[self.replica_id] for keys in match(offers, there, doubted)]
+            alone, together = self._gather_values(contested | doubted)
+            mine = [keys[self.replica_id] for keys in match(offers, alone, together, doubted)]
             portraits = self._portraits(mine)
         new = self._compare([self._tracked.get(key) for key in mine], [name for name, _ in mine], portraits)
         numbers = range(len(self.agreed), len(self.agreed) + len(new))
@@ -181,17 +184,27 @@ class Agreement:
             _warn(assigned, differing, sources)
         return agreed
 
-    def _values_of(self, names: set[str]) -> Values:
-        """Return the checksums of the parameters of these names that are not agreed on, used or not."""
-        values: Values = {}
+    def _gather_values(self, names: set[str]) -> tuple[list[Values], list[Values]]:
+        there = gathered(self._values_of(names), self.num_replicas) if names else []
+        return [alone for alone, _ in there], [together for _, together in there]
+
+    def _values_of(self, names: set[str]) -> tuple[Values, Values]:
+        """Return the checksums of the parameters of these names that are not agreed on, used or not.
+
+        First by themselves, then each with all that its module has: many are zeros or ones.
+        """
+        alone: Values = {}
+        together: Values = {}
         for tracked in self._tracked.values():
             parameter = tracked.parameter()
             if parameter is None or is_lazy(parameter) or tracked.name not in names or self._knows(tracked, parameter):
                 continue
             portrait = Portrait.of(parameter)
-            alike = values.setdefault((tracked.name, portrait.shape, str(portrait.dtype)), {})
-            alike.setdefault(portrait.checksum, []).append(tracked.ordinal)
-        return values
+            group = tracked.name, portrait.shape, str(portrait.dtype)
+            mates = bits([parameter, *(mate for mate in tracked.mates() if not is_lazy(mate))])
+            for values, checksum in ((alone, portrait.checksum), (together, mates)):
+                values.setdefault(group, {}).setdefault(checksum, []).append(tracked.ordinal)
+        return alone, together
 
     def _knows(self, tracked: Tracked, parameter: nn.Parameter) -> bool:
         """Whether it is agreed on as it is: one that was converted since is not."""
@@ -212,6 +225,11 @@ class Agreement:
             if agreed.tracked is not None and agreed.tracked.number is not None:
                 agreed.tracked.number = renamed[agreed.tracked.number]
         return renamed
+
+
+def _kind(name: str) -> str:
+    """Return the kind of module that has a parameter of this name."""
+    return name.rpartition(".")[0]
 
 
 def _differ(column: Iterable[Portrait | None]) -> bool:

@@ -45,15 +45,22 @@ def made_alike(offers: Sequence[Offer], name: str) -> bool:
 
 
 def match(
-    offers: Sequence[Offer], values: Sequence[Values] = (), doubted: Collection[str] = ()
+    offers: Sequence[Offer],
+    values: Sequence[Values] = (),
+    together: Sequence[Values] = (),
+    doubted: Collection[str] = (),
 ) -> list[tuple[tuple[str, int], ...]]:
     """For each parameter that is offered, its key (name, ordinal) on every replica; replica 0's order first.
 
     The same ordinal is the same parameter where all replicas made equally many of that name; of `doubted` names only
-    where `values` do not tell better: a replica may have got some later than the others. Where one made more (a module
-    for itself) or fewer (a new process), those of equal `values` are matched if all that are used have their like on
+    where values do not tell better: a replica may have got some later than the others. Where one made more (a module
+    for itself) or fewer (a new process), those of equal values are matched if all that are used have their like on
     every replica. Else they are matched in order if all used equally many. Else those that are left of `no_sync` are
     nobody else's: they have no key, the others are matched, and UsageError says of which that is impossible.
+
+    Args:
+        values: of the parameters by themselves, for names of which some replica made more.
+        together: with those of their modules, which tell better: many a bias is zeros.
     """
     matched: dict[tuple[Any, ...], tuple[tuple[str, int], ...]] = {}
     contested: dict[Group, None] = {}
@@ -65,15 +72,15 @@ def match(
                 contested[name, shape, dtype] = None
     for group in contested:
         name, shape, _ = group
-        there = [of_replica.get(group, {}) for of_replica in values]
+        there, apart = ([of_replica.get(group, {}) for of_replica in each] for each in (together, values))
         if made_alike(offers, name):
             columns = _by_value([offer.used(group) for offer in offers], there)
             if columns is None:
                 columns = [(ordinal,) * len(offers) for offer in offers for ordinal in offer.used(group)]
         else:
-            columns = _columns([offer.used(group) for offer in offers], there)
+            columns = _columns([offer.used(group) for offer in offers], there, apart)
             if columns is None:
-                columns = _columns([offer.used(group, left=False) for offer in offers], there)
+                columns = _columns([offer.used(group, left=False) for offer in offers], there, apart)
             if columns is None:
                 raise UsageError(_mismatch(name, shape, [offer.registered.get(name, 0) for offer in offers]))
         for column in columns:
@@ -81,9 +88,9 @@ def match(
     return list(matched.values())
 
 
-def _columns(used: list[list[int]], values: list[dict[int, list[int]]]) -> list[tuple[int, ...]] | None:
+def _columns(used: list[list[int]], *values: list[dict[int, list[int]]]) -> list[tuple[int, ...]] | None:
     """Return the ordinals by replica of every parameter that is used; None where it is not clear which is which."""
-    columns = _by_value(used, values)
+    columns = next((found for each in values if (found := _by_value(used, each)) is not None), None)
     if columns is None and len({len(ordinals) for ordinals in used}) == 1:
         columns = list(zip(*map(sorted, used), strict=True))
     return columns

@@ -115,14 +115,15 @@ class GradientSynchronizer:
 
     # What takes part
 
-    def track(self, parameter: nn.Parameter, name: str) -> None:
+    def track(self, parameter: nn.Parameter, name: str, module: nn.Module | None = None) -> None:
         """Synchronise `parameter` from now on; twice is once. Frozen parameters count when they are unfrozen.
 
-        `name` says what it is ("Linear.weight"), alike on every replica; the same name may come many times.
+        `name` says what it is ("Linear.weight"), alike on every replica; the same name may come many times. `module`
+        is what has it.
         """
         if self.num_replicas == 1 or self._agreement.find(parameter) is not None:
             return
-        tracked = Tracked(self, parameter, name, self._agreement.new_ordinal(name))
+        tracked = Tracked(self, parameter, name, self._agreement.new_ordinal(name), module)
         # Lazy parameters refuse hooks through torch's function protocol; they keep them when they get values.
         with torch._C.DisableTorchFunctionSubclass():
             if not (parameter.is_floating_point() or parameter.is_complex()):

@@ -38,10 +38,31 @@ class Synchronizer(Protocol):
 class Tracked:
     """One parameter's two hooks, and what is known of it on this replica."""
 
-    __slots__ = ("alone", "aside", "back", "name", "number", "ordinal", "owner", "parameter", "round", "synchronizer")
+    __slots__ = (
+        "alone",
+        "aside",
+        "back",
+        "module",
+        "name",
+        "number",
+        "ordinal",
+        "owner",
+        "parameter",
+        "round",
+        "synchronizer",
+    )
 
-    def __init__(self, synchronizer: Synchronizer, parameter: nn.Parameter, name: str, ordinal: int) -> None:
+    def __init__(
+        self,
+        synchronizer: Synchronizer,
+        parameter: nn.Parameter,
+        name: str,
+        ordinal: int,
+        module: nn.Module | None = None,
+    ) -> None:
         self.synchronizer = synchronizer
+        # That had it when it was tracked.
+        self.module: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
         self.parameter: Callable[[], nn.Parameter | None] = TensorWeakRef(parameter)
         self.name = name
         self.ordinal = ordinal
@@ -91,6 +112,12 @@ class Tracked:
         if synchronizer.factor != 1.0:
             self._weigh(parameter, gradient, synchronizer.factor)
         synchronizer.accumulated(self, parameter)
+
+    def mates(self) -> list[nn.Parameter]:
+        """Return the parameters of the module that it is in; none where it is in no module any more."""
+        module, parameter = self.module(), self.parameter()
+        there = [] if module is None else [mate for mate in module._parameters.values() if mate is not None]
+        return there if any(mate is parameter for mate in there) else []
 
     def is_left(self) -> bool:
         return self.owner is not None and self.owner() is not None

@@ -291,7 +291,7 @@ class Scope:
 
     def _parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not is_sharded(parameter):
-            self._gradients.track(parameter, f"{kind_of(module)}.{name}")
+            self._gradients.track(parameter, f"{kind_of(module)}.{name}", module)
             self._move_later(parameter)
 
     def _buffer_registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
@@ -337,7 +337,7 @@ class Scope:
     def _track(self, module: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and not is_sharded(parameter):
-                self._gradients.track(parameter, f"{kind_of(module)}.{name}")
+                self._gradients.track(parameter, f"{kind_of(module)}.{name}", module)
 
     def _move_later(self, tensor: Tensor) -> None:
         if self._device.type != "cpu" and tensor.device.type == "cpu":
