@@ -165,7 +165,7 @@ def test_a_device_that_is_not_there_is_an_error_in_one_line(run):
 
 
 def test_an_interrupt_before_anything_runs_is_shown_without_our_own_frames(run, shell, monkeypatch):
-    def interrupted(names: Names, read: object, replicas: object) -> None:
+    def interrupted(names: Names, read: object, replicas: object, unsure: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Names, "prepare", interrupted)
