@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import mirror_nb as mnb
+from mirror_nb.tensors import no_examples
 from mirror_nb.tensors.no_examples import NoExamples
 
 
@@ -57,6 +58,15 @@ def test_what_stands_for_nothing_whole_is_torchs_to_refuse_and_so_is_all_after_t
     with pytest.raises(RuntimeError, match="ambiguous"):
         torch.zeros(0, 5).view(0, 2, -1)
     share.follow(False)
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        torch.zeros(0, 4).view(0, -1)
+
+
+def test_where_torch_has_no_stack_of_modes_such_views_are_its_own_to_refuse(monkeypatch):
+    monkeypatch.setattr(no_examples, "_push", None)
+    share = NoExamples()
+    share.follow(True)
+    assert depth() == 0
     with pytest.raises(RuntimeError, match="ambiguous"):
         torch.zeros(0, 4).view(0, -1)
 

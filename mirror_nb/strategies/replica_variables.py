@@ -132,6 +132,7 @@ class ReplicaHome:
         # A number shows no sign of the replica: the others' tell whether it is the same literal on all.
         number = -1 - self._peers.replica_id
         if tensor is not None and self._is_of_no_examples(tensor):
+            # Below the numbers of those that have some.
             tensor, number = torch.zeros_like(tensor), number - self._peers.num_replicas
         elif literal and tensor is not None:
             number = bits([torch.as_tensor(value, dtype=torch.complex128, device="cpu")])
