@@ -100,10 +100,7 @@ class ContextError(MirrorError, RuntimeError):
 
 def users_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
     """Return the traceback without the frames of mirror_nb that it ends in, nor of a wait and what led to it."""
-    frames = []
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
+    frames = _frames(trace)
     modules = [frame.tb_frame.f_globals.get("__name__", "") for frame in frames]
     end = next((i for i, module in enumerate(modules) if module.startswith(_WAITING)), len(frames))
     # A backward pass waits inside of autograd.
@@ -111,10 +108,30 @@ def users_frames(trace: types.TracebackType | None) -> types.TracebackType | Non
     ours = ("mirror_nb.", "contextlib", "torch.utils._pytree", *(led_there if end < len(frames) else ()))
     while end and modules[end - 1].startswith(ours):
         end -= 1
-    short = None
-    for frame in reversed(frames[:end]):
-        short = types.TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return short
+    return _linked(frames[:end])
+
+
+def without_hidden(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the traceback without frames that hide themselves at its end, of which IPython would show the last."""
+    frames = _frames(trace)
+    while frames and frames[-1].tb_frame.f_locals.get("__tracebackhide__"):
+        frames.pop()
+    return _linked(frames) if frames else trace
+
+
+def _frames(trace: types.TracebackType | None) -> list[types.TracebackType]:
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    return frames
+
+
+def _linked(frames: list[types.TracebackType]) -> types.TracebackType | None:
+    linked = None
+    for frame in reversed(frames):
+        linked = types.TracebackType(linked, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return linked
 
 
 def lacking(obj: object, name: str, elsewhere: dict[str, str]) -> AttributeError:

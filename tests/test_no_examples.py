@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -185,6 +186,15 @@ def test_a_loop_takes_a_last_batch_of_fewer_examples_than_replicas(replicas):
     expected = [parameter.grad for parameter in net.parameters()]
     for found in (gradients, of_twin):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("line", ["x.max()", "strategy.run(lambda: x.max())"])
+def test_what_torch_refuses_is_told_by_the_users_lines(replicas, line):
+    source = f"for x in strategy.distribute_dataset(data, batch_size=2):\n    {line}"
+    ran = run_cell(replicas(2), source, {"data": torch.ones(3)})
+    shown = re.sub("\x1b\\[[0-9;]*m", "", "\n".join(ran.report.failures[1].traceback))
+    assert "x.max()" in shown
+    assert "no_examples" not in shown
 
 
 def test_from_plain_python_a_function_takes_it_too():

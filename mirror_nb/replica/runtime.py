@@ -33,7 +33,7 @@ from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.data.batches import to_device
 from mirror_nb.devices import Device
 from mirror_nb.environment import modes, reporting, sources, surroundings
-from mirror_nb.errors import MirrorError, PeerFailed, UsageError, users_frames
+from mirror_nb.errors import MirrorError, PeerFailed, UsageError, users_frames, without_hidden
 from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.messages import (
     Again,
@@ -572,7 +572,7 @@ def _users(error: BaseException) -> types.TracebackType | None:
     needs none: it tells what is wrong with a call.
     """
     trace = _after_ours(error.__traceback__)
-    return users_frames(trace) if isinstance(error, MirrorError) else trace
+    return users_frames(trace) if isinstance(error, MirrorError) else without_hidden(trace)
 
 
 def _after_ours(trace: types.TracebackType | None) -> types.TracebackType | None:

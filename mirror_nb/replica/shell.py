@@ -32,7 +32,7 @@ from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
 from mirror_nb.environment import sources
-from mirror_nb.errors import MirrorError, PeerFailed, UsageError, users_frames
+from mirror_nb.errors import MirrorError, PeerFailed, UsageError, users_frames, without_hidden
 from mirror_nb.messages import ClearOutput, CommMessage, CommSent, Display, HeldBack, Source
 from mirror_nb.replica.whole import SAY_SECONDS, whole
 
@@ -143,8 +143,8 @@ class ReplicaShell(InteractiveShell):
             # It only tells of another replica's failure. Rendering it may take longer than the others wait.
             self._traceback, self._shown = (f"{kind.__name__}: {error}",), error
             return
-        if isinstance(error, KeyboardInterrupt | MirrorError | StdinNotImplementedError):
-            shown = (kind, error, users_frames(trace))
+        deliberate = isinstance(error, KeyboardInterrupt | MirrorError | StdinNotImplementedError)
+        shown = (kind, error, users_frames(trace) if deliberate else without_hidden(trace))
         self._render(shown, *args, **kwargs)
 
     @whole

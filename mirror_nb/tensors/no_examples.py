@@ -64,6 +64,7 @@ class NoExamples(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        __tracebackhide__ = True
         if func in _VIEWS and not kwargs:
             sizes = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
             if -1 in sizes and 0 in sizes and 0 in args[0].shape:
