@@ -1,7 +1,7 @@
 """Equal gradients on every replica, with no wrapper: they are complete when ``backward()`` returns.
 
-Knows parameters, autograd's hooks and the default process group. Knows nothing of modules, optimizers, cells
-or the notebook.
+Knows parameters, autograd's hooks and the default process group, and of modules which parameters one has. Knows
+nothing of optimizers, cells or the notebook.
 
 A *round* is the synchronisation of one backward pass:
 
@@ -107,6 +107,7 @@ class GradientSynchronizer:
         self.shares: tuple[int, int] | None = None
         # Of the batch in use, or whose loop was left: this replica's examples, and all replicas'.
         self._no_examples = NoExamples()
+        # Is told where this replica's share has none: torch is to bear with it.
         self.undivided_passes = 0
         # Backward passes on batches of which this replica was given no share.
         self._group: Callable[[], object | None] = lambda: None

@@ -1,6 +1,7 @@
 """One parameter whose gradients are synchronised: its hooks, and how this replica's examples weigh in.
 
-Knows autograd. Knows nothing of the other replicas; what is to be done with a gradient that is there is handed in.
+Knows autograd, and what else the module has that it is in. Knows nothing of the other replicas; what is to be done
+with a gradient that is there is handed in.
 """
 
 from __future__ import annotations
