@@ -12,6 +12,7 @@ import pytest
 import torch
 from driving import run_cell
 from torch import Tensor, nn
+from torch.nn.utils import rnn
 from torch.overrides import TorchFunctionMode
 
 import mirror_nb as mnb
@@ -102,12 +103,72 @@ def test_a_default_device_may_be_set_and_unset_meanwhile(share):
 
 def test_a_compiled_function_takes_such_a_share(share):
     def flat(x: Tensor) -> Tensor:
-        return (x * 0.5).view(x.size(0), -1).sum(1) + 0 * x.mean()
+        return (x * 0.5).view(x.size(0), -1).sum(1) + 0 * x.mean() + 0 * x.max()
 
     compiled = torch.compile(flat, backend="eager", fullgraph=True)
     assert compiled(torch.ones(0, 2, 3)).shape == (0,)
     share.follow(False)
     assert compiled(torch.ones(2, 2, 3)).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("reduce", "shapes"),
+    [
+        (Tensor.max, [()]),
+        (lambda x: torch.amin(x, (0, 1)), [()]),
+        (lambda x: x.amax(0, keepdim=True), [(1, 4)]),
+        (lambda x: x.min(dim=0), [(4,), (4,)]),
+        (lambda x: x.max(1), [(0,), (0,)]),
+        (lambda x: (x @ x.T).min(1), [(0,), (0,)]),
+        (lambda x: x.aminmax(), [(), ()]),
+        (lambda x: x.median(0), [(4,), (4,)]),
+        (lambda x: torch.quantile(x, 0.5), [()]),
+        (lambda x: torch.quantile(x, 0.5, dim=1), [(0,)]),
+    ],
+)
+def test_what_is_largest_of_no_numbers_is_no_number_and_leads_back_to_what_has_made_them(share, reduce, shapes):
+    linear = nn.Linear(3, 4)
+    found = reduce(linear(torch.zeros(0, 3)))
+    parts = [found] if isinstance(found, Tensor) else list(found)
+    assert [tuple(part.shape) for part in parts] == shapes
+    assert parts[0].isnan().all()
+    parts[0].sum().backward()
+    assert linear.weight.grad.abs().sum() == 0
+    full = reduce(torch.randn(2, 4))
+    assert type(full) is type(found)
+    assert not (full if isinstance(full, Tensor) else full[0]).isnan().any()
+
+
+@pytest.mark.parametrize("reduce", [lambda y: y.max(), lambda y: y.float().argmax(), lambda y: y.min(0)])
+def test_no_integer_says_that_there_is_none_and_an_elementwise_maximum_is_no_reduction(share, reduce):
+    with pytest.raises((RuntimeError, IndexError), match="Expected reduction dim"):
+        reduce(torch.zeros(0, dtype=torch.int64))
+    assert torch.max(torch.zeros(0, 4), torch.zeros(4)).shape == (0, 4)
+    assert torch.zeros(0, 0).argmax(1).shape == (0,)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_recurrent_networks_take_packed_sequences_of_which_there_are_none(share, batch_first, enforce_sorted):
+    network = nn.LSTM(4, 3, num_layers=2, batch_first=batch_first)
+    padded = torch.zeros((0, 5, 4) if batch_first else (5, 0, 4))
+    lengths = torch.zeros(0, dtype=torch.int64)
+    packed = rnn.pack_padded_sequence(padded, lengths, batch_first, enforce_sorted)
+    made, (hidden, _) = network(packed)
+    unpacked, found = rnn.pad_packed_sequence(made, batch_first, total_length=5)
+    assert unpacked.shape == (*padded.shape[:2], 3)
+    assert (tuple(hidden.shape), found.tolist()) == ((2, 0, 3), [])
+    (hidden[-1].sum() + unpacked.sum()).backward()
+    assert all(parameter.grad.abs().sum() == 0 for parameter in network.parameters())
+
+
+@pytest.mark.parametrize(("reduction", "loss"), [("none", []), ("sum", 0.0), ("mean", math.nan)])
+def test_the_ctc_loss_of_none_is_as_any_loss(share, reduction, loss):
+    scores = torch.zeros(5, 0, 4, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    found = nn.CTCLoss(reduction=reduction)(scores.log_softmax(-1), torch.zeros(0, 2), none, none)
+    assert found.tolist() == pytest.approx(loss, nan_ok=True)
+    assert found.requires_grad
 
 
 @pytest.mark.parametrize("counted", [lambda loss, n: loss.item() * n, lambda loss, n: n * loss, torch.mul])
@@ -188,12 +249,12 @@ def test_a_loop_takes_a_last_batch_of_fewer_examples_than_replicas(replicas):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("line", ["x.max()", "strategy.run(lambda: x.max())"])
+@pytest.mark.parametrize("line", ["x.argmax()", "strategy.run(lambda: x.argmax())"])
 def test_what_torch_refuses_is_told_by_the_users_lines(replicas, line):
     source = f"for x in strategy.distribute_dataset(data, batch_size=2):\n    {line}"
     ran = run_cell(replicas(2), source, {"data": torch.ones(3)})
     shown = re.sub("\x1b\\[[0-9;]*m", "", "\n".join(ran.report.failures[1].traceback))
-    assert "x.max()" in shown
+    assert "x.argmax()" in shown
     assert "no_examples" not in shown
 
 

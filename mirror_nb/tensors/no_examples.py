@@ -2,6 +2,8 @@
 
     x.view(len(x), -1)      beside no elements -1 may be anything: it is what it would be with an example
     loss.item() * len(x)    the mean of no examples, counted as often as there are examples, adds nothing to a total
+    x.max()                 no number, as the mean of none, where torch has no answer; no rows have no maxima
+    pack_padded_sequence    no sequences are packed as one step of none, which recurrent networks take
 
 Knows no replicas.
 """
@@ -14,6 +16,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ctc_loss
 from torch.overrides import TorchFunctionMode
 
 try:
@@ -26,6 +29,22 @@ except ImportError:
 
 _VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 _PRODUCTS = (Tensor.mul, torch.mul)
+_NAMES = (
+    "max",
+    "min",
+    "amax",
+    "amin",
+    "aminmax",
+    "argmax",
+    "argmin",
+    "median",
+    "nanmedian",
+    "quantile",
+    "nanquantile",
+)
+_REDUCTIONS = tuple(getattr(owner, name) for owner in (Tensor, torch) for name in _NAMES)
+# Those of no numbers are no number, which torch does not say.
+_PACK = getattr(torch._C._VariableFunctions, "_pack_padded_sequence", None)
 
 
 class MeanOfNone(float):
@@ -69,12 +88,43 @@ class NoExamples(TorchFunctionMode):
             sizes = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
             if -1 in sizes and 0 in sizes and 0 in args[0].shape:
                 return func(args[0], _filled(args[0].shape, sizes))
+        if func is _PACK and not len(args[1]):
+            # One after another, of steps with so many sequences: there are none.
+            return args[0].flatten(0, 1), torch.zeros(1, dtype=torch.int64)
+        if func is ctc_loss and not args[0].numel():
+            losses, how = args[0].sum((0, -1)), (kwargs or {})["reduction"]
+            return losses if how == "none" else getattr(losses, how)()
+        if func in _REDUCTIONS and args and not args[0].numel():
+            found = _of_none(func, args, kwargs or {})
+            if found is not None:
+                return found
         result = func(*args, **(kwargs or {}))
         if func is Tensor.item and isinstance(result, float) and math.isnan(result):
             return MeanOfNone(result)
         if func in _PRODUCTS and args and (_is_zero(args[0]) or _is_zero(args[-1])) and result.is_floating_point():
             return result.masked_fill(result.isnan(), 0)
         return result
+
+
+def _of_none(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a reduction gives of no numbers, NaN; None where it gives integers, or compares two tensors."""
+    x, *others = args
+    if any(isinstance(other, Tensor) for other in (*others, *kwargs.values())):
+        return None
+    # A size that is another with two examples than with one is the examples'.
+    one, two = (func(x.new_zeros([size or n for size in x.shape]), *others, **kwargs) for n in (1, 2))
+    found = [_nothing(x, *pair) for pair in ([(one, two)] if isinstance(one, Tensor) else zip(one, two, strict=True))]
+    if found[0].numel() and not found[0].is_floating_point():
+        return None
+    return found[0] if isinstance(one, Tensor) else type(one)(found)
+
+
+def _nothing(x: Tensor, one: Tensor, two: Tensor) -> Tensor:
+    shape = [size if size == other else 0 for size, other in zip(one.shape, two.shape, strict=True)]
+    if one.is_floating_point():
+        # Made of x: what has made that takes part in the backward pass.
+        return one.new_full(shape, math.nan) + x.sum()
+    return one.new_zeros(shape)
 
 
 def _is_zero(value: Any) -> bool:
