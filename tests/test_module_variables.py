@@ -104,6 +104,17 @@ def test_what_is_again_what_it_was_is_told_still(config):
     assert NAME not in changed()
 
 
+def test_a_module_that_is_there_under_another_name_too_is_told_under_both(config, monkeypatch):
+    """A package's shared code, compiled by Cython, is there under a name that is not its own."""
+    monkeypatch.setitem(sys.modules, "_mirror_nb_shared", config)
+    assert NAME not in changed()
+    config.LR = 0.1
+    found = changed()
+    assert found[NAME] == found["_mirror_nb_shared"] == {("LR",): 0.1}
+    monkeypatch.delitem(module_variables._imported, "_mirror_nb_shared")
+    monkeypatch.delitem(module_variables._set, "_mirror_nb_shared")
+
+
 def test_what_a_process_has_set_for_itself_stays_until_another_one_sets_it_anew(config):
     take({NAME: {("LR",): 0.1}})
     config.LR = 7.0

@@ -43,8 +43,8 @@ def watch() -> None:
         loader = importlib.machinery.SourceFileLoader
         _watched.append(Replaced(loader, "exec_module", after=_executed))
         left_out_of_tracebacks(loader.exec_module)
-        for module in sources.users().values():
-            _note(module)
+        for name, module in sources.users().items():
+            _note(name, module)
 
 
 _watched: list[Replaced] = []
@@ -53,14 +53,15 @@ _watched: list[Replaced] = []
 def _executed(loader: object, module: ModuleType) -> None:
     name = module.__name__
     if sources.is_users(name):
-        _note(module)
+        _note(name, module)
         _taken.pop(name, None)
         _apply(name)
 
 
-def _note(module: ModuleType) -> None:
-    _imported[module.__name__] = module, dict(_variables(module)), {path for path, _ in _owners(module)}
-    _set.pop(module.__name__, None)
+def _note(name: str, module: ModuleType) -> None:
+    # By the name that it is imported by: its own may be another one.
+    _imported[name] = module, dict(_variables(module)), {path for path, _ in _owners(module)}
+    _set.pop(name, None)
 
 
 def changed() -> Variables:
@@ -68,7 +69,7 @@ def changed() -> Variables:
     found: Variables = {}
     for name, module in sources.users().items():
         if name not in _imported or _imported[name][0] is not module:
-            _note(module)
+            _note(name, module)
         _, before, owners = _imported[name]
         now = {path: value for path, value in _variables(module) if path[:-1] in owners}
         known = _set.setdefault(name, set())
