@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import random
+import warnings
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -661,6 +662,31 @@ Point = namedtuple("Point", ["x", "y"])
 class Example:
     x: torch.Tensor
     name: str
+
+
+class Opaque:
+    """A batch that nobody can look into."""
+
+    def __init__(self, items: list[torch.Tensor]) -> None:
+        self.items = items
+
+
+@pytest.mark.parametrize("collate", [Opaque, lambda items: (Opaque(items), "name")], ids=["itself", "in a tuple"])
+def test_what_cannot_be_cut_has_one_example_where_it_is_to_have_none_and_that_is_told(collate):
+    loader = DataLoader(list(torch.arange(3.0)), batch_size=2, collate_fn=collate)
+    with pytest.warns(UserWarning, match=r"a (Opaque|tuple) cannot be cut: .* use drop_last=True") as said:
+        run(Session(2), loader)
+    assert {one.filename for one in said} == {__file__}
+
+
+@pytest.mark.parametrize(
+    "example", [torch.ones(2), ("a", {"x": 1}), {"lists": [torch.ones(1)]}, Example(torch.ones(2), "a")]
+)
+def test_what_can_be_cut_may_have_none_without_a_word(example):
+    collate = None if isinstance(example, torch.Tensor | dict) else list
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(Session(2), DataLoader([example] * 3, batch_size=2, collate_fn=collate))
 
 
 class Movable:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
-from mirror_nb.errors import UsageError
+from mirror_nb.errors import UsageError, users_level
 from mirror_nb.tensors.layouts import is_block, rows_of, sizes
 
 Together = Callable[[list[Any]], Any]
@@ -65,6 +66,21 @@ def cut(batch: Any, share: slice, total: int) -> Any:
     if lists_examples(batch, total):
         return _like(batch, list(batch)[share])
     return _map_children(batch, lambda item: cut(item, share, total))
+
+
+def emptied(batch: Any, total: int) -> Any:
+    """A collated batch of `total` examples without them; what cannot be cut stays as it is, and is warned of."""
+    nothing = cut(batch, slice(0, 0), total)
+    before, after = leaves(batch), leaves(nothing)
+    if len(before) == len(after) and all(map(operator.is_, before, after)):
+        warnings.warn(
+            f"a {type(batch).__qualname__} cannot be cut: where it is to have no examples, for a replica that a last "
+            "batch leaves without any, it has one of another's. Gradients leave that out, losses and counts that you "
+            "add up do not: use drop_last=True, or have collate_fn return tensors or arrays, or a tuple, list, dict "
+            "or dataclass of them",
+            stacklevel=users_level(),
+        )
+    return nothing
 
 
 def _sequences(packed: PackedSequence) -> int:

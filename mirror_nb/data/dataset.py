@@ -29,7 +29,17 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from mirror_nb.data.arrays import as_tensor
-from mirror_nb.data.batches import checked_batch_size, count, cut, is_cuttable, leaves, map_leaves, share_of, to_device
+from mirror_nb.data.batches import (
+    checked_batch_size,
+    count,
+    cut,
+    emptied,
+    is_cuttable,
+    leaves,
+    map_leaves,
+    share_of,
+    to_device,
+)
 from mirror_nb.data.prefetch import ahead
 from mirror_nb.data.sampling import (
     Agree,
@@ -359,7 +369,7 @@ class _IndexShares:
         for batch in batches:
             local, total = cuts.counts.popleft()
             # For an empty share one example was loaded: only it can show how a batch looks here.
-            yield Share(local, total, batch if local else cut(batch, slice(0, 0), 1))
+            yield Share(local, total, batch if local else emptied(batch, 1))
 
 
 def _by_rows(loader: DataLoader[Any]) -> tuple[Any, Callable[[Any], Any]]:
@@ -540,7 +550,7 @@ class _ByShares:
 
     def _part(self, mine: list[Any], first: list[Any]) -> Any:
         part = self._collate(list(map(_taken_apart, mine or first)))
-        return part if mine else cut(part, slice(0, 0), 1)
+        return part if mine else emptied(part, 1)
 
 
 def _taken_apart(example: Any) -> Any:

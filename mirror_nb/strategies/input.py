@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from mirror_nb.data import dataset as data
-from mirror_nb.data.batches import count, cut, joined, share_of, spread
+from mirror_nb.data.batches import count, emptied, joined, share_of, spread
 from mirror_nb.data.dataset import GlobalBatches, Loaders, Parts, Share
 from mirror_nb.data.prefetch import ahead
 from mirror_nb.distributed import Distributed, Underway
@@ -438,7 +438,7 @@ class ControllerFunctionDataset(_OfController):
             return step[0].batch
         first = step[0]
         lacking = self._num_replicas - len(step)
-        nothing = cut(first.batch, slice(0, 0), first.global_examples) if lacking else None
+        nothing = emptied(first.batch, first.global_examples) if lacking else None
         batches = [*(share.batch for share in step), *[nothing] * lacking]
         sizes = tuple(share.global_examples for share in step) + (0,) * lacking
         return joined(batches, sizes, lambda pieces: PerReplica(pieces, shares=sizes))
