@@ -369,6 +369,26 @@ class Symmetric(nn.Module):
         return x + x.T
 
 
+class Average(nn.Module):
+    """As ema_pytorch's EMA is made."""
+
+    def __new__(cls, network: nn.Module) -> Average:
+        return super().__new__(cls)
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+
+@pytest.mark.parametrize("handle", [None, "average"])
+def test_a_network_whose_class_asks_for_arguments_before_it_is_made_travels(handle):
+    packed = pack(Average(nn.Linear(2, 1)), handle=lambda module: handle if type(module) is Average else None)
+    average, arrivals = unpack(packed.payload, packed.slab)
+    assert type(average) is Average
+    assert average.network(torch.ones(2)).shape == (1,)
+    assert [type(module) for module in arrivals.modules] == [nn.Linear, Average]
+
+
 @pytest.mark.parametrize(
     "parametrized",
     [

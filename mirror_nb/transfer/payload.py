@@ -201,8 +201,17 @@ def _once(handle: str | None, make: Any, args: Any) -> tuple[Any, Any]:
 
     Not what its class, or Keras, makes in a way of its own: that may refer to the very object that it makes.
     """
-    plainly = make is copyreg.__newobj__ or make is make_parametrized  # type: ignore[attr-defined]
+    plainly = make in (copyreg.__newobj__, _bare, make_parametrized)  # type: ignore[attr-defined]
     return (_found_or_made, (handle, make, args)) if handle is not None and plainly else (make, args)
+
+
+def _bare(kind: type[nn.Module]) -> nn.Module:
+    """Make a network that is to get its state, as pickle does."""
+    try:
+        return kind.__new__(kind)
+    except TypeError:
+        # It wants what `__init__` is given, which no pickle has.
+        return object.__new__(kind)
 
 
 def _found_or_made(handle: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -464,6 +473,8 @@ class _Packer(Pickler):
         if not isinstance(reduced, tuple) or any(part is not None for part in reduced[3:]):
             return reduced
         make, args, *rest = reduced
+        if make is copyreg.__newobj__ and args == (type(module),):  # type: ignore[attr-defined]
+            make = _bare
         # Without a state: the network's class has a say of its own in how it is rebuilt.
         state = rest[0] if rest else None
         handle = self._handle(module)
