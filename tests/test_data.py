@@ -6,6 +6,8 @@ import functools
 import gc
 import os
 import random
+import sys
+import types
 import warnings
 import weakref
 from collections import namedtuple
@@ -669,6 +671,37 @@ class Opaque:
 
     def __init__(self, items: list[torch.Tensor]) -> None:
         self.items = items
+
+
+class Dictionary(dict[str, torch.Tensor]):
+    """As a TensorDict: its entries have the first dimension that it says."""
+
+    @property
+    def batch_size(self) -> torch.Size:
+        return next(iter(self.values())).shape[:1]
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        raise RuntimeError("batch dimension mismatch")
+
+    def to(self, device: torch.device) -> Dictionary:
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return super().__getitem__(key)
+        return Dictionary({name: value[key] for name, value in self.items()})
+
+
+def test_a_tensordict_cuts_itself(monkeypatch):
+    package: Any = types.ModuleType("tensordict")
+    package.is_tensor_collection = lambda value: isinstance(value, Dictionary)
+    monkeypatch.setitem(sys.modules, "tensordict", package)
+    whole = Dictionary(x=torch.arange(5.0), y=torch.arange(10).view(5, 2))
+    assert count((whole, torch.ones(5))) == 5
+    assert cut(whole, slice(1, 3), 5)["x"].tolist() == [1, 2]
+    assert cut(whole, slice(1, 3), 4) is whole
+    by_index = run(Session(2), DataLoader([whole[:2], whole[2:3]], batch_size=None, collate_fn=lambda x: x))
+    assert [[batch["x"].tolist() for batch in seen] for (seen,) in by_index] == [[[0], [2]], [[1], []]]
 
 
 @pytest.mark.parametrize("collate", [Opaque, lambda items: (Opaque(items), "name")], ids=["itself", "in a tuple"])

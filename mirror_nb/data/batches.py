@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -52,14 +53,14 @@ def checked_batch_size(batch_size: Any) -> int:
 def cut(batch: Any, share: slice, total: int) -> Any:
     """The part `share` of a collated batch of `total` examples, in the same structure.
 
-    Tensors, sparse and nested ones too, and arrays are cut along dimension 0, lists of one item an example are cut as
-    lists, of a packed sequence its sequences; what does not have `total` items stays. A tuple, list or dict whose
+    Tensors, sparse and nested ones too, tensordicts and arrays are cut along dimension 0, lists of one item an example
+    as lists, of a packed sequence its sequences; what does not have `total` items stays. A tuple, list or dict whose
     members are all batches is a structure: so a list of images counts as one item an example unless each image has as
     many rows as there are examples.
     """
     if isinstance(batch, torch.Tensor):
         return rows_of(batch, share) if is_batched(batch, total) else batch
-    if isinstance(batch, np.ndarray):
+    if isinstance(batch, np.ndarray) or _is_tensordict(batch):
         return batch[share] if is_batched(batch, total) else batch
     if isinstance(batch, PackedSequence):
         return _cut_packed(batch, share) if is_batched(batch, total) else batch
@@ -171,6 +172,8 @@ def is_batched(value: Any, total: int) -> bool:
         return value.ndim > 0 and value.shape[0] == total
     if isinstance(value, PackedSequence):
         return _sequences(value) == total
+    if _is_tensordict(value):
+        return bool(value.batch_size[0] == total)
     if _is_sequence(value) and len(value) == total:
         return True
     children = _children(value) or []
@@ -195,6 +198,7 @@ def count(batch: Any) -> int:
     found = leaves(batch)
     shapes: list[tuple[Any, ...]] = [sizes(leaf) for leaf in found if isinstance(leaf, torch.Tensor)]
     shapes += [leaf.shape for leaf in found if isinstance(leaf, np.ndarray)]
+    shapes += [leaf.batch_size for leaf in found if _is_tensordict(leaf)]
     shapes += [(_sequences(leaf),) for leaf in found if isinstance(leaf, PackedSequence)]
     lengths = {shape[0] for shape in shapes if shape}
     if not shapes or not all(shapes) or len(lengths) > 1:
@@ -254,13 +258,19 @@ def map_examples(batch: Any, total: int, change: Callable[[Any], Any]) -> Any:
     return _map_children(batch, lambda item: map_examples(item, total, change))
 
 
+def _is_tensordict(value: Any) -> bool:
+    """Whether it is a TensorDict or a tensorclass that knows its entries' first dimension, and holds them to it."""
+    package: Any = sys.modules.get("tensordict")
+    return package is not None and package.is_tensor_collection(value) and len(value.batch_size) > 0
+
+
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
 
 def _children(value: Any) -> list[Any] | None:
     """The members of a structure; None for what is a leaf here."""
-    if isinstance(value, (torch.Tensor, PackedSequence)):
+    if isinstance(value, (torch.Tensor, PackedSequence)) or _is_tensordict(value):
         return None
     if isinstance(value, (list, tuple)):
         return list(value)
