@@ -57,10 +57,29 @@ class Opaque:
         self.items = items
 
 
-def test_batches_that_cannot_be_cut_are_told_of_once():
-    dataset = controller(DataLoader(Range(6), batch_size=2, collate_fn=Opaque), 2)
+def test_of_batches_that_cannot_be_cut_each_replica_has_its_own_examples():
+    dataset = controller(DataLoader(Range(5), batch_size=4, collate_fn=Opaque), 2)
+    with pytest.warns(UserWarning, match="an? Opaque cannot be cut: where it is to have no examples") as said:
+        batches = list(dataset)
+    assert [[part.items for part in batch.values] for batch in batches] == [[[0, 1], [2, 3]], [[4], [4]]]
+    assert [batch.shares for batch in batches] == [(2, 2), (1, 0)]
+    assert [one.filename for one in said] == [__file__]
+
+
+class Together(Dataset[int]):
+    """Loads many at once, and gives no list of them."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[int, ...]:
+        return tuple(indices)
+
+    def __len__(self) -> int:
+        return 6
+
+
+def test_batches_of_what_no_list_came_for_that_cannot_be_cut_are_told_of_once():
+    dataset = controller(DataLoader(Together(), batch_size=2, collate_fn=Opaque), 2)
     with pytest.warns(UserWarning, match="an? Opaque cannot be cut: every replica gets the whole") as said:
-        assert [batch.items for batch in dataset] == [[0, 1], [2, 3], [4, 5]]
+        assert [batch.items for batch in dataset] == [(0, 1), (2, 3), (4, 5)]
     assert [one.filename for one in said] == [__file__]
 
 

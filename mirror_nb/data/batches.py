@@ -13,6 +13,8 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -181,13 +183,21 @@ def is_batched(value: Any, total: int) -> bool:
 
 
 def is_cuttable(batch: Any, total: int) -> bool:
-    """Whether `cut` leaves no tensor or array in a batch of `total` examples whole, but for scalars and single rows.
+    """Whether `cut` leaves nothing in a batch of `total` examples whole, but for numbers, names and single rows.
 
-    It does where sequences were joined to one tensor, with their offsets beside it, and where time comes first.
+    It does where sequences were joined to one tensor, with their offsets beside it, where time comes first, and with
+    an object that it cannot look into: a batch of graphs.
     """
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return batch.ndim == 0 or is_batched(batch, total) or is_batched(batch, 1)
-    return lists_examples(batch, total) or all(is_cuttable(child, total) for child in _children(batch) or ())
+    if isinstance(batch, PackedSequence) or _is_tensordict(batch) or lists_examples(batch, total):
+        return True
+    children = _children(batch)
+    return isinstance(batch, _WHOLE) if children is None else all(is_cuttable(child, total) for child in children)
+
+
+_WHOLE = (Number, np.generic, str, bytes, Enum, torch.dtype, torch.device, type(None))
+# Of these every replica may have the same.
 
 
 def count(batch: Any) -> int:
