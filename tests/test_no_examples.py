@@ -14,6 +14,7 @@ from driving import run_cell
 from torch import Tensor, nn
 from torch.nn.utils import rnn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import mirror_nb as mnb
 from mirror_nb.tensors import no_examples
@@ -191,6 +192,28 @@ def test_what_item_gives_of_it_is_a_number_like_any_other(share):
     assert (torch.ones(2) * number).isnan().all()
     assert torch.ones(2).mean().item() == 1
     assert type(torch.zeros(0).sum().item()) is float
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward])
+def test_layers_that_are_computed_once_more_in_the_backward_pass_take_it_then_too(share, reentrant, backward):
+    linear, inner = nn.Linear(4, 6), []
+
+    def layer(x: Tensor) -> Tensor:
+        inner.append(depth())
+        return linear(x).view(x.size(0), -1, 2).sum(1)
+
+    x = torch.zeros(0, 4, requires_grad=True)
+    backward(checkpoint(layer, x, use_reentrant=reentrant).sum())
+    assert linear.weight.grad.abs().sum() == 0
+    assert (inner, depth()) == ([1, 1], 1)
+
+
+def test_where_torch_has_no_such_engine_a_backward_pass_is_torchs_alone(share, monkeypatch):
+    monkeypatch.setattr(no_examples, "_ENGINE", "_gone")
+    linear = nn.Linear(4, 6)
+    (found,) = torch.autograd.grad(linear(torch.zeros(0, 4)).sum(), [linear.weight])
+    assert found.abs().sum() == 0
 
 
 CELL = """

@@ -10,8 +10,9 @@ Knows no replicas.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -27,6 +28,9 @@ except ImportError:
     # Another torch: it refuses such views, and the error tells of the share.
     _push = None  # type: ignore[assignment]
 
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_ENGINE = "_engine_run_backward"
+# Private: where torch has no such function, what a backward pass calls is torch's to refuse.
 _VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 _PRODUCTS = (Tensor.mul, torch.mul)
 _NAMES = (
@@ -84,6 +88,9 @@ class NoExamples(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True
+        if func in _BACKWARD:
+            with self._in_the_engine():
+                return func(*args, **(kwargs or {}))
         if func in _VIEWS and not kwargs:
             sizes = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
             if -1 in sizes and 0 in sizes and 0 in args[0].shape:
@@ -104,6 +111,27 @@ class NoExamples(TorchFunctionMode):
         if func in _PRODUCTS and args and (_is_zero(args[0]) or _is_zero(args[-1])) and result.is_floating_point():
             return result.masked_fill(result.isnan(), 0)
         return result
+
+    @contextlib.contextmanager
+    def _in_the_engine(self) -> Iterator[None]:
+        """Take part in what a backward pass calls, too: torch does without modes where one has been asked.
+
+        In layers of which only the inputs were kept, say, that are computed once more.
+        """
+        run = getattr(torch.autograd, _ENGINE, None)
+
+        def within(*args: Any, **kwargs: Any) -> Any:
+            assert run is not None
+            with self:
+                return run(*args, **kwargs)
+
+        if run is not None:
+            setattr(torch.autograd, _ENGINE, within)
+        try:
+            yield
+        finally:
+            if run is not None:
+                setattr(torch.autograd, _ENGINE, run)
 
 
 def _of_none(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
