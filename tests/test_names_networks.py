@@ -141,6 +141,22 @@ def test_a_network_whose_part_was_replaced_there_comes_back_whole(notebook):
     assert notebook.user_ns["net"][1].out_features == 5
 
 
+@pytest.mark.parametrize("part", ["net", "net[0]"])
+def test_another_class_that_a_network_is_given_on_one_side_is_its_class_on_the_other(notebook, part):
+    notebook.here(f"class Doubled(nn.Linear):\n    def forward(self, x): return 2 * super().forward(x)\n{NET}")
+    if part == "net":
+        notebook.here("net = net[0]")
+    notebook.cell("import torch; from torch import nn; one = net(torch.ones(2)).detach()")
+    net = notebook.user_ns["net"]
+    notebook.here(f"{part}.__class__ = Doubled")
+    notebook.cell(f"kind, two = type({part}).__name__, net(torch.ones(2)).detach()")
+    assert notebook.user_ns["kind"] == "Doubled"
+    assert torch.equal(notebook.user_ns["two"], net(torch.ones(2)))
+    notebook.cell(f"{part}.__class__ = nn.Linear")
+    assert notebook.user_ns["net"] is net
+    assert torch.equal(net(torch.ones(2)), notebook.user_ns["one"])
+
+
 TRAIN_HEAD = "head(torch.ones(1, 2)).sum().backward(); sgd.step()"
 MADE = f"from torch import nn; torch.manual_seed(0); {NET}; sgd = torch.optim.SGD(net[1].parameters(), 1.0)"
 

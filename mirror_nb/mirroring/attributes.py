@@ -31,6 +31,7 @@ from torch import nn
 from mirror_nb import plain
 from mirror_nb.errors import users_level
 from mirror_nb.mirroring.hooks import keeping, kept, stays
+from mirror_nb.mirroring.lazy import becoming
 from mirror_nb.noticing.kinds import WITHOUT_IDENTITY
 from mirror_nb.noticing.refilling import is_free, refill
 from mirror_nb.tensors.layouts import as_row, is_block
@@ -87,8 +88,9 @@ class Attributes:
         return False
 
     def other_functions(self) -> bool:
-        """Whether a part has other functions of the user's among its attributes."""
-        return any(part.functions_changed() for part in self._parts if part.owner() is not None)
+        """Whether a part has other functions of the user's among its attributes, or those of another class."""
+        living = ((part, owner) for part in self._parts if (owner := part.owner()) is not None)
+        return any(part.functions_changed() or part.kind_changed(type(owner)) for part, owner in living)
 
     def settle(self) -> None:
         """Take what the parts have now for what they had."""
@@ -126,7 +128,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 @final
 class _Part:
-    __slots__ = ("atoms", "copies", "count", "functions", "names", "owner", "settings", "skipped", "tensors")
+    __slots__ = ("atoms", "copies", "count", "functions", "kind", "names", "owner", "settings", "skipped", "tensors")
 
     def __init__(self, owner: Callable[[], object], skipped: frozenset[str]) -> None:
         self.owner = owner
@@ -140,6 +142,7 @@ class _Part:
         return {} if owner is None else vars(owner)
 
     def note(self) -> None:
+        self.kind: type[Any] = type(self.owner())
         self.count = len(self.held)
         self.names: list[str] = []
         self.atoms: list[Any] = []
@@ -179,6 +182,10 @@ class _Part:
             return False
         now = self._functions()
         return now.keys() != self.functions.keys() or any(now[name] is not self.functions[name]() for name in now)
+
+    def kind_changed(self, kind: type[Any]) -> bool:
+        # A lazy part becomes what it is on both sides, each by itself.
+        return kind is not self.kind and becoming(kind) is not becoming(self.kind)
 
     def since(self, everything: bool) -> dict[str, Any]:
         before = {**dict(zip(self.names, self.atoms, strict=True)), **self.copies}

@@ -42,7 +42,11 @@ def _is_complete(part: Any) -> bool:
     return not part.has_uninitialized_params() and all(vars(part).get(name) != 0 for name in _SIZES)
 
 
+def becoming(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a lazy module of this one becomes; others stay what they are."""
+    return (kind.cls_to_become if issubclass(kind, LazyModuleMixin) else None) or kind
+
+
 def kind_of(module: nn.Module) -> str:
     """Return the name of a module's class, of a lazy one that of the class it becomes."""
-    becomes = module.cls_to_become if isinstance(module, LazyModuleMixin) else None
-    return (becomes or type(module)).__name__
+    return becoming(type(module)).__name__
