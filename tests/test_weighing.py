@@ -75,6 +75,23 @@ def test_what_is_mapped_traced_or_sparse_harms_nobody_who_looks(weighing, call):
     call(nn.Linear(1, 1), held[0])
 
 
+def test_who_looks_is_no_part_of_what_is_compiled_and_costs_no_graph_an_epoch(weighing):
+    counters = pytest.importorskip("torch._dynamo.utils").counters["stats"]
+    net = nn.Linear(1, 1)
+    compiled = torch.compile(lambda x: net(x) + 1, backend="eager", fullgraph=True)
+    graphs = []
+    x = None
+    for _ in range(4):
+        for size, shares in ((2, FULL), (2, FULL), (1, LAST)):
+            following = torch.ones(size, 1)
+            # As in a loop, which lets go of a batch once it has got the next one.
+            weighing.handed_out(following, shares)
+            x = following
+            compiled(x)
+        graphs.append(counters["unique_graphs"])
+    assert graphs[1] == graphs[3]
+
+
 def test_nobody_looks_where_all_that_is_held_weighs_alike(weighing):
     held = [torch.ones(2, 1) for _ in range(3)]
     for batch in held:

@@ -14,9 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from mirror_nb.values import Shares
 
@@ -37,7 +39,8 @@ class Weighing:
         # By the address of a storage: the ids of those that lie in it.
         self._weights: Counter[float] = Counter()
         # How many of them have each weight.
-        self._unhook: Callable[[], object] | None = None
+        self._looking = False
+        self._hook: RemovableHandle | None = None
 
     def handed_out(self, batch: Any, shares: Shares) -> None:
         """A batch is handed out, and in use as far as is known."""
@@ -53,7 +56,7 @@ class Weighing:
 
     def called_with(self, values: Any) -> Shares | None:
         """Return the shares of the batch that is among these arguments; None: it cannot be told, or need not be."""
-        return None if self._unhook is None else self._found(pytree.tree_leaves(values))
+        return self._found(pytree.tree_leaves(values)) if self._looking else None
 
     def _hold(self, tensor: Tensor, shares: Shares) -> None:
         key = id(tensor)
@@ -82,19 +85,27 @@ class Weighing:
     def _watch(self, latest: float) -> None:
         """Look at what networks are called with, as long as there is a batch of another weight than the latest."""
         apart = any(weight != latest for weight in list(self._weights))
-        if apart and self._unhook is None:
+        if apart == self._looking:
+            return
+        self._looking = apart
+        if self._hook is None:
             own = weakref.WeakMethod(self._called)
 
             def called(module: nn.Module, args: tuple[Any, ...]) -> None:
-                look = own()
+                # No part of what is compiled, where no tensor has an address.
+                look = None if torch.compiler.is_compiling() else own()
                 if look is not None:
                     look(args)
 
+            self._hook, self._look = register_module_forward_pre_hook(called), called
             # Nothing of it stays in a notebook whose one replica, in its own process, has ended.
-            self._unhook = weakref.finalize(self, register_module_forward_pre_hook(called).remove)
-        elif not apart and self._unhook is not None:
-            self._unhook()
-            self._unhook = None
+            weakref.finalize(self, self._hook.remove)
+        elif apart:
+            # The same one in its own place: for another torch.compile compiles anew, after each epoch's last batch.
+            hooks: Any = self._hook.hooks_dict_ref()
+            hooks[self._hook.id] = self._look
+        else:
+            self._hook.remove()
 
     def _called(self, args: tuple[Any, ...]) -> None:
         shares = self._found(args)
