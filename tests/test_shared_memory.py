@@ -22,7 +22,7 @@ import torch
 
 from mirror_nb.collectives import barrier, segments
 from mirror_nb.collectives.barrier import Counter, Flags
-from mirror_nb.collectives.fabric import Fabric, _Layout
+from mirror_nb.collectives.fabric import SLOTS, Fabric, _Layout
 from mirror_nb.collectives.headers import Fold
 from mirror_nb.collectives.parts import slice_of
 from mirror_nb.collectives.segments import Address, Segment
@@ -442,6 +442,14 @@ def test_a_replica_that_leaves_frees_the_others_and_is_named(few: Few) -> None:
     for failed in others:
         assert failed.args[0] == "PeerFailed"
         assert f"a peer may have left (replica {few.n - 1} has left" in failed.args[1]
+
+
+def test_who_waits_for_what_has_no_place_in_the_memory_yet_hears_that_a_replica_has_left() -> None:
+    ours, theirs = side_by_side()
+    *_, last = [ours.all_reduce(torch.ones(4), Fold.SUM) for _ in range(SLOTS + 2)]
+    theirs.close(PeerFailed("enough"))
+    with pytest.raises(PeerFailed, match="replica 1 has left"):
+        ours.wait(last, 1.0)
 
 
 def test_a_timeout_names_who_has_not_come_and_leaves_the_wait_open(few: Few) -> None:

@@ -238,16 +238,17 @@ class Fabric:
             self.progress()
             if exchange.ended or self._flags.reached(*needs):
                 continue
-            self._check_peers(exchange)
+            self._check_peers(exchange, needs)
             passed = time.monotonic() - began
             if passed > limit:
                 raise self._timeout(exchange, needs, limit)
             if passed > CALL_AFTER_SECONDS:
                 self._flags.call(self._flags.lagging(*needs))
 
-    def _check_peers(self, exchange: Exchange) -> None:
+    def _check_peers(self, exchange: Exchange, needs: Need) -> None:
         missing = self._flags.missing()
-        if missing is not None and not self._flags.reached(*exchange.needs):
+        # Once more: it may have come just before it went.
+        if missing is not None and not self._flags.reached(*needs):
             self.abort(PeerFailed(f"{exchange.label} failed: a peer may have left ({missing})"))
 
     def _needs(self) -> Need | None:
