@@ -345,6 +345,22 @@ def test_a_parameter_group_that_was_added_here_is_trained_in_the_replicas(two, a
     torch.testing.assert_close(unfrozen(True), unfrozen(False))
 
 
+def test_a_moment_that_is_replaced_by_one_that_lies_where_the_old_one_lay_is_the_replicas_too(two):
+    with two.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    two.run(step_of(model, optimizer))
+    entries = optimizer.state[model.bias]
+    lay = id(entries["momentum_buffer"])
+    entries["momentum_buffer"] = torch.zeros(1)
+    made: list[torch.Tensor] = []
+    # Where it is kept, none comes to lie there.
+    while len(made) < 1000 and not (made and id(made[-1]) == lay):
+        made.append(torch.full((1,), 7.0))
+    entries["momentum_buffer"] = made[-1]
+    assert two.run(lambda: optimizer.state[model.bias]["momentum_buffer"].item()) == 7.0
+
+
 def test_moments_keep_their_dtype_where_the_network_gets_another_one(two):
     def trained(on_replicas: bool) -> list[Any]:
         torch.manual_seed(0)

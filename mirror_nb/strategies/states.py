@@ -9,6 +9,7 @@ Knows optimizers and whom to ask.
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 import weakref
 from collections import defaultdict
@@ -47,7 +48,7 @@ class States:
         self._keeper = weakref.ref(keeper)
         self._read_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # After how many calls the state here was that of the replicas.
-        self._signs: weakref.WeakKeyDictionary[Any, list[object] | None] = weakref.WeakKeyDictionary()
+        self._signs: weakref.WeakKeyDictionary[Any, _Signs | None] = weakref.WeakKeyDictionary()
         # What was in it then; None of one that was never read.
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -79,9 +80,9 @@ class States:
             return
         for optimizer, signs in list(self._signs.items()):
             replaced = self not in getattr(optimizer.state, "readers", ())
-            read = signs is not None and self._read_at.get(optimizer) == keeper.calls
+            read = self._read_at.get(optimizer) == keeper.calls
             try:
-                written = replaced or (read and signs != _signs_of(optimizer))
+                written = replaced or (read and signs is not None and not signs.hold(_signs_of(optimizer)))
             except UsageError as lost:
                 # By mirrored cells that had it, too. The call may be about others.
                 warnings.warn(f"{lost}; the strategy's replicas go on with theirs", stacklevel=users_level())
@@ -173,15 +174,29 @@ def _read(states: States, reference: weakref.ref[torch.optim.Optimizer]) -> None
         states.read(optimizer)
 
 
-def _signs_of(optimizer: torch.optim.Optimizer) -> list[object]:
+def _signs_of(optimizer: torch.optim.Optimizer) -> _Signs:
     """Return what is another once somebody has written to the state."""
-    signs: list[object] = []
+    marks: list[object] = []
+    values: list[object] = []
     for key, entries in optimizer.state.items():
-        signs.append(id(key))
+        marks.append(id(key))
         for name, value in entries.items() if isinstance(entries, dict) else [("", entries)]:
-            tensor = isinstance(value, torch.Tensor)
-            signs += [name, id(value), value._version if tensor else None]
-    return signs
+            marks += [name, value._version if isinstance(value, torch.Tensor) else None]
+            values.append(value)
+    return _Signs(marks, values)
+
+
+@final
+class _Signs:
+    """What was in a state. The values themselves: where one lay that is gone, another may lie now."""
+
+    def __init__(self, marks: list[object], values: list[object]) -> None:
+        self._marks = marks
+        self._values = values
+
+    def hold(self, now: _Signs) -> bool:
+        """Whether nobody has written to the state since."""
+        return self._marks == now._marks and all(map(operator.is_, self._values, now._values))
 
 
 def _beside(parameter: torch.Tensor | None, value: Any) -> Any:
