@@ -33,7 +33,7 @@ from mirror_nb.collectives.peer_copies import PeerCopies
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce, needs_shared_memory
 from mirror_nb.collectives.symmetric_memory import SymmetricMemoryAllReduce
 from mirror_nb.devices import Device
-from mirror_nb.errors import DeviceError, TransferError, UsageError
+from mirror_nb.errors import DeviceError, ReplicaError, TransferError, UsageError
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.strategies.mirrored import SETUP
 from mirror_nb.values import ReduceOp
@@ -97,6 +97,20 @@ def test_gpus_that_do_not_reach_each_other_have_no_symmetric_memory(monkeypatch)
     chosen = Communication(SymmetricMemoryAllReduce(), CommunicationOptions(compression="bf16"))
     with pytest.raises(DeviceError, match="cuda:0 and cuda:1 do not reach each other's memory; take NcclAllReduce"):
         chosen.bind(Member(0, 2, torch.device("cuda:0"), Carrying()))
+
+
+def test_replicas_that_refuse_another_op_go_on_with_the_one_before(monkeypatch):
+    monkeypatch.setattr(symmetric_memory, "reaches", lambda a, b: False)
+    member = Member(0, 2, torch.device("cuda:0"), Carrying())
+    before, refused = (
+        Communication(ops, CommunicationOptions()) for ops in (NcclAllReduce(), SymmetricMemoryAllReduce())
+    )
+    before.bind(member)
+    with pytest.raises(DeviceError, match="do not reach"):
+        refused.take_over(before, member)
+    assert before.ops.member.num_replicas == 2
+    with pytest.raises(ReplicaError, match="bound to none"):
+        _ = refused.ops.member
 
 
 def test_the_controller_does_not_ask_which_gpus_reach_each_other(monkeypatch):

@@ -101,6 +101,17 @@ class Communication:
         compresses = self.options.compression is not None and not isinstance(self.ops, Compressed)
         object.__setattr__(self, "reducer", Compressed(self.ops) if compresses else self.ops)
 
+    def take_over(self, before: Communication, member: Member) -> None:
+        """Work for this replica in the place of what it reduced by `before`, which goes on where this one raises."""
+        before.unbind()
+        try:
+            self.bind(member)
+        except BaseException:
+            if before is not self:
+                self.unbind()
+                before.bind(member)
+            raise
+
     def bind(self, member: Member) -> None:
         """Have it work for this replica, within the time that the options allow.
 

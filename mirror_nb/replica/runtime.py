@@ -323,9 +323,9 @@ class Replica:
 
     def _communicate(self, by: Communication) -> None:
         who = self.identity
-        self.communication.unbind()
         group = cast(dist.ProcessGroup, dist.group.WORLD)
-        by.bind(Member(who.replica_id, who.num_replicas, who.device, group, self.recorder.collective))
+        member = Member(who.replica_id, who.num_replicas, who.device, group, self.recorder.collective)
+        by.take_over(self.communication, member)
         self.recorder.record_ended = by.record_ended
         self.communication = by
         self.gradients.use(by.reducer, bytes_per_bucket=by.options.bytes_per_pack)

@@ -75,8 +75,8 @@ class Standalone:
     def communicate(self, by: Communication) -> None:
         """Reduce gradients by these cross-device ops from now on; every replica makes the same call."""
         who = self.identity
-        self.communication.unbind()
-        by.bind(Member(who.replica_id, who.num_replicas, who.device, cast(dist.ProcessGroup, dist.group.WORLD)))
+        group = cast(dist.ProcessGroup, dist.group.WORLD)
+        by.take_over(self.communication, Member(who.replica_id, who.num_replicas, who.device, group))
         self.communication = by
         self.gradients.use(by.reducer, bytes_per_bucket=by.options.bytes_per_pack)
 
