@@ -564,6 +564,20 @@ def test_what_another_carries_is_counted_in_the_first_request_too() -> None:
     assert not ours.begun()
 
 
+def test_collectives_are_counted_from_the_mark_on() -> None:
+    ours, theirs = side_by_side()
+    tensor = torch.ones(4)
+    for fabric in (theirs, ours):
+        fabric.all_reduce(tensor, Fold.SUM)
+    assert (ours.begun(), ours.issued_since) == ({"all_reduce": 1}, 1)
+    ours.mark()
+    assert (ours.begun(), ours.issued_since) == ({}, 0)
+    ours.broadcast(tensor, 0)
+    ours.all_reduce(tensor, Fold.SUM)
+    ours.all_reduce(tensor, Fold.SUM)
+    assert (ours.begun(), ours.issued_since, ours.issued) == ({"broadcast": 1, "all_reduce": 2}, 3, 4)
+
+
 def test_who_waits_for_an_announcement_is_called_with_no_lock_held() -> None:
     ours, theirs = side_by_side()
     exchange, told = ours.announce("gather", "", "a gather"), Told(ours)

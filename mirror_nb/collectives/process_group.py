@@ -164,7 +164,7 @@ def mark() -> None:
     state.offered = True
     # torch keeps the list of a coalescing that an error has left, and would add every later collective to it alone.
     getattr(getattr(distributed_c10d, "_world", None), "pg_coalesce_state", {}).clear()
-    for group in state.groups:
+    for group in list(state.groups):
         group.mark()
 
 

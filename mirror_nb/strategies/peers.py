@@ -150,7 +150,6 @@ class Peers:
         if self.num_replicas == 1:
             extras, (leaf,) = self.agree(call, form, extra)
             return part.clone(), extras, leaf.dtype
-        part = part.resolve_conj().resolve_neg()
         # What is on a GPU goes by itself: to look at it here would stop the host.
         small = part.nbytes <= _SMALL_BYTES and part.device.type == "cpu"
         raw = as_row(part).view(torch.uint8).numpy().tobytes() if small and part.numel() else b""
