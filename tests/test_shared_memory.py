@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import sys
 import threading
@@ -22,7 +24,8 @@ import torch
 
 from mirror_nb.collectives import barrier, segments
 from mirror_nb.collectives.barrier import Counter, Flags
-from mirror_nb.collectives.fabric import SLOTS, Fabric, _Layout
+from mirror_nb.collectives.exchange import Exchange
+from mirror_nb.collectives.fabric import PIECE_BYTES, SLOT_BYTES, SLOTS, Fabric, _Layout
 from mirror_nb.collectives.headers import Fold
 from mirror_nb.collectives.parts import slice_of
 from mirror_nb.collectives.segments import Address, Segment
@@ -548,11 +551,11 @@ class Told:
         self.free.append(not other.is_alive())
 
 
-def side_by_side() -> tuple[Fabric, Fabric]:
-    """Both replicas of a group, in this process."""
-    segment = Segment.create(_Layout.of(2).end)
+def side_by_side(n: int = 2) -> list[Fabric]:
+    """All replicas of a group, in this process."""
+    segment = Segment.create(_Layout.of(n).end)
     segment.withdraw()
-    return Fabric(segment, 0, 2, DEADLINE), Fabric(segment, 1, 2, DEADLINE)
+    return [Fabric(segment, i, n, DEADLINE) for i in range(n)]
 
 
 def test_what_another_carries_is_counted_in_the_first_request_too() -> None:
@@ -625,6 +628,55 @@ def test_an_abort_in_a_signal_s_handler_calls_who_waits_once_the_lock_is_free() 
     with pytest.raises(PeerFailed, match="ended by a handler"):
         ours.wait(exchange)
     assert told.free == [True]
+
+
+def some_collective(dice: random.Random, n: int) -> tuple[list[Callable[[Fabric], Exchange]], list[Any], list[Any]]:
+    """What each replica begins, the tensors that it writes to, and what they have to be then."""
+    dtype = dice.choice([torch.float32, torch.float64, torch.int64, torch.uint8])
+    slot, piece = SLOT_BYTES // dtype.itemsize, PIECE_BYTES // dtype.itemsize
+    numel = dice.choice([0, 1, 63, slot, slot + 1, piece, piece + 1, 2 * piece + 77] if dice.random() < 0.15 else [5])
+    parts = [torch.randint(0, 9, (numel,)).to(dtype) for _ in range(n)]
+    before, root, total = [part.clone() for part in parts], dice.randrange(n), sum(parts).to(dtype)
+    match dice.randrange(5):
+        case 0:
+            return [lambda f, p=p: f.all_reduce(p, Fold.SUM) for p in parts], parts, [total] * n
+        case 1:
+            expected = [total if i == root else own for i, own in enumerate(before)]
+            return [lambda f, p=p: f.reduce(p, root, Fold.SUM) for p in parts], parts, expected
+        case 2:
+            return [lambda f, p=p: f.broadcast(p, root) for p in parts], parts, [before[root]] * n
+        case 3:
+            groups = [range(root + 1), range(root + 1, n)][: 1 + (root + 1 < n)]
+            return [lambda f, p=p: f.all_reduce_by_groups(p, Fold.SUM, groups) for p in parts], parts, [total] * n
+        case _:
+            rows = [torch.empty(n, numel, dtype=dtype) for _ in range(n)]
+            calls = [lambda f, r=r, p=p: f.all_gather(list(r), p) for r, p in zip(rows, parts, strict=True)]
+            return calls, rows, [torch.stack(before)] * n
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_collectives_are_right_in_whatever_order_the_replicas_go_on(seed: int) -> None:
+    dice, n = random.Random(seed), 2 + seed % 2
+    fabrics = side_by_side(n)
+    todo = [some_collective(dice, n) for _ in range(40)]
+    begun: list[list[Exchange]] = [[] for _ in fabrics]
+    ended: list[tuple[int, int]] = []
+
+    def look(i: int, k: int) -> None:
+        # At once: what the others do later may not change it.
+        assert torch.equal(todo[k][1][i], todo[k][2][i]), f"collective {k} on replica {i}"
+        ended.append((i, k))
+
+    for _ in range(20_000):
+        i = dice.randrange(n)
+        for _ in range(dice.choice([0, 1, 1, 30])):
+            if (k := len(begun[i])) < len(todo):
+                begun[i].append(todo[k][0][i](fabrics[i]))
+                fabrics[i].when_ended(begun[i][k], functools.partial(look, i, k))
+        fabrics[i].progress()
+        if len(ended) == n * len(todo):
+            break
+    assert sorted(ended) == [(i, k) for i in range(n) for k in range(len(todo))]
 
 
 def test_what_was_begun_first_is_laid_out_first_though_the_other_goes_on_between_two_looks(monkeypatch) -> None:
