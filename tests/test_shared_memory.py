@@ -706,6 +706,29 @@ def test_what_was_begun_first_is_laid_out_first_though_the_other_goes_on_between
         assert [int(total[0]) for total in own] == [2 * i for i in range(40)]
 
 
+def test_a_place_is_kept_until_this_replica_has_read_it_too(monkeypatch) -> None:
+    ours, theirs = side_by_side()
+    totals = {fabric: [torch.full((4,), float(i)) for i in range(SLOTS + 1)] for fabric in (ours, theirs)}
+    for total in totals[ours]:
+        ours.all_reduce(total, Fold.SUM)
+    looked, waiting = ours._flags.reached, iter(totals[theirs])
+
+    def reached(counter: int, value: int) -> bool:
+        found = looked(counter, value)
+        for total in waiting:
+            # The other one ends its first: as it sees it, the last may have that one's place.
+            theirs.all_reduce(total, Fold.SUM)
+            break
+        return found
+
+    monkeypatch.setattr(ours._flags, "reached", reached)
+    while ours.pending or theirs.pending:
+        ours.progress()
+        theirs.progress()
+    for own in totals.values():
+        assert [int(total[0]) for total in own] == [2 * i for i in range(SLOTS + 1)]
+
+
 def test_a_mismatch_leaves_everybody_in_step(few: Few) -> None:
     def use(gather: Any, replica_id: int, n: int) -> str:
         fabric = formed(gather, replica_id, n)
