@@ -29,6 +29,8 @@ from mirror_nb.collectives.fabric import PIECE_BYTES, SLOT_BYTES, SLOTS, Fabric,
 from mirror_nb.collectives.headers import Fold
 from mirror_nb.collectives.parts import slice_of
 from mirror_nb.collectives.segments import Address, Segment
+from mirror_nb.collectives.waiting import state
+from mirror_nb.collectives.works import SharedWork
 from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory between replicas needs Linux")
@@ -677,6 +679,16 @@ def test_collectives_are_right_in_whatever_order_the_replicas_go_on(seed: int) -
         if len(ended) == n * len(todo):
             break
     assert sorted(ended) == [(i, k) for i in range(n) for k in range(len(todo))]
+
+
+def test_a_future_of_what_was_ended_raises_its_error() -> None:
+    ours, _ = side_by_side()
+    tensor = torch.ones(4)
+    future = SharedWork(ours, ours.all_reduce(tensor, Fold.SUM), [tensor], DEADLINE, None).get_future()
+    ours.abort(PeerFailed("replica 1 died"))
+    with pytest.raises(Exception, match="replica 1 died"):
+        future.wait()
+    assert not state.live
 
 
 def test_what_was_begun_first_is_laid_out_first_though_the_other_goes_on_between_two_looks(monkeypatch) -> None:
