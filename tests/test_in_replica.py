@@ -23,6 +23,7 @@ IMPORTS = """
 import torch
 from mirror_nb.strategies.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mirror_nb.values import PerReplica, ReduceOp
+from mirror_nb.variables import Variable
 
 context = get_replica_context()
 mine = torch.tensor(replica_id + 1.0)
@@ -286,6 +287,10 @@ MISTAKES = [
     (
         "strategy.gather({'a': mine[None], **{'b': mine[None] for _ in range(replica_id)}}, axis=0)",
         "float32[*] in ['a'] on replica 0, float32[*] in ['a'] of ['a'], ['b'] on",
+    ),
+    (
+        "Variable(0.0).assign(torch.ones(1 + replica_id) if replica_id else mine)",
+        "different values to assign to Variable",
     ),
     (
         "strategy.reduce('sum', mine, axis=None) if replica_id else strategy.gather(mine[None], axis=0)",

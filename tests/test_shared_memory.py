@@ -691,6 +691,18 @@ def test_a_future_of_what_was_ended_raises_its_error() -> None:
     assert not state.live
 
 
+def test_a_future_that_is_asked_for_when_all_is_over_raises_the_error_too() -> None:
+    ours, theirs = side_by_side()
+    tensor = torch.ones(4)
+    theirs.barrier()
+    work = SharedWork(ours, ours.all_reduce(tensor, Fold.SUM), [tensor], DEADLINE, None)
+    theirs.progress()
+    assert work.is_completed()
+    with pytest.raises(Exception, match="ran different collectives"):
+        work.get_future().wait()
+    ours.abort(PeerFailed("the test is over"))
+
+
 def test_what_was_begun_first_is_laid_out_first_though_the_other_goes_on_between_two_looks(monkeypatch) -> None:
     ours, theirs = side_by_side()
     for i in range(40):
