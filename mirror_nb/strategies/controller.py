@@ -101,8 +101,8 @@ class ControllerPlace(Place):
         # Made by the notebook floor, when it is asked for.
         self._replaced: dict[int, str] = {}
         self._survived = True
-        self._told_of_undivided = False
         # Since `mend` told it.
+        self._told_of_undivided = False
         self._references = References(lambda strategy: strategy._place is self, lambda: reading.release(self))
         self._objects = self._references.objects
         self._followed: tuple[int, int] | None = None
