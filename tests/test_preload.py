@@ -15,7 +15,7 @@ import psutil
 import pytest
 from driving import DEADLINE, eventually, gone, run_cell
 
-from mirror_nb.pool import nanny
+from mirror_nb.pool import local, nanny
 from mirror_nb.pool.local import LocalPool, _wait_for
 
 SCRIPT_SECONDS = 100.0
@@ -52,6 +52,33 @@ def test_a_replica_that_is_started_later_begins_with_what_training_needs(two):
     eventually(two.dead, "the death is seen")
     two.mend()
     assert run_cell(two, LOADED).values[1]["loaded"] == (True, True)
+
+
+def test_all_is_loaded_first_where_the_controller_has_made_an_optimizer(two, monkeypatch):
+    asked = []
+    monkeypatch.setattr(local, "_load_all_first", lambda: asked.append(list(modules)))
+    for modules in ({}, {"torch._dynamo": None}):
+        kill(two, 1)
+        eventually(two.dead, "the death is seen")
+        with monkeypatch.context() as patch:
+            there = {name: module for name, module in sys.modules.items() if name != "torch._dynamo"}
+            patch.setattr(sys, "modules", {**there, **modules})
+            two.mend()
+    assert asked == [["torch._dynamo"]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the forkserver")
+def test_a_forkserver_that_others_have_started_is_not_asked_to_load(monkeypatch):
+    theirs = subprocess.Popen(["sleep", "1000"])
+    try:
+        monkeypatch.setattr(local, "_forkserver_pid", lambda: theirs.pid)
+        local._load_all_first()
+        # A signal that it does not expect would have ended it first.
+        theirs.terminate()
+        assert theirs.wait(DEADLINE) == -signal.SIGTERM
+    finally:
+        theirs.kill()
+        theirs.wait()
 
 
 def test_the_rest_is_loaded_by_itself_after_a_while_but_not_before_the_first_replicas_run():
@@ -203,21 +230,22 @@ def test_a_forkserver_that_loads_outlives_a_press_of_stop():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the forkserver")
 def test_processes_of_the_users_own_hear_ctrl_c_from_a_later_forkserver_too():
-    # The second one is not started together with multiprocessing's tracker.
+    # The second one is not started together with multiprocessing's tracker; it is asked for all before it listens.
     source = """
     import multiprocessing, signal
+    from mirror_nb.pool import local
     from mirror_nb.pool.local import stop_forkserver, warm_up
     warm_up()
     stop_forkserver()
-    warm_up()
+    local._load_all_first()
     process = multiprocessing.get_context("forkserver").Process(target=signal.pause)
     process.start()
     with open(f"/proc/{process.pid}/status") as file:
-        print([line.split()[1] for line in file if line.startswith("SigBlk")])
+        print([line.split()[1] for line in file if line.startswith("SigBlk")], local._forkserver_rests())
     process.kill()
     process.join()
     stop_forkserver()
     """
     command = [sys.executable, "-c", textwrap.dedent(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=True)
-    assert done.stdout == "['0000000000000000']\n"
+    assert done.stdout == "['0000000000000000'] True\n"

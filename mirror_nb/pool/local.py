@@ -143,6 +143,9 @@ class LocalPool(Pool):
         if self._nanny is None:
             self._nanny = _start_nanny()
         self._out_of_memory = memory.ended()
+        if "torch._dynamo" in sys.modules:
+            # Somebody has made an optimizer here: the replicas are to train, and each would load it for itself.
+            _load_all_first()
         for replica_id in ids:
             # The dead one stays until another is there: where that cannot be started, it is to be replaced still.
             dead = self._members.get(replica_id)
@@ -548,6 +551,19 @@ def _forkserver_pid() -> int | None:
     return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
 
 
+def _load_all_first() -> None:
+    """Have the forkserver load all before it starts the next process."""
+    if sys.platform != "linux" or _forkserver_rests():
+        return
+    warm_up()
+    pid, alarm = _forkserver_pid(), 1 << (signal.SIGALRM - 1)
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+        masks = [int(line.split()[1], 16) for line in file if line.startswith(("SigBlk", "SigCgt"))]
+        # It ends one that does not expect it, which the user's own program has started.
+        if pid is not None and any(mask & alarm for mask in masks):
+            os.kill(pid, signal.SIGALRM)
+
+
 def _forkserver_rests() -> bool:
     """Whether a process can be had at once and for some 15 MB: there is a forkserver, which has loaded all."""
     with contextlib.suppress(OSError), open(f"/proc/{_forkserver_pid()}/comm", encoding="ascii") as file:
@@ -591,7 +607,10 @@ def end_children() -> None:
 
 @contextlib.contextmanager
 def _starting() -> Iterator[None]:
-    """Hide the main script while a process starts, which would run it again, and keep Ctrl-C from it."""
+    """Hide the main script while a process starts, which would run it again, and keep Ctrl-C from it.
+
+    From a forkserver also the signal to load all, until it knows it.
+    """
     main = sys.modules["__main__"]
     config = getattr(multiprocessing.process.current_process(), "_config", {})
     with _main_lock, _somewhere():
@@ -602,7 +621,7 @@ def _starting() -> Iterator[None]:
             # It lets Ctrl-C through again when it is started, just before the forkserver is.
             multiprocessing.resource_tracker.ensure_running()
             # It raises an interrupt that has come already after it has blocked those to come.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGALRM})
             sys.modules["__main__"] = types.ModuleType("__main__")
             with huge_pages.asked_for():
                 yield

@@ -117,8 +117,8 @@ def _warm_up() -> None:
 def _leave_the_parent() -> None:
     """Be safe from the terminal's and Jupyter's signals, and never outlive the forkserver."""
     os.setsid()
-    # The controller blocks it while it starts processes: the forkserver lets it through again, others have that.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # The controller blocks them while it starts processes: the forkserver lets them through again, others have that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGALRM})
     # A handler, not SIG_IGN: programs that a cell starts would inherit that and could not be interrupted.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     # The forkserver has a use for it.

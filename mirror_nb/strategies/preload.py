@@ -7,7 +7,9 @@ The first replicas do not wait for what only training needs, above all torch._dy
 a process imports and which takes as long as torch itself. The forkserver loads that LATER_SECONDS after it forked the
 first, or began, between two forks (in a thread, a fork would copy half an import). From then on replicas begin with
 it: those of the first cell, where the user needed a while to write it, and one that takes a dead one's place in `fit`.
-Who dies in these seconds is noticed all the same (`pool.local`), and replaced after them.
+The first ones do, too, where the controller has it already, by an optimizer of its own (`pool.local` asks for it):
+each would load it for its first step, at the same time. Who dies in these seconds is noticed all the same, and
+replaced after them.
 """
 
 from __future__ import annotations
@@ -119,7 +121,9 @@ if "multiprocessing.forkserver" in sys.orig_argv[-1]:
     _before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, _before)
+    # Held back as well: a controller that has made an optimizer may have sent it by now.
     signal.signal(signal.SIGALRM, _load_the_rest)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     # Python's own way out walks what is loaded once more, and triton tells of all that it finds frozen as leaked.
     atexit.register(os._exit, 0)
     os.register_at_fork(after_in_parent=_load_after_the_first)
