@@ -41,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell has what its scripts start with & ignore Ctrl-C: tests press it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Networks of tests are small: threads that wait for each other's part on cores that others need take half of the
+    # processor's time. Replicas have their own, and so have programs that tests start.
+    torch.set_num_threads(1)
     # Not as a hook of this file: what is measured waits for the notebooks' cells, too.
     config.pluginmanager.register(Turns())
     if importlib.util.find_spec("nbval"):
