@@ -38,12 +38,69 @@ def forkserver() -> int:
     return int(pid)
 
 
-def in_a_process_of_its_own(source: str) -> str:
-    # As multiprocessing starts it: the last argument names the module.
-    told = "# from multiprocessing.forkserver import main\n" + textwrap.dedent(source)
-    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+THE_REST = """
+import os, signal, sys, time
+import mirror_nb.strategies.preload as preload
+def left(): return signal.getitimer(signal.ITIMER_REAL)[0]
+print('torch._dynamo' in sys.modules, 0 < left() <= preload.LATER_SECONDS)
+for _ in range(2):
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    sys.stdout.flush()
+    if os.fork() == 0:
+        print('child', left())
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+    print(left() > 1)
+signal.setitimer(signal.ITIMER_REAL, 0.01)
+while 'mirror_nb.training.model' not in sys.modules or signal.getitimer(signal.ITIMER_REAL)[0]:
+    time.sleep(0.01)
+import gc, threading
+print('torch._dynamo' in sys.modules, gc.isenabled(), threading.active_count())
+"""
+WITH_A_GPU = """
+import signal, sys, torch
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device('cuda')
+import mirror_nb.strategies.preload as preload
+signal.setitimer(signal.ITIMER_REAL, 0)
+preload._GPU_NODES = {'cuda': ('/dev/null',)}
+preload._load_the_rest()
+print('mirror_nb.training.model' in sys.modules, 'torch._dynamo' in sys.modules)
+preload._GPU_NODES = {}
+preload._load_the_rest()
+print('torch._dynamo' in sys.modules)
+preload._GPU_NODES = {'cuda': ('/dev/none',)}
+preload._load_the_rest()
+print('torch._dynamo' in sys.modules)
+"""
+ELSEWHERE = """
+import signal, sys
+del sys.orig_argv[1:]
+import mirror_nb.strategies.preload
+print(signal.getitimer(signal.ITIMER_REAL))
+"""
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What each of these says in a process that begins with torch alone."""
+    sources = (THE_REST, WITH_A_GPU, ELSEWHERE)
+    # As multiprocessing starts a forkserver: the last argument names the module.
+    source = f"""# from multiprocessing.forkserver import main
+import os, sys, torch
+for source in {sources!r}:
+    if os.fork() == 0:
+        exec(source, {{}})
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+    print(end="\\0", flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return dict(zip(sources, done.stdout.split("\0")[:-1], strict=True))
 
 
 def test_a_replica_that_is_started_later_begins_with_what_training_needs(two):
@@ -81,58 +138,18 @@ def test_a_forkserver_that_others_have_started_is_not_asked_to_load(monkeypatch)
         theirs.wait()
 
 
-def test_the_rest_is_loaded_by_itself_after_a_while_but_not_before_the_first_replicas_run():
-    said = in_a_process_of_its_own(
-        """
-        import os, signal, sys, time
-        import mirror_nb.strategies.preload as preload
-        def left(): return signal.getitimer(signal.ITIMER_REAL)[0]
-        print('torch' in sys.modules, 'torch._dynamo' in sys.modules, 0 < left() <= preload.LATER_SECONDS)
-        for _ in range(2):
-            signal.setitimer(signal.ITIMER_REAL, 0.5)
-            sys.stdout.flush()
-            if os.fork() == 0:
-                print('child', left())
-                sys.stdout.flush()
-                os._exit(0)
-            os.wait()
-            print(left() > 1)
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-        while 'mirror_nb.training.model' not in sys.modules or signal.getitimer(signal.ITIMER_REAL)[0]:
-            time.sleep(0.01)
-        import gc, threading
-        print('torch._dynamo' in sys.modules, gc.isenabled(), threading.active_count())
-        """
-    )
+def test_the_rest_is_loaded_by_itself_after_a_while_but_not_before_the_first_replicas_run(said):
     # Put off by the first fork alone; a replica inherits no timer.
-    assert said.split("\n")[:-1] == ["True False True", "child 0.0", "True", "child 0.0", "False", "True True 1"]
+    lines = said[THE_REST].split("\n")[:-1]
+    assert lines == ["False True", "child 0.0", "True", "child 0.0", "False", "True True 1"]
 
 
-def test_where_a_gpu_may_be_the_compiler_is_left_out(tmp_path):
-    said = in_a_process_of_its_own(
-        f"""
-        import signal, sys, torch
-        torch.accelerator.current_accelerator = lambda check_available=False: torch.device('cuda')
-        import mirror_nb.strategies.preload as preload
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        preload._GPU_NODES = {{'cuda': ({str(tmp_path)!r},)}}
-        preload._load_the_rest()
-        print('mirror_nb.training.model' in sys.modules, 'torch._dynamo' in sys.modules)
-        preload._GPU_NODES = {{}}
-        preload._load_the_rest()
-        print('torch._dynamo' in sys.modules)
-        preload._GPU_NODES = {{'cuda': ({str(tmp_path / "none")!r},)}}
-        preload._load_the_rest()
-        print('torch._dynamo' in sys.modules)
-        """
-    )
-    assert said.split() == ["True", "False", "False", "True"]
+def test_where_a_gpu_may_be_the_compiler_is_left_out(said):
+    assert said[WITH_A_GPU].split() == ["True", "False", "False", "True"]
 
 
-def test_imported_elsewhere_it_sets_no_timer():
-    source = "import signal, mirror_nb.strategies.preload; print(signal.getitimer(signal.ITIMER_REAL))"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "(0.0, 0.0)"
+def test_imported_elsewhere_it_sets_no_timer(said):
+    assert said[ELSEWHERE] == "(0.0, 0.0)\n"
 
 
 def test_a_cell_may_use_the_alarm_signal(two):
@@ -207,45 +224,26 @@ def test_a_forkserver_that_loads_ends_with_its_controller(stage):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the forkserver")
-def test_a_forkserver_that_loads_outlives_a_press_of_stop():
-    # Jupyter sends it to all processes of a kernel.
+def test_a_forkserver_that_loads_outlives_a_press_of_stop_and_processes_of_the_users_own_hear_theirs():
+    # Jupyter sends it to all processes of a kernel. The second forkserver is not started together with
+    # multiprocessing's tracker, and is asked for all before it listens.
     source = """
     import multiprocessing, os, signal
-    from mirror_nb.pool.local import stop_forkserver, warm_up
+    from mirror_nb.pool import local
     server = multiprocessing.forkserver._forkserver
-    for _ in range(2):
-        warm_up()
+    for begin in (local.warm_up, local._load_all_first):
+        begin()
         pid = server._forkserver_pid
         os.kill(pid, signal.SIGINT)
-        process = multiprocessing.get_context("forkserver").Process(target=int)
+        process = multiprocessing.get_context("forkserver").Process(target=signal.pause)
         process.start()
+        with open(f"/proc/{process.pid}/status") as file:
+            print([line.split()[1] for line in file if line.startswith("SigBlk")])
+        print(server._forkserver_pid == pid, local._forkserver_rests())
+        process.kill()
         process.join()
-        print(process.exitcode, server._forkserver_pid == pid)
-        stop_forkserver()
+        local.stop_forkserver()
     """
     command = [sys.executable, "-c", textwrap.dedent(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=True)
-    assert done.stdout == "0 True\n0 True\n"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the forkserver")
-def test_processes_of_the_users_own_hear_ctrl_c_from_a_later_forkserver_too():
-    # The second one is not started together with multiprocessing's tracker; it is asked for all before it listens.
-    source = """
-    import multiprocessing, signal
-    from mirror_nb.pool import local
-    from mirror_nb.pool.local import stop_forkserver, warm_up
-    warm_up()
-    stop_forkserver()
-    local._load_all_first()
-    process = multiprocessing.get_context("forkserver").Process(target=signal.pause)
-    process.start()
-    with open(f"/proc/{process.pid}/status") as file:
-        print([line.split()[1] for line in file if line.startswith("SigBlk")], local._forkserver_rests())
-    process.kill()
-    process.join()
-    stop_forkserver()
-    """
-    command = [sys.executable, "-c", textwrap.dedent(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=True)
-    assert done.stdout == "['0000000000000000'] True\n"
+    assert done.stdout == "['0000000000000000']\nTrue False\n['0000000000000000']\nTrue True\n"
