@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import os
 import sys
 import threading
@@ -474,6 +475,35 @@ def test_a_function_keeps_all_that_is_written_on_it():
     assert f.__annotations__["return"] in (str, "str")
 
 
+PACKAGE = """
+import contextvars
+_now = contextvars.ContextVar("now", default=0)
+
+def install(module, key):
+    def hook(module, args, output):
+        return _now.get() + key + half(2)
+    half = lambda n: n / 2
+    module.register_forward_hook(hook)
+"""
+
+
+def test_a_function_in_a_function_of_a_package_reads_what_the_package_has_where_it_lands(tmp_path, monkeypatch):
+    """As transformers' models have hooks from their first call that asks for hidden states on."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "mirror_nb_package.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(folder)
+    package = importlib.import_module("mirror_nb_package")
+    monkeypatch.setitem(sys.modules, "mirror_nb_package", package)
+    network = nn.Identity()
+    package.install(network, 10)
+    (hook,) = travel(network)._forward_hooks.values()
+    assert hook is not next(iter(network._forward_hooks.values()))
+    token = package._now.set(100)
+    assert hook(None, (), None) == 111
+    package._now.reset(token)
+
+
 def test_a_function_that_calls_itself_or_its_neighbour_travels():
     here = namespace("def even(n): return n == 0 or odd(n - 1)\ndef odd(n): return n != 0 and even(n - 1)")
     there: dict[str, Any] = {}
@@ -632,6 +662,7 @@ def test_code_keeps_the_file_where_it_was_written(pickled):
 def test_functions_that_remember_their_results_travel():
     source = """
 import functools
+import importlib
 
 @functools.lru_cache(maxsize=7)
 def twice(n):

@@ -35,7 +35,15 @@ from mirror_nb.transfer.ddp import begun, reduce_ddp
 from mirror_nb.transfer.keras_objects import reduce_keras, repairing
 from mirror_nb.transfer.nest import Nest, NotSimpleError, dressed
 from mirror_nb.transfer.parametrized import make_parametrized, reduce_parametrized
-from mirror_nb.transfer.pickler import Limited, Pickler, TooLarge, global_names, label_class, module_by_name
+from mirror_nb.transfer.pickler import (
+    Limited,
+    Pickler,
+    TooLarge,
+    global_names,
+    label_class,
+    module_by_name,
+    with_globals,
+)
 from mirror_nb.transfer.pytree_nodes import reduce_registered
 from mirror_nb.transfer.told import complete, is_told, whole_state, without_moments
 from mirror_nb.values import PerReplica, Shares
@@ -405,7 +413,7 @@ class _Packer(Pickler):
         if type(obj) is types.FunctionType and self._namespace is not None and obj.__globals__ is self._namespace:
             self.global_names |= global_names(obj.__code__)
             self.files.add(obj.__code__.co_filename)
-            return super().reducer_override(self._unbound(obj))
+            return super().reducer_override(with_globals(obj, self._shadow))
         if type(obj) is types.FunctionType and obj.__dict__.get("hooked") and _wrapped_by_torch(obj):
             return _hooked, (obj.__wrapped__,)  # type: ignore[attr-defined]
         compiled = reduce_compiled(obj)
@@ -452,20 +460,6 @@ class _Packer(Pickler):
             reduced: Any = obj.__reduce_ex__(5)
             return *reduced[:2], {**reduced[2], "_iterator": None}, *reduced[3:]
         return super().reducer_override(obj)
-
-    def _unbound(self, function: types.FunctionType) -> types.FunctionType:
-        """The same function with no globals of its own: they would travel by value and hide the receiver's."""
-        twin = types.FunctionType(
-            function.__code__, self._shadow, function.__name__, function.__defaults__, function.__closure__
-        )
-        for name in (
-            *("__module__", "__qualname__", "__doc__"),
-            *("__kwdefaults__", "__annotations__", "__type_params__"),
-        ):
-            if hasattr(function, name):
-                setattr(twin, name, getattr(function, name))
-        twin.__dict__.update(function.__dict__)
-        return twin
 
     def _reduce_module(self, module: nn.Module) -> Any:
         own = reduce_keras(module) or reduce_parametrized(module) or reduce_ddp(module, _begun_ddp)

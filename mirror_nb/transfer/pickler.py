@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from mirror_nb.environment import sources
 from mirror_nb.environment.reporting import warned_of
 from mirror_nb.transfer import submodules
 from mirror_nb.transfer.raised import reduce_raised
@@ -46,7 +47,13 @@ class Pickler(cloudpickle.Pickler):
     """cloudpickle's, but code keeps the file where it was written, for tracebacks; from 3.1.3 on it loses it.
 
     And a function that arrives anew with each call warns once all the same: what it has warned of is known there.
+    A function in a function of a package reads the package's names there: a hook of transformers, what it collects.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._packages: dict[str, dict[str, Any]] = {}
+        # Stand for the names of modules, by which cloudpickle knows them.
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
@@ -59,6 +66,10 @@ class Pickler(cloudpickle.Pickler):
             # What it has found out, it keeps by weak references.
             kinds: dict[Any, Any] = dict(vars(obj)["registry"])
             return _dispatching, (kinds.pop(object), kinds)
+        if type(obj) is types.FunctionType and (module := _package_of(obj)):
+            names = self._packages.setdefault(module, {})
+            self.globals_ref[id(names)] = _NamesOf(module)
+            return super().reducer_override(with_globals(obj, names))
         if isinstance(obj, BaseException) and (made := reduce_raised(obj)) is not None:
             return made
         if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
@@ -79,6 +90,42 @@ class Pickler(cloudpickle.Pickler):
             arguments = make, *_with_slots(obj, args)
             return _made_again, arguments, (put, _own_members(obj, state)), None, None, _set_class
         return reduced
+
+
+def _package_of(function: types.FunctionType) -> str:
+    """Return the module of a package that a function without a name of its own is from; empty: of none."""
+    name = function.__globals__.get("__name__")
+    module = sys.modules.get(name) if isinstance(name, str) and not sources.is_users(name) else None
+    nameless = "<" in function.__code__.co_qualname
+    ours = nameless and isinstance(module, types.ModuleType) and vars(module) is function.__globals__
+    return str(name) if ours and not travels_by_name(function) else ""
+
+
+class _NamesOf:
+    """Stands for what a module's functions read."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _names_of, (self._module,)
+
+
+def _names_of(module: str) -> dict[str, Any]:
+    return vars(importlib.import_module(module))
+
+
+def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
+    """Return the same function with other globals: of empty ones none travel, and hide the receiver's."""
+    twin = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    for name in (
+        *("__module__", "__qualname__", "__doc__"),
+        *("__kwdefaults__", "__annotations__", "__type_params__"),
+    ):
+        if hasattr(function, name):
+            setattr(twin, name, getattr(function, name))
+    twin.__dict__.update(function.__dict__)
+    return twin
 
 
 def _made_again(make: Callable[..., type], constructor: Any, name: str, bases: tuple[Any, ...], *rest: Any) -> type:
