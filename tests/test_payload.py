@@ -390,6 +390,22 @@ def test_a_network_whose_class_asks_for_arguments_before_it_is_made_travels(hand
     assert [type(module) for module in arrivals.modules] == [nn.Linear, Average]
 
 
+class Recording(nn.Linear):
+    """As transformers' models say what they can give besides."""
+
+    _can_record_outputs = "its layers"
+
+
+def test_a_model_of_transformers_is_registered_where_it_arrives(monkeypatch):
+    library: Any = types.ModuleType("transformers.modeling_utils")
+    library._CAN_RECORD_REGISTRY = {}
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", library)
+    arrived = travel(nn.Sequential(Recording(1, 1), nn.Linear(1, 1)))
+    assert list(library._CAN_RECORD_REGISTRY.items()) == [(arrived[0], "its layers")]
+    del library._CAN_RECORD_REGISTRY
+    assert type(travel(Recording(1, 1))) is Recording
+
+
 @pytest.mark.parametrize(
     "parametrized",
     [

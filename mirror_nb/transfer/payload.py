@@ -28,7 +28,7 @@ from mirror_nb.errors import MirrorError, TransferError, UsageError
 from mirror_nb.event_files import reduce_writer
 from mirror_nb.tensors.layouts import needed, with_memory
 from mirror_nb.tensors.sharded import refuse
-from mirror_nb.transfer import hooks
+from mirror_nb.transfer import hooks, transformers_models
 from mirror_nb.transfer import slab as slabs
 from mirror_nb.transfer.compiled import reduce_compiled
 from mirror_nb.transfer.ddp import begun, reduce_ddp
@@ -250,6 +250,7 @@ def _set_module_state(module: nn.Module, state: tuple[Any, str | None]) -> None:
         came = hooks.numbers(module)
         if own is not None:
             hooks.exchange(own, vars(module), lambda kind, number: hooks.known_to_stay(own[kind][number]) is True)
+    transformers_models.arrived(module)
     if _opening is not None:
         _opening.arrivals.modules.append(module)
         if handle is not None:
