@@ -103,7 +103,9 @@ class ControllerPlace(Place):
         self._survived = True
         # Since `mend` told it.
         self._told_of_undivided = False
-        self._references = References(lambda strategy: strategy._place is self, lambda: reading.release(self))
+        # Bound now: the last objects go as the interpreter ends, when this module has no names any more.
+        released = functools.partial(reading.release, self)
+        self._references = References(lambda strategy: strategy._place is self, released)
         self._objects = self._references.objects
         self._followed: tuple[int, int] | None = None
         # When the replicas were last told what this process has set for all of its code.
