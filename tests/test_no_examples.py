@@ -148,6 +148,14 @@ def test_no_integer_says_that_there_is_none_and_an_elementwise_maximum_is_no_red
     assert torch.zeros(0, 0).argmax(1).shape == (0,)
 
 
+def test_what_is_largest_in_no_rows_is_written_where_it_is_to_be_and_takes_no_memory_for_them(share):
+    out = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    torch.max(torch.zeros(0, 4), 1, out=out)
+    assert [part.shape for part in out] == [(0,), (0,)]
+    # Of one example these would be 4 TB.
+    assert torch.zeros(0, 10**6, 10**6).argmax(-1).shape == (0, 10**6)
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("enforce_sorted", [True, False])
 def test_recurrent_networks_take_packed_sequences_of_which_there_are_none(share, batch_first, enforce_sorted):

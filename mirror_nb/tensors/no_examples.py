@@ -135,12 +135,13 @@ class NoExamples(TorchFunctionMode):
 
 
 def _of_none(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a reduction gives of no numbers, NaN; None where it gives integers, or compares two tensors."""
+    """Return what a reduction gives of no numbers, NaN; None where it gives integers, or there are other tensors."""
     x, *others = args
-    if any(isinstance(other, Tensor) for other in (*others, *kwargs.values())):
+    if "out" in kwargs or any(isinstance(other, Tensor) for other in (*others, *kwargs.values())):
         return None
-    # A size that is another with two examples than with one is the examples'.
-    one, two = (func(x.new_zeros([size or n for size in x.shape]), *others, **kwargs) for n in (1, 2))
+    # A size that is another with two examples than with one is the examples'. Their shapes are enough to tell.
+    examples = (x.new_empty([size or n for size in x.shape], device="meta") for n in (1, 2))
+    one, two = (func(example, *others, **kwargs) for example in examples)
     found = [_nothing(x, *pair) for pair in ([(one, two)] if isinstance(one, Tensor) else zip(one, two, strict=True))]
     if found[0].numel() and not found[0].is_floating_point():
         return None
@@ -151,8 +152,8 @@ def _nothing(x: Tensor, one: Tensor, two: Tensor) -> Tensor:
     shape = [size if size == other else 0 for size, other in zip(one.shape, two.shape, strict=True)]
     if one.is_floating_point():
         # Made of x: what has made that takes part in the backward pass.
-        return one.new_full(shape, math.nan) + x.sum()
-    return one.new_zeros(shape)
+        return x.new_full(shape, math.nan) + x.sum()
+    return x.new_zeros(shape, dtype=one.dtype)
 
 
 def _is_zero(value: Any) -> bool:
