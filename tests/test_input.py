@@ -66,6 +66,15 @@ def test_of_batches_that_cannot_be_cut_each_replica_has_its_own_examples():
     assert [one.filename for one in said] == [__file__]
 
 
+def test_beside_what_cannot_be_cut_a_name_stays_a_name_and_what_is_counted_is_each_replicas_own():
+    def collate(items: list[int]) -> dict[str, Any]:
+        return {"graphs": Opaque(items), "x": torch.tensor(items), "count": len(items), "name": "a", "mask": None}
+
+    (batch,) = controller(DataLoader(Range(4), batch_size=4, collate_fn=collate), 2)
+    assert (batch["name"], batch["mask"], batch["count"].values) == ("a", None, (2, 2))
+    assert [graphs.items for graphs in batch["graphs"].values] == parts(batch["x"]) == [[0, 1], [2, 3]]
+
+
 class Together(Dataset[int]):
     """Loads many at once, and gives no list of them."""
 

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any, Never, Self, cast, final
 
 import numpy as np
@@ -383,7 +384,7 @@ class ControllerDataset(_OfController):
         sizes = tuple(part.stop - part.start for part in parts)
         if isinstance(batch, Parts):
             # Not with their sizes: a tuple of as many tensors as there are examples is no list of examples here.
-            return joined(batch.by_replica, [0] * len(sizes), lambda pieces: PerReplica(pieces, shares=sizes))
+            return joined(batch.by_replica, [0] * len(sizes), lambda pieces: _one_or_each(pieces, sizes))
         found = spread(batch, parts, total, lambda pieces: PerReplica(pieces, shares=sizes))
         if found is batch and not self._warned:
             self._warned = True
@@ -393,6 +394,13 @@ class ControllerDataset(_OfController):
                 stacklevel=users_level(),
             )
         return found
+
+
+def _one_or_each(pieces: list[Any], sizes: tuple[int, ...]) -> Any:
+    """What every replica's part has: None or a name stay as they are, where a number may be one of each's own."""
+    one = pieces[0]
+    own = isinstance(one, (torch.Tensor, Number)) or any(piece is not one for piece in pieces)
+    return PerReplica(pieces, shares=sizes) if own else one
 
 
 @final
