@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from torch.utils.data import (
     BatchSampler,
@@ -272,6 +273,8 @@ def test_of_a_packed_sequence_whole_sequences_are_cut(enforce_sorted):
         assert torch.equal(part.data, same.data)
     nothing = cut(packed, slice(4, 4), 4)
     assert (len(nothing.data), count(nothing), cut(nothing, slice(0, 1), 1)) == (0, 0, nothing)
+    states, _ = nn.GRU(1, 2)(nothing._replace(data=nothing.data[:, None].float()))
+    assert states.data.shape == (0, 2)
     assert cut(packed, slice(0, 1), 7) is packed
     assert count({"x": packed}) == 4
     assert to_device(packed, torch.device("cpu")).batch_sizes.tolist() == packed.batch_sizes.tolist()
@@ -711,6 +714,9 @@ def test_a_tensordict_cuts_itself(monkeypatch):
     assert cut(whole, slice(1, 3), 4) is whole
     by_index = run(Session(2), DataLoader([whole[:2], whole[2:3]], batch_size=None, collate_fn=lambda x: x))
     assert [[batch["x"].tolist() for batch in seen] for (seen,) in by_index] == [[[0], [2]], [[1], []]]
+    # The users' own module of that name.
+    del package.is_tensor_collection
+    assert count(torch.ones(5)) == 5
 
 
 @pytest.mark.parametrize("collate", [Opaque, lambda items: (Opaque(items), "name")], ids=["itself", "in a tuple"])
@@ -719,6 +725,12 @@ def test_what_cannot_be_cut_has_one_example_where_it_is_to_have_none_and_that_is
     with pytest.warns(UserWarning, match=r"a (Opaque|tuple) cannot be cut: .* use drop_last=True") as said:
         run(Session(2), loader)
     assert {one.filename for one in said} == {__file__}
+
+
+def test_so_it_is_where_whole_batches_are_dealt_out():
+    loader = DataLoader(Counting(3), batch_size=1, collate_fn=Opaque)
+    with pytest.warns(UserWarning, match="a Opaque cannot be cut"):
+        run(Session(2), loader, dealt=True)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ def _sequences(packed: PackedSequence) -> int:
 def _cut_packed(packed: PackedSequence, share: slice) -> PackedSequence:
     padded, lengths = pad_packed_sequence(packed, batch_first=True)
     if not len(lengths[share]):
-        return PackedSequence(packed.data[:0], packed.batch_sizes[:0])
+        # One step of none: recurrent networks look at the first.
+        return PackedSequence(packed.data[:0], packed.batch_sizes.new_zeros(1))
     sorted_already = packed.sorted_indices is None
     return pack_padded_sequence(padded[share], lengths[share], batch_first=True, enforce_sorted=sorted_already)
 
@@ -270,8 +271,9 @@ def map_examples(batch: Any, total: int, change: Callable[[Any], Any]) -> Any:
 
 def _is_tensordict(value: Any) -> bool:
     """Whether it is a TensorDict or a tensorclass that knows its entries' first dimension, and holds them to it."""
-    package: Any = sys.modules.get("tensordict")
-    return package is not None and package.is_tensor_collection(value) and len(value.batch_size) > 0
+    # A module of the user's may have the name.
+    is_one = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
+    return is_one is not None and is_one(value) and len(value.batch_size) > 0
 
 
 def _is_sequence(value: Any) -> bool:

@@ -498,11 +498,12 @@ class _BatchShares:
             mine = self._place.replica_id < len(step)
             total, batch = step[self._place.replica_id] if mine else step[0]
             share = slice(0, total if mine else 0)
+        local = share.stop - share.start
         if isinstance(batch, Parts) and self._place.num_replicas > 1:
             part = batch.by_replica[self._place.replica_id]
         else:
-            part = batch if share == slice(0, total) else cut(batch, share, total)
-        return Share(share.stop - share.start, sum(examples for examples, _ in step), part)
+            part = batch if share == slice(0, total) else cut(batch, share, total) if local else emptied(batch, total)
+        return Share(local, sum(examples for examples, _ in step), part)
 
 
 @final
