@@ -217,6 +217,17 @@ def test_layers_that_are_computed_once_more_in_the_backward_pass_take_it_then_to
     assert (inner, depth()) == ([1, 1], 1)
 
 
+@pytest.mark.parametrize("on", [True, False])
+def test_what_a_backward_pass_takes_back_is_so_again_from_the_next_batch_on(share, on):
+    # Computed once more, the layer is called with another batch that is held, of which there are examples or none.
+    share.follow(not on)
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: share.follow(on))
+    x.sum().backward()
+    share.follow(on)
+    assert depth() == on
+
+
 def test_where_torch_has_no_such_engine_a_backward_pass_is_torchs_alone(share, monkeypatch):
     monkeypatch.setattr(no_examples, "_ENGINE", "_gone")
     linear = nn.Linear(4, 6)

@@ -21,7 +21,7 @@ from torch.nn.functional import ctc_loss
 from torch.overrides import TorchFunctionMode
 
 try:
-    from torch._C import _len_torch_function_stack as _count
+    from torch.overrides import _get_current_function_mode_stack as _modes
     from torch.overrides import _pop_mode as _pop
     from torch.overrides import _push_mode as _push
 except ImportError:
@@ -67,15 +67,11 @@ class MeanOfNone(float):
 class NoExamples(TorchFunctionMode):
     """Takes part in torch's calls of one thread as long as `on`: 1 µs each."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._on = False
-
     def follow(self, on: bool) -> None:
         """Begin or end to take part; what it is already it stays."""
-        if on != self._on and _push is not None:
-            self._on = on
-            modes = [_pop() for _ in range(_count())]
+        # Nobody else knows: the end of a backward pass takes back what was begun or ended in it.
+        if _push is not None and on != any(mode is self for mode in _modes()):
+            modes = [_pop() for _ in _modes()]
             here = [mode for mode in reversed(modes) if mode is not self]
             # Below those of the user's, which end by taking away whatever is on top. That of torch.set_default_device
             # has to be the lowest.
