@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -37,7 +38,7 @@ from torch.utils.data import (
 )
 
 from mirror_nb.data import batches as batches_module
-from mirror_nb.data.batches import count, cut, share_of, to_device
+from mirror_nb.data.batches import count, cut, share_of, spread, to_device
 from mirror_nb.data.dataset import DistributedDataset, GlobalBatches, Loaders
 from mirror_nb.errors import UsageError
 from mirror_nb.values import same
@@ -717,6 +718,26 @@ def test_a_tensordict_cuts_itself(monkeypatch):
     # The users' own module of that name.
     del package.is_tensor_collection
     assert count(torch.ones(5)) == 5
+
+
+class Untied(dict[str, Any]):
+    """As a TensorDict of no batch size: what is set in it becomes a tensor."""
+
+    batch_size = torch.Size([])
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, torch.as_tensor(value))
+
+
+pytree.register_pytree_node(Untied, lambda untied: ([*untied.values()], [*untied]), lambda values, keys: Untied())
+
+
+def test_a_tensordict_that_does_not_know_its_examples_is_cut_as_a_dict_and_comes_whole_to_each_replica(monkeypatch):
+    package: Any = types.ModuleType("tensordict")
+    package.is_tensor_collection = lambda value: isinstance(value, Untied)
+    monkeypatch.setitem(sys.modules, "tensordict", package)
+    pieces = spread(Untied(x=torch.arange(3)), [slice(0, 2), slice(2, 3)], 3, list)
+    assert [piece["x"].tolist() for piece in pieces] == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("collate", [Opaque, lambda items: (Opaque(items), "name")], ids=["itself", "in a tuple"])

@@ -134,8 +134,11 @@ def joined(batches: Sequence[Any], totals: Sequence[int], together: Together) ->
 
 
 def _is_open(value: Any) -> bool:
-    """Whether `value` is a structure both here and to torch's pytrees, by which its leaves are found again."""
-    return _children(value) is not None and not pytree.tree_is_leaf(value)
+    """Whether `value` is a structure both here and to torch's pytrees, by which its leaves are found again.
+
+    And takes anything for a leaf: what a tensordict is given becomes a tensor.
+    """
+    return _children(value) is not None and not _is_of_tensordict(value) and not pytree.tree_is_leaf(value)
 
 
 def _layout(value: Any) -> tuple[Any, ...]:
@@ -271,9 +274,13 @@ def map_examples(batch: Any, total: int, change: Callable[[Any], Any]) -> Any:
 
 def _is_tensordict(value: Any) -> bool:
     """Whether it is a TensorDict or a tensorclass that knows its entries' first dimension, and holds them to it."""
+    return _is_of_tensordict(value) and len(value.batch_size) > 0
+
+
+def _is_of_tensordict(value: Any) -> bool:
     # A module of the user's may have the name.
     is_one = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
-    return is_one is not None and is_one(value) and len(value.batch_size) > 0
+    return is_one is not None and bool(is_one(value))
 
 
 def _is_sequence(value: Any) -> bool:

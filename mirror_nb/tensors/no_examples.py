@@ -121,9 +121,10 @@ class NoExamples(TorchFunctionMode):
             with self:
                 return run(*args, **kwargs)
 
-        if run is not None:
-            setattr(torch.autograd, _ENGINE, within)
+        # An interrupt may come anywhere.
         try:
+            if run is not None:
+                setattr(torch.autograd, _ENGINE, within)
             yield
         finally:
             if run is not None:
