@@ -8,6 +8,8 @@ from torch import nn
 from two_sides import NET, TRAIN, Notebook, with_torch
 
 from mirror_nb import Remote, UsageError
+from mirror_nb.notebook import names
+from mirror_nb.strategies.reading import Reading
 
 
 @pytest.fixture
@@ -44,6 +46,26 @@ def test_a_network_made_here_is_trained_there_and_keeps_its_identity(notebook):
     assert weights(notebook) == pytest.approx([w + 1 for w in before])
     assert returned.bound == ["net", "p"]
     assert len(notebook.scopes[0].adopted) > 0
+
+
+def test_calls_of_networks_are_watched_here_only_until_one_of_a_cell_is_read(notebook, monkeypatch):
+    """What is compiled breaks off at a call that is watched."""
+    # Of its own: other tests may have left what is watched.
+    monkeypatch.setattr(names, "reading", Reading())
+    call = nn.Module.__call__
+    other = nn.Linear(1, 1)
+    notebook.cell("1 + 1")
+    assert nn.Module.__call__ is call
+    notebook.here(NET)
+    for _ in range(2):
+        notebook.cell("net")
+        other.eval()
+        assert nn.Module.__call__ is not call
+        notebook.user_ns["net"].eval()
+        assert nn.Module.__call__ is call
+    notebook.cell(TRAIN)
+    notebook.names.ended()
+    assert nn.Module.__call__ is call
 
 
 @pytest.mark.parametrize("replica_id", [0, 1])

@@ -426,8 +426,9 @@ class Names:
         `pulled`: the user has asked for it, so that objects which stay as they are on both sides are refilled here.
         """
         returned = self._absorbing.absorb(payloads, owner, pulled)
-        self.stale = True
-        reading.add(self)
+        self.stale = any(self.mirrors.roots())
+        if self.stale:
+            reading.add(self)
         return returned
 
     def ended(self) -> tuple[list[str], list[str]]:
@@ -435,6 +436,7 @@ class Names:
 
         The latter are of values that cells have changed, and that the notebook has kept.
         """
+        reading.remove(self)
         self._prune()
         stand_ins = self._absorbing.incoming.stand_ins
         for stand_in in stand_ins:
@@ -453,6 +455,8 @@ class Names:
     def refresh(self) -> None:
         """A network is read, the first since the latest cell: it may be written to in ways that only this shows."""
         self.stale = False
+        # Until the next cell there is nothing to watch: torch.compile goes through no call that is watched.
+        reading.remove(self)
         self.mirrors.remember()
 
     def clear_gradients(self, owner: Any, set_to_none: bool) -> None:
