@@ -501,8 +501,10 @@ class _BatchShares:
         local = share.stop - share.start
         if isinstance(batch, Parts) and self._place.num_replicas > 1:
             part = batch.by_replica[self._place.replica_id]
+        elif local:
+            part = batch if local == total else cut(batch, share, total)
         else:
-            part = batch if share == slice(0, total) else cut(batch, share, total) if local else emptied(batch, total)
+            part = emptied(batch, total)
         return Share(local, sum(examples for examples, _ in step), part)
 
 

@@ -65,7 +65,7 @@ class MeanOfNone(float):
 
 @final
 class NoExamples(TorchFunctionMode):
-    """Takes part in torch's calls of one thread as long as `on`: 1 µs each."""
+    """Takes part in torch's calls of one thread from `follow(True)` to `follow(False)`: 1 µs each."""
 
     def follow(self, on: bool) -> None:
         """Begin or end to take part; what it is already it stays."""
@@ -84,7 +84,7 @@ class NoExamples(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True
-        if func in _BACKWARD:
+        if func in _BACKWARD and hasattr(torch.autograd, _ENGINE):
             with self._in_the_engine():
                 return func(*args, **(kwargs or {}))
         if func in _VIEWS and not kwargs:
@@ -114,21 +114,18 @@ class NoExamples(TorchFunctionMode):
 
         In layers of which only the inputs were kept, say, that are computed once more.
         """
-        run = getattr(torch.autograd, _ENGINE, None)
+        run = getattr(torch.autograd, _ENGINE)
 
         def within(*args: Any, **kwargs: Any) -> Any:
-            assert run is not None
             with self:
                 return run(*args, **kwargs)
 
         # An interrupt may come anywhere.
         try:
-            if run is not None:
-                setattr(torch.autograd, _ENGINE, within)
+            setattr(torch.autograd, _ENGINE, within)
             yield
         finally:
-            if run is not None:
-                setattr(torch.autograd, _ENGINE, run)
+            setattr(torch.autograd, _ENGINE, run)
 
 
 def _of_none(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

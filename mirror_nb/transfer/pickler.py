@@ -68,7 +68,7 @@ class Pickler(cloudpickle.Pickler):
             return _dispatching, (kinds.pop(object), kinds)
         if type(obj) is types.FunctionType and (module := _package_of(obj)):
             names = self._packages.setdefault(module, {})
-            self.globals_ref[id(names)] = _NamesOf(module)
+            self.globals_ref.setdefault(id(names), _NamesOf(module))
             return super().reducer_override(with_globals(obj, names))
         if isinstance(obj, BaseException) and (made := reduce_raised(obj)) is not None:
             return made
