@@ -228,6 +228,8 @@ class Fetch:
     # Handles of networks that the controller was told of, and has not got.
     standing: tuple[str, ...] = ()
     # Names whose values the controller has as they are here, and needs no copies of.
+    compare: bool = False
+    # Add what tells whether the replicas' networks differ.
 
 
 @dataclass(frozen=True, slots=True)
@@ -649,7 +651,7 @@ class Exports:
     # New optimizers, schedulers and scalers by handle, each after those that it refers to; None from the others, and
     # where one is inside a network.
     sums: dict[str, int] = field(default_factory=dict)
-    # Checksums of networks' parameters by handle, where a cell that all replicas ran may have trained them.
+    # Checksums of networks' parameters by handle, where all replicas may have trained them.
     grads: bool | None = None
     # What the cell has given to torch.set_grad_enabled, if it left that other than it was.
     trained: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 from trained import X, replica_id, trained
 
 import mirror_nb as mnb
@@ -611,6 +612,49 @@ def test_copies_that_are_to_be_one_and_differ_are_told_where_they_are_read(two):
     ]
     assert {warning.filename for warning in caught} == {__file__}
     assert "VariableAggregation.ONLY_FIRST_REPLICA: each replica has written" in str(caught[2].message)
+
+
+def test_parameters_that_each_replica_trained_by_itself_are_told_where_their_network_is_read(two):
+    def by_hand():
+        with two.scope():
+            net = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+        def step(batch, reduced):
+            gradients = torch.autograd.grad(net(batch).sum(), list(net.parameters()))
+            if reduced:
+                gradients = mnb.get_replica_context().all_reduce("mean", gradients)
+            for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+        def train(reduced):
+            for batch in two.distribute_dataset(DataLoader(X[:4, :2].clone(), batch_size=4)):
+                two.run(step, args=(batch, reduced))
+
+        return net, train
+
+    net, train = by_hand()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(reduced=True)
+        net.state_dict()
+    train(reduced=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        read = net.state_dict()
+        train(reduced=False)
+        net.state_dict()
+    assert [warning.filename for warning in caught] == [__file__]
+    assert str(caught[0].message).startswith(
+        "parameters differ between the replicas (Linear, 3 parameters); read here"
+    )
+    net.load_state_dict(read)
+    values = two.run(lambda: net.weight.detach().clone())
+    assert all(torch.equal(value, net.weight) for value in two.local_results(values))
+    train(reduced=False)
+    with pytest.warns(UserWarning, match="parameters differ"):
+        net.state_dict()
 
 
 def test_a_variable_made_in_inference_mode_is_written_as_any_other(two):

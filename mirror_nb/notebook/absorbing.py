@@ -25,6 +25,7 @@ from mirror_nb.notebook.shared import MISSING, SharedNames
 from mirror_nb.notebook.stand_ins import StandIns
 from mirror_nb.noticing.contents import Content
 from mirror_nb.noticing.refilling import filling, is_refillable, refill, stays_itself
+from mirror_nb.telemetry.comparison import Parted
 from mirror_nb.transfer import torchmetrics_objects
 from mirror_nb.transfer.payload import Arrivals, Payload, unpack
 from mirror_nb.values import PerReplica, Remote, merged
@@ -116,7 +117,7 @@ class Absorbing:
         self._ask = ask
         self._awaited: dict[int, set[str]] = {}
         # Of what is being taken in; see `_Told`.
-        self._apart: set[str] = set()
+        self._parted = Parted()
         # Handles of networks that differ between the replicas, as the user has been told.
         self._loose: set[str] = set()
         # Names of tensors that do, likewise.
@@ -238,15 +239,11 @@ class Absorbing:
 
     def _note_diverged(self, opened: dict[int, Exports]) -> list[str]:
         first = []
-        for handle in sorted({handle for exports in opened.values() for handle in exports.sums}):
-            sums = {exports.sums[handle] for exports in opened.values() if handle in exports.sums}
+        for handle in self._parted.note([exports.sums for exports in opened.values()]):
             network = self._mirrors.find(handle)
-            if len(sums) < 2:
-                self._apart.discard(handle)
-            elif network is not None and handle not in self._apart:
+            if network is not None:
                 names = [name for name, value in self._user_ns.items() if value is network and travels(name)]
                 first.append(names[0] if names else f"a {type(network).__name__}")
-                self._apart.add(handle)
         return first
 
     def _graft(self, exports: Exports, arrivals: Arrivals) -> None:

@@ -237,11 +237,11 @@ class Replica:
                     self.namespace.bind(names, slab)
                 case LoadModules(states):
                     self.namespace.load(states, slab)
-                case Fetch(names, owner, anew, undelivered, standing):
-                    self.namespace.forget_given(undelivered)
-                    if anew:
+                case Fetch() as fetch:
+                    self.namespace.forget_given(fetch.undelivered)
+                    if fetch.anew:
                         self.namespace.forget_told()
-                    packed = self._fetch(names, owner, request.number, standing)
+                    packed = self._fetch(fetch, request.number)
                 case Again(owner):
                     packed = self.namespace.export_again(tag=request.number, owner=owner)
                 case Snapshot(without):
@@ -478,11 +478,19 @@ class Replica:
     def _beside(self, packed: list[Any]) -> tuple[Any, ...]:
         return self.scope.random_streams(), self.scope.keys(packed)
 
-    def _fetch(self, names: tuple[str, ...], owner: bool, number: int, standing: tuple[str, ...]) -> Packed:
-        lacking = [name for name in names if name not in self.names]
+    def _fetch(self, fetch: Fetch, number: int) -> Packed:
+        lacking = [name for name in fetch.names if name not in self.names]
         if lacking:
             raise UsageError(f"replica {self.identity.replica_id} has no name `{'`, `'.join(lacking)}`")
-        return self.namespace.export(names, tag=number, owner=owner, trained=True, whole=True, standing=standing)
+        return self.namespace.export(
+            fetch.names,
+            tag=number,
+            owner=fetch.owner,
+            trained=True,
+            whole=True,
+            compare=fetch.compare,
+            standing=fetch.standing,
+        )
 
     @contextlib.contextmanager
     def _synchronizing(self, synchronize: bool) -> Iterator[None]:

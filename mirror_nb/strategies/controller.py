@@ -42,6 +42,7 @@ from mirror_nb.strategies.misuse import (
     refuse_steps,
     warn_of_lost,
     warn_of_mixed,
+    warn_of_parted_networks,
     warn_of_undivided,
 )
 from mirror_nb.strategies.objects import optimizer_of
@@ -59,7 +60,7 @@ from mirror_nb.strategies.reductions import (
 )
 from mirror_nb.strategies.references import References
 from mirror_nb.strategies.states import States, add_groups, groups_from, kept, load_state, state_of
-from mirror_nb.telemetry.comparison import Comparison
+from mirror_nb.telemetry.comparison import Comparison, Parted
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.transfer import torchmetrics_objects
 from mirror_nb.transfer.payload import Packed, Weighed, note_not_made_again, pack
@@ -103,6 +104,7 @@ class ControllerPlace(Place):
         self._survived = True
         # Since `mend` told it.
         self._told_of_undivided = False
+        self._parted = Parted()
         # Bound now: the last objects go as the interpreter ends, when this module has no names any more.
         released = functools.partial(reading.release, self)
         self._references = References(lambda strategy: strategy._place is self, released)
@@ -506,11 +508,12 @@ class ControllerPlace(Place):
         try:
             anew, self._half_read = self._half_read, True
             report = self._fetched(anew)
-            states = {}
+            states, sums = {}, []
             # Who reads a network in inference mode goes on to train it.
             with torch.inference_mode(False):
                 for replica_id, (exports, arrivals) in report.unpacked(self._references.resolve).items():
                     states[replica_id] = exports.states
+                    sums.append(exports.sums)
                     self._references.graft(exports.modules, arrivals, exports.moved, exports.replacing)
                 absorb_states(self._references.mirrors, states, 0)
             # Only now: after a read that was interrupted the next one has to ask again.
@@ -518,6 +521,11 @@ class ControllerPlace(Place):
             self._references.mirrors.remember()
         finally:
             self._refreshing = False
+        found = map(self._references.mirrors.find, self._parted.note(sums))
+        parted = [called(network) for network in found if network is not None]
+        if parted:
+            # Last, as in `_taken`.
+            warn_of_parted_networks(parted)
 
     def clear_gradients(self, owner: Any, set_to_none: bool) -> None:
         if self.open and (self.holds(owner) if isinstance(owner, nn.Module) else self._trains(owner)):
@@ -537,7 +545,7 @@ class ControllerPlace(Place):
         def ask(attempt: int) -> Report:
             pool = self._ready()
             self._push_changes()
-            requests = {r: Fetch((), r == 0, anew or attempt > 0) for r in range(self.num_replicas)}
+            requests = {r: Fetch((), r == 0, anew or attempt > 0, compare=True) for r in range(self.num_replicas)}
             return self._settled(pool.run(requests))
 
         return self._answered(ask)

@@ -99,6 +99,18 @@ def warn_of_parted(variable: Variable) -> None:
     )
 
 
+def warn_of_parted_networks(networks: list[str]) -> None:
+    """Warn, where networks are read, that the replicas' parameters differ."""
+    warnings.warn(
+        f"parameters differ between the replicas ({'; '.join(networks)}); read here are replica 0's. Each replica has "
+        "trained or changed its own: by gradients that backward() did not make (torch.autograd.grad), in no_sync, by "
+        "random numbers, by a write in place. strategy.compare_parameters() names them. Reduce such gradients before "
+        "optimizer.step(), mnb.get_replica_context().all_reduce('mean', gradients); "
+        "net.load_state_dict(net.state_dict()) gives all replicas what is here",
+        stacklevel=users_level(),
+    )
+
+
 def refuse_steps(optimizer: torch.optim.Optimizer, lives_there: Callable[[], bool]) -> None:
     """Have an optimizer refuse to step here, as long as it lives in the replicas."""
 

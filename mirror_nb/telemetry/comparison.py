@@ -57,6 +57,23 @@ def differing(sums: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, ...]]:
     return {name: ids for name in names if (ids := odd([each.get(name) for each in sums]))}
 
 
+@final
+class Parted:
+    """What differed when it was last compared: of what is compared time and again, each is told once."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def note(self, sums: Sequence[Mapping[str, int]]) -> list[str]:
+        """Return the names whose checksums differ now, and did not before; each replica tells those that it has."""
+        names = sorted({name for each in sums for name in each})
+        values = {name: {each[name] for each in sums if name in each} for name in names}
+        found = [name for name in names if len(values[name]) > 1]
+        new = [name for name in found if name not in self._known]
+        self._known = self._known.difference(names).union(found)
+        return new
+
+
 def odd(values: Sequence[int | None]) -> tuple[int, ...]:
     """Return who does not have the value that most have; of two that as many have, the first one's counts."""
     usual = max(values, key=values.count)
