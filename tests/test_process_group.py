@@ -1097,9 +1097,11 @@ def test_what_gloo_cannot_do_is_a_mistake_and_nobody_is_said_to_have_left(crew: 
         return *outcome(IMPOSSIBLE[what][0]), total(replica_id)
 
     for kind, message, after in crew.call(ask):
-        assert (kind, after) == ("UsageError", 6.0), message
+        # From torch 2.15 on it says some of that itself, before it asks a group.
+        assert kind == "UsageError" or message == IMPOSSIBLE[what][1], kind
         assert IMPOSSIBLE[what][1] in message
         assert "\x04" not in message
+        assert after == 6.0
 
 
 def test_what_begins_once_all_have_come_may_have_got_a_graph_meanwhile(crew: Crew) -> None:
