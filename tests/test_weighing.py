@@ -110,6 +110,24 @@ def test_nobody_looks_where_all_that_is_held_weighs_alike(weighing):
     assert not hooks._global_forward_pre_hooks
 
 
+def test_a_batch_that_is_handed_out_while_garbage_is_collected_is_known(used):
+    rubbish, full, last = [torch.ones(2, 1)], torch.ones(2, 1), torch.ones(1, 1)
+
+    class Two(int):
+        def __mul__(self, other: int) -> int:
+            if other == LAST[0]:
+                # As the collector does, which may come by wherever Python calls a function.
+                rubbish.clear()
+            return int(self) * other
+
+    weighing = Weighing(Two(2), used.append)
+    weighing.handed_out(rubbish[0], FULL)
+    weighing.handed_out(last, LAST)
+    weighing.handed_out(full, FULL)
+    nn.Identity()(last)
+    assert used[-1] == LAST
+
+
 def test_a_batch_that_is_brought_to_a_device_is_known_there():
     x, y, other = torch.ones(2, 1), torch.ones(2), torch.ones(3)
     (there, _), kwargs, weighed = _on_device(torch.device("meta"), ([x, y], 1), {"z": other}, [([x, y], FULL)])

@@ -69,7 +69,9 @@ class Weighing:
         storage = _storage_of(tensor)
         self._held[key] = weakref.ref(tensor, gone), shares, storage
         self._in.setdefault(storage, {})[key] = None
-        self._weights[self._weight(shares)] += 1
+        weight = self._weight(shares)
+        # In one step: any call of a function may collect garbage, batches among it.
+        self._weights[weight] += 1
 
     def _let_go(self, key: int) -> None:
         known = self._held.pop(key, None)
@@ -78,9 +80,10 @@ class Weighing:
             del self._in[storage][key]
             if not self._in[storage]:
                 del self._in[storage]
-            self._weights[self._weight(shares)] -= 1
-            # Only what is above zero stays.
-            self._weights = +self._weights
+            weight = self._weight(shares)
+            self._weights[weight] -= 1
+            if not self._weights[weight]:
+                del self._weights[weight]
 
     def _watch(self, latest: float) -> None:
         """Look at what networks are called with, as long as there is a batch of another weight than the latest."""
