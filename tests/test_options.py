@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,6 +236,9 @@ def test_options_that_cannot_be_are_refused(wrong, said):
 def test_numbers_of_numpy_are_numbers():
     options = CommunicationOptions(bytes_per_pack=np.int64(4096), timeout_seconds=np.float32(2))
     assert (options.bytes_per_pack, options.timeout_seconds) == (4096, 2)
+    # What waits for gloo's works takes Python's own alone.
+    assert timedelta(seconds=options.timeout_seconds).seconds == 2
+    assert type(options.bytes_per_pack) is int
     assert HierarchicalCopyAllReduce(np.int64(2)).num_packs == 2
 
 

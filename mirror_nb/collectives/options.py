@@ -61,13 +61,15 @@ class CommunicationOptions:
             raise UsageError(f"`timeout_seconds` is {self.timeout_seconds!r}; it must be a number or None")
         if not 0 <= self.bytes_per_pack < math.inf or self.bytes_per_pack % 1:
             raise UsageError(f"`bytes_per_pack` is {self.bytes_per_pack}; it is a whole number of bytes from 0 on")
-        if self.bytes_per_pack == 0:
-            object.__setattr__(self, "bytes_per_pack", BYTES_PER_PACK)
+        object.__setattr__(self, "bytes_per_pack", int(self.bytes_per_pack) or BYTES_PER_PACK)
         if self.timeout_seconds is not None and not 0 < self.timeout_seconds <= LONGEST_SECONDS:
             raise UsageError(
                 f"`timeout_seconds` is {self.timeout_seconds}; it must be above 0 and at most {LONGEST_SECONDS:.0e}, "
                 "or None for as long as the process group allows"
             )
+        if self.timeout_seconds is not None:
+            # A number of NumPy's is none to a timedelta.
+            object.__setattr__(self, "timeout_seconds", float(self.timeout_seconds))
         name = getattr(self.implementation, "name", self.implementation)
         if not isinstance(name, str):
             raise UsageError(f"`implementation` is {name!r}; it is a name, an op itself goes into `cross_device_ops`")
