@@ -596,6 +596,16 @@ values([*means, *(strategy.reduce("sum", each).isnan() for each in (loss, odd))]
     assert cell(replicas(2), after) == [[1.0, 1.0, 1.0, True, True]] * 2
 
 
+def test_of_many_losses_of_a_share_without_examples_none_becomes_nan(replicas):
+    source = """
+for batch in strategy.distribute_dataset(torch.ones(1), batch_size=2):
+    losses = [k * batch.mean() for k in range(150)]
+    found = strategy.run(lambda: get_replica_context().all_reduce("mean", [*losses, torch.tensor(replica_id)]))
+values(found)
+"""
+    assert cell(replicas(2), source) == [[*map(float, range(150)), 0.5]] * 2
+
+
 def test_an_uneven_batch_weighs_gradients_by_examples_and_no_sync_keeps_them_local(replicas):
     source = """
 torch.manual_seed(0)

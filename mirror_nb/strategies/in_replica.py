@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value")
 
 _MARKS = 62
-# Of so many tensors of an all-reduce a replica can say that it has none: it has an integer for that.
+# Of so many tensors of an all-reduce a replica says in one integer that it has none.
 _MIRRORED = (
     nn.Module,
     torch.optim.Optimizer,
@@ -334,8 +334,12 @@ class ReplicaPlace(Place):
 
         form, offer = _offer(offered)
         offer = offer or []
-        lacking = {i for i, tensor in enumerate(offer[:_MARKS]) if self._absent(op) and is_mean_of_none(tensor)}
-        marks, common = self._peers.agree(f"all_reduce {op.value}", form, sum(1 << i for i in lacking))
+        lacking = {i for i, tensor in enumerate(offer) if self._absent(op) and is_mean_of_none(tensor)}
+        own = sum(1 << i for i in lacking)
+        words = [own >> i & ((1 << _MARKS) - 1) for i in range(0, len(offer), _MARKS)] or [0]
+        marks, common = self._peers.agree(f"all_reduce {op.value}", form, words[0])
+        if len(words) > 1:
+            marks = [sum(word << i * _MARKS for i, word in enumerate(row)) for row in self._peers.sizes(words)]
         tensors = [tensor.to(sum_dtype(leaf.dtype, None)) for tensor, leaf in zip(offer, common, strict=True)]
         for i in lacking:
             # Still a part of what it was made of: the backward pass goes there on every replica.
