@@ -153,6 +153,13 @@ def test_views_of_parts_of_a_tensor_share_its_memory_on_arrival(n, head_first):
         assert pack({**views, "function": abs}, namespace={}).payload.nbytes < 4 * n + 5000
 
 
+def test_a_view_whose_bytes_begin_within_an_element_of_another_shares_its_memory_on_arrival():
+    flat = torch.zeros(6)
+    raw, last = travel((flat.view(torch.uint8)[3:20], flat[4:]))
+    last[0] = 1.0
+    assert torch.equal(raw[13:], torch.ones(1).view(torch.uint8))
+
+
 def test_views_of_a_large_tensor_that_have_nothing_in_common_travel_small():
     whole = torch.zeros(1_000_000)
     assert pack([whole[:10], whole[5:20], whole[-10:], whole[:0]], namespace={}).payload.nbytes < 5000

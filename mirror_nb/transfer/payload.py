@@ -57,6 +57,8 @@ MESSAGE_BYTES = 160 * 1024
 # A longer pickle lies in the slab too: a message that a socket's buffer holds is sent without waiting for a
 # receiver that may be stopped, and what is sent to many is not copied for each.
 _NAMESPACE = "namespace"
+_LARGEST_ITEM = 16
+# Bytes of an element: of a complex128.
 
 
 @dataclass(slots=True)
@@ -401,7 +403,8 @@ class _Packer(Pickler):
                 else:
                     joined.append((start, end))
             if len(joined) < len(extents):
-                found[address] = joined
+                # From where elements of every dtype lie that begin in it.
+                found[address] = [(begin - begin % _LARGEST_ITEM, end) for begin, end in joined]
         return found
 
     def persistent_id(self, obj: Any) -> Any:
@@ -498,7 +501,7 @@ class _Packer(Pickler):
         nbytes = max(needed(data) - start, 0)
         storage, offset = data.untyped_storage(), 0
         for begin, end in self._joined.get(storage.data_ptr(), ()):
-            if begin <= start and start + nbytes <= end and (start - begin) % data.itemsize == 0:
+            if begin <= start and start + nbytes <= end:
                 start, nbytes, offset = begin, end - begin, (start - begin) // data.itemsize
                 break
         key = (storage.data_ptr(), start, nbytes)
