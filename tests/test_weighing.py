@@ -27,9 +27,10 @@ def weighing(used: list[Shares]) -> Weighing:
     return Weighing(2, used.append)
 
 
+@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("look", [lambda x: x, lambda x: x.view(-1, 1), lambda x: x[1:], lambda x: x.detach()])
-def test_a_network_is_called_with_a_batch_or_part_of_one(weighing, used, look):
-    data = torch.randn(4, 1)
+def test_a_network_is_called_with_a_batch_or_part_of_one(weighing, used, look, width):
+    data = torch.randn(4, width)[:, :1]
     first, last = data[:2], data[2:]
     weighing.handed_out({"x": first}, FULL)
     weighing.handed_out({"x": last}, LAST)
@@ -48,6 +49,14 @@ def test_sparse_batches_are_known_by_themselves(weighing, used):
     weighing.handed_out([last, "names"], LAST)
     nn.Identity()(first)
     nn.Identity()(torch.eye(2).to_sparse())
+    assert used == [FULL, LAST, FULL]
+
+
+def test_a_part_of_a_ragged_batch_is_known(weighing, used):
+    first, last = (torch.nested.nested_tensor([torch.ones(2, 1)] * n, layout=torch.strided) for n in (2, 1))
+    weighing.handed_out(first, FULL)
+    weighing.handed_out(last, LAST)
+    nn.Identity()(first.unbind()[1])
     assert used == [FULL, LAST, FULL]
 
 

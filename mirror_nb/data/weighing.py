@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from mirror_nb.tensors.layouts import is_block, needed
 from mirror_nb.values import Shares
 
 _Held = tuple[weakref.ref[Tensor], Shares, int]
@@ -155,4 +156,6 @@ def _within(tensor: Tensor, own: Tensor) -> bool:
         # A share of no examples has no memory, and no weight, whichever batch it is of.
         return not tensor.numel()
     begins = own.data_ptr()
-    return begins <= tensor.data_ptr() < begins + own.nbytes and bool(tensor.numel())
+    # There may be gaps in it: of padded sequences a collate_fn takes the columns that are needed.
+    extent = needed(own) - own.storage_offset() * own.itemsize if is_block(own) else own.nbytes
+    return begins <= tensor.data_ptr() < begins + extent and bool(tensor.numel())
