@@ -61,12 +61,14 @@ def test_a_part_of_a_ragged_batch_is_known(weighing, used):
 
 
 def test_a_batch_of_no_examples_is_known_too(weighing, used):
-    full, empty = torch.ones(2, 1), torch.ones(0, 1)
-    weighing.handed_out(full, FULL)
+    # In one memory.
+    full, empty = torch.ones(2, 1).split([2, 0])
     weighing.handed_out(empty, (0, 1))
-    nn.Identity()(full)
+    weighing.handed_out(full, FULL)
+    nn.Identity()(full[1:])
     nn.Identity()(empty * 2)
-    assert used[2:] == [FULL, (0, 1)]
+    nn.Identity()(full[1:1] * 2)
+    assert used[2:] == [FULL, (0, 1), (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,14 @@ def test_nobody_looks_where_all_that_is_held_weighs_alike(weighing):
     held = [torch.ones(2, 1) for _ in range(3)]
     for batch in held:
         weighing.handed_out(batch, FULL)
+    assert not hooks._global_forward_pre_hooks
+    last = torch.ones(1, 1)
+    # Again in the next epoch, as it is.
+    for _ in range(2):
+        weighing.handed_out(last, LAST)
+        assert hooks._global_forward_pre_hooks
+    del last
+    weighing.exhausted()
     assert not hooks._global_forward_pre_hooks
     weighing.handed_out(torch.ones(1, 1), LAST)
     assert hooks._global_forward_pre_hooks

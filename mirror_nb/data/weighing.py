@@ -62,13 +62,8 @@ class Weighing:
     def _hold(self, tensor: Tensor, shares: Shares) -> None:
         key = id(tensor)
         self._let_go(key)
-
-        def gone(reference: object) -> None:
-            if key in self._held and self._held[key][0] is reference:
-                self._let_go(key)
-
         storage = _storage_of(tensor)
-        self._held[key] = weakref.ref(tensor, gone), shares, storage
+        self._held[key] = weakref.ref(tensor, lambda reference: self._let_go(key)), shares, storage
         self._in.setdefault(storage, {})[key] = None
         weight = self._weight(shares)
         # In one step: any call of a function may collect garbage, batches among it.
@@ -142,7 +137,8 @@ _NONE: tuple[Callable[[], Tensor | None], Shares | None, int] = (lambda: None), 
 def _storage_of(tensor: Tensor) -> int:
     """Return the address of a tensor's storage; 0 for one that is empty, -1 for one that has none."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        # Of the slice that a share of no examples is the storage is not empty.
+        return tensor.untyped_storage().data_ptr() if tensor.data_ptr() else 0
     except RuntimeError:
         # Sparse, or what stands for a tensor while something is traced, exported or mapped.
         return -1
@@ -150,12 +146,11 @@ def _storage_of(tensor: Tensor) -> int:
 
 def _within(tensor: Tensor, own: Tensor) -> bool:
     """Whether a tensor, of the same storage as a batch's own one, is part of that."""
-    if _storage_of(own) == -1:
-        return False
-    if not own.numel():
+    storage = _storage_of(own)
+    if storage in (0, -1):
         # A share of no examples has no memory, and no weight, whichever batch it is of.
-        return not tensor.numel()
+        return storage == 0
     begins = own.data_ptr()
     # There may be gaps in it: of padded sequences a collate_fn takes the columns that are needed.
     extent = needed(own) - own.storage_offset() * own.itemsize if is_block(own) else own.nbytes
-    return begins <= tensor.data_ptr() < begins + extent and bool(tensor.numel())
+    return begins <= tensor.data_ptr() < begins + extent
