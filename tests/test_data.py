@@ -242,6 +242,7 @@ def test_a_list_of_examples_of_different_sizes_is_cut_as_a_list():
     assert (len(left[0]), left[0][0].shape, len(left[1]), left[2].tolist()) == (1, (3, 5, 4), 1, [7])
 
 
+Pair = namedtuple("Pair", ["first", "second"])
 IMAGES, PAIR = [torch.zeros(3, 5, 4), torch.zeros(3, 2, 7)], torch.arange(2.0)
 
 
@@ -254,9 +255,14 @@ IMAGES, PAIR = [torch.zeros(3, 5, 4), torch.zeros(3, 2, 7)], torch.arange(2.0)
         ([("a", 1), ("b", 2)], [("a", 1)]),
         ([("a", "b"), (1, 2)], [("a",), (1,)]),
         ([[PAIR, ("a", "b")], [PAIR, ("c", "d")]], [[PAIR[:1], ("a",)], [PAIR[:1], ("c",)]]),
+        ([[IMAGES[0]] * 2, [IMAGES[1]] * 2], [[IMAGES[0]], [IMAGES[1]]]),
         (["a", 1], ["a"]),
+        (Pair("a", "b"), ("a",)),
     ],
-    ids=["nothing", "a length", "examples", "texts' examples", "columns of texts", "pairs of columns", "mixed"],
+    ids=[
+        *("nothing", "a length", "examples", "texts' examples", "columns of texts", "pairs of columns"),
+        *("columns of images", "mixed", "texts with names"),
+    ],
 )
 def test_as_many_columns_as_examples_are_no_examples(batch, left):
     assert same(cut(batch, slice(0, 1), 2), left)
@@ -272,6 +278,7 @@ def test_of_a_packed_sequence_whole_sequences_are_cut(enforce_sorted):
         part, same = cut((packed, packed), share, 4)
         assert [s.tolist() for s in unpack_sequence(part)] == [s.tolist() for s in sequences[share]]
         assert torch.equal(part.data, same.data)
+        assert (part.sorted_indices is None) is enforce_sorted
     nothing = cut(packed, slice(4, 4), 4)
     assert (len(nothing.data), count(nothing), cut(nothing, slice(0, 1), 1)) == (0, 0, nothing)
     states, _ = nn.GRU(1, 2)(nothing._replace(data=nothing.data[:, None].float()))
