@@ -17,6 +17,8 @@ import torch
 from driving import launch
 
 import mirror_nb as mnb
+from mirror_nb.errors import UsageError
+from mirror_nb.strategies.standalone import standalone
 
 SCRIPT = """
 import torch
@@ -45,6 +47,25 @@ def test_gloos_threads_are_found_and_asleep_when_it_has_waited_for_them():
     threads, asleep = printed(SCRIPT).split()
     assert int(threads) > 0, "torch names them otherwise"
     assert asleep == "True"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"RANK": "first"}, "variable RANK is 'first', not a number; start the script with torchrun, or unset RANK"),
+        ({"RANK": "2"}, "RANK is 2, but WORLD_SIZE 2: ranks count from 0 to WORLD_SIZE - 1; start the script with"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0, but WORLD_SIZE 0"),
+        ({"RANK": "-1"}, "RANK is -1, but WORLD_SIZE 2"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK is '', not a number"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1, but 1 GPUs are visible; start one process a GPU"),
+    ],
+)
+def test_an_environment_that_is_no_launchers_is_refused_before_anybody_is_waited_for(monkeypatch, given, said):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **given}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=said):
+        standalone()
 
 
 GROUPS = """

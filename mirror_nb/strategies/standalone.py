@@ -99,6 +99,12 @@ def standalone(seed: int = 0) -> Standalone:
     that is not a launcher's, and for fewer GPUs than processes.
     """
     replica_id, num_replicas = _number("RANK"), _number("WORLD_SIZE")
+    if not 0 <= replica_id < num_replicas:
+        # torch would wait for the others for minutes.
+        raise UsageError(
+            f"the environment variable RANK is {replica_id}, but WORLD_SIZE {num_replicas}: ranks count from 0 to "
+            f"WORLD_SIZE - 1; {_LAUNCHED}"
+        )
     device = _device(_number("LOCAL_RANK", replica_id))
     joined = dist.is_initialized()
     if not joined:
@@ -174,10 +180,13 @@ def _number(name: str, default: Any = None) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise UsageError(
-            f"the environment variable {name} is {value!r}, not a number; start the script with torchrun, or unset "
-            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT to let the strategy start its own replicas"
-        ) from None
+        raise UsageError(f"the environment variable {name} is {value!r}, not a number; {_LAUNCHED}") from None
+
+
+_LAUNCHED = (
+    "start the script with torchrun, or unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT to let the strategy start "
+    "its own replicas"
+)
 
 
 def _device(local: int) -> torch.device:
