@@ -99,6 +99,13 @@ def test_it_says_what_it_chose(capsys, tmp_path):
     assert capsys.readouterr().out.startswith(said)
 
 
+def test_nothing_is_measured_where_there_is_nothing_to_choose_from(monkeypatch):
+    monkeypatch.setattr(auto, "compare", lambda *args, **kwargs: pytest.fail("it measures"))
+    ops = AutoAllReduce([GlooAllReduce()])
+    ops._member = Member(0, 2, torch.device("cpu"), object())  # type: ignore[arg-type]
+    assert ops.chosen(100) is ops.candidates[0]
+
+
 def test_an_op_whose_sums_are_wrong_is_not_taken_and_measured_anew(capsys, tmp_path, monkeypatch):
     trials = {"0": Trial((20.0,), True), "1": Trial((1.0,), False)}
     monkeypatch.setattr(auto, "compare", lambda ops, numel, seconds: trials)
@@ -205,6 +212,11 @@ def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     save(tmp_path / "file" / "below", WHAT, TIMES)
     assert load(tmp_path / "file" / "below", WHAT) is None
+    # What stands in the file's place stays there, and nothing else comes beside it.
+    auto._file(tmp_path, WHAT).mkdir()
+    before = set(tmp_path.iterdir())
+    save(tmp_path, WHAT, TIMES)
+    assert set(tmp_path.iterdir()) == before
 
 
 # On replicas
