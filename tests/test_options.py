@@ -211,6 +211,12 @@ def test_communication_options_have_tensorflows_defaults():
     assert CommunicationOptions(implementation="NCCL").implementation == "nccl"
 
 
+@pytest.mark.parametrize(("given", "taken"), [(None, GlooAllReduce), ("one_device", ReductionToOneDevice)])
+def test_the_options_op_is_taken_where_none_is_given(given, taken):
+    asked = CommunicationOptions(implementation="gloo")
+    assert type(options.chosen(given, asked, CPUS).ops) is taken
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
