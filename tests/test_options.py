@@ -179,8 +179,13 @@ def test_whole_numbers_that_nccl_does_not_add_travel_as_others(dtype):
     ops = Doubling()
     ops.bind(Member(0, 2, torch.device("cuda:0"), Carrying()))
     flat = torch.tensor([1, 30_000], dtype=dtype)
-    ops.all_reduce("sum", flat).wait()
+    reduction = ops.all_reduce("sum", flat)
+    reduction.wait()
     assert flat.tolist() == [2, 60_000 - (65_536 if dtype is torch.int16 else 0)]
+    flat.zero_()
+    # What has been waited for is left alone.
+    reduction.wait()
+    assert not flat.any()
 
 
 @pytest.mark.parametrize("make", [NcclAllReduce, HierarchicalCopyAllReduce])
@@ -487,6 +492,28 @@ def test_a_work_of_torchs_on_a_gpu_ends_where_the_stream_has_waited_for_it(monke
     ops.record_ended()
     assert not timings[0].blocking
     assert abs(timings[0].ended - timings[0].started - 1_100_000) < 10
+
+
+def test_a_wait_for_several_works_goes_on_where_it_was_interrupted_and_ends_once():
+    seen: list[str] = []
+
+    def waits(name: str, *raised: BaseException) -> Any:
+        left = list(raised)
+
+        def wait() -> None:
+            if left:
+                raise left.pop()
+            seen.append(name)
+
+        return SimpleNamespace(wait=wait, is_completed=lambda: not left)
+
+    handle = WorkHandle([waits("a"), waits("b", KeyboardInterrupt()), waits("c")], lambda: seen.append("then"))
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    assert seen == ["a"]
+    for _ in range(2):
+        handle.wait()
+        assert (seen, handle.done()) == (["a", "b", "c", "then"], True)
 
 
 def test_a_handle_that_tells_a_gpus_times_is_believed(monkeypatch):
