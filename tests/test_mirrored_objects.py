@@ -907,23 +907,44 @@ def test_the_average_of_a_network_is_of_as_many_on_all_replicas_after_one_has_fa
 @pytest.mark.parametrize("caught", [True, False])
 def test_a_parameter_that_torch_could_not_enlarge_costs_neither_the_session_nor_its_values(two, caught):
     with two.scope():
-        net = nn.Linear(2, 2)
+        # Less than that is copied on arrival, and can grow.
+        net = nn.Linear(80, 80)
     before = net.weight.detach().clone()
 
     def enlarge() -> None:
         with contextlib.suppress(RuntimeError if caught else ()), torch.no_grad():
-            torch.add(torch.ones(2, 3000), 1, out=net.weight)
+            torch.add(torch.ones(2, 4000), 1, out=net.weight)
 
     with contextlib.suppress(RuntimeError) if caught else pytest.raises(RuntimeError, match="not resizable") as error:
         two.run(enlarge)
     if not caught:
         assert "make another in its place" in "".join(error.value.__notes__)
-    assert net.weight.shape == (2, 3000)
-    assert net.weight.flatten().tolist() == [*before.flatten().tolist(), *[0.0] * 5996]
+    assert net.weight.shape == (2, 4000)
+    assert net.weight.flatten().tolist() == [*before.flatten().tolist(), *[0.0] * 1600]
     # What either side gives it, the replicas take.
     with torch.no_grad():
         net.weight.fill_(1.0)
-    assert two.local_results(two.run(lambda: net.weight.sum().item())) == (6000.0,)
+    assert two.local_results(two.run(lambda: net.weight.sum().item())) == (8000.0,)
+
+
+@pytest.mark.filterwarnings("ignore")
+# Torch calls it deprecated.
+def test_a_network_that_is_made_ready_to_be_quantised_observes_each_of_its_layers_outputs(two):
+    with two.scope():
+        net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        for layer in net:
+            layer.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+        net = torch.ao.quantization.prepare_qat(net.train())
+
+    def observe() -> None:
+        net(torch.ones(1, 2))
+
+    alone = copy.deepcopy(net)
+    alone(torch.ones(1, 2))
+    two.run(observe)
+    torch.testing.assert_close(net.state_dict(), alone.state_dict(), rtol=0, atol=0)
+    assert net[0].weight_fake_quant.scale.shape == (3,)
+    two.run(observe)
 
 
 def test_what_a_forward_pass_leaves_in_the_module_is_here_once_it_is_read_and_goes_back_changed(two):

@@ -34,7 +34,7 @@ from mirror_nb.mirroring.hooks import keeping, kept, stays
 from mirror_nb.mirroring.lazy import becoming
 from mirror_nb.noticing.kinds import WITHOUT_IDENTITY
 from mirror_nb.noticing.refilling import is_free, refill
-from mirror_nb.tensors.layouts import as_row, is_block
+from mirror_nb.tensors.layouts import as_row, is_block, memory_of
 from mirror_nb.transfer.hooks import HOOKS, hook_dicts
 from mirror_nb.transfer.pickler import travels_by_name
 from mirror_nb.transfer.told import is_told
@@ -306,7 +306,7 @@ class _Values:
     def of(cls, tensor: torch.Tensor, before: _Sign | None) -> _Values | None:
         """Return what a tensor holds; None of one that a function of torch.func has left behind, as vmap does."""
         try:
-            written = as_row(tensor.detach().cpu()).view(torch.uint8).numpy().tobytes()
+            written = memory_of(as_row(tensor.detach().cpu())).tobytes()
         except RuntimeError:
             return None
         return cls(written, tensor.dtype, tuple(tensor.shape), before is not None and before.is_same(tensor))

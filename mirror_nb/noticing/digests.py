@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mirror_nb.tensors.layouts import address, as_row, is_block
+from mirror_nb.tensors.layouts import address, as_row, is_block, memory_of
 
 ARRAY_BYTES = 64 << 20
 # Of a larger array so many bytes are looked at, in evenly spaced pages: reading it all before and after every cell
@@ -56,8 +56,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_block(tensor)
 
 
-def values_of(tensor: torch.Tensor) -> Any:
-    return as_row(tensor).view(torch.uint8).numpy()
+def values_of(tensor: torch.Tensor) -> memoryview:
+    return memory_of(as_row(tensor))
 
 
 def _version(tensor: torch.Tensor) -> object:

@@ -30,7 +30,7 @@ from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
 from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
 from mirror_nb.pool.hangs import DECIDED_ALONE
 from mirror_nb.strategies.reductions import common_dtype, in_short
-from mirror_nb.tensors.layouts import as_row
+from mirror_nb.tensors.layouts import as_row, memory_of
 from mirror_nb.values import CARRIERS, ReduceOp, added, mean, wide, widened
 
 _AS_THE_GROUP = (SharedMemoryAllReduce, GlooAllReduce, NcclAllReduce)
@@ -152,7 +152,7 @@ class Peers:
             return part.clone(), extras, leaf.dtype
         # What is on a GPU goes by itself: to look at it here would stop the host.
         small = part.nbytes <= _SMALL_BYTES and part.device.type == "cpu"
-        raw = as_row(part).view(torch.uint8).numpy().tobytes() if small and part.numel() else b""
+        raw = memory_of(as_row(part)).tobytes() if small and part.numel() else b""
         extras, (leaf,), rows = self._agree(call, form, extra, raw)
         if raw and rows is not None:
             flat = rows.view(torch.uint8)[:, : len(raw)].contiguous().view(part.dtype)

@@ -5,6 +5,7 @@ Knows torch alone.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,16 @@ def as_row(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     # A single value, or none, keeps any stride through all that makes others contiguous.
     return values if values.stride(0) == 1 else values.clone(memory_format=torch.contiguous_format)
+
+
+def memory_of(row: torch.Tensor) -> memoryview:
+    """Return the bytes of values one after another in the memory of the CPU, where they are.
+
+    NumPy's array would be them, too, but from then on torch refuses to enlarge a tensor of that memory.
+    """
+    held: Any = (ctypes.c_ubyte * row.nbytes).from_address(row.data_ptr())
+    held.row = row
+    return memoryview(held)
 
 
 def check_summable(tensor: torch.Tensor, what: str) -> None:

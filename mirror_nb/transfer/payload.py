@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from mirror_nb.environment.surroundings import look_in
 from mirror_nb.errors import MirrorError, TransferError, UsageError
 from mirror_nb.event_files import reduce_writer
-from mirror_nb.tensors.layouts import needed, with_memory
+from mirror_nb.tensors.layouts import memory_of, needed, with_memory
 from mirror_nb.tensors.sharded import refuse
 from mirror_nb.transfer import hooks, transformers_models
 from mirror_nb.transfer import slab as slabs
@@ -56,6 +56,8 @@ IN_BAND_ITEMS = 512
 MESSAGE_BYTES = 160 * 1024
 # A longer pickle lies in the slab too: a message that a socket's buffer holds is sent without waiting for a
 # receiver that may be stopped, and what is sent to many is not copied for each.
+_GROWING_BYTES = 16 * 1024
+# A tensor of up to so many is copied on arrival, within 10 µs.
 _NAMESPACE = "namespace"
 _LARGEST_ITEM = 16
 # Bytes of an element: of a complex128.
@@ -125,12 +127,15 @@ class _Storage:
         self.raw = raw
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raw: Any = self.raw.numpy()
-        return _open_storage, (pickle.PickleBuffer(raw),)
+        return _open_storage, (pickle.PickleBuffer(memory_of(self.raw)),)
 
 
 def _open_storage(buffer: Any) -> torch.UntypedStorage:
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage() if len(buffer) else torch.UntypedStorage(0)
+    if not len(buffer):
+        return torch.UntypedStorage(0)
+    opened = torch.frombuffer(buffer, dtype=torch.uint8)
+    # Memory of torch's own can grow: layers that are to be quantised enlarge what they have observed.
+    return (opened.clone() if len(buffer) <= _GROWING_BYTES else opened).untyped_storage()
 
 
 def _open_tensor(
@@ -504,7 +509,8 @@ class _Packer(Pickler):
             if begin <= start and start + nbytes <= end:
                 start, nbytes, offset = begin, end - begin, (start - begin) // data.itemsize
                 break
-        key = (storage.data_ptr(), start, nbytes)
+        # Storages of nothing lie nowhere, and are not one for that: each may grow.
+        key = (storage.data_ptr() or storage._cdata, start, nbytes)
         if on_device or key not in self._storages:
             # By name: the user may have set another default.
             raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
