@@ -168,6 +168,19 @@ def test_views_of_a_large_tensor_that_have_nothing_in_common_travel_small():
     assert a.tolist() == [0.0] * 5 + [1.0] * 5
 
 
+def test_tensors_of_nothing_arrive_as_several_that_may_grow():
+    first, second = travel((torch.zeros(0), nn.Parameter(torch.zeros(0), requires_grad=False)))
+    first.resize_(2).fill_(1)
+    second.resize_(2).fill_(2)
+    assert (first.tolist(), second.tolist()) == ([1, 1], [2, 2])
+
+
+def test_packing_lets_a_tensor_grow_and_on_arrival_a_small_one():
+    held = {"a": torch.ones(3), "b": torch.ones(LARGE)}
+    arrived = travel(held, namespace={})
+    assert [tensor.resize_(2 * LARGE).numel() for tensor in (*held.values(), arrived["a"])] == [2 * LARGE] * 3
+
+
 def test_the_same_object_twice_arrives_as_one():
     x, array = torch.ones(3), np.ones(3)
     a, b, c, d = travel([x, x, array, array])
@@ -658,6 +671,13 @@ def test_what_cannot_be_imported_does_not_keep_the_rest_away(monkeypatch):
 
 def test_a_module_of_python_travels_as_an_import():
     assert travel(OrderedDict(a=os.path))["a"] is os.path
+
+
+def test_a_class_that_its_module_has_by_another_name_than_the_qualified_one_travels():
+    from torch.nn.attention import SDPBackend
+
+    assert travel(lambda: SDPBackend)() is SDPBackend
+    assert travel([SDPBackend.MATH]) == [SDPBackend.MATH]
 
 
 def test_packing_leaves_the_object_as_it_was():

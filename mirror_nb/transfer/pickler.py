@@ -78,6 +78,9 @@ class Pickler(cloudpickle.Pickler):
         if type(obj) is functools.cached_property:
             # Python 3.11's has a lock.
             return _cached_property, (obj.func, obj.attrname)
+        if isinstance(obj, type) and _is_by_name_alone(obj):
+            # torch's SDPBackend, say, written in C: pickle looks for the qualified name, and does not find it.
+            return _member, (obj.__module__, obj.__name__)
         reduced = super().reducer_override(obj)
         if (
             isinstance(obj, type)
@@ -99,6 +102,17 @@ def _package_of(function: types.FunctionType) -> str:
     nameless = "<" in function.__code__.co_qualname
     ours = nameless and isinstance(module, types.ModuleType) and vars(module) is function.__globals__
     return str(name) if ours and not travels_by_name(function) else ""
+
+
+def _is_by_name_alone(kind: type) -> bool:
+    """Whether a module of a package has a class by its name, and by its qualified name nothing."""
+    module, name = kind.__module__, kind.__name__
+    found = getattr(sys.modules.get(module), name, None) if name != kind.__qualname__ else None
+    return found is kind and not sources.is_users(module) and not travels_by_name(kind)
+
+
+def _member(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 class _NamesOf:
