@@ -156,6 +156,36 @@ def test_what_is_largest_in_no_rows_is_written_where_it_is_to_be_and_takes_no_me
     assert torch.zeros(0, 10**6, 10**6).argmax(-1).shape == (0, 10**6)
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.InstanceNorm2d(4, affine=True),
+        nn.PixelShuffle(2),
+        nn.PixelUnshuffle(2),
+        torch.fft.rfft2,
+        lambda x: torch.fft.irfft(torch.fft.fft(x)),
+        lambda x: torch.fft.fftn(input=x, dim=(-2, -1)),
+        lambda x: torch.stft(x.flatten(1), 16, window=torch.ones(16), return_complex=True),
+        lambda x: nn.functional.pdist(x.flatten(1)),
+    ],
+)
+def test_layers_that_torch_gives_no_backward_pass_or_refuses_take_it(share, layer):
+    x = torch.ones(0, 4, 4, 6, requires_grad=True)
+    y = layer(x * 2)
+    whole = layer(torch.ones(3, 4, 4, 6))
+    assert (y.dtype, y.shape) == (whole.dtype, (0, *whole.shape[1:]))
+    (y.abs() if y.is_complex() else y).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_what_such_a_layer_would_not_give_for_each_example_is_torchs_to_refuse(share):
+    with pytest.raises(IndexError):
+        torch.ones(0, 2)[0]
+    with pytest.raises(RuntimeError):
+        torch.cat([torch.ones(0, 2), torch.ones(2, 3)])
+    assert torch.fft.fft(torch.ones(2)).tolist() == [2, 0]
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("enforce_sorted", [True, False])
 def test_recurrent_networks_take_packed_sequences_of_which_there_are_none(share, batch_first, enforce_sorted):

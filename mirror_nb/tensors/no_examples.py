@@ -4,6 +4,7 @@
     loss.item() * len(x)    the mean of no examples, counted as often as there are examples, adds nothing to a total
     x.max()                 no number, as the mean of none, where torch has no answer; no rows have no maxima
     pack_padded_sequence    no sequences are packed as one step of none, which recurrent networks take
+    F.instance_norm(x)      what torch refuses, and would give for each example, is none: fft, stft and others, too
 
 Knows no replicas.
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ctc_loss
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 try:
     from torch.overrides import _get_current_function_mode_stack as _modes
@@ -48,6 +50,8 @@ _NAMES = (
 )
 _REDUCTIONS = tuple(getattr(owner, name) for owner in (Tensor, torch) for name in _NAMES)
 # Those of no numbers are no number, which torch does not say.
+_WITHOUT_BACKWARD = (torch.pixel_shuffle, torch.pixel_unshuffle, torch.pdist)
+# Torch takes no examples there, and fails in the backward pass.
 _PACK = getattr(torch._C._VariableFunctions, "_pack_padded_sequence", None)
 
 
@@ -101,7 +105,14 @@ class NoExamples(TorchFunctionMode):
             found = _of_none(func, args, kwargs or {})
             if found is not None:
                 return found
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = _none_of_each(func, args, kwargs or {}) if func in _WITHOUT_BACKWARD else None
+            if result is None:
+                result = func(*args, **(kwargs or {}))
+        except (RuntimeError, IndexError, ValueError):
+            result = _none_of_each(func, args, kwargs or {})
+            if result is None:
+                raise
         if func is Tensor.item and isinstance(result, float) and math.isnan(result):
             return MeanOfNone(result)
         if func in _PRODUCTS and args and (_is_zero(args[0]) or _is_zero(args[-1])) and result.is_floating_point():
@@ -142,8 +153,42 @@ def _of_none(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return found[0] if isinstance(one, Tensor) else type(one)(found)
 
 
+def _none_of_each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return what a function that gives a tensor with so many rows as there are examples gives of none; None: another.
+
+    Or one that asks for values: shapes are all that is known of examples that are not there.
+    """
+    leaves, form = tree_flatten((args, kwargs))
+    empty = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.numel()]
+    if not empty:
+        return None
+    found = []
+    for n in (1, 2):
+        filled, named = tree_unflatten([_with_examples(leaf, n) for leaf in leaves], form)
+        with contextlib.suppress(Exception):
+            found.append(func(*filled, **named))
+    if len(found) < 2 or not all(isinstance(one, Tensor) for one in found) or found[0].shape == found[1].shape:
+        return None
+    none = empty[0].new_zeros(_rows_of_none(*found), dtype=found[0].dtype)
+    if none.is_floating_point() or none.is_complex():
+        # Made of them: what has made these takes part in the backward pass.
+        for x in empty:
+            none = none + (x.sum().real if x.is_complex() else x.sum())
+    return none
+
+
+def _with_examples(leaf: Any, n: int) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.new_empty([size or n for size in leaf.shape], device="meta") if not leaf.numel() else leaf.to("meta")
+
+
+def _rows_of_none(one: Tensor, two: Tensor) -> list[int]:
+    return [size if size == other else 0 for size, other in zip(one.shape, two.shape, strict=True)]
+
+
 def _nothing(x: Tensor, one: Tensor, two: Tensor) -> Tensor:
-    shape = [size if size == other else 0 for size, other in zip(one.shape, two.shape, strict=True)]
+    shape = _rows_of_none(one, two)
     if one.is_floating_point():
         # Made of x: what has made that takes part in the backward pass.
         return x.new_full(shape, math.nan) + x.sum()
