@@ -17,6 +17,7 @@ FLAT_ITEMS = 10 * ITEMS
 # Larger collections are left alone: to copy them takes 30 ms, and as long of numbers and strings alone.
 ATOMS: frozenset[type] = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _COLLECTIONS = frozenset({tuple, list, dict, set, frozenset})
+KINDS: frozenset[type] = ATOMS | _COLLECTIONS
 LIKE_THEM: frozenset[type] = frozenset({OrderedDict, Counter, defaultdict, deque})
 # Of Python's own, with more than their items or other ways.
 _DEPTH = 100
@@ -38,8 +39,10 @@ def copied(
     """
     if type(value) in atoms:
         return value
-    left = [FEW]
     collections = _COLLECTIONS | also if also else _COLLECTIONS
+    if type(value) not in collections:
+        return NOT_PLAIN
+    left = [FEW]
 
     def copy(one: Any) -> Any:
         kind = type(one)

@@ -13,7 +13,7 @@ import importlib.machinery
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, final
 
 from mirror_nb import plain
@@ -124,7 +124,8 @@ def _variables(module: ModuleType) -> Iterator[tuple[_Path, Any]]:
 
 def _plain_in(held: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of plain values; of none that are private."""
-    copies = {name: plain.copied(value) for name, value in list(held.items()) if name[:1] != "_"}
+    found = [(name, value) for name, value in list(held.items()) if type(value) in plain.KINDS and name[:1] != "_"]
+    copies = {name: plain.copied(value) for name, value in found}
     return {name: copy for name, copy in copies.items() if copy is not plain.NOT_PLAIN}
 
 
@@ -132,7 +133,7 @@ def _owners(module: ModuleType) -> Iterator[tuple[_Path, Mapping[str, Any]]]:
     """Yield the module, and classes and objects in it, by path, with what they hold."""
     yield (), vars(module)
     for name, value in list(vars(module).items()):
-        if name[:1] != "_" and type(value) not in plain.ATOMS:
+        if type(value) not in _WITHOUT and name[:1] != "_":
             held = _held(value, module)
             if held is not None:
                 yield (name,), held
@@ -155,6 +156,8 @@ def _held(value: object, module: ModuleType) -> Mapping[str, Any] | None:
 
 
 _NAMESPACES = ("types", "argparse")
+_WITHOUT = plain.KINDS | {FunctionType, BuiltinFunctionType, ModuleType}
+# The types of most of what modules have: to look at each of a hundred modules' before each cell takes time.
 
 
 def _equal(value: Any, before: Any) -> bool:
