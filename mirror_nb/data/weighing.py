@@ -10,7 +10,7 @@ Knows tensors and the sizes of shares; knows no gradients and no data sets.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
@@ -36,7 +36,7 @@ class Weighing:
         self._use = use
         self._held: dict[int, _Held] = {}
         # By id: the tensors of batches.
-        self._in: dict[int, dict[int, None]] = {}
+        self._in: defaultdict[int, dict[int, None]] = defaultdict(dict)
         # By the address of a storage: the ids of those that lie in it.
         self._weights: Counter[float] = Counter()
         # How many of them have each weight.
@@ -64,9 +64,9 @@ class Weighing:
         self._let_go(key)
         storage = _storage_of(tensor)
         self._held[key] = weakref.ref(tensor, lambda reference: self._let_go(key)), shares, storage
-        self._in.setdefault(storage, {})[key] = None
         weight = self._weight(shares)
-        # In one step: any call of a function may collect garbage, batches among it.
+        # Each in one step: any call of a function may collect garbage, batches among it.
+        self._in[storage][key] = None
         self._weights[weight] += 1
 
     def _let_go(self, key: int) -> None:

@@ -56,7 +56,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_block(tensor)
 
 
-def values_of(tensor: torch.Tensor) -> memoryview:
+def values_of(tensor: torch.Tensor) -> Any:
     return memory_of(as_row(tensor))
 
 

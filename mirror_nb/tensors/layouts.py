@@ -1,14 +1,14 @@
 """Tensors that are no one block of memory: sparse, nested, quantized, in a library's own form or on the meta device.
 
-Knows torch alone.
+Knows torch and NumPy alone.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from mirror_nb.errors import UsageError
@@ -46,14 +46,27 @@ def as_row(tensor: torch.Tensor) -> torch.Tensor:
     return values if values.stride(0) == 1 else values.clone(memory_format=torch.contiguous_format)
 
 
-def memory_of(row: torch.Tensor) -> memoryview:
-    """Return the bytes of values one after another in the memory of the CPU, where they are.
+def memory_of(row: torch.Tensor) -> Any:
+    """Return the bytes of values one after another in the memory of the CPU, where they are, as a NumPy array.
 
-    NumPy's array would be them, too, but from then on torch refuses to enlarge a tensor of that memory.
+    Not by `row.numpy()`: from then on torch would refuse to enlarge a tensor of that memory.
     """
-    held: Any = (ctypes.c_ubyte * row.nbytes).from_address(row.data_ptr())
-    held.row = row
-    return memoryview(held)
+    return np.asarray(_Memory(row))
+
+
+class _Memory:
+    """Lends NumPy the memory of a tensor, which lives as long as the array."""
+
+    __slots__ = ("__array_interface__", "_row")
+
+    def __init__(self, row: torch.Tensor) -> None:
+        self._row = row
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (row.nbytes,),
+            "data": (row.data_ptr(), False),
+        }
 
 
 def check_summable(tensor: torch.Tensor, what: str) -> None:
