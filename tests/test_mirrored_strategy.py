@@ -634,6 +634,7 @@ def test_parameters_that_each_replica_trained_by_itself_are_told_where_their_net
 
         return net, train
 
+    others = set(two.compare_parameters().differing)
     net, train = by_hand()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -649,7 +650,11 @@ def test_parameters_that_each_replica_trained_by_itself_are_told_where_their_net
     assert str(caught[0].message).startswith(
         "parameters differ between the replicas (Linear, 3 parameters); read here"
     )
+    apart = set(two.compare_parameters().differing) - others
     net.load_state_dict(read)
+    # Before the next call, too.
+    assert len(apart) == 2
+    assert not apart.intersection(two.compare_parameters().differing)
     values = two.run(lambda: net.weight.detach().clone())
     assert all(torch.equal(value, net.weight) for value in two.local_results(values))
     train(reduced=False)

@@ -266,7 +266,12 @@ class ControllerPlace(Place):
         return self._dashboard.show()
 
     def compare_parameters(self) -> Comparison:
-        return self._answered(lambda attempt: compare(self._ready()))
+        def ask(attempt: int) -> Comparison:
+            pool = self._ready()
+            self._push_changes()
+            return compare(pool)
+
+        return self._answered(ask)
 
     def _title(self) -> str:
         networks = self._references.mirrors.roots()
