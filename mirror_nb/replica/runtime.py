@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -178,15 +179,21 @@ class Replica:
         return cell_numbers(self._home) if isinstance(self._home, ReplicaShell) else {}
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters of the networks that are held here: `model.0.weight`, `0.weight` without a name."""
+        """Yield the parameters of the networks that are held here: `model.0.weight`, `0.weight` without a name.
+
+        A further one without a name is `0.weight (2)`.
+        """
         found = self.namespace.held().items()
         held = {k: m for k, m in found if isinstance(m, nn.Module) and not k.startswith(("_", "."))}
         parts = {id(part) for module in held.values() for part in module.modules() if part is not module}
+        times = Counter[str]()
         for key, module in held.items():
             if not key.startswith(":"):
                 yield from module.named_parameters(key)
             elif id(module) not in parts:
-                yield from module.named_parameters()
+                for name, parameter in module.named_parameters():
+                    times[name] += 1
+                    yield (f"{name} ({times[name]})" if times[name] > 1 else name), parameter
 
     def label(self, kind: type) -> None:
         """Name the classes of cells that `kind` is or derives from as all replicas do, before it travels to them."""
