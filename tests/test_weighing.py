@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+from collections import UserDict
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
+from torch.nn.utils.rnn import pack_sequence
 
 from mirror_nb.data.weighing import Weighing
 from mirror_nb.replica.runtime import _on_device
@@ -58,6 +61,31 @@ def test_a_part_of_a_ragged_batch_is_known(weighing, used):
     weighing.handed_out(last, LAST)
     nn.Identity()(first.unbind()[1])
     assert used == [FULL, LAST, FULL]
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor = dataclasses.field(init=False)
+    # Not there yet.
+
+
+@pytest.mark.parametrize(
+    ("make", "look"),
+    [
+        (lambda x: UserDict(x=[x]), lambda batch: batch["x"][0]),
+        (Batch, lambda batch: batch.x),
+        (lambda x: {"x": pack_sequence(list(x))}, lambda batch: batch["x"]),
+    ],
+    ids=["mapping", "dataclass", "packed sequence"],
+)
+def test_batches_that_torchs_pytrees_do_not_open_are_known(weighing, used, make, look):
+    first, last = make(torch.ones(2, 1)), make(torch.ones(1, 1))
+    weighing.handed_out(first, FULL)
+    weighing.handed_out(last, LAST)
+    nn.Identity()(look(first))
+    assert used == [FULL, LAST, FULL]
+    assert weighing.called_with(([first, last], {})) == FULL
 
 
 def test_a_batch_of_no_examples_is_known_too(weighing, used):

@@ -297,7 +297,7 @@ def _children(value: Any) -> list[Any] | None:
     if isinstance(value, Mapping):
         return list(value.values())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+        return [getattr(value, name) for name in _fields(value)]
     return None
 
 
@@ -319,11 +319,16 @@ def _map_children(value: Any, change: Callable[[Any], Any]) -> Any:
         return same_kind
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed_fields = copy.copy(value)
-        for field in dataclasses.fields(value):
+        for name in _fields(value):
             # Past __setattr__, which a frozen dataclass refuses.
-            object.__setattr__(changed_fields, field.name, change(getattr(value, field.name)))
+            object.__setattr__(changed_fields, name, change(getattr(value, name)))
         return changed_fields
     return value
+
+
+def _fields(value: Any) -> list[str]:
+    """The names of the fields that a dataclass has: others may come later."""
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
 def _like(sequence: Any, items: list[Any]) -> Any:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from mirror_nb.data.batches import leaves
 from mirror_nb.tensors.layouts import is_block, needed
 from mirror_nb.values import Shares
 
@@ -45,9 +47,8 @@ class Weighing:
 
     def handed_out(self, batch: Any, shares: Shares) -> None:
         """A batch is handed out, and in use as far as is known."""
-        for leaf in pytree.tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                self._hold(leaf, shares)
+        for tensor in _tensors(batch):
+            self._hold(tensor, shares)
         self._watch(self._weight(shares))
         self._use(shares)
 
@@ -57,7 +58,7 @@ class Weighing:
 
     def called_with(self, values: Any) -> Shares | None:
         """Return the shares of the batch that is among these arguments; None: it cannot be told, or need not be."""
-        return self._found(pytree.tree_leaves(values)) if self._looking else None
+        return self._found(_tensors(values)) if self._looking else None
 
     def _hold(self, tensor: Tensor, shares: Shares) -> None:
         key = id(tensor)
@@ -107,7 +108,7 @@ class Weighing:
             self._hook.remove()
 
     def _called(self, args: tuple[Any, ...]) -> None:
-        shares = self._found(args)
+        shares = self._found(map(_tensor_of, args))
         if shares is not None:
             self._use(shares)
 
@@ -132,6 +133,16 @@ class Weighing:
 
 
 _NONE: tuple[Callable[[], Tensor | None], Shares | None, int] = (lambda: None), None, 0
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch: in dataclasses and mappings, too, that torch's pytrees do not open."""
+    for part in pytree.tree_leaves(batch):
+        yield from (tensor for leaf in leaves(part) if isinstance(tensor := _tensor_of(leaf), Tensor))
+
+
+def _tensor_of(value: Any) -> Any:
+    return value.data if isinstance(value, PackedSequence) else value
 
 
 def _storage_of(tensor: Tensor) -> int:
