@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -324,6 +324,29 @@ def test_synchronised_batch_norm_of_a_network_that_makes_no_numbers_of_zeros(thr
     x, y = X[:8].exp(), CLASSES[:8]
     model.fit(x, y, batch_size=6, epochs=2, shuffle=False, verbose=0)
     train(network, torch.optim.SGD(network.parameters(), 0.1), cross_entropy, batches(x, y, size=6))
+    same(model, network, atol=1e-5)
+
+
+class Named(nn.Module):
+    """Gives a mapping that torch's pytrees do not open, as they do no dataclass."""
+
+    def forward(self, x: Tensor) -> Any:
+        return UserDict(logits=x)
+
+
+def test_synchronised_batch_norm_of_a_network_whose_outputs_have_names(three):
+    # The third replica has no examples of the last batch, and goes through the network and back all the same.
+    model, network = made(
+        three,
+        lambda: nn.Sequential(convolution(), Named()),
+        optimizer=("sgd", {"lr": 0.1}),
+        loss=lambda outputs, y: F.cross_entropy(outputs["logits"], y),
+        sync_batch_norm=True,
+    )
+    x, y = X[:8], CLASSES[:8]
+    model.fit(x, y, batch_size=6, epochs=2, shuffle=False, verbose=0)
+    plain = network[0]
+    train(plain, torch.optim.SGD(plain.parameters(), 0.1), cross_entropy, batches(x, y, size=6))
     same(model, network, atol=1e-5)
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -256,6 +256,17 @@ def leaves(value: Any) -> list[Any]:
     if children is None:
         return [value]
     return [leaf for child in children for leaf in leaves(child)]
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a structure, and of what is one to torch's pytrees alone; of a packed sequence its data."""
+    for part in pytree.tree_leaves(value):
+        yield from (found for leaf in leaves(part) if isinstance(found := in_memory(leaf), torch.Tensor))
+
+
+def in_memory(value: Any) -> Any:
+    """The tensor that holds a packed sequence; all else as it is."""
+    return value.data if isinstance(value, PackedSequence) else value
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:

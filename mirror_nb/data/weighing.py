@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from mirror_nb.data.batches import leaves
+from mirror_nb.data.batches import in_memory, tensors_of
 from mirror_nb.tensors.layouts import is_block, needed
 from mirror_nb.values import Shares
 
@@ -47,7 +45,7 @@ class Weighing:
 
     def handed_out(self, batch: Any, shares: Shares) -> None:
         """A batch is handed out, and in use as far as is known."""
-        for tensor in _tensors(batch):
+        for tensor in tensors_of(batch):
             self._hold(tensor, shares)
         self._watch(self._weight(shares))
         self._use(shares)
@@ -58,7 +56,7 @@ class Weighing:
 
     def called_with(self, values: Any) -> Shares | None:
         """Return the shares of the batch that is among these arguments; None: it cannot be told, or need not be."""
-        return self._found(_tensors(values)) if self._looking else None
+        return self._found(tensors_of(values)) if self._looking else None
 
     def _hold(self, tensor: Tensor, shares: Shares) -> None:
         key = id(tensor)
@@ -108,7 +106,7 @@ class Weighing:
             self._hook.remove()
 
     def _called(self, args: tuple[Any, ...]) -> None:
-        shares = self._found(map(_tensor_of, args))
+        shares = self._found(map(in_memory, args))
         if shares is not None:
             self._use(shares)
 
@@ -133,16 +131,6 @@ class Weighing:
 
 
 _NONE: tuple[Callable[[], Tensor | None], Shares | None, int] = (lambda: None), None, 0
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch: in dataclasses and mappings, too, that torch's pytrees do not open."""
-    for part in pytree.tree_leaves(batch):
-        yield from (tensor for leaf in leaves(part) if isinstance(tensor := _tensor_of(leaf), Tensor))
-
-
-def _tensor_of(value: Any) -> Any:
-    return value.data if isinstance(value, PackedSequence) else value
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from mirror_nb.data.batches import map_leaves
+from mirror_nb.data.batches import map_leaves, tensors_of
 from mirror_nb.errors import UsageError
 from mirror_nb.gradients.matching import is_sparse
 from mirror_nb.mirroring import networks
@@ -359,11 +359,9 @@ class Training(Scoring):
         with self._norms.absent(), self._seat.weighed(0, share.global_examples), self._autocast():
             outputs = self._dry_run(share)
             self._without_examples()
-            learning = [
-                leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad
-            ]
+            learning = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
             self._leave_landmark(share, complete)
-            sum((leaf.sum() * 0 for leaf in learning), zero).backward()
+            sum((tensor.sum() * 0 for tensor in learning), zero).backward()
         return zero, 1
 
     def _prepare_gradients(self) -> None:
