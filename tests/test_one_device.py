@@ -244,6 +244,18 @@ def test_code_in_the_default_strategys_scope_stands_where_code_outside_every_sco
         assert get_strategy() is other
 
 
+def test_a_scope_that_was_entered_by_itself_is_left_by_the_same_object_once(strategy):
+    scope = strategy.scope()
+    scope.__enter__()
+    with pytest.raises(ContextError, match="was not entered, or was left already; keep the one that is: scope = "):
+        strategy.scope().__exit__(None, None, None)
+    assert get_strategy() is strategy
+    scope.__exit__(None, None, None)
+    assert not has_strategy()
+    with pytest.raises(ContextError, match="was left already"):
+        scope.__exit__(None, None, None)
+
+
 def test_a_closed_strategy_lets_go_of_the_workers_of_its_loaders(strategy):
     loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2, num_workers=1, persistent_workers=True)
     before = set(multiprocessing.active_children())

@@ -209,6 +209,11 @@ class StrategyScope(ContextDecorator):
     def __exit__(self, *exception: object) -> None:
         if self._strategy in _defaults:
             return
+        if not self._entered:
+            raise ContextError(
+                "this scope was not entered, or was left already; keep the one that is: scope = strategy.scope(); "
+                "scope.__enter__(); and later scope.__exit__(None, None, None)"
+            )
         current, making = self._entered.pop()
         try:
             making.__exit__(None, None, None)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -562,9 +561,7 @@ def _is_size(node: Any) -> bool:
 
 
 def _sendable(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach().cpu()
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
 def _names_of_devices(who: Who) -> tuple[str, ...]:
