@@ -445,6 +445,25 @@ values(strategy.run(replica))
         assert found == (sum(range(1, n + 1)), rows, [j + 1.0 for j in range(n)], "same", True, i + 1.0, i)
 
 
+def test_in_a_merge_call_values_stand_as_in_the_controller(replicas):
+    source = """
+from mirror_nb import Variable
+v = Variable(0.0, aggregation="SUM", synchronization="ON_READ")
+strategy.run(lambda: v.assign(mine))
+
+def merge(merging):
+    numbers = merging.reduce("sum", 2), merging.reduce("mean", 2.0), merging.gather(torch.tensor([5]), axis=0)
+    of_variable = merging.reduce("sum", v), merging.reduce("mean", v), list(merging.local_results(v))
+    return [*numbers, *of_variable, list(merging.local_results({"a": 1})), raised(lambda: merging.reduce("sum", mine))]
+
+values(strategy.run(lambda: get_replica_context().merge_call(merge)))
+"""
+    for found in cell(replicas(2), source):
+        assert found[:-1] == [4, 2, [5], 3, 1.5, [1, 2], [{"a": 1}] * 2]
+        assert found[-1][0] == "UsageError"
+        assert "A non-DistributedValues value" in found[-1][1]
+
+
 def test_a_merge_call_finds_what_is_each_replicas_own_by_its_key_in_whatever_order_the_keys_are(replicas):
     source = """
 weight = torch.nn.Parameter(torch.ones(2))
