@@ -451,12 +451,13 @@ from mirror_nb import Variable
 v = Variable(0.0, aggregation="SUM", synchronization="ON_READ")
 strategy.run(lambda: v.assign(mine))
 
-def merge(merging):
+def merge(merging, size):
+    assert type(size) is torch.Size
     numbers = merging.reduce("sum", 2), merging.reduce("mean", 2.0), merging.gather(torch.tensor([5]), axis=0)
     of_variable = merging.reduce("sum", v), merging.reduce("mean", v), list(merging.local_results(v))
     return [*numbers, *of_variable, list(merging.local_results({"a": 1})), raised(lambda: merging.reduce("sum", mine))]
 
-values(strategy.run(lambda: get_replica_context().merge_call(merge)))
+values(strategy.run(lambda: get_replica_context().merge_call(merge, (mine.shape,))))
 """
     for found in cell(replicas(2), source):
         assert found[:-1] == [4, 2, [5], 3, 1.5, [1, 2], [{"a": 1}] * 2]
@@ -635,9 +636,14 @@ whole = model.weight.grad.item()
 model.zero_grad()
 with strategy.no_sync():
     model(mine[None]).sum().backward()
-(whole, model.weight.grad.item())
+local = model.weight.grad.item()
+model.zero_grad(set_to_none=True)
+# One that is kept when its loop is over.
+(kept,) = strategy.distribute_dataset(torch.tensor([[1.0], [2.0], [6.0]]), batch_size=3)
+model(kept).mean().backward()
+(whole, local, model.weight.grad.item())
 """
-    assert cell(replicas(2), source) == [(3, 1), (3, 2)]
+    assert cell(replicas(2), source) == [(3, 1, 3), (3, 2, 3)]
 
 
 def test_where_no_memory_is_shared_a_call_that_another_leaves_out_ends_in_the_time_that_was_asked_for(crews):
