@@ -646,6 +646,27 @@ model(kept).mean().backward()
     assert cell(replicas(2), source) == [(3, 1, 3), (3, 2, 3)]
 
 
+@pytest.mark.parametrize("make", ["x", "UserDict(x=x)"])
+def test_of_batches_that_are_held_the_one_that_run_is_given_weighs_gradients(replicas, make):
+    source = f"""
+from collections import UserDict
+model = torch.nn.Linear(1, 1, bias=False)
+loader = torch.utils.data.DataLoader(
+    torch.tensor([[1.0], [2.0], [6.0], [5.0], [4.0]]), 3, collate_fn=lambda rows: [{make} for x in [torch.stack(rows)]]
+)
+first, last = strategy.distribute_dataset(loader)
+
+def train(batch):
+    # The network sees none of the batch's own tensors.
+    x, = batch
+    model((x if isinstance(x, torch.Tensor) else x["x"]) * 1).mean().backward()
+
+strategy.run(train, (first,))
+model.weight.grad.item()
+"""
+    assert cell(replicas(2), source) == [3, 3]
+
+
 def test_where_no_memory_is_shared_a_call_that_another_leaves_out_ends_in_the_time_that_was_asked_for(crews):
     def call(r):
         store = dist.distributed_c10d._get_default_store()
