@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 
 import pytest
 import torch
@@ -242,6 +243,23 @@ def test_code_in_the_default_strategys_scope_stands_where_code_outside_every_sco
         with pytest.raises(ContextError, match="Must not nest Strategy scopes: <OneDeviceStrategy: cpu:0> is current"):
             default.scope().__enter__()
         assert get_strategy() is other
+
+
+def test_each_thread_stands_in_scopes_of_its_own(strategy):
+    other, found = OneDeviceStrategy("cpu:0"), []
+
+    def elsewhere() -> None:
+        found.append(has_strategy())
+        # Were it one for all, these would be mixed.
+        with other.scope():
+            found.append(get_strategy())
+
+    with strategy.scope():
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert get_strategy() is strategy
+    assert found == [False, other]
 
 
 def test_a_scope_that_was_entered_by_itself_is_left_by_the_same_object_once(strategy):
