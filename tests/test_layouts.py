@@ -106,6 +106,32 @@ def test_the_size_of_a_tensor_is_that_of_its_blocks():
     assert address(torch.eye(2).to_sparse()) == 0
 
 
+class Scaled(torch.Tensor):
+    """As torchao makes them: of other tensors, with few of torch's operations."""
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=scale.dtype)
+
+    def __init__(self, whole: torch.Tensor, scale: torch.Tensor) -> None:
+        self.whole, self.scale = whole, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["whole", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: tuple = (), kwargs: object = None) -> Scaled:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].whole, args[0].scale)
+        raise NotImplementedError
+
+
+def test_a_tensor_of_a_librarys_own_class_is_the_tensors_that_it_is_made_of():
+    one, other = (Scaled(torch.ones(3, dtype=torch.int8), torch.tensor(scale)) for scale in (2.0, 3.0))
+    assert (nbytes(one), address(one), with_memory(one) is one) == (3 + 4, 0, True)
+    assert bits([one]) == bits([one.detach()]) != bits([other])
+
+
 @pytest.mark.parametrize(("begin", "stride"), [(0, (3, 1)), (1, (1, 2))])
 def test_a_tensor_that_was_left_without_memory_gets_it_and_keeps_what_it_has(begin, stride):
     enough = torch.arange(1.0, 7.0).as_strided((2, 2), stride, begin)

@@ -16,7 +16,12 @@ from mirror_nb.errors import UsageError
 
 def is_block(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a block of memory, with strides, that can be read as it is."""
-    return not (tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+    own = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta
+    return not (own or hasattr(tensor, _PARTS))
+
+
+_PARTS = "__tensor_flatten__"
+# By which a library's own tensor tells which tensors it is made of: torchao's of integers and their scales.
 
 
 def blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -33,6 +38,9 @@ def blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     if tensor.is_nested:
         return list(tensor.unbind())
+    if hasattr(tensor, _PARTS):
+        names, _ = getattr(tensor, _PARTS)()
+        return [block for name in names for block in blocks(getattr(tensor, name))]
     return [tensor.int_repr() if tensor.is_quantized else tensor.to_dense()]
 
 
