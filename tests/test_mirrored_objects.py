@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, TensorDataset
 from trained import Net, X, Y, adam_step, assert_equal_states, states, step_of, trained, with_adam
 
@@ -925,6 +926,18 @@ def test_a_parameter_that_torch_could_not_enlarge_costs_neither_the_session_nor_
     with torch.no_grad():
         net.weight.fill_(1.0)
     assert two.local_results(two.run(lambda: net.weight.sum().item())) == (8000.0,)
+
+
+def test_a_network_with_parameters_of_a_librarys_own_class_goes_to_the_replicas_and_is_called_there(two):
+    with two.scope():
+        net = nn.Linear(2, 2)
+        net.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)), requires_grad=False)
+
+    def weigh(x):
+        return net(x).a - net.bias.detach()
+
+    for value in two.local_results(two.run(weigh, args=(torch.ones(1, 2),))):
+        torch.testing.assert_close(value, torch.full((1, 2), 2.0))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -128,10 +128,13 @@ class Scope:
 
     def adopt(self, module: nn.Module) -> None:
         """Move a module that arrived complete to the device and track its parameters; twice is once."""
-        if any(tensor.is_meta for _, tensor in tensors(module)):
+        elsewhere = [tensor for _, tensor in tensors(module) if tensor.device != self._device]
+        if any(tensor.is_meta for tensor in elsewhere):
             # What has no values yet cannot be moved; who gives it some says where.
             module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self._device))
-        else:
+        elif elsewhere or self._device.type != "cpu":
+            # Not for nothing: a tensor of a library's own class torch exchanges, which it refuses while others refer
+            # to it. To a GPU also what a network has besides.
             module.to(self._device)
         for part in module.modules():
             self._track(part)
