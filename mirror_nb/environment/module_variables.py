@@ -13,7 +13,7 @@ import importlib.machinery
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, final
 
 from mirror_nb import plain
@@ -27,8 +27,8 @@ Variables = dict[str, dict[_Path, Any]]
 WATCHED = 5_000
 # So many variables, 0.1 µs each, are looked at between two calls of one cell; where there are more, in each cell once.
 
-_imported: dict[str, tuple[ModuleType, dict[_Path, Any], set[_Path]]] = {}
-# What a module held after its import, or when it was looked at first, and which objects and classes.
+_imported: dict[str, tuple[ModuleType, dict[_Path, dict[str, Any]]]] = {}
+# What a module held after its import, or when it was looked at first, and what objects and classes in it did.
 _set: dict[str, set[_Path]] = {}
 # What has been something else since: it is told even where it is again what it was.
 _wanted: Variables = {}
@@ -60,7 +60,7 @@ def _executed(loader: object, module: ModuleType) -> None:
 
 def _note(name: str, module: ModuleType) -> None:
     # By the name that it is imported by: its own may be another one.
-    _imported[name] = module, dict(_variables(module)), {path for path, _ in _owners(module)}
+    _imported[name] = module, {path: _plain_in(held) for path, held in _owners(module)}
     _set.pop(name, None)
 
 
@@ -70,13 +70,24 @@ def changed() -> Variables:
     for name, module in sources.users().items():
         if name not in _imported or _imported[name][0] is not module:
             _note(name, module)
-        _, before, owners = _imported[name]
-        now = {path: value for path, value in _variables(module) if path[:-1] in owners}
+        _, before = _imported[name]
         known = _set.setdefault(name, set())
-        known |= {path for path, value in now.items() if path not in before or not _equal(value, before[path])}
+        now: dict[_Path, Any] = {}
+        for path, held in _owners(module):
+            if path in before:
+                its = before[path]
+                for variable, value in _plain_in(held, _before(name, path)).items():
+                    now[*path, variable] = value
+                    if variable not in its or not _equal(value, its[variable]):
+                        known.add((*path, variable))
         if known:
             found[name] = {path: now[path] for path in known if path in now}
     return found
+
+
+def _before(name: str, path: _Path) -> Mapping[str, Any]:
+    """Return what was noted of a module's object, to be taken for what is equal to it; nothing where some was set."""
+    return {} if _set.get(name) else _imported[name][1].get(path, {})
 
 
 def take(variables: Variables) -> None:
@@ -115,18 +126,16 @@ def _put(owner: Any, path: _Path, value: Any) -> None:
         setattr(owner, path[-1], value)
 
 
-def _variables(module: ModuleType) -> Iterator[tuple[_Path, Any]]:
-    """Yield the plain values that a module has, in objects and classes of its own too, by path."""
-    for path, held in _owners(module):
-        for name, value in _plain_in(held).items():
-            yield (*path, name), value
-
-
-def _plain_in(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of plain values; of none that are private."""
-    found = [(name, value) for name, value in list(held.items()) if type(value) in plain.KINDS and name[:1] != "_"]
-    copies = {name: plain.copied(value) for name, value in found}
-    return {name: copy for name, copy in copies.items() if copy is not plain.NOT_PLAIN}
+def _plain_in(held: Mapping[str, Any], before: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return copies of plain values; of none that are private. What is equal to one of `before` has that."""
+    copies = {}
+    for name, value in list(held.items()):
+        if type(value) in plain.KINDS and name[:1] != "_":
+            known = before.get(name, plain.NOT_PLAIN)
+            copy = known if plain.same(value, known) else plain.copied(value)
+            if copy is not plain.NOT_PLAIN:
+                copies[name] = copy
+    return copies
 
 
 def _owners(module: ModuleType) -> Iterator[tuple[_Path, Mapping[str, Any]]]:
@@ -170,9 +179,10 @@ class Signs:
 
     def __init__(self) -> None:
         self._held: list[tuple[Mapping[str, Any], int, list[str], list[Any]]] = []
-        for module in sources.users().values():
-            for _, held in _owners(module):
-                known = _plain_in(held)
+        for name, module in sources.users().items():
+            noted = name in _imported and _imported[name][0] is module
+            for path, held in _owners(module):
+                known = _plain_in(held, _before(name, path) if noted else {})
                 self._held.append((held, len(held), list(known), list(known.values())))
         if sum(len(names) for _, _, names, _ in self._held) > WATCHED:
             self._held.clear()
