@@ -10,8 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from mirror_nb.environment import module_variables
+from mirror_nb.environment import module_variables, surroundings
 from mirror_nb.environment.module_variables import Signs, changed, take
+from mirror_nb.noticing.insides import inside
 
 NAME = "mirror_nb_config"
 TEXT = """
@@ -136,3 +137,8 @@ def test_of_many_variables_none_is_looked_at_between_two_calls(config, monkeypat
     config.LR = 0.1
     assert signs.hold()
     assert changed()[NAME] == {("LR",): 0.1}
+
+
+def test_what_a_strategy_remembers_of_modules_is_not_gone_through_with_it(config):
+    config.held = object()
+    assert inside([surroundings.Signs()], lambda obj: obj is config.held) == []

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mirror_nb.environment.sources import is_users
+from mirror_nb.environment.surroundings import Signs
 from mirror_nb.noticing.slots import own_attributes, slots_of
 from mirror_nb.values import PerReplica
 
@@ -114,6 +115,7 @@ _PLAIN = frozenset({list, tuple, dict, set})
 LEAVES = frozenset(
     {str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.Size, torch.dtype, *weakref.ProxyTypes}
 )
-_CLOSED = (types.ModuleType, torch.Tensor, np.ndarray)
+_CLOSED = (types.ModuleType, torch.Tensor, np.ndarray, Signs)
+# A strategy's signs have all that is in the user's modules.
 _WITHOUT = frozenset({"matplotlib", "IPython", "ipykernel", "ipywidgets", "traitlets", "pandas", "numpy", "PIL"})
 # Libraries whose objects are many and have no networks.
