@@ -66,28 +66,7 @@ def _note(name: str, module: ModuleType) -> None:
 
 def changed() -> Variables:
     """Return what was set in the user's modules since their import."""
-    found: Variables = {}
-    for name, module in sources.users().items():
-        if name not in _imported or _imported[name][0] is not module:
-            _note(name, module)
-        _, before = _imported[name]
-        known = _set.setdefault(name, set())
-        now: dict[_Path, Any] = {}
-        for path, held in _owners(module):
-            if path in before:
-                its = before[path]
-                for variable, value in _plain_in(held, _before(name, path)).items():
-                    now[*path, variable] = value
-                    if variable not in its or not _equal(value, its[variable]):
-                        known.add((*path, variable))
-        if known:
-            found[name] = {path: now[path] for path in known if path in now}
-    return found
-
-
-def _before(name: str, path: _Path) -> Mapping[str, Any]:
-    """Return what was noted of a module's object, to be taken for what is equal to it; nothing where some was set."""
-    return {} if _set.get(name) else _imported[name][1].get(path, {})
+    return Signs().changed
 
 
 def take(variables: Variables) -> None:
@@ -178,14 +157,30 @@ class Signs:
     """Tells in some µs whether a variable was set since."""
 
     def __init__(self) -> None:
+        self.changed: Variables = {}
+        # What was set by now, since the modules' import: one look at them all is for both.
         self._held: list[tuple[Mapping[str, Any], int, list[str], list[Any]]] = []
         for name, module in sources.users().items():
-            noted = name in _imported and _imported[name][0] is module
-            for path, held in _owners(module):
-                known = _plain_in(held, _before(name, path) if noted else {})
-                self._held.append((held, len(held), list(known), list(known.values())))
+            if name not in _imported or _imported[name][0] is not module:
+                _note(name, module)
+            self._look(name, module)
         if sum(len(names) for _, _, names, _ in self._held) > WATCHED:
             self._held.clear()
+
+    def _look(self, name: str, module: ModuleType) -> None:
+        before, known = _imported[name][1], _set.setdefault(name, set())
+        now: dict[_Path, Any] = {}
+        for path, held in _owners(module):
+            its = before.get(path)
+            # Of a module in which something was set, copies of what is there now: 1.0 is equal to 1.
+            values = _plain_in(held, its if its and not known else {})
+            self._held.append((held, len(held), list(values), list(values.values())))
+            if its is not None:
+                now |= {(*path, variable): value for variable, value in values.items()}
+                others = [v for v, value in values.items() if v not in its or not _equal(value, its[v])]
+                known |= {(*path, variable) for variable in others}
+        if known:
+            self.changed[name] = {path: now[path] for path in known if path in now}
 
     def hold(self) -> bool:
         """Whether none was."""

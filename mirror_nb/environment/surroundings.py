@@ -90,9 +90,9 @@ class Changes:
     # Those that have changed.
 
 
-def current() -> Surroundings:
-    """Return what this process has set."""
-    return Surroundings(_folder(), tuple(sys.path), dict(os.environ), _settings(), _others())
+def current(signs: Signs | None = None) -> Surroundings:
+    """Return what this process has set; of modules' variables what `signs` have just seen."""
+    return Surroundings(_folder(), tuple(sys.path), dict(os.environ), _settings(), _others(signs))
 
 
 def at_start(seed: int = 0) -> Surroundings:
@@ -165,12 +165,12 @@ def _folder() -> str:
         return ""
 
 
-def _others() -> dict[str, Any]:
+def _others(signs: Signs | None = None) -> dict[str, Any]:
     found = {}
     for name, (read, _, _) in _OTHERS.items():
         # How torch prints, it does not tell in every version.
         with contextlib.suppress(AttributeError):
-            found[name] = read()
+            found[name] = signs.variables if signs is not None and name == "variables" else read()
     return found
 
 
@@ -208,6 +208,7 @@ class Signs:
         self._filters = list(warnings.filters)
         self._others = _signs()
         self._variables = module_variables.Signs()
+        self.variables = self._variables.changed
 
     def hold(self) -> bool:
         """Whether nothing of that has changed since."""

@@ -271,9 +271,9 @@ class Pool(Followed):
             self.send(range(self.size), Count(latest))
         self._step = latest
 
-    def follow_controller(self) -> Report | None:
+    def follow_controller(self, signs: surroundings.Signs | None = None) -> Report | None:
         """Have the replicas set what this process has set for all of its code, if that has changed since."""
-        now = surroundings.current()
+        now = surroundings.current(signs)
         changes = surroundings.changes(self._told, now) if self._told is not None else None
         if changes is None:
             return None

@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from mirror_nb.devices import Device
+from mirror_nb.environment.surroundings import Signs
 from mirror_nb.errors import DeviceError
 from mirror_nb.messages import Done, Form, Rendezvous, Request
 from mirror_nb.pool.base import Pool
@@ -69,7 +70,7 @@ class InProcessPool(Pool):
     def prepare(self) -> None:
         """It cannot die alone."""
 
-    def follow_controller(self) -> None:
+    def follow_controller(self, signs: Signs | None = None) -> None:
         """What this process has set holds."""
 
     def _emit(self, message: object, slab: int | None = None) -> None:

@@ -421,7 +421,7 @@ class ControllerPlace(Place):
         # Not all at each call: to look takes a third of the time of a small one.
         if anew or moment != self._followed or not self._signs.hold():
             signs = surroundings.Signs()
-            followed = pool.follow_controller()
+            followed = pool.follow_controller(signs)
             if followed is not None:
                 settle(followed, self._names)
             self._followed, self._signs = moment, signs
