@@ -226,9 +226,11 @@ class Notebook:
         )
 
     def execute(self, source: str) -> bool:
-        """Run lines in the kernel that no cell has; return whether it was idle, and could."""
+        """Run lines in the kernel that no cell has; return whether it was idle within some seconds, and could."""
         ran = self.page.evaluate(
             "async code => { const kernel = window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel;"
+            # What widgets tell it keeps it busy for a moment.
+            " for (let i = 0; kernel?.status === 'busy' && i < 30; i++) await new Promise(go => setTimeout(go, 100));"
             " if (kernel?.status !== 'idle') return false;"
             " return (await kernel.requestExecute({ code }).done).content.status === 'ok' }",
             source,
