@@ -116,6 +116,37 @@ def test_objects_are_told_by_their_attributes_a_few_levels_deep():
     assert changes(change) == {"thing.count", "thing.inner['seen']", "thing.new", "thing.tensor"}
 
 
+class Averages:
+    def __init__(self) -> None:
+        self._mean = torch.zeros(2)
+        self._shadow = [torch.zeros(2)]
+        self._by_name = {"weight": (torch.zeros(2), torch.zeros(2))[0]}
+        self._pair = (0, torch.zeros(2))
+        self._latest: Any = torch.zeros(2)
+        self._count = 0
+
+
+def test_tensors_of_private_attributes_are_told_where_they_are_written_to_in_place():
+    averages, network = Averages(), torch.nn.Linear(2, 2)
+    network.register_buffer("seen", torch.zeros(1), persistent=False)
+
+    def change() -> None:
+        for tensor in (averages._mean, *averages._shadow, *averages._by_name.values(), averages._pair[1]):
+            tensor.lerp_(torch.ones(2), 0.5)
+        # What an object can do without is told of neither.
+        averages._latest = torch.ones(2)
+        averages._count += 1
+        averages._shadow.append(torch.ones(2))
+
+    told = {f"averages.{name}" for name in ("_mean", "_shadow[0]", "_by_name['weight']", "_pair[1]")}
+    assert changes(change) == told
+    given = Copies(lambda one: None, lambda obj: False, ((averages,), {}))
+    change()
+    assert given.changed() == ()
+    # Nor of a network's buffers that are not saved.
+    assert changes(lambda: network.seen.add_(1)) == set()
+
+
 def test_methods_partials_and_helpers_are_looked_into():
     thing, numbers = Thing(), [1]
 

@@ -101,6 +101,10 @@ class Copies:
         self._held.append((path, obj, held))
         for name, inner in _members(path, held):
             self._look(name, inner, depth + 1, given)
+        if not given and isinstance(held, _Attributes) and not isinstance(obj, torch.nn.Module):
+            # What is bound there may be a cache; what is written to in place, the averages of an EMA say, is none.
+            for name, tensor in _private_tensors(path, obj):
+                self._look(name, tensor, depth + 1)
 
 
 def _captured(function: Any) -> Iterator[tuple[str, Any]]:
@@ -221,6 +225,15 @@ def _members(path: str, held: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{path}[{key!r}]", value) for key, value in some)
     elif isinstance(held, (list, deque)) and not _PLAIN.issuperset(map(type, held)):
         yield from ((f"{path}[{i}]", value) for i, value in enumerate(itertools.islice(held, _LOOKED_INTO)))
+
+
+def _private_tensors(path: str, obj: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that private attributes are, or hold in a container."""
+    for name, value in list(vars(obj).items()):
+        if name.startswith("_"):
+            whole = [(f"{path}.{name}", value)]
+            inner = _parts(*whole[0]) if isinstance(value, tuple) else _members(*whole[0])
+            yield from (each for each in (*whole, *inner) if isinstance(each[1], torch.Tensor))
 
 
 def _parts(path: str, held: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
