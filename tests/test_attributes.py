@@ -202,6 +202,17 @@ def test_a_tensor_that_is_written_to_stays_itself_and_one_in_its_place_is_anothe
     assert seen.tolist() == [1, 1]
 
 
+def test_a_tensor_that_has_no_memory_costs_no_other_attribute_its_value() -> None:
+    here, there = network(), network()
+    before = attributes(here)
+    here.tangent = torch._efficientzerotensor((2,))  # type: ignore[attr-defined]
+    here.best = 0.5
+    told = before.since()
+    assert told is not None
+    set_attributes(list(there.modules()), told)
+    assert (there.best, hasattr(there, "tangent")) == (0.5, False)
+
+
 def test_a_tensor_that_vmap_has_left_behind_costs_no_other_attribute_its_value() -> None:
     here, there = network(), network()
     before = attributes(here)

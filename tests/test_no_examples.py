@@ -183,6 +183,11 @@ def test_what_such_a_layer_would_not_give_for_each_example_is_torchs_to_refuse(s
         torch.ones(0, 2)[0]
     with pytest.raises(RuntimeError):
         torch.cat([torch.ones(0, 2), torch.ones(2, 3)])
+    with pytest.raises(RuntimeError, match="on device meta"):
+        # By their shapes alone they would be one, with the two rows that there are.
+        torch.cat([torch.ones(0, 2), torch.ones(2, 2, device="meta")])
+    with pytest.raises(RuntimeError, match="to be nested"):
+        torch.cat([torch.ones(0, 2), torch.nested.nested_tensor([torch.ones(2)])])
     assert torch.fft.fft(torch.ones(2)).tolist() == [2, 0]
 
 

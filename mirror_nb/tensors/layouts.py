@@ -57,8 +57,11 @@ def as_row(tensor: torch.Tensor) -> torch.Tensor:
 def memory_of(row: torch.Tensor) -> Any:
     """Return the bytes of values one after another in the memory of the CPU, where they are, as a NumPy array.
 
-    Not by `row.numpy()`: from then on torch would refuse to enlarge a tensor of that memory.
+    Raises RuntimeError for a tensor that has none: one of forward differentiation that stands for zeros, say. Not by
+    `row.numpy()`: from then on torch would refuse to enlarge a tensor of that memory.
     """
+    if row.nbytes and not row.data_ptr():
+        raise RuntimeError(f"a {type(row).__name__} of {row.nbytes} bytes has no memory that can be read")
     return np.asarray(_Memory(row))
 
 

@@ -164,10 +164,14 @@ def _none_of_each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
         return None
     found = []
     for n in (1, 2):
-        filled, named = tree_unflatten([_with_examples(leaf, n) for leaf in leaves], form)
+        # Not each tensor can be a shape alone: not a nested one.
         with contextlib.suppress(Exception):
+            filled, named = tree_unflatten([_with_examples(leaf, n) for leaf in leaves], form)
             found.append(func(*filled, **named))
     if len(found) < 2 or not all(isinstance(one, Tensor) for one in found) or found[0].shape == found[1].shape:
+        return None
+    if any(size != other and 2 * size > other for size, other in zip(found[0].shape, found[1].shape, strict=True)):
+        # There are other rows in it.
         return None
     none = empty[0].new_zeros(_rows_of_none(*found), dtype=found[0].dtype)
     if none.is_floating_point() or none.is_complex():
