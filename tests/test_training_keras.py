@@ -1141,6 +1141,31 @@ def test_a_model_that_the_notebook_has_evaluated_learns_in_cells_as_before():
     assert notebook.user_ns["learns"] == [True, True]
 
 
+def test_what_each_replica_has_of_its_own_in_a_model_of_a_loop_is_not_told_as_trained_apart(two, recwarn):
+    with two.scope():
+        parts = layers.Dense(2), layers.BatchNormalization(), layers.Dropout(0.5)
+        model = keras.Sequential([keras.Input((3,)), *parts])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        replica_id = mnb.get_replica_context().replica_id_in_sync_group
+        model(torch.randn(4, 3) + replica_id, training=True).sum().backward()
+        optimizer.step()
+        if replica_id:
+            model(torch.zeros(1, 3), training=True)
+            if replica_id > alike:
+                model.trainable_variables[0].value.data.add_(1)
+
+    alike = 1
+    two.run(step)
+    model.state_dict()
+    assert not [told for told in recwarn if "parameters differ" in str(told.message)]
+    alike = 0
+    two.run(step)
+    with pytest.warns(UserWarning, match="parameters differ"):
+        model.state_dict()
+
+
 def test_a_function_may_use_keras_and_torch_at_once(two):
     def sums() -> Any:
         return keras.ops.sum(torch.ones(3))

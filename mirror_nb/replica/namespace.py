@@ -436,7 +436,8 @@ class Namespace:
             exporting.plain(obj, "")
         changes, self._changes = exporting.changes, Changes()
         self._forget_former()
-        sums = {handle: bits(_complete(module)) for handle, module in fresh.networks.items()} if compare else {}
+        new = fresh.networks.items() if compare else ()
+        sums = {handle: bits(_trained_alike(module).values()) for handle, module in new}
         changed = self._changed_roots(fresh.networks, owner, trained, sums if compare else None)
         told = components_in if owner else told_by_all
         objects = {handle: payload if owner else None for handle, (_, payload) in fresh.objects.items()}
@@ -697,9 +698,10 @@ class Namespace:
             state = mirrored_values(module) if owner else told_by_all(module)
             found = checksums(state.values())
             if sums is not None:
-                own = _complete(module)
-                # They come first in what an owner sends.
-                sums[handle] = mixed(found[: len(own)]) if owner else bits(own)
+                own = _trained_alike(module)
+                # An owner has summed them already.
+                there = [each for name, each in zip(state, found, strict=True) if name in own] if owner else []
+                sums[handle] = mixed(there) if owner else bits(own.values())
             total = mixed(found)
             if self._sums.get(handle) != total:
                 states[handle] = {name: value.detach() for name, value in state.items()}
@@ -717,11 +719,17 @@ def _for_replicas(packed: Iterable[object]) -> list[tuple[nn.Module, dict[str, A
     return [(each, {name: vars(each)[name] for name in getattr(type(each), "_OF_REPLICAS", ())}) for each in networks]
 
 
-def _complete(network: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters that have values."""
-    return [parameter for parameter in network.parameters() if not is_lazy(parameter)]
+def _trained_alike(network: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters that have values, by name: of Keras's those that are trained.
+
+    Statistics of its layers and the states of their generators are parameters, too, which each replica has of its own.
+    """
+    complete = ((name, parameter) for name, parameter in network.named_parameters() if not is_lazy(parameter))
+    return {name: parameter for name, parameter in complete if parameter.requires_grad or _KERASS not in name}
 
 
+_KERASS = "_torch_params."
+# Where a layer of Keras has all of its variables.
 _COMPILED = "what a model was compiled with"
 # Stands among the names that could not travel.
 _MISSING = object()
