@@ -626,6 +626,17 @@ values(found)
     assert cell(replicas(2), source) == [[*map(float, range(150)), 0.5]] * 2
 
 
+def test_replicas_with_examples_agree_once_however_many_tensors_they_reduce(replicas):
+    source = """
+from unittest import mock
+from mirror_nb.strategies.peers import Peers
+with mock.patch.object(Peers, "sizes", side_effect=AssertionError):
+    found = strategy.run(lambda: get_replica_context().all_reduce("mean", [k * mine for k in range(150)]))
+values(found)
+"""
+    assert cell(replicas(2), source) == [[1.5 * k for k in range(150)]] * 2
+
+
 def test_an_uneven_batch_weighs_gradients_by_examples_and_no_sync_keeps_them_local(replicas):
     source = """
 torch.manual_seed(0)

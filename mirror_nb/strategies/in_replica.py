@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value")
 
 _MARKS = 62
-# Of so many tensors of an all-reduce a replica says in one integer that it has none.
+# Of so many tensors of an all-reduce a replica says in one integer that it has none, and whether of others, too.
 _MIRRORED = (
     nn.Module,
     torch.optim.Optimizer,
@@ -336,8 +336,9 @@ class ReplicaPlace(Place):
         lacking = {i for i, tensor in enumerate(offer) if self._absent(op) and is_mean_of_none(tensor)}
         own = sum(1 << i for i in lacking)
         words = [own >> i & ((1 << _MARKS) - 1) for i in range(0, len(offer), _MARKS)] or [0]
-        marks, common = self._peers.agree(f"all_reduce {op.value}", form, words[0])
-        if len(words) > 1:
+        more = int(any(words[1:])) << _MARKS
+        marks, common = self._peers.agree(f"all_reduce {op.value}", form, words[0] | more)
+        if any(mark >> _MARKS for mark in marks):
             marks = [sum(word << i * _MARKS for i, word in enumerate(row)) for row in self._peers.sizes(words)]
         tensors = [tensor.to(sum_dtype(leaf.dtype, None)) for tensor, leaf in zip(offer, common, strict=True)]
         for i in lacking:
