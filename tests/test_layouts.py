@@ -107,7 +107,9 @@ def test_the_size_of_a_tensor_is_that_of_its_blocks():
 
 
 class Scaled(torch.Tensor):
-    """As torchao makes them: of other tensors, with few of torch's operations."""
+    """As torchao makes them: of other tensors, with few of torch's operations; and of more, as a DTensor its mesh."""
+
+    mesh = None
 
     @staticmethod
     def __new__(cls, whole: torch.Tensor, scale: torch.Tensor) -> Scaled:
@@ -117,7 +119,7 @@ class Scaled(torch.Tensor):
         self.whole, self.scale = whole, scale
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["whole", "scale"], None
+        return ["whole", "scale", "mesh"], None
 
     @classmethod
     def __torch_dispatch__(cls, func: object, types: object, args: tuple = (), kwargs: object = None) -> Scaled:

@@ -40,7 +40,9 @@ def blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
         return list(tensor.unbind())
     if hasattr(tensor, _PARTS):
         names, _ = getattr(tensor, _PARTS)()
-        return [block for name in names for block in blocks(getattr(tensor, name))]
+        # Of a DTensor also its mesh.
+        parts = (getattr(tensor, name) for name in names)
+        return [block for part in parts if isinstance(part, torch.Tensor) for block in blocks(part)]
     return [tensor.int_repr() if tensor.is_quantized else tensor.to_dense()]
 
 
