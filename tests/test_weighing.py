@@ -100,6 +100,24 @@ def test_a_batch_of_no_examples_is_known_too(weighing, used):
 
 
 @pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        lambda: torch.ones(2, 1, device="meta"),
+    ],
+    ids=["jagged", "meta"],
+)
+def test_examples_that_lie_in_no_memory_of_their_own_are_not_taken_for_none(weighing, make):
+    held = torch.ones(0, 1), torch.ones(2, 1)
+    weighing.handed_out(held[0], (0, 1))
+    weighing.handed_out(held[1], FULL)
+    assert weighing.called_with(make()) is None
+    own = make()
+    weighing.handed_out(own, FULL)
+    assert weighing.called_with([own]) == FULL
+
+
+@pytest.mark.parametrize(
     "call",
     [
         lambda net, x: torch.func.vmap(net)(x[None]),

@@ -136,8 +136,9 @@ _NONE: tuple[Callable[[], Tensor | None], Shares | None, int] = (lambda: None), 
 def _storage_of(tensor: Tensor) -> int:
     """Return the address of a tensor's storage; 0 for one that is empty, -1 for one that has none."""
     try:
-        # Of the slice that a share of no examples is the storage is not empty.
-        return tensor.untyped_storage().data_ptr() if tensor.data_ptr() else 0
+        # The first raises for what has none, jagged say. Of the slice that a share of no examples is it is not empty.
+        storage = tensor.untyped_storage().data_ptr()
+        return storage if tensor.data_ptr() else 0
     except RuntimeError:
         # Sparse, or what stands for a tensor while something is traced, exported or mapped.
         return -1
@@ -148,7 +149,7 @@ def _within(tensor: Tensor, own: Tensor) -> bool:
     storage = _storage_of(own)
     if storage in (0, -1):
         # A share of no examples has no memory, and no weight, whichever batch it is of.
-        return storage == 0
+        return storage == 0 and not tensor.numel()
     begins = own.data_ptr()
     # There may be gaps in it: of padded sequences a collate_fn takes the columns that are needed.
     extent = needed(own) - own.storage_offset() * own.itemsize if is_block(own) else own.nbytes
