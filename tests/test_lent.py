@@ -554,6 +554,14 @@ def test_replicas_that_part_ways_are_told_of_once_and_brought_together(shell, ru
     assert "differs between the replicas: model" in closing(shell, APART.format("model"))
 
 
+def test_a_network_that_stayed_in_the_replicas_is_told_to_differ_once_it_is_here(shell, run):
+    stays = "import threading\nkept = nn.Linear(2, 2)\nkept.lock = threading.Lock()"
+    assert "differs" not in closing(shell, APART.format("kept").replace("with", f"{stays}\nwith", 1))
+    run("%%mirrored\ndel kept.lock")
+    run("%mirror pull kept")
+    assert "differs between the replicas: kept" in closing(shell, "%%mirrored\nkept.bias.sum()")
+
+
 def test_what_a_cell_changed_in_an_object_is_told_of_and_can_be_brought(shell, run):
     run("import types; meter = types.SimpleNamespace(seen=0)")
     told = closing(shell, "%%mirrored\nmeter.seen += 5 + replica_id")

@@ -118,7 +118,7 @@ class Absorbing:
         self._awaited: dict[int, set[str]] = {}
         # Of what is being taken in; see `_Told`.
         self._parted = Parted()
-        # Handles of networks that differ between the replicas, as the user has been told.
+        # By their handles: networks that differ between the replicas, as the user has been told.
         self._loose: set[str] = set()
         # Names of tensors that do, likewise.
 
@@ -239,11 +239,12 @@ class Absorbing:
 
     def _note_diverged(self, opened: dict[int, Exports]) -> list[str]:
         first = []
-        for handle in self._parted.note([exports.sums for exports in opened.values()]):
-            network = self._mirrors.find(handle)
-            if network is not None:
-                names = [name for name, value in self._user_ns.items() if value is network and travels(name)]
-                first.append(names[0] if names else f"a {type(network).__name__}")
+        # Of those that are here: one that has stayed in the replicas is told of once it has come.
+        here = {handle: self._mirrors.find(handle) for exports in opened.values() for handle in exports.sums}
+        sums = [{h: each for h, each in exports.sums.items() if here[h] is not None} for exports in opened.values()]
+        for handle in self._parted.note(sums):
+            names = [name for name, value in self._user_ns.items() if value is here[handle] and travels(name)]
+            first.append(names[0] if names else f"a {type(here[handle]).__name__}")
         return first
 
     def _graft(self, exports: Exports, arrivals: Arrivals) -> None:
