@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mirror_nb.environment.surroundings import Changes
-from mirror_nb.transfer.payload import Payload, SearchPath
+from mirror_nb.transfer.packing import SearchPath
+from mirror_nb.transfer.payload import Payload
 
 
 class _Compact:

@@ -23,7 +23,8 @@ from mirror_nb.notebook.source import cell_names
 from mirror_nb.pool.base import Pool
 from mirror_nb.pool.local import LocalPool, _listen
 from mirror_nb.pool.report import Report
-from mirror_nb.transfer.payload import pack, unpack
+from mirror_nb.transfer.opening import unpack
+from mirror_nb.transfer.packing import pack
 
 DEADLINE = 20.0
 # Seconds. Far more than anything takes; a test that reaches it has failed.

@@ -18,7 +18,8 @@ import mirror_nb as mnb
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import travels
 from mirror_nb.transfer import compiled
-from mirror_nb.transfer.payload import pack, unpack
+from mirror_nb.transfer.opening import unpack
+from mirror_nb.transfer.packing import pack
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ from IPython.core.interactiveshell import InteractiveShell
 import mirror_nb as mnb
 from mirror_nb import event_files
 from mirror_nb.event_files import EventFiles, HandedOn, Written
-from mirror_nb.transfer.payload import pack, unpack
+from mirror_nb.transfer.opening import unpack
+from mirror_nb.transfer.packing import pack
 
 pytest.importorskip("tensorboard")
 

@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 import mirror_nb as mnb
 from mirror_nb.mirroring.mirrors import Mirrors
-from mirror_nb.transfer.payload import pack, unpack
+from mirror_nb.transfer.opening import unpack
+from mirror_nb.transfer.packing import pack
 
 Run = Callable[[str], Any]
 X = torch.ones(2, 4)

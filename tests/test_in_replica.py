@@ -17,7 +17,7 @@ from mirror_nb.collectives.base import Member
 from mirror_nb.collectives.gloo import GlooAllReduce
 from mirror_nb.messages import Call, RunCell
 from mirror_nb.strategies.peers import Form, Peers
-from mirror_nb.transfer.payload import pack
+from mirror_nb.transfer.packing import pack
 
 IMPORTS = """
 import torch

@@ -21,7 +21,8 @@ from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.mirroring.networks import averaged_statistics, load, structure, tensors
 from mirror_nb.strategies.reading import Reading
 from mirror_nb.tensors.checksums import bits
-from mirror_nb.transfer.payload import pack, unpack
+from mirror_nb.transfer.opening import unpack
+from mirror_nb.transfer.packing import pack
 from mirror_nb.transfer.told import Told, take_told, told_of
 
 

@@ -19,7 +19,9 @@ from mirror_nb.noticing.contents import WATCHED_BYTES, content
 from mirror_nb.replica import outgoing as outgoing_module
 from mirror_nb.replica.exporting import describe
 from mirror_nb.replica.namespace import Namespace
-from mirror_nb.transfer.payload import Packed, pack, unpack
+from mirror_nb.transfer.opening import unpack
+from mirror_nb.transfer.packing import pack
+from mirror_nb.transfer.payload import Packed
 from mirror_nb.transfer.pickler import TooLarge
 
 

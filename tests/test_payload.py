@@ -23,7 +23,8 @@ from torch import nn
 
 from mirror_nb.errors import TransferError
 from mirror_nb.transfer.nest import DEPTH
-from mirror_nb.transfer.payload import IN_BAND_BYTES, Begins, NotRebuilt, SearchPath, pack, unpack
+from mirror_nb.transfer.opening import NotRebuilt, unpack
+from mirror_nb.transfer.packing import IN_BAND_BYTES, Begins, SearchPath, pack
 from mirror_nb.transfer.pickler import TooLarge, dumps, global_names
 from mirror_nb.transfer.slab import anonymous_file
 from mirror_nb.values import same
@@ -788,7 +789,7 @@ def test_tensors_that_are_kept_hold_no_descriptors():
 def test_complex_numbers_travel_as_others_do():
     # By torch's own way they would arrive on the GPU that they come from, which the notebook goes without.
     packed = pack({"signal": torch.ones(100_000, dtype=torch.complex64)})
-    assert b"_open_tensor" in packed.payload.pickled
+    assert b"open_tensor" in packed.payload.pickled
     assert torch.equal(unpack(packed.payload, packed.slab)[0]["signal"], torch.ones(100_000, dtype=torch.complex64))
 
 

@@ -29,7 +29,7 @@ from mirror_nb.pool.following import UNEVEN_AFTER
 from mirror_nb.pool.local import LocalPool, _visible, stop_forkserver
 from mirror_nb.replica import runtime
 from mirror_nb.strategies.mirrored import SETUP
-from mirror_nb.transfer import payload
+from mirror_nb.transfer import packing, slab
 
 
 @pytest.fixture
@@ -438,9 +438,9 @@ def test_memory_that_cannot_be_had_is_an_error_with_a_way_out(two, monkeypatch):
     def full(*args: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(payload.os, "memfd_create", full, raising=False)
+    monkeypatch.setattr(slab.os, "memfd_create", full, raising=False)
     with pytest.raises((TransferError, OSError), match=r"No space left|memory"):
-        payload.pack(torch.ones(3_000_000)).close()
+        packing.pack(torch.ones(3_000_000)).close()
     monkeypatch.undo()
     run_cell(two, "kept = 3")
     goes_on(two)

@@ -17,7 +17,7 @@ from mirror_nb.notebook.names import Names
 from mirror_nb.notebook.parcels import Parcel
 from mirror_nb.notebook.source import CellNames, cell_names
 from mirror_nb.replica.namespace import Namespace
-from mirror_nb.transfer.payload import pack
+from mirror_nb.transfer.packing import pack
 
 NET = "net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))"
 TRAIN = "with torch.no_grad():\n    for p in net.parameters(): p += 1 + 0 * replica_id\n"

@@ -15,7 +15,7 @@ from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import settle
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.mirrored import MirroredStrategy
-from mirror_nb.transfer.payload import pack
+from mirror_nb.transfer.packing import pack
 
 
 class Replicas(ABC):

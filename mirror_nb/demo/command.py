@@ -30,7 +30,7 @@ from mirror_nb.pool.base import Pool
 from mirror_nb.pool.local import LocalPool, stop_forkserver, warm_up
 from mirror_nb.pool.report import Report, together
 from mirror_nb.strategies.mirrored import SETUP
-from mirror_nb.transfer.payload import pack
+from mirror_nb.transfer.packing import pack
 
 OK, FAILED, WRONG_CALL, INTERRUPTED = 0, 1, 2, 130
 _CELL = """\

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from mirror_nb.errors import TransferError, users_level
 from mirror_nb.readable import size
 from mirror_nb.transfer.hooks import HOOKS, Hooks, exchange, is_lazy, known_to_stay, note_staying, numbers
-from mirror_nb.transfer.payload import pack
+from mirror_nb.transfer.packing import pack
 from mirror_nb.transfer.pickler import TooLarge
 from mirror_nb.transfer.told import is_told
 

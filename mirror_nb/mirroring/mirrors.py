@@ -42,7 +42,7 @@ from mirror_nb.mirroring.networks import (
 )
 from mirror_nb.mirroring.registrations import registrations
 from mirror_nb.transfer.hooks import Hooks, hook_dicts, keep_numbers
-from mirror_nb.transfer.payload import Arrivals
+from mirror_nb.transfer.opening import Arrivals
 from mirror_nb.variables import bare
 
 Moved = tuple[nn.Parameter, str, str]

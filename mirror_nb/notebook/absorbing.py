@@ -27,7 +27,8 @@ from mirror_nb.noticing.contents import Content
 from mirror_nb.noticing.refilling import filling, is_refillable, refill, stays_itself
 from mirror_nb.telemetry.comparison import Parted
 from mirror_nb.transfer import torchmetrics_objects
-from mirror_nb.transfer.payload import Arrivals, Payload, unpack
+from mirror_nb.transfer.opening import Arrivals, unpack
+from mirror_nb.transfer.payload import Payload
 from mirror_nb.values import PerReplica, Remote, merged
 
 

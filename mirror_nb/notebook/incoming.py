@@ -20,7 +20,8 @@ from mirror_nb.messages import Export, Imported, KnownModule, NewModule, Plain, 
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.noticing.refilling import is_trained
-from mirror_nb.transfer.payload import Payload, unpack
+from mirror_nb.transfer.opening import unpack
+from mirror_nb.transfer.payload import Payload
 from mirror_nb.transfer.told import parameters_of
 from mirror_nb.values import PerReplica, Remote, merged
 

@@ -25,7 +25,8 @@ from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.report import Report
 from mirror_nb.strategies.objects import Objects, optimizer_of
 from mirror_nb.strategies.states import States, kept, load_state, state_of
-from mirror_nb.transfer.payload import pack, unpack
+from mirror_nb.transfer.opening import unpack
+from mirror_nb.transfer.packing import pack
 from mirror_nb.transfer.told import is_told, parameters_of
 
 KEEP_SECONDS = 5.0

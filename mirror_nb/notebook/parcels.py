@@ -20,7 +20,8 @@ from mirror_nb.notebook.lent import Lent
 from mirror_nb.noticing.insides import inside
 from mirror_nb.noticing.kinds import goes_by_name
 from mirror_nb.noticing.refilling import filling, is_refillable
-from mirror_nb.transfer.payload import Begins, Packed, pack
+from mirror_nb.transfer.packing import Begins, pack
+from mirror_nb.transfer.payload import Packed
 
 
 @dataclass(slots=True)

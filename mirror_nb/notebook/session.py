@@ -52,7 +52,8 @@ from mirror_nb.pool.report import Report, alike
 from mirror_nb.readable import aligned, duration, size
 from mirror_nb.replica.shell import cell_numbers, learn, source_of
 from mirror_nb.strategies.mirrored import SETUP
-from mirror_nb.transfer.payload import Payload, pack
+from mirror_nb.transfer.packing import pack
+from mirror_nb.transfer.payload import Payload
 from mirror_nb.transfer.submodules import bring, reached
 from mirror_nb.transfer.told import is_told
 from mirror_nb.values import Remote

@@ -16,7 +16,7 @@ from mirror_nb.devices import Device
 from mirror_nb.messages import Done, Failure
 from mirror_nb.pool import hangs
 from mirror_nb.readable import size
-from mirror_nb.transfer.payload import Arrivals, unpack
+from mirror_nb.transfer.opening import Arrivals, unpack
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,18 +47,9 @@ from mirror_nb.replica.outgoing import (
 from mirror_nb.tensors.checksums import bits, checksums, mixed
 from mirror_nb.tensors.sharded import has_sharded
 from mirror_nb.transfer import torchmetrics_objects
-from mirror_nb.transfer.payload import (
-    Arrivals,
-    Begins,
-    Last,
-    NotRebuilt,
-    Packed,
-    Payload,
-    SearchPath,
-    note_not_made_again,
-    pack,
-    unpack,
-)
+from mirror_nb.transfer.opening import Arrivals, NotRebuilt, note_not_made_again, unpack
+from mirror_nb.transfer.packing import Begins, Last, SearchPath, pack
+from mirror_nb.transfer.payload import Packed, Payload
 from mirror_nb.transfer.pickler import label_class
 from mirror_nb.transfer.told import is_told
 

@@ -25,8 +25,10 @@ from mirror_nb.replica.objects import Objects
 from mirror_nb.tensors.layouts import nbytes
 from mirror_nb.tensors.sharded import has_sharded
 from mirror_nb.transfer.keras_objects import reduce_keras
+from mirror_nb.transfer.opening import unpack
+from mirror_nb.transfer.packing import pack
 from mirror_nb.transfer.parametrized import reduce_parametrized
-from mirror_nb.transfer.payload import Payload, pack, unpack
+from mirror_nb.transfer.payload import Payload
 from mirror_nb.transfer.pickler import TooLarge
 from mirror_nb.transfer.told import is_told
 

@@ -71,7 +71,9 @@ from mirror_nb.steps.steering import Steering
 from mirror_nb.tensors.checksums import checksums
 from mirror_nb.tensors.sharded import is_sharded
 from mirror_nb.transfer import raised, submodules
-from mirror_nb.transfer.payload import Arrivals, NotRebuilt, Packed, Payload, pack
+from mirror_nb.transfer.opening import Arrivals, NotRebuilt
+from mirror_nb.transfer.packing import pack
+from mirror_nb.transfer.payload import Packed, Payload
 from mirror_nb.transfer.pickler import dumps
 from mirror_nb.values import Shares
 

@@ -63,7 +63,9 @@ from mirror_nb.strategies.states import States, add_groups, groups_from, kept, l
 from mirror_nb.telemetry.comparison import Comparison, Parted
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.transfer import torchmetrics_objects
-from mirror_nb.transfer.payload import Packed, Weighed, note_not_made_again, pack
+from mirror_nb.transfer.opening import note_not_made_again
+from mirror_nb.transfer.packing import Weighed, pack
+from mirror_nb.transfer.payload import Packed
 from mirror_nb.transfer.told import is_told
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
 from mirror_nb.variables import Variable, update_component

@@ -56,7 +56,9 @@ from mirror_nb.strategies.replica_variables import ReplicaHome
 from mirror_nb.strategies.seat import PeerSeat
 from mirror_nb.strategies.standalone import Standalone
 from mirror_nb.telemetry.comparison import Comparison, compared
-from mirror_nb.transfer.payload import Payload, pack, unpack
+from mirror_nb.transfer.opening import unpack
+from mirror_nb.transfer.packing import pack
+from mirror_nb.transfer.payload import Payload
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp, Shares, widened
 from mirror_nb.variables import Variable, component, distributed, provide_arrivals, update_component
 

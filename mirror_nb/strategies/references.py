@@ -17,7 +17,9 @@ from mirror_nb.mirroring.mirrors import Mirrors, Moved
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.misuse import not_mirrored, not_owned, of_another_strategy
 from mirror_nb.strategies.objects import Objects
-from mirror_nb.transfer.payload import Arrivals, Packed, pack
+from mirror_nb.transfer.opening import Arrivals
+from mirror_nb.transfer.packing import pack
+from mirror_nb.transfer.payload import Packed
 from mirror_nb.variables import Variable
 
 _BELONGS_TO_SCOPE = (

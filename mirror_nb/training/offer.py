@@ -11,7 +11,9 @@ import os
 import sys
 from typing import Any, final
 
-from mirror_nb.transfer.payload import Payload, pack, unpack
+from mirror_nb.transfer.opening import unpack
+from mirror_nb.transfer.packing import pack
+from mirror_nb.transfer.payload import Payload
 
 
 @final

@@ -33,7 +33,8 @@ from mirror_nb.pool.in_process import InProcessPool
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.report import Report
 from mirror_nb.strategies.mirrored import SETUP
-from mirror_nb.transfer.payload import pack, unpack
+from mirror_nb.transfer.opening import unpack
+from mirror_nb.transfer.packing import pack
 
 KINDS = [(InProcessPool, 1), (LocalPool, 1), (LocalPool, 2)]
 
