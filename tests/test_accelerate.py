@@ -28,9 +28,9 @@ def pool() -> Iterator[LocalPool]:
     with LocalPool((Device("cpu", 0), Device("cpu", 1)), setup=SETUP) as pool:
         pool.start()
         settings = "import os; os.environ.update(ACCELERATE_USE_CPU='true', OMP_NUM_THREADS='1')"
-        # Its numbers are drawn anew each time: now and then a gradient is too small for the bound that it compares with.
-        drawn = "import numpy; made = numpy.random.default_rng; numpy.random.default_rng = lambda seed=None: made(seed or 7)"
-        assert run_cell(pool, f"{settings}; {drawn}").errors == {}
+        # Its numbers are drawn anew each time: now and then a gradient is too small for the bound it is compared by.
+        drawn = "import numpy.random as r; make = r.default_rng; r.default_rng = lambda seed=None: make(seed or 7)"
+        assert run_cell(pool, f"{settings}\n{drawn}").errors == {}
         yield pool
 
 
