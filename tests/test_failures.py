@@ -100,6 +100,11 @@ def test_another_line_is_one_of_the_plain_cell_too(monkeypatch):
     assert shown.endswith("raised by all 2 replicas\nreplica 1 (cuda:1) at Cell In[7], line 2: f(2)")
 
 
+def test_where_ipython_gives_cells_no_names_a_line_has_its_files(monkeypatch):
+    monkeypatch.setattr("IPython.get_ipython", lambda: types.SimpleNamespace(compile=object()))
+    assert told("/nowhere/f.py, line 2") == "f.py, line 2"
+
+
 def test_a_file_that_nobody_can_read_is_told_by_its_name():
     assert told("/nowhere/f.py, line 2") == "f.py, line 2"
     for read in ("g.py, line 3: x = 1", "g.py, line 3: x = y / 2  # as in h.py, line 4"):

@@ -448,8 +448,8 @@ def test_progress_bars_appear(notebook):
 
 
 def test_the_kernel_lets_go_of_replicas_widgets_that_are_closed_and_of_all_at_a_restart(notebook):
-    notebook.run("from comm import get_comm_manager\nfrom mirror_nb.notebook.output import CommProxy")
-    known = "sum(isinstance(comm, CommProxy) for comm in get_comm_manager().comms.values())"
+    notebook.run("from mirror_nb.notebook.output import CommProxy")
+    known = "sum(isinstance(comm, CommProxy) for comm in get_ipython().kernel.comm_manager.comms.values())"
     notebook.run("%%mirrored --quiet\nimport ipywidgets\nslider = ipywidgets.IntSlider()")
     made = int(notebook.value(known))
     notebook.run("%%mirrored --quiet\nslider.close()")

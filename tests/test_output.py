@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import comm
+import ipykernel.comm.comm
 import pytest
+from comm.base_comm import CommManager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from IPython.utils.capture import capture_output
 
 from mirror_nb.devices import Device
 from mirror_nb.messages import ClearOutput, CommMessage, Display, Stream
-from mirror_nb.notebook.output import TAIL_CHARACTERS, TAIL_LINES, CellView, CommProxy, Folded, spans
+from mirror_nb.notebook.output import TAIL_CHARACTERS, TAIL_LINES, CellView, CommProxy, Folded, comms_of, spans
 from mirror_nb.replica.shell import Comms
 
 DEVICES = [Device("cpu", i) for i in range(4)]
@@ -32,7 +35,7 @@ class Publisher:
 class Shell:
     """Takes what a notebook would show; it has no kernel, hence no widgets."""
 
-    kernel = None
+    kernel: Any = None
 
     def __init__(self) -> None:
         self.display_pub = Publisher()
@@ -197,9 +200,37 @@ def test_a_front_ends_message_reaches_the_widgets_replica():
     assert sent == [CommMessage({"comm_id": "c1"}, (b"x",))]
 
 
-def test_what_a_callback_raises_is_logged_and_ends_no_replica(monkeypatch, caplog):
+@pytest.fixture
+def comm_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("create_comm", "get_comm_manager"):
         monkeypatch.setattr(comm, name, getattr(comm, name))
+
+
+def test_a_kernels_widgets_are_those_that_it_knows(comm_restored):
+    # Before ipykernel 6.18 it had them to itself.
+    older, shell = CommManager(), Shell()
+    assert comms_of(shell) is comm.get_comm_manager().comms
+    shell.kernel = SimpleNamespace(comm_manager=older)
+    assert comms_of(shell) is older.comms
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_widgets_of_either_ipykernel_reach_the_front_end(comm_restored, monkeypatch, older):
+    for module in (ipykernel.comm, ipykernel.comm.comm):
+        monkeypatch.setattr(module, "Comm", type("Comm", (), {}) if older else ipykernel.comm.Comm)
+    emitted: list[Any] = []
+    comms = Comms(emitted.append)
+    # What ipywidgets 7 does, and what 8 does.
+    opened = ipykernel.comm.Comm(target_name="mine", data={"a": 1}) if older else comm.create_comm("mine", {"a": 1})
+    heard: list[Any] = []
+    opened.on_msg(heard.append)
+    assert not older or opened.kernel is not None
+    comms.receive(CommMessage({"comm_id": opened.comm_id, "data": 5}, ()))
+    assert [message["content"]["data"] for message in heard] == [5]
+    assert [(sent.kind, sent.content["data"]) for sent in emitted] == [("comm_open", {"a": 1})]
+
+
+def test_what_a_callback_raises_is_logged_and_ends_no_replica(comm_restored, caplog):
     emitted: list[Any] = []
     comms = Comms(emitted.append)
     opened = comm.create_comm("mine")

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import comm
 from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb.devices import Device
@@ -259,6 +260,13 @@ def forward(shell: InteractiveShell, message: CommSent) -> None:
             ident=f"comm-{message.content['comm_id']}".encode(),
             buffers=list(message.buffers),
         )
+
+
+def comms_of(shell: InteractiveShell) -> dict[str, Any]:
+    """Return the front end's connections to widgets, by the id of each."""
+    # Before ipykernel 6.18 a kernel's are not those of `comm`.
+    manager: Any = getattr(getattr(shell, "kernel", None), "comm_manager", None) or comm.get_comm_manager()
+    return manager.comms
 
 
 class CommProxy:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from comm import get_comm_manager
 from IPython.core.interactiveshell import InteractiveShell
 
 from mirror_nb import devices as device_names
@@ -38,7 +37,7 @@ from mirror_nb.notebook.live import LiveDashboard
 from mirror_nb.notebook.measuring import Measuring
 from mirror_nb.notebook.names import Names
 from mirror_nb.notebook.options import AS_USUAL, CellOptions, GradientFlags
-from mirror_nb.notebook.output import CellView, CommProxy
+from mirror_nb.notebook.output import CellView, CommProxy, comms_of
 from mirror_nb.notebook.parcels import Parcel
 from mirror_nb.notebook.source import CellNames, cell_names
 from mirror_nb.pool.base import Pool
@@ -480,12 +479,12 @@ class Session:
     def _proxy(self, replica_id: int, comm_id: str) -> None:
         pool = self._running()
         proxy: Any = CommProxy(comm_id, lambda message: pool.hand(replica_id, message))
-        get_comm_manager().comms[comm_id] = proxy
+        comms_of(self._shell)[comm_id] = proxy
         self._proxies.add(comm_id)
 
     def _drop_proxy(self, comm_id: str) -> None:
         # The front end may have closed it first.
-        get_comm_manager().comms.pop(comm_id, None)
+        comms_of(self._shell).pop(comm_id, None)
         self._proxies.discard(comm_id)
 
     def _shown(self, report: Report, lead: int, value: Any) -> Any:

@@ -15,7 +15,9 @@ def cell_of(file: str) -> str:
     """Return IPython's name of the cell whose code names this file, as `Cell In[5]`; empty if there is none."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    named = shell.compile.format_code_name(file) if shell is not None else None
+    # IPython 7 has no such names.
+    name = getattr(shell.compile, "format_code_name", None) if shell is not None else None
+    named = name(file) if name is not None else None
     return " ".join(named) if named else ""
 
 

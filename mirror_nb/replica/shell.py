@@ -10,11 +10,13 @@ import datetime
 import functools
 import importlib
 import inspect
+import io
 import linecache
 import numbers
 import os
 import sys
 import threading
+import tokenize
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -233,9 +235,14 @@ def cell_numbers(shell: InteractiveShell) -> dict[str, int]:
 
 def _ends_in_a_semicolon(source: str) -> bool:
     # Some magics' cells are no Python.
-    with contextlib.suppress(Exception):
-        return bool(DisplayHook.semicolon_at_end_of_expression(source))
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        code = [token.string for token in tokens if token.type not in _NO_CODE]
+        return code[-1:] == [";"]
     return False
+
+
+_NO_CODE = frozenset({tokenize.ENDMARKER, tokenize.NEWLINE, tokenize.NL, tokenize.COMMENT})
 
 
 _old_objects: dict[Any, Any] = {}
@@ -326,6 +333,9 @@ class Comms:
         from comm.base_comm import BaseComm, CommManager
 
         class ReplicaComm(BaseComm):
+            kernel = self
+            # For ipywidgets 7, which sends nothing without one.
+
             def publish_msg(
                 self,
                 msg_type: str,
@@ -341,6 +351,10 @@ class Comms:
         self._manager = CommManager()
         comm.create_comm = ReplicaComm
         comm.get_comm_manager = lambda: self._manager
+        own: Any = importlib.import_module("ipykernel.comm")
+        if not issubclass(own.Comm, BaseComm):
+            # Widgets of before ipykernel 6.18 know no `comm`.
+            own.Comm = own.comm.Comm = ReplicaComm
         if _kernel is not None:
             sys.modules[_KERNEL] = _kernel
         # tqdm.auto draws notebook bars only where this module is loaded.
