@@ -161,6 +161,16 @@ def test_a_view_whose_bytes_begin_within_an_element_of_another_shares_its_memory
     assert torch.equal(raw[13:], torch.ones(1).view(torch.uint8))
 
 
+@pytest.mark.parametrize("part_first", [False, True])
+def test_tensors_of_an_array_and_of_the_part_that_it_begins_with_share_its_memory_on_arrival(part_first):
+    array = np.zeros(10)
+    tensors = [torch.from_numpy(array), torch.from_numpy(array[:5])]
+    arrived = travel(sorted(tensors, key=len, reverse=not part_first))
+    part, whole = sorted(arrived, key=len)
+    whole += 1
+    assert (part.tolist(), whole.tolist()) == ([1.0] * 5, [1.0] * 10)
+
+
 def test_views_of_a_large_tensor_that_have_nothing_in_common_travel_small():
     whole = torch.zeros(1_000_000)
     assert pack([whole[:10], whole[5:20], whole[-10:], whole[:0]], namespace={}).payload.nbytes < 5000

@@ -11,7 +11,7 @@ import pickle
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeGuard, final
 
 import torch
@@ -72,6 +72,8 @@ MESSAGE_BYTES = 160 * 1024
 # receiver that may be stopped, and what is sent to many is not copied for each.
 _LARGEST_ITEM = 16
 # Bytes of an element: of a complex128.
+_Joined = Mapping[int, tuple[torch.UntypedStorage, Sequence[tuple[int, int]]]]
+# By the address of a storage, the longest one that begins there, and which parts of it travel as one each.
 
 
 class _Storage:
@@ -161,7 +163,7 @@ class _Packer(Pickler):
         states: bool,
         containers: bool,
         classes: bool,
-        joined: Mapping[int, list[tuple[int, int]]],
+        joined: _Joined,
     ) -> None:
         self._joined = joined
         self.outside = _Outside(budget)
@@ -182,14 +184,16 @@ class _Packer(Pickler):
             # cloudpickle looks up here which dictionary a rebuilt function shall have as its globals.
             self.globals_ref[id(self._shadow)] = namespace
 
-    def overlapping(self) -> dict[int, list[tuple[int, int]]]:
+    def overlapping(self) -> _Joined:
         """Return which parts of a storage several tensors have looked at, each its own: where they begin and end.
 
-        By the storage's address. They are to travel as one, or these tensors would share no memory on arrival.
+        They are to travel as one, or these tensors would share no memory on arrival.
         """
         parts: dict[int, list[tuple[int, int]]] = {}
-        for address, start, nbytes in self._storages:
+        regions: dict[int, list[_Storage]] = {}
+        for (address, start, nbytes), region in self._storages.items():
             parts.setdefault(address, []).append((start, start + nbytes))
+            regions.setdefault(address, []).append(region)
         found = {}
         for address, extents in parts.items():
             joined: list[tuple[int, int]] = []
@@ -200,7 +204,10 @@ class _Packer(Pickler):
                     joined.append((start, end))
             if len(joined) < len(extents):
                 # From where elements of every dtype lie that begin in it.
-                found[address] = [(begin - begin % _LARGEST_ITEM, end) for begin, end in joined]
+                aligned = [(begin - begin % _LARGEST_ITEM, end) for begin, end in joined]
+                # Arrays that begin alike, one a part of the other, give storages of one address, each of its length.
+                storages = [region.raw.untyped_storage() for region in regions[address]]
+                found[address] = max(storages, key=torch.UntypedStorage.nbytes), aligned
         return found
 
     def persistent_id(self, obj: Any) -> Any:
@@ -296,9 +303,11 @@ class _Packer(Pickler):
         start = int(data.storage_offset()) * data.itemsize
         nbytes = max(needed(data) - start, 0)
         storage, offset = data.untyped_storage(), 0
-        for begin, end in self._joined.get(storage.data_ptr(), ()):
+        whole, extents = self._joined.get(storage.data_ptr(), (storage, ()))
+        for begin, end in extents:
             if begin <= start and start + nbytes <= end:
                 start, nbytes, offset = begin, end - begin, (start - begin) // data.itemsize
+                storage = whole
                 break
         # Storages of nothing lie nowhere, and are not one for that: each may grow.
         key = (storage.data_ptr() or storage._cdata, start, nbytes)
@@ -395,7 +404,7 @@ def pack(
         else:
             return _pack_simple(bare, nest.items <= IN_BAND_ITEMS and nest.nbytes <= IN_BAND_BYTES)
 
-    def dumped(joined: Mapping[int, list[tuple[int, int]]]) -> tuple[Limited, _Packer]:
+    def dumped(joined: _Joined) -> tuple[Limited, _Packer]:
         file = Limited(limit)
         how = in_band, label, states, containers, classes
         packer = _Packer(file, namespace, reference, handle, lend, limit, *how, joined)
