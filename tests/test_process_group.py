@@ -588,6 +588,20 @@ def test_a_cell_may_destroy_the_group_and_make_its_own_twice(crew: Crew) -> None
     assert crew.call(use) == [[6.0] * 3] * N
 
 
+def test_a_group_of_its_own_that_one_replica_began_alone_does_not_part_it_from_the_others(crew: Crew) -> None:
+    def own(replica_id: int) -> float:
+        dist.destroy_process_group()
+        dist.init_process_group()
+        return total(replica_id)
+
+    crew.start(own, on=0)
+    crew.until_waiting(0)
+    crew.abort(PeerFailed("replica 1 died"))
+    assert crew.error(0).args[:2] == ("PeerFailed", "replica 1 died")
+    crew.form(timeout_seconds=5.0)
+    assert crew.call(own) == [6.0] * N
+
+
 @pytest.mark.parametrize("address", ["env://", "tcp://127.0.0.1:1"])
 def test_what_a_script_for_torchrun_begins_with_takes_the_group_that_is_there(crew: Crew, address: str) -> None:
     def use(replica_id: int) -> tuple[bool, float, float]:
@@ -758,6 +772,22 @@ def test_each_raise_after_an_abort_has_an_error_of_its_own(crew: Crew) -> None:
         return errors[0] is not errors[1] and given.__traceback__ is None
 
     assert all(crew.call(use))
+
+
+def test_what_begins_just_after_an_abort_is_refused() -> None:
+    state = waiting.State()
+    state.abort(PeerFailed("replica 0 died"))
+    with pytest.raises(PeerFailed, match="replica 0 died"):
+        state.begin(waiting.Operation("barrier", (), DEADLINE))
+    assert not state.live
+
+
+def test_what_an_abort_has_ended_stays_ended_though_its_result_comes_after_all() -> None:
+    operation = waiting.Operation("all_reduce", (), DEADLINE)
+    operation.fail(PeerFailed("replica 0 died"))
+    operation.finish(1)
+    with pytest.raises(PeerFailed, match="replica 0 died"):
+        operation.wait()
 
 
 def test_a_group_formed_again_fifty_times_is_right_and_leaves_nothing(crew: Crew) -> None:

@@ -128,26 +128,31 @@ def test_a_work_that_is_left_alone_does_not_hold_the_others_up(crew: Crew) -> No
     assert crew.call(use) == [[6.0, 6.0]] * N
 
 
-def test_a_future_comes_true_though_nobody_waits_through_python(crew: Crew) -> None:
+@pytest.mark.parametrize("op", ["SUM", "BXOR"])
+def test_a_future_comes_true_though_nobody_waits_through_python(crew: Crew, op: str) -> None:
+    """Of what goes through shared memory, and of what gloo carries."""
+
     def use(replica_id: int) -> list[float]:
-        tensor = torch.full((300_000,), replica_id + 1.0)
+        tensor = torch.full((300_000,), 1 << replica_id)
         if replica_id == 2:
             # Long after the others have given up waiting in place.
             for peer in (0, 1):
                 dist.recv(torch.zeros(1), peer)
-        work = dist.all_reduce(tensor, async_op=True)
+        work = dist.all_reduce(tensor, getattr(dist.ReduceOp, op), async_op=True)
         future = work.get_future()
         if replica_id != 2:
             dist.send(torch.zeros(1), 2)
-        return [value.mean().item() for value in future.wait()]
+        return [value.double().mean().item() for value in future.wait()]
 
-    assert crew.call(use) == [[6.0]] * N
+    assert crew.call(use) == [[7.0]] * N
 
 
-def test_an_abort_ends_a_future(crew: Crew) -> None:
+@pytest.mark.parametrize("op", ["SUM", "BXOR"])
+def test_an_abort_ends_a_future(crew: Crew, op: str) -> None:
     def use(replica_id: int) -> None:
         if replica_id == 0:
-            dist.all_reduce(torch.zeros(3), async_op=True).get_future().wait()
+            work = dist.all_reduce(torch.zeros(3, dtype=torch.int64), getattr(dist.ReduceOp, op), async_op=True)
+            work.get_future().wait()
 
     crew.start(use)
     crew.result(1), crew.result(2)
