@@ -74,9 +74,26 @@ def test_nothing_is_told_of_the_module_of_a_decorator():
     assert _calls == [1]
 
 
+class Numbered:
+    made = 0
+
+    def make(self) -> None:
+        Numbered.made += 1
+
+
+def test_nothing_is_told_of_classes_that_travel_by_name():
+    numbered = Numbered()
+    assert changes(numbered.make) == set()
+    assert Numbered.made == 1
+
+
 def test_nothing_is_told_of_what_is_only_read():
     thing, numbers = Thing(), [1, 2, 3]
+    with torch.inference_mode():
+        # Which keeps no count of what is written to it.
+        unwatched = torch.ones(2)
     assert changes(lambda: (sum(numbers), thing.count, list(thing.inner.items()), thing.tensor.sum())) == set()
+    assert changes(lambda: unwatched.sum()) == set()
 
 
 @pytest.mark.parametrize(
@@ -263,10 +280,11 @@ def test_arguments_are_told_of_by_the_names_that_the_function_has_for_them():
 def test_batches_are_taken_apart():
     x = torch.ones(2)
     batch, pair, lists = {"x": x, "y": x}, [x, x], {"ids": [1, 2], "x": x}
-    copies = Copies(count, lambda obj: False, ((batch, pair, lists, x), {}))
+    copies = Copies(count, lambda obj: False, ((batch, pair, lists, x), {"names": x}))
     batch.pop("y")
     pair[0] = x.double()
     lists["ids"] = []
+    x.add_(1)
     assert copies.changed() == ()
 
 

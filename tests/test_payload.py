@@ -602,6 +602,8 @@ def test_too_large_is_said_before_all_of_it_was_packed():
         pack(torch.zeros(1 << 20), limit=1 << 20)
     with pytest.raises(TooLarge):
         pack(torch.zeros(1 << 20), limit=1 << 20, in_band=True)
+    with pytest.raises(TooLarge):
+        pack([torch.zeros(1 << 17) for _ in range(4)], limit=1 << 20)
     assert pack(torch.zeros(1000), limit=1 << 20).payload.nbytes < 1 << 20
 
 
