@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from trained import X, replica_id, trained
 
 import mirror_nb as mnb
+from mirror_nb.errors import ReplicaDied
 from mirror_nb.messages import Stream
 from mirror_nb.strategies.controller import _Listener
 from mirror_nb.values import PerReplica, same
@@ -361,6 +362,49 @@ def test_what_an_interrupted_write_to_a_variable_left_goes_to_the_replicas_with_
         variable.add_(1.0)
     monkeypatch.undo()
     assert two.local_results(two.run(lambda: variable.read_value())) == (3.0, 3.0)
+
+
+def test_what_is_added_to_a_variable_from_outside_is_added_once_though_a_replica_dies_meanwhile(two, monkeypatch):
+    with two.scope():
+        variable = mnb.Variable(1.0)
+    two.run(lambda: variable.read_value())
+    command = two._place.command
+
+    def die(*args: Any, **options: Any) -> None:
+        command(*args, **options)
+        raise ReplicaDied("replica 1 died")
+
+    monkeypatch.setattr(two._place, "command", die)
+    with pytest.raises(ReplicaDied):
+        variable.assign_add(1.0)
+    monkeypatch.undo()
+    assert two.local_results(two.run(lambda: variable.read_value())) == (2.0, 2.0)
+
+
+def test_a_variable_may_be_added_to_itself_from_outside(two):
+    with two.scope():
+        variable = mnb.Variable([1.0, 2.0])
+    two.run(lambda: variable.read_value())
+    variable.assign_add(variable.detach())
+    assert [own.tolist() for own in variable.values] == [[2.0, 4.0]] * 2
+
+
+def test_a_variable_that_is_read_between_a_loss_and_its_backward_pass_is_written_to_only_where_it_has_changed(two):
+    with two.scope():
+        factor = mnb.Variable(2.0)
+    x = torch.ones(3, requires_grad=True)
+    loss = (x * factor).sum()
+    two.run(lambda: factor.read_value())
+    assert float(factor) == 2.0
+    loss.backward()
+    assert x.grad.tolist() == [2.0] * 3
+
+
+def test_what_has_no_common_value_is_written_in_place_from_outside_as_long_as_it_is_here_alone(two):
+    with two.scope():
+        own = mnb.Variable(1.0, synchronization="on_read", aggregation="none")
+    own += 1
+    assert two.local_results(two.run(lambda: own.read_value())) == (2.0, 2.0)
 
 
 def test_a_variable_from_outside_the_scope_has_nobody_who_aggregates_it(two):

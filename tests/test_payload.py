@@ -79,6 +79,7 @@ def test_a_tensor_arrives_with_its_values(n, dtype):
         torch.randn(4, 4).to_sparse(),
         torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
         torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex64).conj().imag,
     ],
     ids=[
         "transposed",
@@ -91,6 +92,7 @@ def test_a_tensor_arrives_with_its_values(n, dtype):
         "sparse",
         "quantized",
         "conj",
+        "negative",
     ],
 )
 def test_a_tensor_keeps_its_shape_and_layout(tensor):

@@ -55,16 +55,17 @@ def test_tensors_on_the_cpu_go_through_shared_memory(crew: Crew) -> None:
 
 
 def test_what_shared_memory_lacks_is_carried_by_gloo(crew: Crew) -> None:
-    def use(replica_id: int) -> list[str]:
+    def use(replica_id: int) -> tuple[list[str], int, bool]:
         asked = carried(replica_id)
         dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.BXOR)
         dist.all_reduce(torch.eye(2).to_sparse())
         with torch.inference_mode():
             dist.all_reduce(torch.ones(3))
+        refused = outcome(lambda: dist.all_gather_into_tensor(torch.ones(N, dtype=torch.float64), torch.ones(1)))
         del dist.group.WORLD.carry
-        return asked
+        return asked[:3], len(asked), "invalid tensor type" in refused[1]
 
-    assert crew.call(use) == [["allreduce"] * 3] * N
+    assert crew.call(use) == [(["allreduce"] * 3, 4, True)] * N
 
 
 def test_large_tensors_are_what_gloo_makes_of_them(crew: Crew) -> None:
