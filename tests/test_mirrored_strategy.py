@@ -389,17 +389,6 @@ def test_a_variable_may_be_added_to_itself_from_outside(two):
     assert [own.tolist() for own in variable.values] == [[2.0, 4.0]] * 2
 
 
-def test_a_variable_that_is_read_between_a_loss_and_its_backward_pass_is_written_to_only_where_it_has_changed(two):
-    with two.scope():
-        factor = mnb.Variable(2.0)
-    x = torch.ones(3, requires_grad=True)
-    loss = (x * factor).sum()
-    two.run(lambda: factor.read_value())
-    assert float(factor) == 2.0
-    loss.backward()
-    assert x.grad.tolist() == [2.0] * 3
-
-
 def test_what_has_no_common_value_is_written_in_place_from_outside_as_long_as_it_is_here_alone(two):
     with two.scope():
         own = mnb.Variable(1.0, synchronization="on_read", aggregation="none")

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import os
+import socket
 import sys
 import threading
 import types
@@ -21,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from mirror_nb.channel import Channel
 from mirror_nb.errors import TransferError
 from mirror_nb.transfer.nest import DEPTH
 from mirror_nb.transfer.opening import NotRebuilt, unpack
@@ -617,6 +619,18 @@ def test_a_long_pickle_lies_in_the_slab_so_that_the_message_is_short():
     text, tensor = unpack(packed.payload, packed.slab)[0]
     assert text == value[0]
     assert torch.equal(tensor, value[1])
+
+
+@pytest.mark.parametrize("n", [500, 2000])
+def test_a_nest_of_many_tensors_goes_through_a_socket(n):
+    """Which takes 1024 pieces at most."""
+    writing, reading = map(Channel, socket.socketpair())
+    packed = pack([torch.tensor(float(i)) for i in range(n)])
+    writing.send(packed.payload, packed.slab)
+    arrived = unpack(*reading.receive())[0]
+    assert torch.stack(arrived).tolist() == [*map(float, range(n))]
+    packed.close()
+    writing.close(), reading.close()
 
 
 def test_in_band_there_is_no_slab():

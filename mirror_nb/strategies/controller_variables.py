@@ -71,7 +71,6 @@ class ControllerHome:
     def make(self, value: Tensor, **options: Any) -> Variable:
         """Make a Variable; the replicas get their components when it is first captured."""
         made = distributed(value, self, **options)
-        made._seen = NEVER  # type: ignore[attr-defined]
         self._settle(made)
         return made
 
@@ -252,7 +251,6 @@ class ControllerHome:
         if self._replicas.has_sent(variable):
             # There: of a sum the parts could not be told from the whole.
             self._replicas.command(copy_component, (variable, made), changes=False)
-            made._seen = NEVER  # type: ignore[attr-defined]
         return made
 
     def is_elsewhere(self, variable: Variable) -> bool:
