@@ -364,21 +364,27 @@ def test_what_an_interrupted_write_to_a_variable_left_goes_to_the_replicas_with_
     assert two.local_results(two.run(lambda: variable.read_value())) == (3.0, 3.0)
 
 
-def test_what_is_added_to_a_variable_from_outside_is_added_once_though_a_replica_dies_meanwhile(two, monkeypatch):
+@pytest.mark.parametrize("how", ["assign", "assign_add"])
+@pytest.mark.parametrize("there", [True, False])
+def test_what_is_assigned_is_here_what_the_replicas_have_though_it_was_cut_short(two, monkeypatch, how, there):
     with two.scope():
         variable = mnb.Variable(1.0)
     two.run(lambda: variable.read_value())
+    assert float(variable) == 1.0
     command = two._place.command
 
     def die(*args: Any, **options: Any) -> None:
-        command(*args, **options)
+        if there:
+            command(*args, **options)
         raise ReplicaDied("replica 1 died")
 
     monkeypatch.setattr(two._place, "command", die)
     with pytest.raises(ReplicaDied):
-        variable.assign_add(1.0)
+        getattr(variable, how)(1.0 + (how == "assign"))
     monkeypatch.undo()
-    assert two.local_results(two.run(lambda: variable.read_value())) == (2.0, 2.0)
+    # Once: what is added is not added again, since some may have it.
+    assert float(variable) == 1.0 + there
+    assert two.local_results(two.run(lambda: variable.read_value())) == (1.0 + there,) * 2
 
 
 def test_a_variable_may_be_added_to_itself_from_outside(two):

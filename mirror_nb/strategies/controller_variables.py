@@ -135,11 +135,16 @@ class ControllerHome:
         for replica_id, own in _kept(variable).items():
             apply_assign(own, how, select(share, replica_id))
         if self._replicas.has_sent(variable):
-            # What is set may be set twice, what is added may not.
-            if how == "assign":
-                self._replicas.ask(apply_assign, (variable, how, share))
-            else:
-                self._replicas.command(apply_assign, (variable, how, share), changes=False)
+            try:
+                # What is set may be set twice, what is added may not.
+                if how == "assign":
+                    self._replicas.ask(apply_assign, (variable, how, share))
+                else:
+                    self._replicas.command(apply_assign, (variable, how, share), changes=False)
+            except BaseException:
+                # They may have it or not: who reads it here is to be told.
+                variable._seen = NEVER  # type: ignore[attr-defined]
+                raise
         return variable
 
     def _share(self, variable: Variable, how: str, value: Any) -> Any:
