@@ -1134,6 +1134,16 @@ def test_what_gloo_cannot_do_is_a_mistake_and_nobody_is_said_to_have_left(crew: 
         assert after == 6.0
 
 
+def test_a_send_that_gloo_refuses_leaves_nothing_that_is_waited_for(crew: Crew) -> None:
+    def ask(replica_id: int) -> tuple[str, int]:
+        kind, _ = outcome(lambda: dist.send(torch.zeros(6)[::2], (replica_id + 1) % N))
+        return kind, len(waiting.state.live)
+
+    for kind, live in crew.call(ask):
+        assert kind in ("RuntimeError", "ValueError")
+        assert not live
+
+
 def test_what_begins_once_all_have_come_may_have_got_a_graph_meanwhile(crew: Crew) -> None:
     def gather(replica_id: int) -> tuple[list[float], list[float]]:
         import torch.distributed._functional_collectives as functional
