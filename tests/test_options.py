@@ -25,7 +25,7 @@ import mirror_nb as mnb
 from mirror_nb.collectives import hierarchical_copy, options, symmetric_memory, topology
 from mirror_nb.collectives.base import CrossDeviceOps, Member
 from mirror_nb.collectives.gloo import GlooAllReduce
-from mirror_nb.collectives.handles import Finished, Handle, Reduction, Timing, WorkHandle
+from mirror_nb.collectives.handles import Expanding, Finished, Handle, Reduction, Timing, WorkHandle
 from mirror_nb.collectives.hierarchical_copy import HierarchicalCopyAllReduce
 from mirror_nb.collectives.nccl import NcclAllReduce
 from mirror_nb.collectives.one_device import ReductionToOneDevice
@@ -394,6 +394,16 @@ def test_waiting_twice_records_once():
     reduction.wait()
     reduction.wait()
     assert len(timings) == 1
+
+
+def test_waiting_twice_puts_a_sum_of_shorter_numbers_back_once():
+    flat = torch.zeros(2)
+    handle = Expanding(Finished(), torch.ones(2, dtype=torch.bfloat16), flat)
+    handle.wait()
+    assert flat.tolist() == [1.0, 1.0]
+    flat.mul_(3)
+    handle.wait()
+    assert flat.tolist() == [3.0, 3.0]
 
 
 def test_nccl_tells_the_time_to_microseconds_after_an_hour_too(monkeypatch):

@@ -110,10 +110,11 @@ def test_a_write_is_no_change_to_autograd_as_with_gloo(crew: Crew) -> None:
     assert crew.call(use) == [True] * N
 
 
-def test_a_work_that_is_left_alone_does_not_hold_the_others_up(crew: Crew) -> None:
+@pytest.mark.parametrize("op", ["SUM", "BXOR"])
+def test_a_work_that_is_left_alone_does_not_hold_the_others_up(crew: Crew, op: str) -> None:
     def use(replica_id: int) -> list[float]:
-        tensors = [torch.full((n,), replica_id + 1.0) for n in (5, 300_000)]
-        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        tensors = [torch.full((n,), 1 << replica_id) for n in (5, 300_000)]
+        works = [dist.all_reduce(tensor, getattr(dist.ReduceOp, op), async_op=True) for tensor in tensors]
         if replica_id == 0:
             # Waits for the peers, who wait for it to say so.
             for peer in (1, 2):
@@ -124,9 +125,9 @@ def test_a_work_that_is_left_alone_does_not_hold_the_others_up(crew: Crew) -> No
             dist.send(torch.zeros(1), 0)
         for work in works:
             work.wait()
-        return [tensor.mean().item() for tensor in tensors]
+        return [tensor.double().mean().item() for tensor in tensors]
 
-    assert crew.call(use) == [[6.0, 6.0]] * N
+    assert crew.call(use) == [[7.0, 7.0]] * N
 
 
 @pytest.mark.parametrize("op", ["SUM", "BXOR"])
