@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import UserDict
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -97,6 +98,35 @@ def test_a_batch_of_no_examples_is_known_too(weighing, used):
     nn.Identity()(empty * 2)
     nn.Identity()(full[1:1] * 2)
     assert used[2:] == [FULL, (0, 1), (0, 1)]
+
+
+class Routing(nn.Module):
+    """A network that calls one expert with some of the examples, and one with none."""
+
+    def __init__(self, none: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.experts, self.none = nn.ModuleList([nn.Identity(), nn.Identity()]), none
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.experts[0](x * 2), self.experts[1](self.none(x))])
+
+
+@pytest.mark.parametrize("none", [lambda x: x[x < 0][:, None], lambda x: torch.empty(0, 1)], ids=["routed", "made"])
+@pytest.mark.parametrize("held", [torch.ones(2, 1)[:0], torch.ones(0, 1)], ids=["cut", "made"])
+def test_what_a_network_makes_without_elements_is_no_batch_without_examples(weighing, used, held, none):
+    weighing.handed_out(held, (0, 1))
+    weighing.handed_out(full := torch.ones(2, 1), FULL)
+    Routing(none)(full)
+    assert used[2:] == [FULL]
+
+
+def test_a_batch_of_no_examples_that_a_network_hands_on_is_known(weighing, used):
+    weighing.handed_out(held := torch.ones(2, 1)[:0], (0, 1))
+    weighing.handed_out(full := torch.ones(2, 1), FULL)
+    # Given by name, which nobody looks at.
+    net = Routing(lambda x: held.view(0, 1, 1)[:, 0])
+    net(x=full)
+    assert used[2:] == [(0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ Knows tensors and the sizes of shares; knows no gradients and no data sets.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -149,8 +150,27 @@ def _within(tensor: Tensor, own: Tensor) -> bool:
     storage = _storage_of(own)
     if storage in (0, -1):
         # A share of no examples has no memory, and no weight, whichever batch it is of.
-        return storage == 0 and not tensor.numel()
+        return storage == 0 and not tensor.numel() and (not _in_a_network() or _cut_from_one(tensor, own))
     begins = own.data_ptr()
     # There may be gaps in it: of padded sequences a collate_fn takes the columns that are needed.
     extent = needed(own) - own.storage_offset() * own.itemsize if is_block(own) else own.nbytes
     return begins <= tensor.data_ptr() < begins + extent
+
+
+def _cut_from_one(tensor: Tensor, own: Tensor) -> bool:
+    """Whether two tensors without elements were cut from the same memory."""
+    return tensor.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() != 0
+
+
+def _in_a_network() -> bool:
+    """Whether a network calls a part of its own: with what it made itself, a layer without a bias has an empty one."""
+    calls, frame = 0, inspect.currentframe()
+    while frame is not None and calls < _NESTED:
+        calls += frame.f_code is _CALL
+        frame = frame.f_back
+    return calls == _NESTED
+
+
+_CALL = nn.Module.__call__.__code__
+_NESTED = 2
+# A network's call, and that of a part of it.
