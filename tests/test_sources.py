@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -91,6 +93,59 @@ def test_only_the_users_own_modules_are_looked_at(module):
     assert sources.is_users(module.__name__)
     assert sources.is_users("__main__")
     assert not any(map(sources.is_users, ("torch", "json", "sys", "mirror_nb_not_here")))
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the modules that are looked at from here on."""
+    sources.users()
+    names: list[str] = []
+    is_users = sources.is_users
+    monkeypatch.setattr(sources, "is_users", lambda name: names.append(name) or is_users(name))
+    return names
+
+
+def test_of_modules_that_were_looked_at_only_those_that_came_since_are(module, looked_at, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mirror_nb_later", ModuleType("mirror_nb_later"))
+    assert module.__name__ in sources.users()
+    assert "mirror_nb_later" in looked_at
+    assert "torch" not in looked_at
+    assert sources.users()[module.__name__] is module
+    assert len(looked_at) == len(set(looked_at)), "nothing has come since"
+
+
+def test_one_that_comes_as_another_goes_or_is_moved_to_the_end_is_found(module, looked_at, monkeypatch):
+    first, last = (ModuleType(name) for name in ("mirror_nb_first", "mirror_nb_last"))
+    for one in (first, last):
+        one.__file__ = module.__file__
+        monkeypatch.setitem(sys.modules, one.__name__, one)
+    assert sources.users()["mirror_nb_last"] is last
+    # As Python does once it has imported what imports others.
+    monkeypatch.setitem(sys.modules, "mirror_nb_between", first)
+    monkeypatch.delitem(sys.modules, "mirror_nb_last")
+    monkeypatch.setitem(sys.modules, "mirror_nb_last", last)
+    assert sources.users()["mirror_nb_between"] is first
+    monkeypatch.delitem(sys.modules, "mirror_nb_first")
+    monkeypatch.setitem(sys.modules, "mirror_nb_latest", first)
+    found = sources.users()
+    assert "mirror_nb_first" not in found
+    assert found["mirror_nb_latest"] is first
+
+
+def tell_of_later_ones(end: Any) -> None:
+    end.send(sources._later(sources._known))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the forkserver")
+def test_what_the_forkserver_has_loaded_is_not_looked_at_in_each_replica(forkserver):
+    mine, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("forkserver").Process(target=tell_of_later_ones, args=(theirs,))
+    process.start()
+    assert mine.poll(60)
+    later = mine.recv()
+    process.join()
+    assert later is not None
+    assert not [name for name in later if name.startswith(("torch.", "mirror_nb."))]
 
 
 class Refusing(ModuleType):

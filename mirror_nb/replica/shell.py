@@ -317,7 +317,7 @@ def use_notebook_figures() -> None:
 def be_no_kernel() -> None:
     """Let tqdm.auto and others that look for a kernel find none: nobody draws widgets, unless a cell says so."""
     global _kernel
-    _kernel = sys.modules.pop(_KERNEL, None)
+    _kernel = sys.modules.pop(_KERNEL, _kernel)
 
 
 _KERNEL = "ipykernel.zmqshell"

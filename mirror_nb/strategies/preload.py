@@ -48,6 +48,8 @@ def _loading() -> Iterator[None]:
     gc.disable()
     try:
         yield
+        # What is loaded by now replicas need not look through for the user's own, which would copy its pages.
+        importlib.import_module("mirror_nb.environment.sources").note()
     finally:
         gc.freeze()
         gc.enable()
@@ -114,6 +116,7 @@ with _loading():
     importlib.import_module("ipykernel.zmqshell")
     importlib.import_module("mirror_nb.replica.worker")
     importlib.import_module("mirror_nb.strategies.mirrored")
+    importlib.import_module("mirror_nb.replica.shell").be_no_kernel()
 
 if "multiprocessing.forkserver" in sys.orig_argv[-1]:
     # Who started it has held Ctrl-C back from it; the user's own processes come from here, too, and would not hear it.
