@@ -23,10 +23,10 @@ from mirror_nb.errors import DeviceError, ReplicaDied, UsageError
 from mirror_nb.pool.local import LocalPool
 
 OPS = ("shared_memory", "hierarchical_copy", "one_device", "gloo", "auto")
-X = torch.randn(53, 8, generator=torch.Generator().manual_seed(1))
+X = torch.randn(52, 8, generator=torch.Generator().manual_seed(1))
 Y = X.sin().sum(1, keepdim=True)
-BATCH, EPOCHS = 16, 3
-# The last batch of an epoch holds 5: unevenly cut over 2, 3 and 4 replicas, the fourth of which gets none.
+BATCH, EPOCHS = 17, 3
+# No batch can be shared evenly by two or three; the last of an epoch holds one example, and only one replica has any.
 
 
 def net() -> nn.Module:
@@ -75,7 +75,7 @@ def train(model, chosen):
 """
 
 
-@pytest.fixture(params=[1, 2, 3, 4], ids=lambda n: f"{n} replicas")
+@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} replicas")
 def pool(request: pytest.FixtureRequest, replicas: Callable[[int], LocalPool]) -> Iterator[LocalPool]:
     pool = replicas(request.param)
     yield pool
@@ -93,11 +93,14 @@ def trained(pool: LocalPool, cell: str, **names: Any) -> list[list[float]]:
 
 @pytest.mark.parametrize("ops", OPS)
 def test_whole_epochs_by_each_op_have_the_losses_of_one_device(pool, alone, ops, tmp_path, monkeypatch):
+    # Larger ones than its gradients need not be timed.
     cell = f"""
+every, auto.SIZES = auto.SIZES, auto.SIZES[:3]
 strategy.cross_device_ops = ops
 if hasattr(strategy.cross_device_ops, "cache"):
     strategy.cross_device_ops.cache = {str(tmp_path)!r}
 losses = train(net(), lambda step: None)
+auto.SIZES = every
 """
     for losses in trained(pool, cell, ops=ops):
         assert losses == pytest.approx(alone, rel=0, abs=1e-5)

@@ -30,10 +30,11 @@ OPS: dict[str, Callable[[], CrossDeviceOps]] = {
     "gloo": GlooAllReduce,
     "hierarchical copy": HierarchicalCopyAllReduce,
     "one device": ReductionToOneDevice,
-    "one device, by name": lambda: ReductionToOneDevice("cpu:0"),
 }
 OURS = ("shared memory", "hierarchical copy")
 # Those whose way of adding is this project's own.
+PLACES = [(n, name) for n in (1, 2, 3) for name in OPS] + [(4, name) for name in OURS]
+# Four are two groups of two; the others hand their tensors to torch's group, whatever its size.
 
 BOUND = """
 import torch, torch.distributed as dist
@@ -45,7 +46,8 @@ ops.bind(Member(replica_id, num_replicas, device, dist.group.WORLD, timings.appe
 def parts_of(numel, dtype, seed=0):
     "What every replica brings; each knows all of them."
     made = torch.Generator().manual_seed(numel + seed)
-    return [(torch.randn(numel, generator=made) * 8).to(dtype) for _ in range(num_replicas)]
+    drawn = torch.float64 if dtype is torch.float64 else torch.float32
+    return [(torch.randn(numel, generator=made, dtype=drawn) * 8).to(dtype) for _ in range(num_replicas)]
 
 def reduced(tensor, op="sum"):
     ops.all_reduce(op, tensor).wait()
@@ -53,14 +55,20 @@ def reduced(tensor, op="sum"):
 """
 
 
-@pytest.fixture(params=[1, 2, 3, 4], ids=lambda n: f"{n} replicas")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    asked = {"pool", "name"} & set(metafunc.fixturenames)
+    if len(asked) == 2:
+        ids = [f"{n} replicas-{name}" for n, name in PLACES]
+        metafunc.parametrize(("pool", "name"), PLACES, ids=ids, indirect=["pool"])
+    elif "pool" in asked:
+        metafunc.parametrize("pool", [1, 2, 3, 4], ids=lambda n: f"{n} replicas", indirect=True)
+    elif "name" in asked:
+        metafunc.parametrize("name", OPS)
+
+
+@pytest.fixture
 def pool(request: pytest.FixtureRequest, replicas: Callable[[int], LocalPool]) -> LocalPool:
     return replicas(request.param)
-
-
-@pytest.fixture(params=OPS)
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def run(pool: LocalPool, ops: CrossDeviceOps, source: str, *, after: str = "ops.unbind()") -> dict[int, dict]:
@@ -81,8 +89,9 @@ def test_every_size_and_dtype_is_summed(pool, name):
         OPS[name](),
         f"""
 for numel in {SIZES}:
+    drawn = parts_of(numel, torch.float64)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64):
-        parts = parts_of(numel, dtype)
+        parts = [part.to(dtype) for part in drawn]
         exact = torch.stack([part.double() for part in parts]).sum(0)
         total = reduced(parts[replica_id].clone())
         rounding = torch.finfo(dtype).eps if dtype.is_floating_point else 0
@@ -511,9 +520,10 @@ def test_an_op_that_is_not_the_strategys_is_told_so_in_a_replica(replicas, op):
 # Ends
 
 
-@pytest.fixture(params=[2, 3], ids=lambda n: f"{n} replicas")
-def peers(request: pytest.FixtureRequest, replicas: Callable[[int], LocalPool]) -> LocalPool:
-    return replicas(request.param)
+@pytest.fixture
+def peers(replicas: Callable[[int], LocalPool]) -> LocalPool:
+    """Three, since the two that are left are not to wait for each other either."""
+    return replicas(3)
 
 
 LAST_FAILS = """
@@ -543,7 +553,7 @@ def test_a_replica_that_never_comes_is_not_waited_for_for_ever(peers, name):
     source = BOUND + LAST_FAILS.format(
         numel=10, end="import threading; [threading.Event().wait(0.05) for _ in range(10_000)]"
     )
-    ran = run_cell(peers, source, {"ops": OPS[name]()}, timeout=1.0)
+    ran = run_cell(peers, source, {"ops": OPS[name]()}, timeout=0.3)
     assert not ran.report.clean
     peers.mend()
     assert run_cell(peers, "total = strategy.reduce('sum', 1.0).item()").values[0]["total"] == peers.size
@@ -666,8 +676,23 @@ def test_a_mean_of_integers_says_to_convert(replicas, name):
     assert "tensor.float()" in ran.report.failures[0].message
 
 
-def test_an_op_that_was_chosen_travels_by_its_arguments(name):
-    ops = OPS[name]()
+def test_the_one_device_may_be_named(pool):
+    run(
+        pool,
+        ReductionToOneDevice("cpu:0"),
+        """
+ids = num_replicas * (num_replicas + 1) / 2
+mine = torch.full((40_000,), replica_id + 1.0)
+total = ops.reduce("sum", mine, num_replicas - 1)
+assert total is None or (total == ids).all()
+assert (reduced(mine) == ids).all()
+""",
+    )
+
+
+@pytest.mark.parametrize("made", [*OPS.values(), lambda: ReductionToOneDevice("cpu:0")])
+def test_an_op_that_was_chosen_travels_by_its_arguments(made):
+    ops = made()
     assert repr(pickle.loads(pickle.dumps(ops))) == repr(ops)
 
 
@@ -676,5 +701,6 @@ def test_an_op_in_the_controller_says_that_it_works_in_replicas(name):
         OPS[name]().member  # noqa: B018
 
 
-def test_cpu_replicas_suit_every_op_here(name):
-    assert OPS[name]().unfit_for([Device("cpu", 0), Device("cpu", 1)]) is None
+@pytest.mark.parametrize("made", [*OPS.values(), lambda: ReductionToOneDevice("cpu:0")])
+def test_cpu_replicas_suit_every_op_here(made):
+    assert made().unfit_for([Device("cpu", 0), Device("cpu", 1)]) is None
