@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from driving import launch, run_cell
 
 import mirror_nb as mnb
+from mirror_nb.pool.local import LocalPool
 
 CASES = '''
 import copy, json, os, pickle, sys, warnings
@@ -550,15 +552,27 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return names
 
 
-@pytest.mark.parametrize("case", EXPECTED)
-def test_the_same_in_a_script(case, cases):
+@pytest.fixture(scope="module")
+def two() -> Iterator[mnb.MirroredStrategy]:
     with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        assert json.loads(json.dumps(cases[case](strategy))) == EXPECTED[case]
+        yield strategy
 
 
 @pytest.mark.parametrize("case", EXPECTED)
-def test_the_same_in_a_mirrored_cell(case, replicas):
-    ran = run_cell(replicas(2), f"{CASES}\njson.dumps({case}(strategy))")
+def test_the_same_in_a_script(case, cases, two):
+    assert json.loads(json.dumps(cases[case](two))) == EXPECTED[case]
+
+
+@pytest.fixture(scope="module")
+def told_of_the_cases(replicas: Callable[[int], LocalPool]) -> LocalPool:
+    """Replicas to which a cell has told the cases."""
+    assert run_cell(replicas(2), CASES).errors == {}
+    return replicas(2)
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_the_same_in_a_mirrored_cell(case, told_of_the_cases):
+    ran = run_cell(told_of_the_cases, f"json.dumps({case}(strategy))")
     assert not ran.errors, ran.report.failures
     assert [json.loads(found) for found in ran.results.values()] == [EXPECTED[case]] * 2
 
