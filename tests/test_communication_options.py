@@ -17,6 +17,7 @@ from mirror_nb.collectives.options import Communication, CommunicationOptions, c
 from mirror_nb.collectives.shared_memory import SharedMemoryAllReduce
 from mirror_nb.devices import Device
 from mirror_nb.errors import UsageError
+from mirror_nb.pool import following
 from mirror_nb.pool.local import LocalPool
 
 CPUS = (Device("cpu", 0), Device("cpu", 1))
@@ -46,8 +47,10 @@ def backward(seed=0):
 
 
 @pytest.fixture
-def two(replicas: Callable[[int], LocalPool]) -> Iterator[LocalPool]:
+def two(replicas: Callable[[int], LocalPool], monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalPool]:
     pool = replicas(2)
+    # So long the one that has stayed away is left alone once the other has given up.
+    monkeypatch.setattr(following, "INTERRUPT_AFTER", 0.1)
     yield pool
     pool.mend()
     assert run_cell(pool, USUAL).report.clean
