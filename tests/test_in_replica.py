@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from crew import CPU
-from driving import DEADLINE, launch, run_cell
+from driving import DEADLINE, run_cell
 
 import mirror_nb as mnb
 from mirror_nb.collectives.base import Member
@@ -780,70 +778,8 @@ if len(sys.argv) > 1:
     found["closed"] = [raised(lambda: strategy.run(step, batch)), raised(lambda: strategy.scope().__enter__())]
     with open(os.path.join(sys.argv[1], str(replica_id)), "w") as file:
         json.dump(found, file)
-# torch 2.13 now and then aborts while the interpreter ends, in plain scripts under torchrun too.
-sys.stdout.flush()
-os._exit(0)
 """
-
-
-@pytest.fixture(scope="module")
-def under_torchrun(tmp_path_factory):
-    """What each of two processes found that were started as torchrun does."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    launch([sys.executable, str(script), str(folder)], 2, {"TMPDIR": str(folder)})
-    return [json.loads((folder / str(i)).read_text()) for i in range(2)]
-
-
-def test_a_script_under_torchrun_has_the_same_calls(under_torchrun):
-    for found in under_torchrun:
-        assert (found["n"], found["gathered"], found["merged"], found["after"]) == (2, [1, 2], 3, 3)
-        assert (found["total"], found["counter"]) == (6 * 3, 10 + 6 * 3)
-        assert found["error"][0] == "UsageError"
-        assert [name for name, _ in found["closed"]] == ["PoolClosed"] * 2
-        assert "float32[1] on replica 0, float32[2] on replica 1" in found["error"][1]
-    assert under_torchrun[0]["losses"] == under_torchrun[1]["losses"]
-    assert under_torchrun[0]["weight"] == under_torchrun[1]["weight"]
-    assert under_torchrun[0]["normed"] == under_torchrun[1]["normed"]
-
-
-def test_devices_that_are_not_those_of_the_launcher_are_checked_and_told_of_once(under_torchrun):
-    for replica_id, found in enumerate(under_torchrun):
-        no_device, twice, none, same, others, fewer = found["devices"]
-        assert [kind for kind, _ in (no_device, twice, none)] == ["DeviceError"] * 3
-        here = "but the replicas are here already, on cpu:0, cpu:1"
-        asked = () if replica_id else ("cuda:5, cuda:6", "cpu:0")
-        told = [[text for text in texts if "`devices`" in text] for (texts,) in (same, others, fewer)]
-        assert told == [[], *([f"`devices` is {names}, {here}"] for names in asked)] if asked else [[]] * 3
-
-
-def check_uneven(reductions, merges):
-    (kind, told), (merging, uneven) = reductions, merges
-    assert (kind, merging) == ("UsageError", "ReplicaError")
-    assert "replica 0: all_reduce (MEAN) of float32[" in told
-    assert "replica 1: all_reduce SUM of float32[]" in told
-    assert uneven.startswith(DIFFERENT)
-    assert "replica 1: merge_call" in uneven
-
-
-def test_a_call_too_many_before_a_step_is_told_by_its_name(under_torchrun):
-    for found in under_torchrun:
-        check_uneven(*found["uneven"])
-
-
-def test_the_same_loop_in_a_cell_gives_the_same_numbers(under_torchrun, replicas):
-    # The cell's strategy is bound; the script makes its own. Seeded alike, since the shared pool's streams have moved.
-    body = SCRIPT.partition("found = {")[2].partition("if len(sys.argv)")[0]
-    start = SCRIPT.partition("strategy = ")[0]
-    helper = SCRIPT.partition("mine = ")[2].partition("found = ")[0]
-    source = f"{start}\ntorch.manual_seed(0)\nmine = {helper}found = {{{body}\nfound"
-    here = cell(replicas(2), source)
-    for found in here:
-        # What else the shared pool's replicas have trained shows in the size of what they reduce.
-        check_uneven(*found.pop("uneven"))
-    there = [{name: found[name] for name in here[0]} for found in under_torchrun]
-    assert json.loads(json.dumps(here)) == there
+# test_under_torchrun has what it finds there and in a cell.
 
 
 def test_dicts_are_reduced_by_their_keys_whatever_their_order(replicas):

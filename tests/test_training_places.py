@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from driving import launch, run_cell
+from driving import run_cell
 
 import mirror_nb as mnb
 from mirror_nb.errors import ContextError
@@ -229,65 +230,6 @@ def test_replicas_of_a_cell_that_were_given_different_data_are_told(replicas):
     assert ran.errors == {0: "PeerFailed", 1: "UsageError"}
 
 
-UNDER_TORCHRUN = (
-    BODY
-    + """
-import os
-strategy = mnb.MirroredStrategy()
-model, history, weights, scores, outputs = trained(strategy)
-rank = os.environ["RANK"]
-torch.save((history, weights, scores, outputs), os.environ["RESULT"] + rank)
-strategy.close()
-"""
-)
-
-
-def test_under_torchrun(alone, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(UNDER_TORCHRUN)
-    path = {"PYTHONPATH": str(Path(mnb.__file__).parent.parent), "RESULT": str(tmp_path / "rank")}
-    launch([sys.executable, str(script)], 2, path)
-    for rank in range(2):
-        same((None, *torch.load(tmp_path / f"rank{rank}", weights_only=True)), alone)
-
-
-SCRIPT = (
-    BODY
-    + """
-class Mine(mnb.Model):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-
-    def training_step(self, batch):
-        x, y = batch
-        return rule(self.linear(x), y)
-
-def rule(outputs, targets):
-    return nn.functional.cross_entropy(outputs, targets)
-
-if __name__ == "__main__":
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        model, history, *_ = trained(strategy)
-        with strategy.scope():
-            own = Mine()
-            own.compile("sgd", metrics=None)
-        losses = own.fit(X, Y, epochs=9, verbose=0).history["loss"]
-    print(history["val_accuracy"][-1] > 0.5, losses[-1] < losses[0])
-"""
-)
-
-
-def test_a_script_with_classes_and_functions_of_its_own(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(mnb.__file__).parent.parent)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "True True\n")
-
-
 KILLED = (
     BODY
     + """
@@ -306,6 +248,18 @@ class Network(nn.Module):
             os.kill(self.kills, signal.SIGKILL)
         return self.layers(x)
 
+class Mine(mnb.Model):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def training_step(self, batch):
+        x, y = batch
+        return rule(self.linear(x), y)
+
+def rule(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets)
+
 def train(backup, kills, result):
     callbacks = [mnb.callbacks.BackupAndRestore(backup, save_freq=2)] if backup else []
     with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
@@ -317,37 +271,58 @@ def train(backup, kills, result):
         history = model.fit(X, Y, epochs=3, batch_size=6, verbose=0, callbacks=callbacks)
         torch.save((model.state_dict(), history.history), result)
 
-backup, kills, result, *undisturbed = sys.argv[1:]
-train(backup, kills, result)
-for result in undisturbed:
-    train("", "", result)
+def train_mine():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            own = Mine()
+            own.compile("sgd", metrics=None)
+        losses = own.fit(X, Y, epochs=9, verbose=0).history["loss"]
+    print(losses[-1] < losses[0])
+
+if __name__ == "__main__":
+    backup, kills, result, *undisturbed = sys.argv[1:]
+    train(backup, kills, result)
+    for result in undisturbed:
+        train("", "", result)
+        train_mine()
 """
 )
 
 
-def test_killed_in_a_step_and_run_again_it_ends_on_the_weights_of_an_undisturbed_run(tmp_path):
-    script, backup, first, second = (tmp_path / name for name in ("script.py", "backup", "first", "second"))
+@pytest.fixture(scope="module")
+def run_twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[subprocess.CompletedProcess[str]]]:
+    """The folder of a script, and how its two runs ended: the first in a step, by a kill."""
+    folder = tmp_path_factory.mktemp("killed")
+    script, backup, first, second, kept = (folder / n for n in ("script.py", "backup", "first", "second", "kept.pt"))
     script.write_text(KILLED)
     environment = {**os.environ, "PYTHONPATH": str(Path(mnb.__file__).parent.parent)}
 
-    def run(*arguments: object) -> int:
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *map(str, (script, backup, *arguments))]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-        assert done.stderr == ""
-        return done.returncode
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
-    # In the fourth step of the second epoch: replica 1 has no share of the last batch of the first.
-    assert run("kill", first) == -signal.SIGKILL
+    killed = run("kill", first)
     assert not first.exists()
-    left = files.read(backup / "latest.pt")["training"]
+    shutil.copy(backup / "latest.pt", kept)
+    return folder, [killed, run("", first, second)]
+
+
+def test_killed_in_a_step_and_run_again_it_ends_on_the_weights_of_an_undisturbed_run(run_twice):
+    folder, ends = run_twice
+    assert [(end.returncode, end.stderr) for end in ends] == [(-signal.SIGKILL, ""), (0, "")]
+    # In the fourth step of the second epoch: replica 1 has no share of the last batch of the first.
+    left = files.read(folder / "kept.pt")["training"]
     assert (left["epoch"], left["step"]) == (1, 2)
-    assert run("", first, second) == 0
-    assert not backup.exists()
-    resumed, history = torch.load(first, weights_only=True)
-    undisturbed, expected = torch.load(second, weights_only=True)
+    assert not (folder / "backup").exists()
+    resumed, history = torch.load(folder / "first", weights_only=True)
+    undisturbed, expected = torch.load(folder / "second", weights_only=True)
     assert resumed.keys() == undisturbed.keys()
     assert all(torch.equal(value, undisturbed[name]) for name, value in resumed.items())
     assert history == expected
+
+
+def test_a_script_with_classes_and_functions_of_its_own(run_twice):
+    assert run_twice[1][1].stdout == "True\n", "what `Mine` learns by `rule`"
 
 
 # --------------------------------------------------------------------------- command

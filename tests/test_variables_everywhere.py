@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import launch, run_cell
+from driving import run_cell
 
 import mirror_nb as mnb
 from mirror_nb.pool.local import LocalPool
@@ -520,27 +519,6 @@ EXPECTED: dict[str, Any] = {
     "a_copy_of_a_plain_one": ["PlainVariable", "MirroredVariable", 4.0],
 }
 
-UNDER_TORCHRUN = """
-strategy = mnb.MirroredStrategy()
-found = {name: globals()[name](strategy) for name in sys.argv[2:]}
-with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
-    json.dump(found, file)
-strategy.close()
-# torch 2.13 now and then aborts while the interpreter ends, in plain scripts under torchrun too.
-sys.stdout.flush()
-os._exit(0)
-"""
-
-
-@pytest.fixture(scope="module")
-def found_under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes found that were started as torchrun does."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    script = folder / "script.py"
-    script.write_text(CASES + UNDER_TORCHRUN)
-    launch([sys.executable, str(script), str(folder), *EXPECTED], 2, {"TMPDIR": str(folder)})
-    return [json.loads((folder / str(i)).read_text()) for i in range(2)]
-
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -575,8 +553,3 @@ def test_the_same_in_a_mirrored_cell(case, told_of_the_cases):
     ran = run_cell(told_of_the_cases, f"json.dumps({case}(strategy))")
     assert not ran.errors, ran.report.failures
     assert [json.loads(found) for found in ran.results.values()] == [EXPECTED[case]] * 2
-
-
-@pytest.mark.parametrize("case", EXPECTED)
-def test_the_same_under_torchrun(case, found_under_torchrun):
-    assert [found[case] for found in found_under_torchrun] == [EXPECTED[case]] * 2
