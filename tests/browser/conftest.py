@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from browser.lab import Lab, Notebook, chromium
+from browser.lab import LAB, Lab, Notebook, chromium
 
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, ViewportSize
@@ -43,22 +43,24 @@ def browser() -> Iterator[BrowserContext]:
 
 
 @pytest.fixture
-def open_notebook(lab: Lab, browser: BrowserContext) -> Iterator[Callable[[str], Notebook]]:
-    """Open a notebook of the server, alone in its page.
+def open_notebook(lab: Lab, browser: BrowserContext) -> Iterator[Callable[..., Notebook]]:
+    """Open a notebook of the server, alone in its page: in JupyterLab, or in another program.
 
-    Tests share the page and the kernel: each finds the kernel without replicas, widgets and names.
+    Tests share JupyterLab's page and the kernel: each finds the kernel without replicas, widgets and names.
     """
     last: list[Notebook] = []
 
-    def opened(name: str) -> Notebook:
-        page = browser.pages[0] if browser.pages else browser.new_page()
+    def opened(name: str, program: str = LAB) -> Notebook:
+        page = browser.pages[0] if browser.pages and program == LAB else browser.new_page()
         page.set_viewport_size(VIEWPORT)
-        last[:] = [Notebook(page, lab, name)]
+        last[:] = [Notebook(page, lab, name, program)]
         return last[0]
 
     yield opened
     if not (last and not last[0].page.is_closed() and last[0].execute(TIDY)):
         lab.end_kernels()
+    if last and not lab.serves(last[0].page.url):
+        last[0].page.close()
 
 
 @pytest.fixture

@@ -40,7 +40,8 @@ _CHROMIUM = (
     "--disable-sync",
     # Chromium asks its maker for these.
 )
-_APPS = {"jupyterlab": "LabApp", "notebook": "JupyterNotebookApp"}
+LAB, NOTEBOOK_7 = "doc/tree", "notebooks"
+# Where the server's two programs open a notebook, alone in its page.
 _SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
     # All cells are in the page, those out of sight too.
@@ -49,13 +50,12 @@ _SETTINGS = {
 
 
 class Lab:
-    """A JupyterLab server on loopback whose every file lies in `folder`. Use it as a context manager.
+    """A JupyterLab server on loopback, with Notebook 7 where that is installed; its every file lies in `folder`.
 
-    `program`: "jupyterlab", or "notebook" for Notebook 7.
+    Use it as a context manager.
     """
 
-    def __init__(self, folder: Path, program: str = "jupyterlab") -> None:
-        self._program = program
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.notebooks = folder / "notebooks"
         self._token = uuid.uuid4().hex
@@ -68,8 +68,9 @@ class Lab:
             path = self._folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values))
-        command = [sys.executable, "-m", self._program, "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"]
-        command += [f"--ServerApp.root_dir={self.notebooks}", f"--{_APPS[self._program]}.expose_app_in_browser=True"]
+        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"]
+        command += [f"--{program}.expose_app_in_browser=True" for program in ("LabApp", "JupyterNotebookApp")]
+        command += [f"--ServerApp.root_dir={self.notebooks}"]
         with open(self._folder / "server.log", "wb") as log:
             self._server = subprocess.Popen(
                 command, env=self._environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -111,10 +112,11 @@ class Lab:
             os.killpg(self._server.pid, signal.SIGKILL)
             self._server.wait(10)
 
-    def ask(self, method: str, path: str) -> Any:
+    def ask(self, method: str, path: str, told: object = None) -> Any:
         """Send a request to the server's interface; return its answer, None where there is none yet."""
         headers = {"Authorization": f"token {self._token}"}
-        request = urllib.request.Request(f"{self._url}{path}", method=method, headers=headers)
+        body = None if told is None else json.dumps(told).encode()
+        request = urllib.request.Request(f"{self._url}{path}", body, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=20) as answer:
                 return json.loads(answer.read() or b"{}")
@@ -123,14 +125,13 @@ class Lab:
         except (urllib.error.URLError, ConnectionError):
             return None
 
-    def address(self, notebook: str) -> str:
+    def address(self, notebook: str, program: str = LAB) -> str:
         """Return where a notebook opens, alone in its page."""
-        where = "doc/tree" if self._program == "jupyterlab" else "notebooks"
-        return f"{self._url}{where}/{notebook}?token={self._token}&reset"
+        return f"{self._url}{program}/{notebook}?token={self._token}&reset"
 
     def serves(self, url: str) -> bool:
-        """Whether a page of this server is at an address."""
-        return bool(self._url) and url.startswith(self._url)
+        """Whether a page of this server's JupyterLab is at an address."""
+        return bool(self._url) and url.startswith(f"{self._url}{LAB}")
 
     def write(self, cells: Sequence[str]) -> str:
         """Write a notebook of these code cells; return its name."""
@@ -153,6 +154,11 @@ class Lab:
         """Return the id and the name of the kernel that runs, if there is one."""
         running = self.ask("GET", "api/kernels") or [None]
         return running[0] and {"id": running[0]["id"], "name": running[0]["name"]}
+
+    def lend_kernel(self, notebook: str) -> None:
+        """Have a notebook begin with the kernel that runs, if there is one."""
+        if kernel := self.kernel():
+            self.ask("POST", "api/sessions", {"path": notebook, "name": "", "type": "notebook", "kernel": kernel})
 
     def kernel_processes(self) -> list[psutil.Process]:
         """Return the processes of the kernels that run."""
@@ -197,17 +203,20 @@ def chromium() -> Iterator[Browser]:
 class Notebook:
     """A notebook open in a page. Cells are counted from 0, text cells too."""
 
-    def __init__(self, page: Page, lab: Lab, name: str) -> None:
+    def __init__(self, page: Page, lab: Lab, name: str, program: str = LAB) -> None:
         self.page = page
         self._lab = lab
         self.path = lab.notebooks / name
         page.set_default_timeout(CELL_SECONDS * 1000)
-        self._open()
+        self._open(program)
 
-    def _open(self) -> None:
+    def _open(self, program: str) -> None:
         """Open it alone in the page: in the JupyterLab and with the kernel that are there, or in new ones."""
+        if program == NOTEBOOK_7:
+            self._lab.lend_kernel(self.path.name)
+            self.page.goto(self._lab.address(self.path.name, program), timeout=START_SECONDS * 1000)
         # A dialog that an earlier notebook left would be in the way.
-        if self._lab.serves(self.page.url) and not self.page.locator(".jp-Dialog").count():
+        elif self._lab.serves(self.page.url) and not self.page.locator(".jp-Dialog").count():
             self.page.evaluate(
                 "async ([path, kernel]) => { window.running = 0;"
                 " for (const shown of [...window.jupyterapp.shell.widgets('main')]) shown.dispose();"

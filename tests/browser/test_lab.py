@@ -9,12 +9,14 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 from driving import eventually, gone
 
 from browser.lab import Lab, Notebook
+from browser.test_dashboard import picture, training
 
 # Far longer than any of them takes.
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
@@ -22,6 +24,11 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 TUTORIAL = Path(__file__).parents[2] / "notebooks" / "01_first_mirrored_cell.ipynb"
 RESTART_SECONDS = 2.0
 # After a restart, for all processes of the old kernel to be gone.
+LIVE = """%%mirrored --dashboard
+import torch
+from torch import nn
+x, y = torch.rand(4000, 20), torch.zeros(4000).long()
+"""
 
 Opened = Callable[..., Notebook]
 
@@ -30,15 +37,15 @@ class Gate:
     """A file that a cell waits for, so that the test says when the cell goes on."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     def wait_in_cell(self) -> str:
         """Return the lines for the cell."""
-        path = str(self._path)
+        path = str(self.path)
         return f"import os, time\nwhile not os.path.exists({path!r}):\n    time.sleep(0.01)\n"
 
     def open(self) -> None:
-        self._path.touch()
+        self.path.touch()
 
 
 @pytest.fixture
@@ -56,30 +63,7 @@ def pids(notebook: Notebook, cell: int) -> list[int]:
     return [int(line[2]) for line in lines]
 
 
-# --------------------------------------------------------------------------- training
-
-
-def test_a_cell_trains_on_two_replicas_and_the_notebook_has_the_trained_network(notebook: Opened) -> None:
-    opened = notebook(
-        "import torch, torch.nn as nn, torch.nn.functional as F\n"
-        "x = torch.rand(500, 8)\n"
-        "data = torch.utils.data.TensorDataset(x, (x.sum(1) > 4).long())\n"
-        "loader = torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)",
-        "%%mirrored\n"
-        "model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))\n"
-        "optimizer = torch.optim.Adam(model.parameters(), lr=0.02)\n"
-        "for epoch in range(40):\n"
-        "    for a, b in strategy.distribute_dataset(loader):\n"
-        "        loss = F.cross_entropy(model(a), b)\n"
-        "        optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
-        "    print('epoch', epoch)\n",
-        "print('good' if (model(x).argmax(1) == (x.sum(1) > 4)).float().mean() > 0.9 else 'bad')",
-    )
-    opened.run_all()
-    assert "epoch 39" in opened.shown(2)
-    assert "2 replicas ·" in opened.shown(2)
-    assert "replica 1: the same output" in opened.shown(2)
-    assert opened.shown(3).strip() == "good"
+# --------------------------------------------------------------------------- a tutorial
 
 
 def test_the_first_tutorial_runs_from_its_first_cell_to_its_last(
@@ -167,15 +151,29 @@ def test_a_replica_killed_between_cells_is_named_and_replaced_by_the_next_cell(n
     assert pids(opened, 2)[1] == survivor
 
 
-def test_a_restart_of_the_kernel_leaves_no_replica_and_a_cell_works_again(lab: Lab, notebook: Opened) -> None:
-    opened = notebook("%%mirrored\nprint('sum', int(strategy.reduce('sum', 1)))", "%mirror status")
+def test_a_restart_of_the_kernel_leaves_no_replica_what_is_shown_says_so_and_a_cell_works_again(
+    lab: Lab, notebook: Opened, gate: Gate
+) -> None:
+    opened = notebook(
+        "%mirror",
+        "%mirror status",
+        LIVE + training(gate.path),
+        "%%mirrored\nprint('sum', int(strategy.reduce('sum', 1)))",
+    )
     opened.run(1)
+    opened.output(1).locator(".mnb-picker").wait_for()
+    assert "is gone" not in opened.shown(1)
     (kernel,) = lab.kernel_processes()
     old = {process.pid for process in kernel.children(recursive=True)} | set(pids(opened, 2))
+    opened.start(3)
+    opened.output(3).locator(".pill.running").wait_for()
     opened.restart_kernel()
     eventually(lambda: all(map(gone, old)), "the old kernel's processes end", RESTART_SECONDS)
-    opened.run(0, 1)
-    assert "sum 2" in opened.shown(1)
+    opened.wait_for(1, "The kernel that these boxes belong to is gone.")
+    opened.output(3).get_by_text("The kernel that drew this is gone").wait_for()
+    assert not opened.output(3).get_by_role("button", name="Stop").is_visible()
+    opened.run(0, 4)
+    assert "sum 2" in opened.shown(4)
     assert not old & set(pids(opened, 2))
 
 
@@ -239,17 +237,30 @@ def test_twenty_thousand_lines_leave_the_page_alive_and_the_notebook_small(noteb
 def test_a_saved_notebook_still_makes_sense_when_its_kernel_is_gone(
     lab: Lab, notebook: Opened, open_notebook: Callable[[str], Notebook], gate: Gate
 ) -> None:
-    opened = notebook(f"%%mirrored\nprint('hello from', replica_id)\n{gate.wait_in_cell()}replica_id")
+    opened = notebook(
+        f"%%mirrored\nprint('hello from', replica_id)\n{gate.wait_in_cell()}replica_id",
+        LIVE + training(gate.path),
+        "%mirror",
+    )
     opened.start(1)
     opened.wait_for(1, "hello from 1")
     gate.open()
-    opened.wait()
+    opened.run(2, 3)
+    assert "finished on 2 replicas" in picture(opened, 2)
     before = opened.shown(1)
     opened.save()
-    opened.page.close()
+
+    def saved(cell: int) -> list[dict[str, Any]]:
+        outputs = json.loads(opened.path.read_text())["cells"][cell]["outputs"]
+        return [output["data"] for output in outputs if "data" in output]
+
+    data = eventually(lambda: [data for data in saved(2) if "image/png" in data], "the picture is in the file")
+    assert "application/vnd.jupyter.widget-view+json" not in data[0]
+    assert "%mirror start --devices" in "".join(saved(3)[0]["text/plain"])
     lab.end_kernels()
     again = open_notebook(opened.path.name)
     assert again.shown(1) == before
     again.output(1).locator("summary").click()
     assert "hello from 1" in again.shown(1)
     assert "widget" not in again.shown(1)
+    assert "finished on 2 replicas" in picture(again, 2)
