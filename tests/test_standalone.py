@@ -177,42 +177,6 @@ def drawn(strategy):
     draw = lambda: torch.tensor([torch.rand(()), random.random(), np.random.rand()])[None]
     return strategy.gather(strategy.run(draw), 0).tolist()
 
-torch.manual_seed(7), random.seed(7), np.random.seed(7)
-weights = torch.rand(2)
-strategy = mnb.MirroredStrategy()
-goes_on = torch.equal(torch.rand(2), torch.rand(4, generator=torch.Generator().manual_seed(7))[2:])
-first = drawn(strategy)
-torch.manual_seed(7), random.seed(7), np.random.seed(7)
-with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
-    json.dump([goes_on, first, drawn(strategy)], file)
-strategy.close()
-sys.stdout.flush()
-os._exit(0)
-"""
-
-
-def written_by(n: int, folder: Path, source: str) -> list[Any]:
-    """Return what a script writes as JSON that n ranks run; its argument is the folder, each file is a rank's."""
-    (folder / "script.py").write_text(source)
-    launch([sys.executable, str(folder / "script.py"), str(folder)], n, {"TMPDIR": str(folder)})
-    return [json.loads((folder / str(rank)).read_text()) for rank in range(n)]
-
-
-def test_a_script_seeds_its_replicas_before_and_after_it_makes_the_strategy(tmp_path):
-    found = written_by(2, tmp_path, SEEDED)
-    expected = []
-    for seed in (7, 8):
-        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
-        expected.append([pytest.approx(each) for each in (torch.rand(()).item(), random.random(), np.random.rand())])
-    assert found == [[True, expected, expected]] * 2
-
-
-SEEDED_AGAIN = """
-import json, os, random, sys
-import numpy as np
-import torch
-import mirror_nb as mnb
-
 def made(strategy):
     torch.manual_seed(7), random.seed(7), np.random.seed(7)
     with strategy.scope():
@@ -225,21 +189,37 @@ def made(strategy):
     return [*found, [strategy.gather(batch[0], 0).tolist() for batch in batches]]
 
 if __name__ == "__main__":
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)
+    weights = torch.rand(2)
     strategy = mnb.MirroredStrategy()
+    goes_on = torch.equal(torch.rand(2), torch.rand(4, generator=torch.Generator().manual_seed(7))[2:])
+    first = drawn(strategy)
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)
     with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
-        json.dump([made(strategy), made(strategy)], file)
+        json.dump([goes_on, first, drawn(strategy), made(strategy), made(strategy)], file)
     strategy.close()
     sys.stdout.flush()
     os._exit(0)
 """
 
 
-def test_a_script_that_seeds_again_with_the_seed_of_before_makes_the_same_again(tmp_path):
-    found = written_by(2, tmp_path, SEEDED_AGAIN)
+def written_by(n: int, folder: Path, source: str) -> list[Any]:
+    """Return what a script writes as JSON that n ranks run; its argument is the folder, each file is a rank's."""
+    (folder / "script.py").write_text(source)
+    launch([sys.executable, str(folder / "script.py"), str(folder)], n, {"TMPDIR": str(folder)})
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(n)]
+
+
+def test_a_script_seeds_its_replicas_before_and_after_it_makes_the_strategy_and_the_same_seed_makes_the_same(tmp_path):
+    found = written_by(2, tmp_path, SEEDED)
+    expected = []
+    for seed in (7, 8):
+        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+        expected.append([pytest.approx(each) for each in (torch.rand(()).item(), random.random(), np.random.rand())])
     names: dict[str, Any] = {"__name__": "script"}
-    exec(SEEDED_AGAIN, names)
+    exec(SEEDED, names)
     alone = names["made"](mnb.OneDeviceStrategy("cpu:0"))
-    assert found == [[alone, alone]] * 2
+    assert found == [[True, expected, expected, alone, alone]] * 2
 
 
 OUTSIDE = """
