@@ -30,10 +30,12 @@ class Recipe:
     # The highest one; it rises to it and falls again.
     channels: int
     # Of the first convolution; the second has twice as many.
+    dropout: float
+    # The share of what the linear layers are given that is dropped.
     seed: int
 
 
-def network(image_side: int, classes: int, channels: int) -> nn.Sequential:
+def network(image_side: int, classes: int, channels: int, dropout: float) -> nn.Sequential:
     """Return two convolutions and two linear layers, for images [n, 1, image_side, image_side]."""
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, padding=1),
@@ -43,10 +45,10 @@ def network(image_side: int, classes: int, channels: int) -> nn.Sequential:
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Dropout(0.2),
+        nn.Dropout(dropout),
         nn.Linear(2 * channels * (image_side // 4) ** 2, 128),
         nn.ReLU(),
-        nn.Dropout(0.2),
+        nn.Dropout(dropout),
         nn.Linear(128, classes),
     )
 
@@ -56,7 +58,7 @@ def train(
 ) -> nn.Sequential:
     """Train a network on `data` and return it, evaluated after each epoch; `publish` is told how it goes."""
     torch.manual_seed(recipe.seed)
-    model = network(data.train_images.shape[-1], len(data.classes), recipe.channels)
+    model = network(data.train_images.shape[-1], len(data.classes), recipe.channels, recipe.dropout)
     optimizer = torch.optim.Adam(model.parameters(), recipe.learning_rate)
     batches = strategy.distribute_dataset(
         (data.train_images, data.train_labels), batch_size=recipe.batch_size, shuffle=True
