@@ -35,15 +35,26 @@ LONG = 150.0
 # Seconds. The first cell that imports Keras takes some ten on a busy machine.
 
 
+LEAN = "import sys\nsys.modules.update(sklearn=None, matplotlib=None)\n"
+# Keras would import both if they were there, which is half of the time that it takes a process to load it.
+
+
+@contextlib.contextmanager
+def lean(n: int, **options: Any) -> Iterator[mnb.MirroredStrategy]:
+    with mnb.MirroredStrategy([f"cpu:{i}" for i in range(n)], **options) as strategy:
+        assert not run_one(strategy._place._ready(), LEAN).errors
+        yield strategy
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+    with lean(2) as strategy:
         yield strategy
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
+    with lean(3) as strategy:
         yield strategy
 
 
@@ -487,7 +498,7 @@ def test_an_unchanged_model_ends_on_the_weights_of_one_device(three, make, x, y,
 
 
 def test_a_strategy_that_sums_gradients_trains_keras_models_alike():
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"], gradient_reduction=mnb.ReduceOp.SUM) as strategy:
+    with lean(2, gradient_reduction=mnb.ReduceOp.SUM) as strategy:
         alone, mirrored = both(strategy, regressor)
         for model in (alone, mirrored):
             seeded(lambda model=model: model.fit(X, VALUES, batch_size=9, epochs=2, verbose=0))
@@ -1204,7 +1215,7 @@ strategy.close()
 
 def test_a_script_that_a_launcher_starts_once_per_device_ends_on_the_same_weights(tmp_path):
     source = CELL.replace("EXAMPLES", "29").replace("BATCH", "7").replace("OPTIMIZER", "'adam'")
-    (tmp_path / "script.py").write_text(SCRIPT.replace("SOURCE", source))
+    (tmp_path / "script.py").write_text(LEAN + SCRIPT.replace("SOURCE", source))
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "saved.pt")]
     here = str(Path(mnb.__file__).parent.parent)
     launch(command, 2, {"KERAS_BACKEND": "torch", "PYTHONPATH": here}, seconds=LONG)
