@@ -1001,8 +1001,8 @@ def test_a_cell_whose_replicas_are_stopped_meanwhile_says_that_and_nothing_of_a_
 # ---------------------------------------------------------------------- the end
 
 
-def controller(source: str, tmp_path: Path) -> subprocess.Popen[str]:
-    """A plain script with no guard that starts two replicas and goes on with `source`."""
+def controller(source: str, tmp_path: Path, n: int) -> subprocess.Popen[str]:
+    """A plain script with no guard that starts `n` replicas and goes on with `source`."""
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -1010,7 +1010,8 @@ def controller(source: str, tmp_path: Path) -> subprocess.Popen[str]:
         "from mirror_nb.devices import Device\nfrom mirror_nb.pool.local import LocalPool\n"
         "from mirror_nb.strategies.mirrored import SETUP\n"
         "open('ran', 'a').write('x')\n"
-        "pool = LocalPool((Device('cpu', 0), Device('cpu', 1)), setup=SETUP)\npool.start()\n" + textwrap.dedent(source)
+        f"pool = LocalPool(tuple(Device('cpu', i) for i in range({n})), setup=SETUP)\npool.start()\n"
+        + textwrap.dedent(source)
     )
     return subprocess.Popen(
         [sys.executable, str(script)], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -1018,11 +1019,11 @@ def controller(source: str, tmp_path: Path) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
-    def start(source: str) -> subprocess.Popen[str]:
-        started.append(controller(source, tmp_path))
+    def start(source: str, n: int = 2) -> subprocess.Popen[str]:
+        started.append(controller(source, tmp_path, n))
         return started[-1]
 
     yield start
@@ -1040,23 +1041,18 @@ print(*[values['pid'] for values in ran.values.values()], flush=True)
 """
 
 
-def test_a_plain_script_needs_no_guard_and_ends_its_replicas(script, tmp_path):
+def test_a_plain_script_needs_no_guard_nor_a_short_path_of_temporary_files_and_ends_its_replicas(
+    script, tmp_path, monkeypatch
+):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
     process = script(SAY)
     replicas = [int(pid) for pid in process.stdout.readline().split()]
     assert process.wait(DEADLINE) == 0
     assert len(replicas) == 2
     eventually(lambda: all(map(gone, replicas)), "the replicas end with the script")
     assert (tmp_path / "ran").read_text() == "x"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a forkserver")
-def test_a_long_path_of_temporary_files_does_not_keep_replicas_from_starting(script, tmp_path, monkeypatch):
-    folder = tmp_path / ("x" * 100)
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    process = script(SAY)
-    assert len(process.stdout.readline().split()) == 2
-    assert process.wait(DEADLINE) == 0
     assert not list(folder.iterdir())
 
 
@@ -1087,52 +1083,59 @@ def test_an_interrupt_while_replicas_are_stopped_leaves_none_that_does_not_end_b
     eventually(lambda: all(map(gone, theirs)), "both end")
 
 
-@pytest.mark.parametrize(
-    "stuck",
-    ["import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", HOLD_THE_GIL],
-    ids=["stopped", "holding the GIL"],
-)
-def test_kill_9_of_the_controller_leaves_nothing(script, stuck, tmp_path):
+@pytest.fixture
+def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[set[int]], None]]:
+    """Call it with the family of a controller that has ended: two seconds later no process, file or folder is left."""
+    shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+    def check(family: set[int]) -> None:
+        eventually(lambda: all(map(gone, family)), "processes end", seconds=2)
+        eventually(lambda: not list(folder.iterdir()), f"{list(folder.rglob('*'))} go", seconds=2)
+        # What others make there meanwhile bears other names.
+        made = set(os.listdir("/dev/shm")) - shared if os.path.isdir("/dev/shm") else set()
+        assert not [name for name in made if "mirror" in name or name.startswith("torch_")]
+
+    # Not `tmp_path`: below that name of a test a socket's path can be too long.
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        monkeypatch.setenv("TMPDIR", path)
+        yield check
+
+
+def test_kill_9_of_the_controller_leaves_nothing_of_replicas_that_are_stopped_hold_the_gil_or_wait(
+    script, tmp_path, nothing_is_left_behind
+):
     cell = f"""
 import subprocess, sys
 child = subprocess.Popen(['sleep', '1000'])
 sys.__stdout__.flush()
 open({str(tmp_path)!r} + f'/family{{replica_id}}', 'w').write(f'{{__import__("os").getpid()}} {{child.pid}}')
 if replica_id == 1:
-{textwrap.indent(stuck, "    ")}
+    import os, signal; os.kill(os.getpid(), signal.SIGSTOP)
+if replica_id == 2:
+    {HOLD_THE_GIL}
 {WAIT_IN_A_COLLECTIVE}
 """
-    process = script(f"run_cell(pool, {cell!r}, timeout=None)\nimport time; time.sleep(1000)\n")
-    files = [tmp_path / f"family{r}" for r in range(2)]
+    process = script(f"run_cell(pool, {cell!r}, timeout=None)\nimport time; time.sleep(1000)\n", n=3)
+    files = [tmp_path / f"family{r}" for r in range(3)]
     eventually(lambda: all(file.exists() and file.read_text().count(" ") for file in files), "the cell runs", 60)
     family = {int(pid) for file in files for pid in file.read_text().split()}
     family |= {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
-    assert len(family) >= 6
+    assert len(family) >= 8, "replicas, their children, forkserver and nanny"
     process.kill()
-    eventually(lambda: all(map(gone, family)), "replicas, their children, forkserver and nanny end")
+    nothing_is_left_behind(family)
 
 
-@pytest.mark.parametrize(
-    "end",
-    ["os.kill(os.getpid(), 9)", "ctypes.string_at(0)", "os._exit(1)", "os.kill(os.getpid(), 15)", "pool.close()"],
-    ids=["kill -9", "a crash", "_exit", "SIGTERM", "a close"],
-)
-def test_however_the_controller_ends_no_process_file_or_folder_is_left_after_two_seconds(script, end, monkeypatch):
-    shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    # Not `tmp_path`: below that name of a test a socket's path can be too long.
-    with tempfile.TemporaryDirectory() as path:
-        folder = Path(path)
-        monkeypatch.setenv("TMPDIR", path)
-        process = script(f"{SAY}\nimport ctypes, os, sys\nsys.stdin.readline()\n{end}")
-        replicas = [int(pid) for pid in process.stdout.readline().split()]
-        family = {*replicas, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))}
-        assert list(folder.iterdir()), "multiprocessing's folder, with its sockets"
-        process.stdin.close()
-        process.wait(DEADLINE)
-        eventually(lambda: all(map(gone, family)), "processes end", seconds=2)
-        eventually(lambda: not list(folder.iterdir()), f"{list(folder.rglob('*'))} go", seconds=2)
-    # What others make there meanwhile bears other names.
-    assert not [name for name in set(os.listdir("/dev/shm")) - shared if "mirror" in name or name.startswith("torch_")]
+# What ends a process without a line of ours is one and the same: a crash and `os._exit` are as `kill -9` above.
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 15)", "pool.close()"], ids=["SIGTERM", "a close"])
+def test_however_the_controller_ends_no_process_file_or_folder_is_left(script, end, nothing_is_left_behind):
+    process = script(f"{SAY}\nimport os, sys\nsys.stdin.readline()\n{end}")
+    replicas = [int(pid) for pid in process.stdout.readline().split()]
+    family = {*replicas, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))}
+    assert os.listdir(os.environ["TMPDIR"]), "multiprocessing's folder, with its sockets"
+    process.stdin.close()
+    process.wait(DEADLINE)
+    nothing_is_left_behind(family)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the forkserver")
