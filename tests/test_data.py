@@ -458,8 +458,8 @@ WORKERS: dict[str, dict[str, Any]] = {
     "workers": {"num_workers": 2},
     "persistent workers": {"num_workers": 2, "persistent_workers": True},
 }
-PERSIST = "shuffle", "generator", "batch sampler", "lazy sampler", "iterable"
-# Of those whose order comes from the same place, one: workers that stay know nothing of it.
+LOADED = "shuffle", "generator", "batch sampler", "eager sampler", "lazy sampler", "iterable"
+# Of those whose order comes from the same place, one: workers know nothing of it.
 
 
 @pytest.mark.parametrize(
@@ -468,7 +468,7 @@ PERSIST = "shuffle", "generator", "batch sampler", "lazy sampler", "iterable"
         pytest.param(kind, workers, id=f"{kind}-{how}")
         for kind in KINDS
         for how, workers in WORKERS.items()
-        if how != "persistent workers" or kind in PERSIST
+        if how == "no workers" or kind in LOADED
     ],
 )
 def test_global_batches_are_those_of_a_plain_loop(kind, workers):

@@ -49,9 +49,15 @@ weights = network.weight.detach()
 """
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("search", [None, "strong_wolfe"])
-@pytest.mark.parametrize("given", ["closure", "closure=closure"])
+@pytest.mark.parametrize(
+    ("n", "search", "given"),
+    [
+        (2, None, "closure"),
+        (2, "strong_wolfe", "closure=closure"),
+        (3, None, "closure=closure"),
+        (3, "strong_wolfe", "closure"),
+    ],
+)
 def test_it_finds_what_one_device_finds(replicas, n, search, given):
     pool = replicas(n)
     ran = run_cell(pool, CELL.format(search=search, steps=STEPS, size=7, given=given), {"X": X})
