@@ -13,8 +13,9 @@ from mirror_nb.pool import huge_pages
 
 TUNED = "glibc.malloc.check=0"
 SCRIPT = """
-import os, subprocess, torch
+import os, subprocess, sys, torch
 import mirror_nb as mnb
+from mirror_nb.pool.local import stop_forkserver
 
 def told():
     held = torch.ones(32 * 2**20)
@@ -22,10 +23,15 @@ def told():
     child = subprocess.run(["printenv", "GLIBC_TUNABLES"], capture_output=True, text=True).stdout.strip()
     return int(rollup.split("AnonHugePages:")[1].split()[0]), os.environ.get("GLIBC_TUNABLES", ""), child
 
-with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-    for each in zip(*map(strategy.local_results, strategy.run(told))):
-        print(*each, sep=";")
-print(os.environ.get("GLIBC_TUNABLES", ""))
+for own in sys.argv[1:]:
+    if own:
+        os.environ["GLIBC_TUNABLES"] = own
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        for each in zip(*map(strategy.local_results, strategy.run(told))):
+            print(*each, sep=";")
+    print(os.environ.get("GLIBC_TUNABLES", ""), end="\f")
+    # The next replicas come from another one.
+    stop_forkserver()
 """
 
 
@@ -79,20 +85,20 @@ def test_nobody_asks_where_linux_does_not_say(on_request):
     assert asked() is None
 
 
-@pytest.mark.parametrize("own", ["", TUNED])
-def test_replicas_have_them_and_what_they_start_has_the_users_environment(own):
+def test_replicas_have_them_and_what_they_start_has_the_users_environment():
     if not huge_pages._to_be_had():
         pytest.skip("Linux gives huge pages here to all or to nobody")
     environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
-    environment |= {"GLIBC_TUNABLES": own} if own else {}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [sys.executable, "-c", SCRIPT, "", TUNED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    *replicas, controller = done.stdout.splitlines()
-    assert controller == own
-    for line in replicas:
-        kib, *seen = line.split(";")
-        assert seen == [own, own]
-        # Of 128 MiB; the kernel may lack a few.
-        assert int(kib) > 64 * 1024
+    for own, told in zip(("", TUNED), done.stdout.removesuffix("\f").split("\f"), strict=True):
+        # What is equal on both replicas is told once.
+        *replicas, controller = told.split("\n")
+        assert controller == own
+        assert replicas
+        for line in replicas:
+            kib, *seen = line.split(";")
+            assert seen == [own, own]
+            # Of 128 MiB; the kernel may lack a few.
+            assert int(kib) > 64 * 1024

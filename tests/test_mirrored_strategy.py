@@ -13,7 +13,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,10 +158,11 @@ def test_one_scope_is_entered_again_and_inside_itself_and_decorates(two):
     assert not two.extended.variable_created_in_scope(nn.Linear(2, 1))
 
 
-NEVER_LEFT = """
+PLAIN = """
 import gc
 import torch
 import mirror_nb as mnb
+print("ran")
 strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
 strategy.scope().__enter__()
 gc.collect()
@@ -174,14 +174,23 @@ def step():
 before = model.bias.item()
 strategy.run(step)
 print(mnb.get_strategy() is strategy, round(before - model.bias.item(), 4))
+def f():
+    return mnb.get_replica_context().replica_id_in_sync_group * 10
+print(strategy.run(f).values)
 """
 
 
-def test_a_scope_that_is_never_left_holds_until_the_process_ends(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(NEVER_LEFT)
+@pytest.fixture(scope="module")
+def said_by_a_plain_script(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    script = tmp_path_factory.mktemp("script") / "train.py"
+    script.write_text(PLAIN)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr) == ("True 0.1\n", "")
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def test_a_scope_that_is_never_left_holds_until_the_process_ends(said_by_a_plain_script):
+    assert said_by_a_plain_script[1] == "True 0.1"
 
 
 def test_another_strategy_that_is_set_takes_the_place_of_the_first(two):
@@ -296,18 +305,9 @@ def test_a_loss_for_gradients_that_are_summed_warns_where_they_are_averaged(two)
     assert "this strategy averages them: they come out 2 times too small" in average
 
 
-def test_a_script_needs_no_guard(tmp_path: Path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import mirror_nb as mnb\n"
-        "print('ran')\n"
-        "strategy = mnb.MirroredStrategy(['cpu:0', 'cpu:1'])\n"
-        "def f():\n    return mnb.get_replica_context().replica_id_in_sync_group * 10\n"
-        "print(strategy.run(f).values)\n"
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == ["ran", "(0, 10)"]
+def test_a_script_needs_no_guard(said_by_a_plain_script):
+    first, _, *last = said_by_a_plain_script
+    assert [first, *last] == ["ran", "(0, 10)"]
 
 
 @pytest.mark.parametrize(
