@@ -362,6 +362,33 @@ def test_a_moment_that_is_replaced_by_one_that_lies_where_the_old_one_lay_is_the
     assert two.run(lambda: optimizer.state[model.bias]["momentum_buffer"].item()) == 7.0
 
 
+class Averaging(torch.optim.SGD):
+    """Has other parameters while it is evaluated, as schedule-free optimizers have."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            # Past autograd's count of writes, too.
+            parameter.data.lerp_(self.state[parameter]["momentum_buffer"], 0.5)
+
+
+def test_a_method_of_an_optimizer_that_changes_parameters_by_its_state_changes_those_of_now(two):
+    def trained(on_replicas: bool) -> list[Any]:
+        torch.manual_seed(0)
+        with two.scope() if on_replicas else contextlib.nullcontext():
+            model = nn.Linear(2, 1)
+            optimizer = Averaging(model.parameters(), 0.1, momentum=0.9)
+        step = step_of(model, optimizer)
+        run = two.run if on_replicas else lambda step: step()
+        run(step)
+        optimizer.eval()
+        evaluated = [parameter.tolist() for parameter in model.parameters()]
+        run(step)
+        return [evaluated, model.state_dict(), optimizer.state_dict()]
+
+    torch.testing.assert_close(trained(True), trained(False))
+
+
 def test_moments_keep_their_dtype_where_the_network_gets_another_one(two):
     def trained(on_replicas: bool) -> list[Any]:
         torch.manual_seed(0)

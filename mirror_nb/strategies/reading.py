@@ -1,6 +1,6 @@
 """Networks of the controller whose values live in the replicas: reading one brings them here first.
 
-    model(x), model.state_dict(), model.parameters(), model.fc.weight, copy.deepcopy(model)
+    model(x), model.state_dict(), model.parameters(), model.fc.weight, copy.deepcopy(model), optimizer.state
 
 Gradients stay there, and are cleared there too: model.zero_grad(), optimizer.zero_grad().
 
@@ -85,6 +85,13 @@ class Reading:
     def bring(self, module: nn.Module) -> None:
         """Bring a network here up to date, as reading it does."""
         self._read_parts(module)
+
+    def bring_all(self) -> None:
+        """Bring all networks here up to date: somebody may go on to their parameters past their methods."""
+        # A list: refreshing may add and remove holders.
+        for holder in list(self._holders):
+            if holder.stale:
+                holder.refresh()
 
     def _read(self, module: nn.Module, *_: object, **__: object) -> None:
         # A list: refreshing may add and remove holders.

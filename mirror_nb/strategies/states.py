@@ -20,6 +20,7 @@ import torch
 
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.readable import listed
+from mirror_nb.strategies.reading import reading
 from mirror_nb.transfer.told import parameters_of
 
 
@@ -103,6 +104,8 @@ class States:
         keeper = self._asked(optimizer)
         if keeper is None or self._read_at.get(optimizer) == keeper.calls:
             return
+        # An optimizer's own method may change the parameters by it: `eval()` of a schedule-free one, say.
+        reading.bring_all()
         # Who asks in inference mode goes on to train.
         with torch.inference_mode(False):
             state = keeper.state_of(optimizer)
