@@ -343,3 +343,14 @@ def test_from_plain_python_a_function_takes_it_too():
         batches = strategy.distribute_dataset(torch.zeros(5, 2, 3), batch_size=4)
         shapes = [strategy.local_results(strategy.run(flat, (x,))) for x in batches]
     assert shapes == [((2, 6), (2, 6), (0, 6)), ((1, 6), (0, 6), (0, 6))]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_words_that_are_in_no_bag_have_no_gradients(share, sparse, weighted):
+    bags = nn.EmbeddingBag(5, 2, mode="sum" if weighted else "mean", sparse=sparse)
+    words, offsets = torch.tensor([1, 2, 3]), torch.tensor([], dtype=torch.long)
+    found = bags(words, offsets, per_sample_weights=torch.ones(3) if weighted else None)
+    assert found.shape == (0, 2)
+    found.sum().backward()
+    assert not bags.weight.grad.to_dense().any()

@@ -5,6 +5,7 @@
     x.max()                 no number, as the mean of none, where torch has no answer; no rows have no maxima
     pack_padded_sequence    no sequences are packed as one step of none, which recurrent networks take
     F.instance_norm(x)      what torch refuses, and would give for each example, is none: fft, stft and others, too
+    F.embedding_bag         words joined to one tensor, which nobody cuts, are in no bag: torch dies in backward()
 
 Knows no replicas.
 """
@@ -18,7 +19,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ctc_loss
+from torch.nn.functional import ctc_loss, embedding_bag
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -50,6 +51,8 @@ _NAMES = (
 )
 _REDUCTIONS = tuple(getattr(owner, name) for owner in (Tensor, torch) for name in _NAMES)
 # Those of no numbers are no number, which torch does not say.
+_WEIGHTS = "per_sample_weights"
+# Of words in bags.
 _WITHOUT_BACKWARD = (torch.pixel_shuffle, torch.pixel_unshuffle, torch.pdist)
 # Torch takes no examples there, and fails in the backward pass.
 _PACK = getattr(torch._C._VariableFunctions, "_pack_padded_sequence", None)
@@ -101,6 +104,8 @@ class NoExamples(TorchFunctionMode):
         if func is ctc_loss and not args[0].numel():
             losses, how = args[0].sum((0, -1)), (kwargs or {})["reduction"]
             return losses if how == "none" else getattr(losses, how)()
+        if func is embedding_bag and isinstance(kwargs, dict) and _is_empty(kwargs.get("offsets")):
+            args, kwargs = (args[0][:0], *args[1:]), {**kwargs, _WEIGHTS: _none_of(kwargs.get(_WEIGHTS))}
         if func in _REDUCTIONS and args and not args[0].numel():
             found = _of_none(func, args, kwargs or {})
             if found is not None:
@@ -137,6 +142,14 @@ class NoExamples(TorchFunctionMode):
             yield
         finally:
             setattr(torch.autograd, _ENGINE, run)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.numel()
+
+
+def _none_of(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights[:0]
 
 
 def _of_none(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
