@@ -334,7 +334,7 @@ def test_a_handle_of_what_is_gone_travels_and_removes_nothing():
     arrived.remove()
 
 
-def test_rebuilding_that_fails_leaves_the_hooks_that_were_there():
+def test_rebuilding_that_fails_leaves_hooks_attributes_and_classes_as_they_were():
     here = Mirrors("k")
     net: Any = nn.Sequential(nn.Linear(4, 3))
     handle = net[0].register_forward_hook(_first)
@@ -345,10 +345,16 @@ def test_rebuilding_that_fails_leaves_the_hooks_that_were_there():
     there.take(arrivals)
     handle.remove()
     net[0].register_forward_hook(_second)
+    net[0].seen, net[0].__class__ = 1, _Linear
     packed = pack([net, _Fails()], handle=here.handle)
     with pytest.raises(ZeroDivisionError):
         unpack(packed.payload, packed.slab, known=there.find)
     assert list(arrived[0]._forward_hooks.values()) == [_first]
+    assert (type(arrived[0]), hasattr(arrived[0], "seen")) == (nn.Linear, False)
+
+
+class _Linear(nn.Linear):
+    """The same, of a class of one's own."""
 
 
 class _Fails:

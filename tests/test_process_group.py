@@ -918,6 +918,20 @@ def test_a_wait_with_a_time_of_its_own_may_be_waited_for_again(crew: Crew) -> No
     assert crew.call(use) == [6.0] * N
 
 
+def test_a_time_that_holds_for_a_while_is_no_longer_than_the_groups_and_gone_after_an_error(crew: Crew) -> None:
+    def use(_: int) -> list[float]:
+        group: Any = dist.group.WORLD
+        seconds = [group._seconds]
+        for limit in (2.0, 1e6):
+            with contextlib.suppress(KeyError), group.within(limit):
+                seconds.append(group._seconds)
+                raise KeyError
+            seconds.append(group._seconds)
+        return seconds
+
+    assert crew.call(use) == [[20.0, 2.0, 20.0, 20.0, 20.0]] * N
+
+
 def test_forming_without_all_replicas_says_how_many_were_meant(processes: Crew) -> None:
     processes.generation += 1
     processes.start(form, processes.port, processes.generation, 1.0, on=0)
