@@ -572,6 +572,24 @@ def test_the_command_times_the_steps_of_a_model_that_lies_where_it_is_called(tmp
     assert done.stdout.startswith("a training step on 64 examples, 2 replicas")
 
 
+@pytest.mark.parametrize(("model", "loaded"), [(None, "torch"), ("json:dumps", "all")])
+def test_what_training_needs_is_loaded_once_for_all_replicas_where_a_model_is_to_train(monkeypatch, model, loaded):
+    asked = []
+
+    def none(*_: object, **__: object) -> None:
+        raise UsageError("none here")
+
+    monkeypatch.setattr(command, "warm_up", lambda: asked.append("torch"))
+    monkeypatch.setattr(command, "warm_up_to_train", lambda: asked.append("all"))
+    monkeypatch.setattr(command, "LocalPool", none)
+    shape = None if model is None else "5"
+    assert (
+        command.run(command.Options(devices="cpu:0,cpu:1", model=model, shape=shape), io.StringIO(), io.StringIO())
+        == 2
+    )
+    assert asked == [loaded]
+
+
 def test_the_command_shows_a_models_error_in_the_users_lines(tmp_path: Path, monkeypatch):
     (tmp_path / "narrow_models.py").write_text("import torch\ndef tiny():\n    return torch.nn.Linear(5, 1)\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -21,6 +21,7 @@ from mirror_nb.demo.datasets import digits
 from mirror_nb.demo.progress import Evaluated, History, Meter, Predicted, Stepped
 from mirror_nb.demo.terminal import Terminal
 from mirror_nb.devices import Device
+from mirror_nb.errors import UsageError
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 TWO = "cpu:0,cpu:1"
@@ -157,6 +158,18 @@ def test_what_a_replica_raises_is_shown_with_the_replica(few_images, monkeypatch
     assert code == 1
     assert "Traceback" in err
     assert err.endswith("mirror_nb demo: replica 1 raised ValueError: too warm\n")
+
+
+def test_what_training_needs_is_loaded_once_for_all_replicas(few_images, monkeypatch):
+    asked = []
+
+    def none(*_: object, **__: object) -> None:
+        raise UsageError("none here")
+
+    monkeypatch.setattr(command, "warm_up_to_train", lambda: asked.append("all"))
+    monkeypatch.setattr(command, "LocalPool", none)
+    assert told(Options(devices=TWO, data=str(few_images), picture=str(few_images / "demo.png")))[0] == 2
+    assert asked == ["all"]
 
 
 def test_a_replica_that_dies_is_named(few_images, monkeypatch):

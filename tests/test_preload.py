@@ -113,7 +113,7 @@ def test_a_replica_that_is_started_later_begins_with_what_training_needs(two):
 
 def test_all_is_loaded_first_where_the_controller_has_made_an_optimizer(two, monkeypatch):
     asked = []
-    monkeypatch.setattr(local, "_load_all_first", lambda: asked.append(list(modules)))
+    monkeypatch.setattr(local, "warm_up_to_train", lambda: asked.append(list(modules)))
     for modules in ({}, {"torch._dynamo": None}):
         kill(two, 1)
         eventually(two.dead, "the death is seen")
@@ -129,7 +129,7 @@ def test_a_forkserver_that_others_have_started_is_not_asked_to_load(monkeypatch)
     theirs = subprocess.Popen(["sleep", "1000"])
     try:
         monkeypatch.setattr(local, "_forkserver_pid", lambda: theirs.pid)
-        local._load_all_first()
+        local.warm_up_to_train()
         # A signal that it does not expect would have ended it first.
         theirs.terminate()
         assert theirs.wait(DEADLINE) == -signal.SIGTERM
@@ -231,7 +231,7 @@ def test_a_forkserver_that_loads_outlives_a_press_of_stop_and_processes_of_the_u
     import multiprocessing, os, signal
     from mirror_nb.pool import local
     server = multiprocessing.forkserver._forkserver
-    for begin in (local.warm_up, local._load_all_first):
+    for begin in (local.warm_up, local.warm_up_to_train):
         begin()
         pid = server._forkserver_pid
         os.kill(pid, signal.SIGINT)

@@ -29,7 +29,7 @@ from mirror_nb.bench.steps import SECONDS, StepTable, check_task, steps
 from mirror_nb.devices import Device
 from mirror_nb.errors import MirrorError, ReplicaError, UsageError
 from mirror_nb.pool.base import Pool
-from mirror_nb.pool.local import LocalPool, stop_forkserver, warm_up
+from mirror_nb.pool.local import LocalPool, stop_forkserver, warm_up, warm_up_to_train
 from mirror_nb.strategies.mirrored import SETUP
 
 OK, FAILED, WRONG_CALL, INTERRUPTED = 0, 1, 2, 130
@@ -95,7 +95,8 @@ def _run(options: Options, out: TextIO, err: TextIO) -> int:
     if err.isatty():
         # Else a terminal shows nothing for some 15 s.
         print(f"measuring on {', '.join(map(str, devices))} …", file=err)
-    warm_up()
+    # Once, in place of in each replica.
+    warm_up() if model is None else warm_up_to_train()
     with LocalPool(devices, setup=SETUP) as pool:
         pool.start()
         table = measure(pool, options, model)

@@ -27,7 +27,7 @@ from mirror_nb.devices import Device
 from mirror_nb.errors import ReplicaError, UsageError
 from mirror_nb.messages import Display, RunCell, Stream
 from mirror_nb.pool.base import Pool
-from mirror_nb.pool.local import LocalPool, stop_forkserver, warm_up
+from mirror_nb.pool.local import LocalPool, stop_forkserver, warm_up_to_train
 from mirror_nb.pool.report import Report, together
 from mirror_nb.strategies.mirrored import SETUP
 from mirror_nb.transfer.packing import pack
@@ -88,8 +88,8 @@ def run(options: Options, out: TextIO = sys.stdout, err: TextIO = sys.stderr) ->
 def _run(options: Options, out: TextIO, err: TextIO, began: float) -> int:
     devices = _devices(options.devices)
     path = _writable(options.picture)
-    # Loads torch for the replicas while the data is read.
-    warm_up()
+    # Loads torch for the replicas while the data is read, and what its optimizers need once, in place of in each.
+    warm_up_to_train()
     lesson = _lesson(options)
     _introduce(lesson, devices, out)
     history = History(len(devices))

@@ -145,7 +145,7 @@ class LocalPool(Pool):
         self._out_of_memory = memory.ended()
         if "torch._dynamo" in sys.modules:
             # Somebody has made an optimizer here: the replicas are to train, and each would load it for itself.
-            _load_all_first()
+            warm_up_to_train()
         for replica_id in ids:
             # The dead one stays until another is there: where that cannot be started, it is to be replaced still.
             dead = self._members.get(replica_id)
@@ -551,8 +551,8 @@ def _forkserver_pid() -> int | None:
     return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
 
 
-def _load_all_first() -> None:
-    """Have the forkserver load all before it starts the next process."""
+def warm_up_to_train() -> None:
+    """Have the forkserver load all that training needs before it starts the next process; does not wait."""
     if sys.platform != "linux" or _forkserver_rests():
         return
     warm_up()
