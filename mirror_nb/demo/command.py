@@ -123,7 +123,8 @@ def _lesson(options: Options) -> _Lesson:
         data, epochs, promise = digits(), 20, 0.97
         recipe = Recipe(options.epochs or epochs, 64, learning_rate=5e-3, channels=32, dropout=0.2, seed=options.seed)
     else:
-        # Three epochs are too few to learn them by heart: with dropout a network has to be twice as wide.
+        # Three epochs are too few to learn them by heart: with dropout, at other rates, as many channels came to 88.2
+        # and 88.7 %, not to 89.1.
         data, epochs, promise = fashion_mnist(options.data), 3, 0.88
         recipe = Recipe(options.epochs or epochs, 128, learning_rate=6e-3, channels=8, dropout=0.0, seed=options.seed)
     return _Lesson(data, recipe, epochs, promise)
