@@ -85,6 +85,39 @@ def test_what_is_written_in_the_controller_reaches_the_replicas(two):
     assert two.run(lambda: model.weight.sum().item()) == 10.0
 
 
+@pytest.mark.parametrize("held", [list, lambda parameters: torch.optim.SGD(parameters, 1.0).param_groups[0]["params"]])
+def test_a_write_to_what_was_taken_before_the_replicas_trained_it_is_told(two, held):
+    model = trained(two)
+    taken = held(model.parameters())
+
+    def learn() -> None:
+        with torch.no_grad():
+            model.weight.add_(1.0)
+
+    def clip(parameters: Any) -> None:
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.clamp_(max=1.5)
+        two.run(lambda: model.bias.item())
+
+    two.run(learn)
+    with pytest.warns(UserWarning, match="older values") as told:
+        clip(taken)
+    assert "weight and bias of a Linear" in str(told[0].message)
+    assert told[0].filename == __file__
+    two.run(learn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # These come with what the replicas have.
+        clip(model.parameters())
+        two.run(learn)
+        model.load_state_dict(model.state_dict())
+        two.run(learn)
+        model.load_state_dict({"bias": torch.zeros(1)}, strict=False)
+        two.run(lambda: model.bias.item())
+    assert model.weight.tolist() == [[3.5, 3.5]]
+
+
 def test_a_part_of_a_mirrored_module_is_the_part_that_the_replicas_have(two):
     with two.scope():
         model = Net()

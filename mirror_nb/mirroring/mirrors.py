@@ -482,6 +482,13 @@ class Mirrors:
         own = [(name, tensor) for name, tensor in kept_equal(module) if not is_lazy(tensor)]
         return names | {name for name, t in own if before.get(id(t)) != tuple(versions([t])[:2])}
 
+    def written_in_place(self, module: nn.Module) -> list[str]:
+        """Return the names of the tensors that were written to since `mark` where they are, as autograd counts it."""
+        mark = self._marks[self.find_handle(module) or ""]
+        was, now = mark.versions, versions(mark.tensors)
+        same = zip(mark.names, was[::3], now[::3], was[1::3], now[1::3], strict=True)
+        return [name for name, before, after, there, here in same if before != after and there == here]
+
     def reference(self, obj: object) -> Any:
         """For `pack`: a token for a network, or a parameter of one, that the other side has; else None."""
         if type(obj) is torch.Tensor:

@@ -40,6 +40,7 @@ from mirror_nb.strategies.functions import Functions
 from mirror_nb.strategies.misuse import (
     made_elsewhere,
     refuse_steps,
+    warn_of_blind_writes,
     warn_of_lost,
     warn_of_mixed,
     warn_of_parted_networks,
@@ -496,10 +497,13 @@ class ControllerPlace(Place):
 
     def _push_changes(self) -> None:
         """Give the replicas the values of networks that were written to here."""
-        changed = self._references.changes()
+        changed, blindly = self._references.changes(unread=self.stale)
         if changed:
             packed = pack(changed)
             self._request(LoadModules(packed.payload), packed)
+        if blindly:
+            # Last, as in `_taken`.
+            warn_of_blind_writes(blindly)
 
     # ------------------------------------------------------------------ reading networks back
 

@@ -111,6 +111,16 @@ def warn_of_parted_networks(networks: list[str]) -> None:
     )
 
 
+def warn_of_blind_writes(written: list[str]) -> None:
+    """Warn, where the replicas get them, that values were made from older ones than theirs."""
+    warnings.warn(
+        f"written to through tensors that were taken before the replicas trained them: {'; '.join(written)}. They had "
+        "older values, and what was made of these replaces what was learned since. Take them anew from their network, "
+        "`for p in net.parameters():`, which brings the values here first",
+        stacklevel=users_level(),
+    )
+
+
 def refuse_steps(optimizer: torch.optim.Optimizer, lives_there: Callable[[], bool]) -> None:
     """Have an optimizer refuse to step here, as long as it lives in the replicas."""
 

@@ -30,8 +30,9 @@ _READS = (
 # All that leads to a network's tensors: attributes, what state_dict and parameters() are made of, moves, copies. And
 # what sets its mode, which is a change or none by the mode that it has in the replicas, or takes parts away: there may
 # be others there. A forward pass may begin with plain attributes, which come along.
-_READS_OF_PARTS = ("named_parameters", "named_buffers")
-# These read parts without a call of theirs: one may be in the replicas where the whole is not.
+_READS_OF_PARTS = ("named_parameters", "named_buffers", "load_state_dict")
+# These read parts, or write to some of them, without a call of theirs: one may be in the replicas where the whole is
+# not.
 
 
 class Holder(Protocol):

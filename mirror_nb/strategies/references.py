@@ -14,6 +14,7 @@ from torch import nn
 from mirror_nb.errors import UsageError
 from mirror_nb.held_variables import scope_variables
 from mirror_nb.mirroring.mirrors import Mirrors, Moved
+from mirror_nb.readable import listed
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.misuse import not_mirrored, not_owned, of_another_strategy
 from mirror_nb.strategies.objects import Objects
@@ -22,6 +23,7 @@ from mirror_nb.transfer.packing import pack
 from mirror_nb.transfer.payload import Packed
 from mirror_nb.variables import Variable
 
+_NAMES_SHOWN = 3
 _BELONGS_TO_SCOPE = (
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
@@ -164,9 +166,12 @@ class References:
             self.objects.mark_sent(obj)
         self.mirrors.gave(networks)
 
-    def changes(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return, once, by handle, what was written to networks here, by load_state_dict for instance."""
-        changed = {}
+    def changes(self, unread: bool = False) -> tuple[dict[str, dict[str, torch.Tensor]], list[str]]:
+        """Return, once, by handle, what was written to networks here, by load_state_dict for instance.
+
+        With it, if the networks were `unread`, what of them was made from older values than the replicas have.
+        """
+        changed, blindly = {}, []
         for handle, module in self.mirrors.roots():
             left = self.mirrors.left(module)
             if left:
@@ -174,10 +179,14 @@ class References:
             # These alone: of the others the replicas may have newer values.
             written = self.mirrors.written(module)
             if written:
+                names = self.mirrors.written_in_place(module) if unread else []
+                if names:
+                    shown = names if len(names) <= _NAMES_SHOWN else [*names[:_NAMES_SHOWN], "others"]
+                    blindly.append(f"{listed(shown)} of a {type(module).__name__}")
                 values = self.mirrors.given(module, written)
                 if values:
                     changed[handle] = values
-        return changed
+        return changed, blindly
 
     def graft(
         self,
