@@ -202,8 +202,13 @@ def test_a_front_ends_message_reaches_the_widgets_replica():
 
 @pytest.fixture
 def comm_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("create_comm", "get_comm_manager"):
-        monkeypatch.setattr(comm, name, getattr(comm, name))
+    for owner, name in (
+        (comm, "create_comm"),
+        (comm, "get_comm_manager"),
+        (ipykernel.comm, "Comm"),
+        (ipykernel.comm.comm, "Comm"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
 def test_a_kernels_widgets_are_those_that_it_knows(comm_restored):
@@ -214,17 +219,27 @@ def test_a_kernels_widgets_are_those_that_it_knows(comm_restored):
     assert comms_of(shell) is older.comms
 
 
-@pytest.mark.parametrize("older", [True, False])
-def test_widgets_of_either_ipykernel_reach_the_front_end(comm_restored, monkeypatch, older):
-    for module in (ipykernel.comm, ipykernel.comm.comm):
-        monkeypatch.setattr(module, "Comm", type("Comm", (), {}) if older else ipykernel.comm.Comm)
+@pytest.mark.parametrize("ipykernel_6_17", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ipykernel.comm.Comm(target_name="mine", data={"a": 1}),
+        lambda: ipykernel.comm.Comm("mine", {"a": 1}, show_warning=False, kernel=None),
+        lambda: comm.create_comm("mine", {"a": 1}),
+    ],
+    ids=["ipywidgets 7.7.1", "somebody", "ipywidgets 8"],
+)
+def test_widgets_of_either_ipykernel_reach_the_front_end(comm_restored, monkeypatch, ipykernel_6_17, make):
+    if ipykernel_6_17:
+        for module in (ipykernel.comm, ipykernel.comm.comm):
+            monkeypatch.setattr(module, "Comm", type("Comm", (), {}))
     emitted: list[Any] = []
     comms = Comms(emitted.append)
-    # What ipywidgets 7 does, and what 8 does.
-    opened = ipykernel.comm.Comm(target_name="mine", data={"a": 1}) if older else comm.create_comm("mine", {"a": 1})
+    opened = make()
     heard: list[Any] = []
     opened.on_msg(heard.append)
-    assert not older or opened.kernel is not None
+    # Without one, ipywidgets 7 sends nothing.
+    assert opened.kernel is not None
     comms.receive(CommMessage({"comm_id": opened.comm_id, "data": 5}, ()))
     assert [message["content"]["data"] for message in heard] == [5]
     assert [(sent.kind, sent.content["data"]) for sent in emitted] == [("comm_open", {"a": 1})]

@@ -336,6 +336,11 @@ class Comms:
             kernel = self
             # For ipywidgets 7, which sends nothing without one.
 
+            def __init__(self, *args: Any, show_warning: bool = False, **options: Any) -> None:
+                # What ipykernel's own takes beside.
+                options.pop("kernel", None)
+                super().__init__(*args, **options)
+
             def publish_msg(
                 self,
                 msg_type: str,
@@ -352,9 +357,8 @@ class Comms:
         comm.create_comm = ReplicaComm
         comm.get_comm_manager = lambda: self._manager
         own: Any = importlib.import_module("ipykernel.comm")
-        if not issubclass(own.Comm, BaseComm):
-            # Widgets of before ipykernel 6.18 know no `comm`.
-            own.Comm = own.comm.Comm = ReplicaComm
+        # Ipywidgets 7.7.1 knows no `comm`, and what it takes from ipykernel sends nothing without a kernel.
+        own.Comm = own.comm.Comm = ReplicaComm
         if _kernel is not None:
             sys.modules[_KERNEL] = _kernel
         # tqdm.auto draws notebook bars only where this module is loaded.
