@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
 
 from mirror_nb.data.weighing import Weighing
 from mirror_nb.replica.runtime import _on_device
@@ -120,8 +121,23 @@ def test_what_a_network_makes_without_elements_is_no_batch_without_examples(weig
     assert used[2:] == [FULL]
 
 
-def test_a_batch_of_no_examples_that_a_network_hands_on_is_known(weighing, used):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_nor_is_what_a_backward_pass_computes_once_more(weighing, used, reentrant):
+    def expert(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(nn.Linear(1, 1), x, use_reentrant=reentrant)
+
     weighing.handed_out(held := torch.ones(2, 1)[:0], (0, 1))
+    weighing.handed_out(full := torch.ones(2, 1), FULL)
+    net = Routing(lambda x: x[:0] * torch.ones((), requires_grad=True))
+    net.experts[1].forward = expert
+    net(full).sum().backward()
+    assert used[2:] == [FULL]
+    del held
+
+
+@pytest.mark.parametrize("held", [torch.ones(2, 1)[:0], torch.ones(0, 1)], ids=["cut", "made"])
+def test_a_batch_of_no_examples_that_a_network_hands_on_is_known(weighing, used, held):
+    weighing.handed_out(held, (0, 1))
     weighing.handed_out(full := torch.ones(2, 1), FULL)
     # Given by name, which nobody looks at.
     net = Routing(lambda x: held.view(0, 1, 1)[:, 0])

@@ -158,12 +158,19 @@ def _within(tensor: Tensor, own: Tensor) -> bool:
 
 
 def _cut_from_one(tensor: Tensor, own: Tensor) -> bool:
-    """Whether two tensors without elements were cut from the same memory."""
-    return tensor.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() != 0
+    """Whether two tensors without elements were cut from the same memory, or one from the other."""
+    one, other = tensor.untyped_storage(), own.untyped_storage()
+    # That of what was made without elements, or moved to a GPU, lies nowhere.
+    return one is other or one.data_ptr() == other.data_ptr() != 0
 
 
 def _in_a_network() -> bool:
-    """Whether a network calls a part of its own: with what it made itself, a layer without a bias has an empty one."""
+    """Whether a network calls a part of its own: with what it made itself, a layer without a bias has an empty one.
+
+    Or a backward pass does, which computes such a part once more: no batch comes by that.
+    """
+    if _task() != _NO_TASK:
+        return True
     calls, frame = 0, inspect.currentframe()
     while frame is not None and calls < _NESTED:
         calls += frame.f_code is _CALL
@@ -174,3 +181,6 @@ def _in_a_network() -> bool:
 _CALL = nn.Module.__call__.__code__
 _NESTED = 2
 # A network's call, and that of a part of it.
+_NO_TASK = -1
+_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: _NO_TASK)
+# Of the backward pass that runs. Private: without it a part that is computed once more is one that a user calls.
