@@ -75,6 +75,10 @@ optimizer.load_state_dict(saved)
 """,
     "its state in place": "optimizer.state[model.weight]['exp_avg'].mul_(-3)",
     "its state by entries": "optimizer.state[model.weight]['exp_avg'] = torch.full((1, 4), 2.0)",
+    "parameters by its state, past autograd's count": """
+for parameter in optimizer.param_groups[0]['params']:
+    parameter.data.lerp_(optimizer.state[parameter]['exp_avg'], 0.5)
+""",
     "its state emptied": "optimizer.state.clear()",
     "its state replaced": "import collections; optimizer.state = collections.defaultdict(dict)",
     "another group": """

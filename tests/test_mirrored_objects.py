@@ -405,7 +405,8 @@ class Averaging(torch.optim.SGD):
             parameter.data.lerp_(self.state[parameter]["momentum_buffer"], 0.5)
 
 
-def test_a_method_of_an_optimizer_that_changes_parameters_by_its_state_changes_those_of_now(two):
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_method_of_an_optimizer_that_changes_parameters_by_its_state_changes_those_of_now(two, loaded):
     def trained(on_replicas: bool) -> list[Any]:
         torch.manual_seed(0)
         with two.scope() if on_replicas else contextlib.nullcontext():
@@ -414,6 +415,11 @@ def test_a_method_of_an_optimizer_that_changes_parameters_by_its_state_changes_t
         step = step_of(model, optimizer)
         run = two.run if on_replicas else lambda step: step()
         run(step)
+        before = copy.deepcopy(optimizer.state_dict())
+        run(step)
+        if loaded:
+            # What is here of its state is not older then.
+            optimizer.load_state_dict(before)
         optimizer.eval()
         evaluated = [parameter.tolist() for parameter in model.parameters()]
         run(step)

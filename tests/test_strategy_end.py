@@ -281,6 +281,45 @@ def test_a_state_that_cannot_be_told_costs_nothing_else_its_value_at_the_end():
     assert float(value) == 2.0
 
 
+class Settled(nn.Linear):
+    """Cannot be made again elsewhere than where it was made."""
+
+    def __reduce__(self) -> Any:
+        return settled, (os.getpid(), *self.weight.shape)
+
+
+def settled(pid: int, *shape: int) -> Settled:
+    if os.getpid() != pid:
+        raise ValueError("not here")
+    return Settled(*shape)
+
+
+def test_a_network_that_cannot_be_read_costs_no_optimizer_its_state(two):
+    def made(strategy: mnb.MirroredStrategy) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(2, 1))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        strategy.run(step_of(model, optimizer))
+        return model, optimizer
+
+    strategy = mnb.MirroredStrategy(["cpu:0"])
+    (model, optimizer), (others, others_optimizer) = made(strategy), made(two)
+
+    def settle() -> None:
+        model.append(Settled(1, 1))
+
+    strategy.run(settle)
+    # Nor another strategy's.
+    assert others_optimizer.state[others[0].bias]["momentum_buffer"].item() == 1.0
+    assert len(optimizer.state_dict()["state"]) == 2
+    with pytest.raises(ValueError, match="not here"):
+        model.state_dict()
+    strategy.run(settle)
+    with pytest.warns(UserWarning, match="closed without the latest values of networks: not here"):
+        strategy.close()
+    assert len(optimizer.state) == 2
+
+
 def test_an_optimizer_goes_on_from_its_last_known_state_when_all_replicas_have_died():
     with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         with strategy.scope():

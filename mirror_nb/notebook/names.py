@@ -452,6 +452,10 @@ class Names:
         """Whether the replicas have this network too."""
         return self.mirrors.find_handle(module) is not None
 
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether replicas have this optimizer too, and so what it trains."""
+        return self.lent.has_sent(optimizer)
+
     def refresh(self) -> None:
         """A network is read, the first since the latest cell: it may be written to in ways that only this shows."""
         self.stale = False

@@ -539,10 +539,10 @@ class ControllerPlace(Place):
             warn_of_parted_networks(parted)
 
     def clear_gradients(self, owner: Any, set_to_none: bool) -> None:
-        if self.open and (self.holds(owner) if isinstance(owner, nn.Module) else self._trains(owner)):
+        if self.open and (self.holds(owner) if isinstance(owner, nn.Module) else self.trains(owner)):
             self.ask(_clear_gradients, (owner, set_to_none))
 
-    def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the replicas have the optimizer, or at least its network."""
         if not self.mirrors(optimizer):
             return False

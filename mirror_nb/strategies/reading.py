@@ -44,6 +44,9 @@ class Holder(Protocol):
     def holds(self, module: nn.Module) -> bool:
         """Whether this holder has the values of this network."""
 
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this holder has the optimizer, or at least its network."""
+
     def refresh(self) -> None:
         """Bring the networks here up to date; `stale` is False afterwards."""
 
@@ -87,11 +90,10 @@ class Reading:
         """Bring a network here up to date, as reading it does."""
         self._read_parts(module)
 
-    def bring_all(self) -> None:
-        """Bring all networks here up to date: somebody may go on to their parameters past their methods."""
-        # A list: refreshing may add and remove holders.
+    def bring_trained(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring here what an optimizer trains: by its groups one comes to parameters past the networks' methods."""
         for holder in list(self._holders):
-            if holder.stale:
+            if holder.stale and holder.trains(optimizer):
                 holder.refresh()
 
     def _read(self, module: nn.Module, *_: object, **__: object) -> None:

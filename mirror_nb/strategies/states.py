@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import warnings
 import weakref
 from collections import defaultdict
@@ -104,8 +105,6 @@ class States:
         keeper = self._asked(optimizer)
         if keeper is None or self._read_at.get(optimizer) == keeper.calls:
             return
-        # An optimizer's own method may change the parameters by it: `eval()` of a schedule-free one, say.
-        reading.bring_all()
         # Who asks in inference mode goes on to train.
         with torch.inference_mode(False):
             state = keeper.state_of(optimizer)
@@ -174,14 +173,21 @@ for _name in (*_LOOKS, *_WRITES, *_COPIES, "get", "items", "keys", "values"):
 def _read(states: States, reference: weakref.ref[torch.optim.Optimizer]) -> None:
     optimizer = reference()
     if optimizer is not None:
+        # Who looks at it may go on to the parameters: `eval()` of a schedule-free one does. State_dict does not.
+        if sys._getframe(2).f_globals.get("__name__") != torch.optim.Optimizer.__module__:
+            reading.bring_trained(optimizer)
         states.read(optimizer)
 
 
 def _signs_of(optimizer: torch.optim.Optimizer) -> _Signs:
-    """Return what is another once somebody has written to the state."""
+    """Return what is another once somebody has written to the state, or another's replicas have gone on with it."""
+    for states in list(getattr(optimizer.state, "readers", ())):
+        states.read(optimizer)
+    # Past `_State`, which would bring networks, too.
+    items = dict.items if isinstance(optimizer.state, dict) else type(optimizer.state).items
     marks: list[object] = []
     values: list[object] = []
-    for key, entries in optimizer.state.items():
+    for key, entries in items(optimizer.state):
         marks.append(id(key))
         for name, value in entries.items() if isinstance(entries, dict) else [("", entries)]:
             marks += [name, value._version if isinstance(value, torch.Tensor) else None]
