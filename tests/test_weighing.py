@@ -121,6 +121,31 @@ def test_what_a_network_makes_without_elements_is_no_batch_without_examples(weig
     assert used[2:] == [FULL]
 
 
+def test_nor_is_it_where_the_networks_forward_is_called_past_its_call(weighing, used):
+    weighing.handed_out(held := torch.ones(2, 1)[:0], (0, 1))
+    weighing.handed_out(full := torch.ones(2, 1), FULL)
+    Routing(lambda x: torch.empty(0, 1)).forward(full)
+    assert used[2:] == []
+    del held
+
+
+def test_a_function_of_the_users_own_that_is_named_forward_is_no_networks(weighing, used):
+    weighing.handed_out(held := torch.ones(2, 1)[:0], (0, 1))
+    weighing.handed_out(full := torch.ones(2, 1), FULL)
+
+    def forward(net: nn.Module) -> None:
+        net(held.double())
+
+    forward(nn.Identity())
+
+    def forward() -> None:
+        nn.Identity()(held.double())
+
+    forward()
+    assert used[2:] == [(0, 1)] * 2
+    del full
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_nor_is_what_a_backward_pass_computes_once_more(weighing, used, reentrant):
     def expert(x: torch.Tensor) -> torch.Tensor:

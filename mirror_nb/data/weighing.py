@@ -13,6 +13,7 @@ import inspect
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -174,8 +175,17 @@ def _in_a_network() -> bool:
     calls, frame = 0, inspect.currentframe()
     while frame is not None and calls < _NESTED:
         calls += frame.f_code is _CALL
+        # Past the network's own call.
+        if frame.f_code.co_name == "forward" and _is_of_a_network(frame):
+            return True
         frame = frame.f_back
     return calls == _NESTED
+
+
+def _is_of_a_network(frame: FrameType) -> bool:
+    """Whether a function named `forward` is a network's: a user's own may be given one."""
+    own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+    return isinstance(own, nn.Module) and getattr(type(own).forward, "__code__", None) is frame.f_code
 
 
 _CALL = nn.Module.__call__.__code__
