@@ -103,7 +103,7 @@ def test_a_write_to_what_was_taken_before_the_replicas_trained_it_is_told(two, h
     two.run(learn)
     with pytest.warns(UserWarning, match="older values") as told:
         clip(taken)
-    assert "weight and bias of a Linear" in str(told[0].message)
+    assert "weight, bias of a Linear" in str(told[0].message)
     assert told[0].filename == __file__
     two.run(learn)
     with warnings.catch_warnings():

@@ -7,17 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from mirror_nb.errors import ContextError, UsageError, users_level
 from mirror_nb.variables import Variable
 
-LOST_SHOWN = 5
+_LOST_SHOWN = 5
 # Names in a warning.
+BlindWrites = list[tuple[nn.Module, list[str]]]
+# Networks, with the names of their tensors.
 
 
 def _a(kind: str) -> str:
     """Return a class with its article, as it is spoken: a Linear, an Adam, an SGD."""
     return f"{'an' if kind[0] in 'AEIO' or kind == 'SGD' else 'a'} {kind}"
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:_LOST_SHOWN]) + (", …" if len(names) > _LOST_SHOWN else "")
 
 
 def not_mirrored(obj: object) -> UsageError:
@@ -59,7 +66,7 @@ def not_owned(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Usag
 
 def warn_of_lost(fn: Any, paths: list[str]) -> None:
     """Warn, at the line of strategy.run, that a function changed copies; called where `run` has its results."""
-    named = ", ".join(f"`{path}`" for path in paths[:LOST_SHOWN]) + (", …" if len(paths) > LOST_SHOWN else "")
+    named = _first([f"`{path}`" for path in paths])
     warnings.warn(
         f"{getattr(fn, '__qualname__', fn)} changed {named} in the replicas, on a copy that is gone: here nothing has "
         "changed. Return from the function what you want here, make a number a mnb.Variable in the scope, or have "
@@ -70,7 +77,7 @@ def warn_of_lost(fn: Any, paths: list[str]) -> None:
 
 def warn_of_mixed(fn: Any, paths: list[str]) -> None:
     """Warn, at the line of strategy.run, that replicas wrote to one file; called where `run` has its results."""
-    named = ", ".join(paths[:LOST_SHOWN]) + (", …" if len(paths) > LOST_SHOWN else "")
+    named = _first(paths)
     warnings.warn(
         f"{getattr(fn, '__qualname__', fn)} wrote {named} on several replicas at once: the file has a mixture of what "
         "they wrote, or all of it twice. Let one of them do it, `if "
@@ -111,10 +118,11 @@ def warn_of_parted_networks(networks: list[str]) -> None:
     )
 
 
-def warn_of_blind_writes(written: list[str]) -> None:
-    """Warn, where the replicas get them, that values were made from older ones than theirs."""
+def warn_of_blind_writes(written: BlindWrites) -> None:
+    """Warn, where the replicas get them, that tensors of networks were made from older values than theirs."""
+    told = "; ".join(f"{_first(names)} of {_a(type(network).__name__)}" for network, names in written)
     warnings.warn(
-        f"written to through tensors that were taken before the replicas trained them: {'; '.join(written)}. They had "
+        f"written to through tensors that were taken before the replicas trained them: {told}. They had "
         "older values, and what was made of these replaces what was learned since. Take them anew from their network, "
         "`for p in net.parameters():`, which brings the values here first",
         stacklevel=users_level(),

@@ -14,16 +14,14 @@ from torch import nn
 from mirror_nb.errors import UsageError
 from mirror_nb.held_variables import scope_variables
 from mirror_nb.mirroring.mirrors import Mirrors, Moved
-from mirror_nb.readable import listed
 from mirror_nb.strategies.base import Strategy
-from mirror_nb.strategies.misuse import not_mirrored, not_owned, of_another_strategy
+from mirror_nb.strategies.misuse import BlindWrites, not_mirrored, not_owned, of_another_strategy
 from mirror_nb.strategies.objects import Objects
 from mirror_nb.transfer.opening import Arrivals
 from mirror_nb.transfer.packing import pack
 from mirror_nb.transfer.payload import Packed
 from mirror_nb.variables import Variable
 
-_NAMES_SHOWN = 3
 _BELONGS_TO_SCOPE = (
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
@@ -166,12 +164,13 @@ class References:
             self.objects.mark_sent(obj)
         self.mirrors.gave(networks)
 
-    def changes(self, unread: bool = False) -> tuple[dict[str, dict[str, torch.Tensor]], list[str]]:
+    def changes(self, unread: bool = False) -> tuple[dict[str, dict[str, torch.Tensor]], BlindWrites]:
         """Return, once, by handle, what was written to networks here, by load_state_dict for instance.
 
         With it, if the networks were `unread`, what of them was made from older values than the replicas have.
         """
-        changed, blindly = {}, []
+        changed: dict[str, dict[str, torch.Tensor]] = {}
+        blindly: BlindWrites = []
         for handle, module in self.mirrors.roots():
             left = self.mirrors.left(module)
             if left:
@@ -181,8 +180,7 @@ class References:
             if written:
                 names = self.mirrors.written_in_place(module) if unread else []
                 if names:
-                    shown = names if len(names) <= _NAMES_SHOWN else [*names[:_NAMES_SHOWN], "others"]
-                    blindly.append(f"{listed(shown)} of a {type(module).__name__}")
+                    blindly.append((module, names))
                 values = self.mirrors.given(module, written)
                 if values:
                     changed[handle] = values
