@@ -164,6 +164,7 @@ def undisturbed(strategies: Any, tmp_path_factory: pytest.TempPathFactory) -> An
         (2, ((1, 6, "evaluation"),)),
         (3, ((1, 5, "backward"), (2, 8, "forward"))),
         (3, ((0, 7, "forward"), (1, 7, "forward"))),
+        (4, ((2, 4, "forward"),)),
     ],
 )
 def test_fit_ends_on_the_weights_of_an_undisturbed_one(n, strikes, strategies, undisturbed, tmp_path, capsys):

@@ -1126,10 +1126,12 @@ if replica_id == 2:
     nothing_is_left_behind(family)
 
 
-# What ends a process without a line of ours is one and the same: a crash and `os._exit` are as `kill -9` above.
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 15)", "pool.close()"], ids=["SIGTERM", "a close"])
+# For `os._exit`, which runs no line of ours either, `kill -9` above stands, too.
+@pytest.mark.parametrize(
+    "end", ["ctypes.string_at(0)", "os.kill(os.getpid(), 15)", "pool.close()"], ids=["a crash", "SIGTERM", "a close"]
+)
 def test_however_the_controller_ends_no_process_file_or_folder_is_left(script, end, nothing_is_left_behind):
-    process = script(f"{SAY}\nimport os, sys\nsys.stdin.readline()\n{end}")
+    process = script(f"{SAY}\nimport ctypes, os, sys\nsys.stdin.readline()\n{end}")
     replicas = [int(pid) for pid in process.stdout.readline().split()]
     family = {*replicas, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))}
     assert os.listdir(os.environ["TMPDIR"]), "multiprocessing's folder, with its sockets"

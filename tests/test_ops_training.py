@@ -26,7 +26,7 @@ OPS = ("shared_memory", "hierarchical_copy", "one_device", "gloo", "auto")
 X = torch.randn(52, 8, generator=torch.Generator().manual_seed(1))
 Y = X.sin().sum(1, keepdim=True)
 BATCH, EPOCHS = 17, 3
-# No batch can be shared evenly by two or three; the last of an epoch holds one example, and only one replica has any.
+# No batch can be shared evenly by two, three or four; the last of an epoch holds one example: one replica has any.
 
 
 def net() -> nn.Module:
@@ -75,7 +75,7 @@ def train(model, chosen):
 """
 
 
-@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} replicas")
+@pytest.fixture(params=[1, 2, 3, 4], ids=lambda n: f"{n} replicas")
 def pool(request: pytest.FixtureRequest, replicas: Callable[[int], LocalPool]) -> Iterator[LocalPool]:
     pool = replicas(request.param)
     yield pool
