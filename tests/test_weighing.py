@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 from collections import UserDict
 from collections.abc import Callable
@@ -205,10 +206,16 @@ def test_what_is_mapped_traced_or_sparse_harms_nobody_who_looks(weighing, call):
     call(nn.Linear(1, 1), held[0])
 
 
-def test_who_looks_is_no_part_of_what_is_compiled_and_costs_no_graph_an_epoch(weighing, monkeypatch):
+@pytest.fixture
+def watched_by_nobody(monkeypatch):
+    """A strategy that another test has left watches networks' calls, and no graph goes through that."""
+    gc.collect()
+    nn.Identity()(torch.ones(1))
     for name in ("__call__", "__getattr__"):
-        # A strategy that another test has left watches these, and no graph goes through that.
         monkeypatch.setattr(nn.Module, name, inspect.unwrap(getattr(nn.Module, name)))
+
+
+def test_who_looks_is_no_part_of_what_is_compiled_and_costs_no_graph_an_epoch(weighing, watched_by_nobody):
     counters = pytest.importorskip("torch._dynamo.utils").counters["stats"]
     net = nn.Linear(1, 1)
     compiled = torch.compile(lambda x: net(x) + 1, backend="eager", fullgraph=True)
@@ -225,7 +232,26 @@ def test_who_looks_is_no_part_of_what_is_compiled_and_costs_no_graph_an_epoch(we
     assert graphs[1] == graphs[3]
 
 
-def test_nobody_looks_where_all_that_is_held_weighs_alike(weighing):
+def test_one_that_is_collected_while_something_is_compiled_is_missed_by_nobody(watched_by_nobody):
+    held = [Weighing(2, lambda shares: None), torch.ones(2, 1)]
+    held[0].handed_out(held[1], FULL)
+    held[0].exhausted()
+    held[0].handed_out(torch.ones(1, 1), LAST)
+    assert hooks._global_forward_pre_hooks
+    net = nn.Linear(1, 1)
+
+    def backend(graph, example_inputs):
+        # As the collector does, which may come by at any time.
+        held.clear()
+        return graph.forward
+
+    torch.compile(net, backend=backend)(torch.ones(2, 1))
+    assert not held
+    net(torch.ones(2, 1))
+    assert not hooks._global_forward_pre_hooks
+
+
+def test_nobody_looks_where_all_that_is_held_weighs_alike(weighing, watched_by_nobody):
     held = [torch.ones(2, 1) for _ in range(3)]
     for batch in held:
         weighing.handed_out(batch, FULL)

@@ -92,14 +92,18 @@ class Weighing:
             own = weakref.WeakMethod(self._called)
 
             def called(module: nn.Module, args: tuple[Any, ...]) -> None:
-                # No part of what is compiled, where no tensor has an address.
-                look = None if torch.compiler.is_compiling() else own()
-                if look is not None:
+                if torch.compiler.is_compiling():
+                    # No part of what is compiled, where no tensor has an address.
+                    return
+                if (look := own()) is not None:
                     look(args)
+                else:
+                    # Nothing of it stays in a notebook whose one replica, in its own process, has ended. Not where
+                    # the collector comes by: torch.compile, if under way there, fails without a hook it has seen.
+                    hook.remove()
 
-            self._hook, self._look = register_module_forward_pre_hook(called), called
-            # Nothing of it stays in a notebook whose one replica, in its own process, has ended.
-            weakref.finalize(self, self._hook.remove)
+            self._hook = hook = register_module_forward_pre_hook(called)
+            self._look = called
         elif apart:
             # The same one in its own place: for another torch.compile compiles anew, after each epoch's last batch.
             hooks: Any = self._hook.hooks_dict_ref()
