@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +36,11 @@ AIMS = {2**10: 40, 2**20: 30, 2**26: 10}
 # Of "in a bucket" against gloo; an ordinary tensor shall take a quarter of gloo's time.
 
 
-def _measure(ops: dict[str, tuple[torch.Tensor, Callable[[], object]]], barrier: Callable[[], object], seconds: float):
+Ops = Mapping[str, tuple[torch.Tensor, Callable[..., object]]]
+# By name: what is reduced, and by what.
+
+
+def _measure(ops: Ops, barrier: Callable[[], object], seconds: float) -> dict[str, float]:
     """Return the median of each op's time in µs; all processes do as many turns."""
     source = torch.randn(next(iter(ops.values()))[0].numel())
     times: dict[str, list[float]] = {name: [] for name in ops}
@@ -68,8 +72,9 @@ def _replica(replica_id: int, n: int, port: int, path: str, seconds: float, resu
     torch.set_num_threads(1)
     process_group.form(Rendezvous("127.0.0.1", port, 1, replica_id, n, 120.0), torch.device("cpu"))
     group = dist.group.WORLD
+    assert group is not None
     store = dist.PrefixStore("gloo itself", dist.TCPStore("127.0.0.1", port, None, False))
-    gloo = dist.ProcessGroupGloo(store, replica_id, n, timedelta(seconds=120))
+    gloo: Any = dist.ProcessGroupGloo(store, replica_id, n, timedelta(seconds=120))
     shared = SharedMemoryAllReduce()
     shared.bind(Member(replica_id, n, torch.device("cpu"), group))
     meet = Meeting(path, "ours", replica_id, n)
@@ -78,7 +83,7 @@ def _replica(replica_id: int, n: int, port: int, path: str, seconds: float, resu
         ordinary, others, alone = (torch.zeros(size // 4) for _ in range(3))
         bucket, bucket_alone = (shared.allocate(size // 4, torch.float32) for _ in range(2))
         bare = Bare(path, replica_id, n, size // 4)
-        ops = {
+        ops: Ops = {
             "alone": (alone, lambda: None),
             "bucket alone": (bucket_alone, lambda: None),
             "in a bucket": (bucket, lambda t=bucket: shared.all_reduce("sum", t).wait()),

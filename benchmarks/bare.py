@@ -60,7 +60,9 @@ class Bare:
     def __call__(self) -> None:
         self._meet()
         for parts, mine in self._blocks:
-            total = torch.add(parts[0], parts[1], out=mine) if len(parts) == 2 else mine.copy_(sum(parts))
+            total = torch.add(parts[0], parts[1], out=mine)
+            for part in parts[2:]:
+                total.add_(part)
             if self._scale is not None:
                 total.mul_(self._scale)
             for part in parts:

@@ -17,7 +17,7 @@ from machine import report
 from mirror_nb.notebook.dashboard import page
 from mirror_nb.notebook.dashboard.frame import Frame
 from mirror_nb.notebook.dashboard.still import draw
-from mirror_nb.telemetry.findings import findings
+from mirror_nb.telemetry.findings import Finding, findings
 from mirror_nb.telemetry.snapshot import Half
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -48,7 +48,8 @@ def _frames(replicas: int) -> str:
     with MadeRings(replicas) as made:
         made.step(200)
         made.timeline.update(now=made.now)
-        shown, shot, found = page.Page(), made.timeline.snapshot(now=made.now), ()
+        shown, shot = page.Page(), made.timeline.snapshot(now=made.now)
+        found: tuple[Finding, ...] = ()
         for _ in range(FRAMES):
             for half in Half:
                 made.step(STEPS_A_FRAME)

@@ -108,7 +108,7 @@ def _count(live: LiveDashboard) -> list[float]:
         finally:
             spent.append(time.thread_time() - began)
 
-    live._board._draw = counted  # type: ignore[method-assign]
+    live._board._draw = counted  # type: ignore[method-assign, assignment]
     return spent
 
 

@@ -15,8 +15,8 @@ from workloads import WORKLOADS, data, steps
 def main(name: str) -> None:
     """Print replica 0's median step."""
     torch.set_num_threads(1)
-    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-    dist.init_process_group("gloo", init_method=os.environ["MEETING"], **ranks)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=os.environ["MEETING"], rank=rank, world_size=world_size)
     make, optimizer_of, batch = WORKLOADS[name]
     torch.manual_seed(0)
     model = DistributedDataParallel(make())

@@ -37,6 +37,7 @@ from torch import nn
 import mirror_nb as mnb
 from mirror_nb.notebook.session import CellOptions, Session
 from mirror_nb.pool.local import LocalPool
+from mirror_nb.strategies.controller import ControllerPlace
 
 TRIALS = int(sys.argv[1]) if len(sys.argv) > 1 else 5
 HOLD = {
@@ -76,11 +77,19 @@ class Notebook:
         return self.pool.status()[replica_id].pid
 
 
+def pool_of(strategy: mnb.MirroredStrategy) -> LocalPool:
+    """Return the pool of a strategy whose replicas run."""
+    place = strategy._place
+    assert isinstance(place, ControllerPlace)
+    assert place._pool is not None
+    return place._pool
+
+
 def with_a_spare(pool: LocalPool) -> None:
     """Have the spare now that the pool starts some seconds after it started replicas, and let it come to rest."""
     while pool.spare() is None:
         pool._spare_at = 0.0
-        pool._prepare()
+        pool.prepare()
         time.sleep(0.5)
 
 
@@ -184,7 +193,7 @@ class Kills(mnb.callbacks.Callback):
     def __init__(self, strategy: mnb.MirroredStrategy, victim: int, at: float | None) -> None:
         super().__init__()
         self._place = strategy._place
-        self._pool, self._mend = self._place._pool, self._place.mend
+        self._pool, self._mend = pool_of(strategy), self._place.mend
         self._victim, self._at = victim, at
         self._began = 0.0
 
@@ -198,12 +207,12 @@ class Kills(mnb.callbacks.Callback):
         elif batch == STRUCK if self._at is None else time.perf_counter() > self._at:
             if self._at is None:
                 with_a_spare(self._pool)
-            self._place.mend = self._note_and_mend
+            self._place.mend = self._note_and_mend  # type: ignore[method-assign]
             self._began = time.perf_counter()
             os.kill(self._pool.status()[self._victim].pid, signal.SIGKILL)
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._place.mend = self._mend
+        self._place.mend = self._mend  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -250,7 +259,7 @@ def fits(n: int) -> list[str]:
 
 def _fresh_step(strategy: mnb.MirroredStrategy) -> tuple[float, float]:
     """Return the seconds that one replica takes to start and join, and with the first step of an optimizer."""
-    joined = _start_one(strategy._place._pool)
+    joined = _start_one(pool_of(strategy))
     began = time.perf_counter()
     strategy.run(_step)
     return joined, joined + time.perf_counter() - began

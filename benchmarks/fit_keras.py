@@ -16,7 +16,7 @@ import torch
 from fit_loop import BATCH, KINDS
 
 
-class FirstStep(keras.callbacks.Callback):  # type: ignore[misc]
+class FirstStep(keras.callbacks.Callback):
     """When the first step was done."""
 
     at: float | None = None

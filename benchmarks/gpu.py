@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from math import nan
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def measure() -> tuple[dict[str, float], int, list[tuple[int, float, float]]]:
 def reduced(nbytes: int, device: torch.device) -> tuple[int, float, float]:
     """Return bytes, and the microseconds of their all-reduce as our events tell them and as the profiler does."""
     ops = NcclAllReduce()
-    ops.bind(Member(0, 1, device, dist.group.WORLD))
+    ops.bind(Member(0, 1, device, world()))
     flat = torch.ones(nbytes // 4, device=device)
     for _ in range(3):
         ops.start(mnb.ReduceOp.MEAN, flat).wait()
@@ -126,7 +127,7 @@ def reduced(nbytes: int, device: torch.device) -> tuple[int, float, float]:
             handle = ops.start(mnb.ReduceOp.MEAN, flat)
             handle.wait()
             torch.cuda.synchronize()
-            started, ended = handle.times()
+            started, ended = handle.times() or (nan, nan)
             told.append((ended - started) / 1e3)
     kernels = [
         event.device_time_total
@@ -134,7 +135,14 @@ def reduced(nbytes: int, device: torch.device) -> tuple[int, float, float]:
         if event.device_type == torch.autograd.DeviceType.CUDA and event.name == "nccl:all_reduce"
     ]
     ops.unbind()
-    return nbytes, statistics.median(told), statistics.median(kernels) if kernels else float("nan")
+    return nbytes, statistics.median(told), statistics.median(kernels) if kernels else nan
+
+
+def world() -> dist.ProcessGroup:
+    """Return the default group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def share(replica_id: int, folder: str) -> None:
@@ -144,7 +152,7 @@ def share(replica_id: int, folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=replica_id, world_size=2)
     ops = {"gloo": GlooAllReduce(), "peer copies": PeerCopies()}
     for each in ops.values():
-        each.bind(Member(replica_id, 2, device, dist.group.WORLD))
+        each.bind(Member(replica_id, 2, device, world()))
     trials = [compare(ops, nbytes // 4, seconds=3) for nbytes in SIZES]
     assert all(trial.correct for found in trials for trial in found.values())
     if replica_id == 0:

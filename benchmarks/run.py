@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from mirror_nb.demo.training import network
 if "model" not in globals():
     torch.manual_seed(0)
-    model = network({SIDE}, 10, 32)
+    model = network({SIDE}, 10, 32, 0.2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = TensorDataset(torch.randn({BATCH * STEPS}, 1, {SIDE}, {SIDE}), torch.randint(0, 10, ({BATCH * STEPS},)))
     loader = DataLoader(data, batch_size={BATCH})
@@ -53,7 +53,7 @@ def main() -> None:
     with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         empty = _empty(strategy)
         with strategy.scope():
-            model = network(SIDE, 10, 32)
+            model = network(SIDE, 10, 32, 0.2)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         images = torch.randn(BATCH * STEPS, 1, SIDE, SIDE)
         loader = DataLoader(TensorDataset(images, torch.randint(0, 10, (BATCH * STEPS,))), batch_size=BATCH)

@@ -12,7 +12,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from mirror_nb.devices import Device
 from mirror_nb.environment import surroundings
@@ -208,7 +208,7 @@ class Pool(Followed):
                 if interrupt.came:
                     signal.raise_signal(signal.SIGINT)
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
