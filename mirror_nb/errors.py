@@ -147,4 +147,5 @@ def users_level() -> int:
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OURS_OR_TORCH):
         frame, level = frame.f_back, level + 1
-    return level
+    # What a replica says after the user's code has run is told where it is said: it began in no line of the user's.
+    return 1 if frame.f_globals.get("__name__") == "multiprocessing.process" else level

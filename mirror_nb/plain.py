@@ -7,7 +7,7 @@ import itertools
 import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 FEW = 10_000
@@ -26,16 +26,23 @@ _FACTORIES = (None, int, float, bool, str, list, dict, set, tuple)
 NOT_PLAIN = object()
 
 
+def none(value: Any) -> Any:
+    """Stand for no value: raise TypeError."""
+    raise TypeError(value)
+
+
 def copied(
     value: Any,
     atoms: frozenset[type] = ATOMS,
     also: frozenset[type] = frozenset(),
     items: int = FEW,
     flat_items: int = FEW,
+    stand_in: Callable[[Any], Any] = none,
 ) -> Any:
     """Return a copy of a plain value, `NOT_PLAIN` for any other; `also`: of LIKE_THEM those that are plain, too.
 
-    `items`, `flat_items`: so many, and so many numbers and strings, are still not too many.
+    `items`, `flat_items`: so many, and so many numbers and strings, are still not too many. `stand_in` returns what
+    stands in the copy for a value inside that is not plain, or raises TypeError; it is asked in their order.
     """
     if type(value) in atoms:
         return value
@@ -49,7 +56,7 @@ def copied(
         if kind in atoms:
             return one
         if kind not in collections:
-            raise TypeError
+            return stand_in(one)
         flat = _has_alone(one, atoms) and kind is not defaultdict
         left[0] -= len(one) * FEW // flat_items if flat else len(one)
         if left[0] < 0:
@@ -114,8 +121,9 @@ def same(value: Any, before: Any) -> bool:
 
 
 def _equal(value: Any, before: Any) -> bool:
-    # What was put into it meanwhile may have any idea of equality.
+    # What was put into it meanwhile may have any idea of equality. What stands in a copy is asked first: a tensor
+    # takes 14 µs to say that it is not equal to such.
     try:
-        return bool(value == before)
+        return bool(before == value)
     except Exception:
         return False

@@ -117,6 +117,8 @@ LEFT_ALONE: dict[str, Callable[[Any], object]] = {
     "a partial call with an object": lambda net: setattr(net, "act", functools.partial(torch.relu, Odd())),
     "a class of the notebook": lambda net: setattr(net, "norm", type("Mine", (nn.LayerNorm,), {})),
     "a device, which is each process's own": lambda net: setattr(net, "device", torch.device("cpu")),
+    "a list with a tensor that may be trained": lambda net: setattr(net, "losses", [net[0].weight]),
+    "a list of too large tensors": lambda net: setattr(net, "losses", [torch.ones(TENSOR_BYTES // 8)] * 3),
     "a list with an object": lambda net: setattr(net, "losses", [Odd()]),
     "an object put into a list": lambda net: net.losses.append(Odd()),
     "a large list": lambda net: setattr(net, "losses", [0] * (FLAT_ITEMS + 100)),
@@ -200,6 +202,85 @@ def test_a_tensor_that_is_written_to_stays_itself_and_one_in_its_place_is_anothe
     set_attributes(list(there.modules()), told)
     assert there.seen.tolist() == [2, 2]
     assert seen.tolist() == [1, 1]
+
+
+HELD: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a list": lambda x: [x],
+    "a tuple": lambda x: (1, x),
+    "a dict": lambda x: {0: x, "name": "x"},
+    "lists in a dict": lambda x: {"x": [1, [x]]},
+    "a default": lambda x: defaultdict(list, x=[x]),
+    "the last ones": lambda x: deque([x], 1),
+    "an order": lambda x: OrderedDict(x=x),
+}
+
+
+def _tensor_in(value: Any) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    torch.utils._pytree.tree_map_only(torch.Tensor, found.append, value)
+    return found[0]
+
+
+@pytest.mark.parametrize("make", HELD.values(), ids=HELD)
+def test_a_tensor_in_a_collection_comes_as_an_attribute_does(make: Callable[[torch.Tensor], Any]) -> None:
+    here, there = network(), network()
+    before = attributes(here)
+    here.seen = make(torch.softmax(here[0].weight, 1))
+    assert before.changed()
+    _tell(before, there)
+    assert type(there.seen) is type(here.seen)
+    seen = _tensor_in(there.seen)
+    assert torch.equal(seen, _tensor_in(here.seen))
+    assert not seen.requires_grad
+    before.settle()
+    assert not before.changed()
+    assert before.since() is None
+    with torch.no_grad():
+        _tensor_in(here.seen).add_(1)
+    assert before.changed()
+    _tell(before, there)
+    assert _tensor_in(there.seen) is seen
+    assert torch.equal(seen, _tensor_in(here.seen))
+    before.settle()
+    here.seen = make(torch.ones(3))
+    assert before.changed()
+    _tell(before, there)
+    assert _tensor_in(there.seen).tolist() == [1, 1, 1]
+    assert len(seen) == 2
+    reference = weakref.ref(_tensor_in(here.seen))
+    before.settle()
+    del here.seen
+    assert reference() is None
+
+
+def _tell(before: Attributes, there: nn.Module) -> None:
+    told = before.since()
+    assert told is not None
+    set_attributes(list(there.modules()), told)
+
+
+def test_a_buffer_that_a_list_has_too_stays_one_on_both_sides() -> None:
+    here, there = network(), network()
+    for net in (here, there):
+        net.register_buffer("steps", torch.zeros(1))
+        net.counts = [net.steps]  # type: ignore[assignment]
+    before = attributes(here)
+    here.steps += 1
+    _tell(before, there)
+    assert there.counts[0] is there.steps  # type: ignore[index]
+
+
+def test_of_tensors_that_become_too_many_one_is_told_once() -> None:
+    here = network()
+    here.seen, here._cache = {}, {}  # type: ignore[assignment]
+    before = attributes(here)
+    for held in (here.seen, here._cache):
+        held.update({i: torch.ones(TENSOR_BYTES // 8) for i in range(3)})  # type: ignore[operator]
+    with pytest.warns(UserWarning, match=r"`seen` of a network has more than 1 MiB of tensors") as told:
+        assert before.since() is None
+    assert len(told) == 1
+    before.settle()
+    assert before.since() is None
 
 
 def test_a_tensor_that_has_no_memory_costs_no_other_attribute_its_value() -> None:

@@ -121,6 +121,16 @@ def test_what_a_hook_adds_to_is_the_list_that_has_a_name(run, one, other, made):
     assert run(one + "forward(); seen") == [2, 2, 2]
 
 
+@SIDES
+def test_what_a_hook_writes_into_a_collection_of_the_network_is_on_both_sides(run, one, other):
+    run(one + "net.seen, net.runs = {}, {0: torch.zeros(())}")
+    run(one + "def keep(m, i, o):\n m.seen['out'] = o; m.runs[0] += 1\nnet.register_forward_hook(keep)")
+    made = run(one + "forward()")
+    assert run(other + "net.seen['out'].sum().item(), net.runs[0].item()") == (made, 1)
+    assert run(other + "forward(); net.runs[0].item()") == 2
+    assert run(one + "net.runs[0].item()") == 2
+
+
 def test_a_hook_sets_its_item_here_though_what_it_writes_to_differs_by_replica(run):
     run("seen = {}\ndef keep(m, i, o): seen['out'] = len(o)\nnet[0].register_forward_hook(keep)")
     assert run("%%mirrored\nnet(torch.ones(replica_id + 1, 4)); len(seen)") == 1
@@ -250,6 +260,9 @@ def test_calls_of_a_strategy_have_hooks_and_give_them_back(two):
     assert same(two, two.run(forward)) == trained != pytest.approx(3 * before)
     net.b._forward_hooks.clear()
     assert same(two, two.run(forward)) == pytest.approx(trained / 3, abs=1e-5)
+    net.kept = {}
+    two.run(lambda: net.kept.update(out=net(X).detach()))
+    assert torch.equal(net(X), net.kept["out"])
     # The network's own hooks count in the one network that there is, with another part, too.
     net.seen = 0
     two.run(lambda: setattr(net, "b", nn.Linear(3, 5)))

@@ -4,9 +4,9 @@
 
 Also functions and classes of modules, `layer.activation = F.gelu`, which every process finds by their names, and what
 is plain in an attribute that holds settings, `model.config.dropout = 0.1`; and tensors that are neither parameters nor
-buffers, as far as they are small: `self.attention = weights`. Other functions, `model.forward = faster`, go out with
-the network. And which of the rest have a name besides: self.config = config. Knows torch; knows no
-replicas and no channel.
+buffers, as far as they are small, alone or in such collections: `self.seen[layer] = output`. Other functions,
+`model.forward = faster`, go out with the network. And which of the rest have a name besides: self.config = config.
+Knows torch; knows no replicas and no channel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _ATOMS = plain.ATOMS | {np.dtype(code).type for code in np.typecodes["All"] if c
 _ATOMS |= {torch.dtype, torch.layout, torch.memory_format, torch.Size, range, slice, type(pathlib.Path())}
 # No devices, which are each process's own.
 TENSOR_BYTES = 1 << 20
-# A larger tensor stays where it was set: what is computed anew in each step would be copied after each cell.
+# A larger tensor, or more in a collection, stays where it was set: what is computed anew in each step would be copied
+# after each cell.
 _FUNCTIONS = frozenset({types.FunctionType, types.MethodType, functools.partial})
 _OTHERS = ("keras.", "torchmetrics.", "mirror_nb.transfer.ddp.", "torch._dynamo.", "torch.jit.")
 # Packages whose networks keep in attributes what only goes with other states of theirs.
@@ -106,12 +107,16 @@ class Attributes:
 
 @final
 class _Sign:
-    """Which tensor an attribute was, and how often it had been written to. Keeps none: there may be a graph behind."""
+    """Which tensor there was, and how often it had been written to. Keeps none: there may be a graph behind."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.version = weakref.ref(tensor), _version(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        # In a copy of a collection it stands for the tensor, which leaves comparing to it.
+        return self.is_of(other)
 
     def is_of(self, value: object) -> bool:
         return self.is_same(value) and _version(value) == self.version
@@ -156,7 +161,7 @@ class _Part:
                 if type(value) in _ATOMS or _is_found_by_name(value):
                     self.names.append(name)
                     self.atoms.append(value)
-                elif (copy := _copied(value)) is not plain.NOT_PLAIN:
+                elif (copy := _copied(value, _Sign)) is not plain.NOT_PLAIN:
                     self.copies[name] = copy
                 elif _is_computed(value):
                     self.tensors[name] = _Sign(value)
@@ -198,16 +203,15 @@ class _Part:
             and (values := _Values.of(value, self.tensors.get(name))) is not None
         }
         copies = {
-            name: _copied(value)
+            name: _Collection.of(value, before.get(name))
             for name, value in held
             if everything or name not in before or not plain.same(value, before[name])
         }
         for name in copies.keys() & self.copies.keys():
-            if copies[name] is plain.NOT_PLAIN and plain.is_large(self.held[name], _ATOMS):
+            if copies[name] is plain.NOT_PLAIN and (much := _too_much(name, self.held[name])):
                 warnings.warn(
-                    f"`{name}` of a network has more than some {plain.ITEMS:,} items, or {plain.FLAT_ITEMS:,} of "
-                    "numbers and strings alone: notebook and replicas hear no more of each other's changes in it. "
-                    "Keep it outside the network, or shorten it",
+                    f"`{name}` of a network has more than {much}: notebook and replicas hear no more of each other's "
+                    "changes in it. Keep it outside the network, or shorten it",
                     stacklevel=users_level(),
                 )
         gone = dict.fromkeys({*before, *self.tensors}.difference(self.held), _Gone)
@@ -232,10 +236,32 @@ def _is_computed(value: object) -> TypeGuard[torch.Tensor]:
     )
 
 
-def _copied(value: object) -> Any:
+def _copied(value: object, of_tensor: Callable[[torch.Tensor], Any] = plain.none) -> Any:
+    """Return a copy of a plain value, NOT_PLAIN for any other; `of_tensor` returns what stands in it for a tensor."""
     if _is_found_by_name(value):
         return value
-    return plain.copied(value, _ATOMS, plain.LIKE_THEM, plain.ITEMS, plain.FLAT_ITEMS)
+    left = TENSOR_BYTES
+
+    def stand_in(one: object) -> Any:
+        nonlocal left
+        if not _is_computed(one) or (left := left - one.nbytes) < 0:
+            raise TypeError
+        return of_tensor(one)
+
+    return plain.copied(value, _ATOMS, plain.LIKE_THEM, plain.ITEMS, plain.FLAT_ITEMS, stand_in)
+
+
+def _too_much(name: str, value: object) -> str | None:
+    """Return what an attribute that is plain no more has too much of, if it is that."""
+    if plain.is_large(value, _ATOMS):
+        return f"some {plain.ITEMS:,} items, or {plain.FLAT_ITEMS:,} of numbers and strings alone"
+    # A private one of tensors is a cache as a rule, which nobody misses.
+    if (
+        not name.startswith("_")
+        and plain.copied(value, _ATOMS | {torch.Tensor}, plain.LIKE_THEM) is not plain.NOT_PLAIN
+    ):
+        return f"{TENSOR_BYTES >> 20} MiB of tensors, or one that is trained or sparse"
+    return None
 
 
 def _is_found_by_name(value: object) -> bool:
@@ -284,7 +310,8 @@ def set_attributes(parts: Sequence[nn.Module | None], changes: torch.Tensor) -> 
                 if value is _Gone:
                     own.pop(name, None)
                 else:
-                    own[name] = value.opened(own.get(name), parts) if isinstance(value, _Values) else value
+                    travelled = isinstance(value, _Values | _Collection)
+                    own[name] = value.opened(own.get(name), parts) if travelled else value
 
 
 class _Gone:
@@ -303,13 +330,13 @@ class _Values:
     # It is the tensor that the attribute was.
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, before: _Sign | None) -> _Values | None:
+    def of(cls, tensor: torch.Tensor, before: object) -> _Values | None:
         """Return what a tensor holds; None of one that a function of torch.func has left behind, as vmap does."""
         try:
             written = memory_of(as_row(tensor.detach().cpu())).tobytes()
         except RuntimeError:
             return None
-        return cls(written, tensor.dtype, tuple(tensor.shape), before is not None and before.is_same(tensor))
+        return cls(written, tensor.dtype, tuple(tensor.shape), isinstance(before, _Sign) and before.is_same(tensor))
 
     def opened(self, known: object, parts: Iterable[nn.Module | None]) -> torch.Tensor:
         """Return the tensor, where the network of these parts is; the `known` one, written to, if that is what it is.
@@ -328,6 +355,52 @@ class _Values:
         if self.written:
             made.copy_(torch.frombuffer(bytearray(self.written), dtype=self.dtype).reshape(self.shape))
         return made
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Collection:
+    """A plain collection on its way, in which _Values stand for tensors."""
+
+    written: Any
+
+    @classmethod
+    def of(cls, value: object, before: object) -> Any:
+        """Return what travels for an attribute's value: for a collection without tensors itself, or NOT_PLAIN."""
+        known = iter(_signs(before))
+        tensors = 0
+
+        def written(tensor: torch.Tensor) -> _Values:
+            nonlocal tensors
+            tensors += 1
+            values = _Values.of(tensor, next(known, None))
+            if values is None:
+                raise TypeError
+            return values
+
+        copy = _copied(value, written)
+        return cls(copy) if tensors and copy is not plain.NOT_PLAIN else copy
+
+    def opened(self, known: object, parts: Sequence[nn.Module | None]) -> Any:
+        """As _Values' own, with what is `known` in the same order."""
+        there: list[torch.Tensor] = []
+        _copied(known, there.append)
+        tensors = iter(there)
+        return plain.copied(
+            self.written,
+            _ATOMS,
+            plain.LIKE_THEM,
+            plain.ITEMS,
+            plain.FLAT_ITEMS,
+            lambda values: values.opened(next(tensors, None), parts),
+        )
+
+
+def _signs(copy: object) -> list[_Sign]:
+    """Return those that stand in a copy of a collection, in the order of their tensors."""
+    found: list[_Sign] = []
+    plain.copied(copy, _ATOMS, plain.LIKE_THEM, plain.ITEMS, plain.FLAT_ITEMS, found.append)
+    return found
 
 
 @final
@@ -354,7 +427,7 @@ def of_one_side(had: Mapping[str, Any], has: Mapping[str, Any]) -> dict[str, Any
 
 def _is_told_of(value: Any) -> bool:
     own_function = type(value) in _FUNCTIONS and not stays(value)
-    return own_function or _is_computed(value) or _copied(value) is not plain.NOT_PLAIN
+    return own_function or _is_computed(value) or _copied(value, _Sign) is not plain.NOT_PLAIN
 
 
 def names_by_id(names: Iterable[tuple[str, object]]) -> dict[int, list[str]]:
