@@ -25,7 +25,7 @@ from trained import X, replica_id, trained
 import mirror_nb as mnb
 from mirror_nb.errors import ReplicaDied
 from mirror_nb.messages import Stream
-from mirror_nb.strategies.controller import _Listener
+from mirror_nb.strategies.listener import Listener
 from mirror_nb.values import PerReplica, same
 
 
@@ -549,7 +549,7 @@ def test_a_value_of_each_replica_is_assigned_before_the_first_run_too(two, aggre
 
 
 def test_a_line_that_comes_in_parts_is_named_once_unless_another_replica_has_spoken(capsys):
-    listener = _Listener(lambda value: None, range(3))
+    listener = Listener(lambda value: None, range(3))
     for text in ("half ", "a line\nand ", "", "another\n", "end\n"):
         listener.take(1, Stream("stdout", text))
     assert capsys.readouterr().out == "[replica 1] half a line\n[replica 1] and another\n[replica 1] end\n"
@@ -562,11 +562,11 @@ def test_a_line_that_comes_in_parts_is_named_once_unless_another_replica_has_spo
 def test_what_a_console_cannot_show_costs_no_run(monkeypatch):
     console = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", console)
-    _Listener(lambda value: None, range(2)).take(1, Stream("stdout", "voilà\n"))
+    Listener(lambda value: None, range(2)).take(1, Stream("stdout", "voilà\n"))
     console.flush()
     assert console.buffer.getvalue() == b"[replica 1] voil\\xe0\n"  # type: ignore[attr-defined]
     monkeypatch.setattr(sys, "stdout", None)
-    _Listener(lambda value: None, range(2)).take(1, Stream("stdout", "a program without a console\n"))
+    Listener(lambda value: None, range(2)).take(1, Stream("stdout", "a program without a console\n"))
 
 
 def test_a_result_that_cannot_be_opened_here_leaves_no_descriptor(two):

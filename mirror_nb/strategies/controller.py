@@ -9,34 +9,32 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
-from typing import Any, TextIO, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.environment import modes, surroundings
 from mirror_nb.errors import ContextError, ReplicaDied, UsageError, users_level
-from mirror_nb.event_files import EventFiles, Written
-from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror, Note, Stream
+from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror
 from mirror_nb.mirroring.mirrors import absorb_states
 from mirror_nb.mirroring.networks import called
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.local import LocalPool, warm_up
 from mirror_nb.pool.recovery import compare, recover
 from mirror_nb.pool.report import Report
-from mirror_nb.readable import writable
 from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
+from mirror_nb.strategies.batch_shares import batches_in, of_batch, weigh_alike, weighed
 from mirror_nb.strategies.controller_variables import ControllerHome
 from mirror_nb.strategies.functions import Functions
+from mirror_nb.strategies.listener import Listener
 from mirror_nb.strategies.misuse import (
     made_elsewhere,
     refuse_steps,
@@ -52,7 +50,6 @@ from mirror_nb.strategies.reading import reading
 from mirror_nb.strategies.reductions import (
     check_size,
     gather_local,
-    is_whole,
     local_parts,
     parts_of,
     reduce_local,
@@ -65,7 +62,7 @@ from mirror_nb.telemetry.comparison import Comparison, Parted
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.transfer import torchmetrics_objects
 from mirror_nb.transfer.opening import note_not_made_again
-from mirror_nb.transfer.packing import Weighed, pack
+from mirror_nb.transfer.packing import pack
 from mirror_nb.transfer.payload import Packed
 from mirror_nb.transfer.told import is_told
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
@@ -189,8 +186,8 @@ class ControllerPlace(Place):
             captured: list[DistributedValues] = []
             parts = parts_of((args, kwargs))
             results = regroup(self._call(fn, args, kwargs, parts, captured))
-            batches = _batches_in([*parts, *captured])
-            return _of_batch(results, batches[0].shares) if batches else results
+            batches = batches_in([*parts, *captured])
+            return of_batch(results, batches[0].shares) if batches else results
         except UsageError as error:
             # The caller's lines tell where; those of the pickling below them help nobody.
             raise error.with_traceback(None) from None
@@ -323,7 +320,7 @@ class ControllerPlace(Place):
                 calls = self._prepared(pool, fn, args, kwargs, parts, captured, packed, plain)
             slabs = {i: packed[i if parts else 0].slab for i in calls}
             any_sent = self._objects.any_sent
-            listener = _Listener(on_note, calls)
+            listener = Listener(on_note, calls)
             try:
                 report = pool.run(calls, slabs=slabs, on_message=listener.take, on_tick=self._tick)
             finally:
@@ -365,8 +362,8 @@ class ControllerPlace(Place):
         kept = self._functions.get(fn)
         self._follow(pool, anew=kept is None)
         function = kept or pack(fn, reference=reference, in_band=True).payload
-        batches = _batches_in([*parts, *captured])
-        given = (args, kwargs) if _weigh_alike(batches) else _weighed((args, kwargs))
+        batches = batches_in([*parts, *captured])
+        given = (args, kwargs) if weigh_alike(batches) else weighed((args, kwargs))
         # One for all where nothing in them differs.
         for own in [select(given, i) for i in replicas] if parts else [given]:
             packed.append(pack(own, reference=reference) if args or kwargs else _NO_ARGUMENTS)
@@ -715,82 +712,3 @@ class ControllerPlace(Place):
 
 def _clear_gradients(owner: Any, set_to_none: bool) -> None:
     owner.zero_grad(set_to_none)
-
-
-def _batches_in(parts: Sequence[DistributedValues]) -> list[PerReplica]:
-    """Return those that are a global batch, or of one, with examples in it."""
-    return [part for part in parts if isinstance(part, PerReplica) and any(part.shares or ())]
-
-
-def _weigh_alike(batches: list[PerReplica]) -> bool:
-    """Whether each replica has the same part of all batches."""
-    shares = [batch.shares or () for batch in batches]
-    return len({tuple(n / sum(each) for n in each) for each in shares}) < 2
-
-
-def _weighed(nest: Any) -> Any:
-    """Have each part of a batch tell its replica how it weighs, where several do not weigh alike."""
-
-    def told(leaf: Any) -> Any:
-        if not (isinstance(leaf, PerReplica) and any(leaf.shares or ())):
-            return leaf
-        examples = leaf.shares or ()
-        return PerReplica([Weighed(own, (n, sum(examples))) for own, n in zip(leaf.values, examples, strict=True)])
-
-    return pytree.tree_map(told, nest, is_leaf=lambda leaf: isinstance(leaf, DistributedValues) or is_whole(leaf))
-
-
-def _of_batch(results: Any, shares: tuple[int, ...] | None) -> Any:
-    """Let results with a value for each example of a batch be a batch, which later calls weigh gradients by."""
-    absent = frozenset(i for i, examples in enumerate(shares or ()) if not examples)
-    for part in parts_of(results):
-        if isinstance(part, PerReplica):
-            part.absent = absent
-            if tuple(map(_examples, part.values)) == shares:
-                part.shares = shares
-    return results
-
-
-def _examples(value: Any) -> int | None:
-    return value.size(0) if isinstance(value, torch.Tensor) and value.dim() else None
-
-
-class _Listener:
-    """Shows what replicas print during a call, hands on what they note, and writes what they log for TensorBoard."""
-
-    __slots__ = ("_files", "_on_note", "_replicas", "_unfinished")
-
-    def __init__(self, on_note: Callable[[Any], None], replicas: Iterable[int]) -> None:
-        self._on_note = on_note
-        self._replicas = replicas
-        self._files: EventFiles | None = None
-        self._unfinished: dict[str, int] = {}
-        # Whose line a stream is in the middle of.
-
-    def take(self, replica_id: int, message: Any) -> None:
-        if isinstance(message, Note):
-            self._on_note(message.value)
-        elif isinstance(message, Written):
-            if self._files is None:
-                self._files = EventFiles(self._replicas)
-            self._files.take(replica_id, message)
-        elif isinstance(message, Stream):
-            self._show(replica_id, message)
-
-    def _show(self, replica_id: int, message: Stream) -> None:
-        """Show what a replica printed: replica 0's as it is, the others' with their number before each line."""
-        # A program without a console has neither.
-        stream: TextIO | None = sys.stdout if message.name == "stdout" else sys.stderr
-        lines = message.text.splitlines(keepends=True)
-        if not lines or stream is None:
-            return
-        goes_on = self._unfinished.pop(message.name, None) == replica_id
-        if not lines[-1].endswith(("\n", "\r")):
-            self._unfinished[message.name] = replica_id
-        if replica_id:
-            lines = [line if goes_on and not i else f"[replica {replica_id}] {line}" for i, line in enumerate(lines)]
-        stream.write(writable("".join(lines), stream))
-
-    def close(self) -> None:
-        if self._files is not None:
-            self._files.close()
