@@ -651,8 +651,8 @@ class Exports:
     objects: dict[str, Payload | None] = field(default_factory=dict)
     # New optimizers, schedulers and scalers by handle, each after those that it refers to; None from the others, and
     # where one is inside a network.
-    sums: dict[str, int] = field(default_factory=dict)
-    # Checksums of networks' parameters by handle, where all replicas may have trained them.
+    sums: dict[tuple[str, str], int] = field(default_factory=dict)
+    # Checksums of networks' "parameters" and "buffers", by handle and which, where all replicas may have trained them.
     grads: bool | None = None
     # What the cell has given to torch.set_grad_enabled, if it left that other than it was.
     trained: tuple[str, ...] = ()

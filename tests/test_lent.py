@@ -558,6 +558,14 @@ def test_replicas_that_part_ways_are_told_of_once_and_brought_together(shell, ru
     assert "differs between the replicas: model" in closing(shell, APART.format("model"))
 
 
+def test_a_buffer_that_each_replica_wrote_by_itself_is_told_too(shell, run):
+    made = "kept = nn.BatchNorm1d(2)\nkept.register_buffer('seen', torch.zeros(1))\nkept(torch.rand(4, 2))"
+    assert "differs" not in closing(shell, f"%%mirrored\n{made}\nkept.seen += 1")
+    assert "differs" not in closing(shell, "%%mirrored\nkept(torch.rand(4, 2)); kept.seen += 1")
+    told = closing(shell, "%%mirrored\nkept.seen += replica_id")
+    assert told.endswith("differs between the replicas: kept (%mirror push kept makes it equal)")
+
+
 def test_a_network_that_stayed_in_the_replicas_is_told_to_differ_once_it_is_here(shell, run):
     stays = "import threading\nkept = nn.Linear(2, 2)\nkept.lock = threading.Lock()"
     assert "differs" not in closing(shell, APART.format("kept").replace("with", f"{stays}\nwith", 1))

@@ -653,6 +653,45 @@ def test_copies_that_are_to_be_one_and_differ_are_told_where_they_are_read(two):
     assert "VariableAggregation.ONLY_FIRST_REPLICA: each replica has written" in str(caught[2].message)
 
 
+class Codebook(nn.Module):
+    """Of what it has seen, an average that is to be alike, one of each replica's own, and BatchNorm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("average", torch.zeros(2))
+        self.register_buffer("latest", torch.zeros(2), persistent=False)
+        self.same = self.average
+
+    def forward(self, x, reduced):
+        seen = x.mean(0)
+        self.latest.copy_(seen)
+        if reduced:
+            seen = mnb.get_replica_context().all_reduce("mean", seen)
+        self.average.lerp_(seen, 0.5)
+        return self.norm(x)
+
+
+def test_buffers_that_each_replica_wrote_by_itself_are_told_where_their_network_is_read(two):
+    with two.scope():
+        net = nn.Sequential(Codebook())
+
+    def see(batch, reduced):
+        net[0](batch, reduced)
+
+    batches = [*two.distribute_dataset(DataLoader(X[:4, :2].clone(), batch_size=4))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        two.run(see, args=(batches[0], True))
+        assert torch.allclose(net[0].average, X[:4, :2].mean(0) / 2)
+    two.run(see, args=(batches[0], False))
+    with pytest.warns(UserWarning, match=r"^buffers differ between the replicas \(Sequential.*\); read here") as told:
+        read = net.state_dict()
+    assert [warning.filename for warning in told] == [__file__]
+    net.load_state_dict(read)
+    assert len({tuple(each.tolist()) for each in two.local_results(two.run(lambda: net[0].average))}) == 1
+
+
 def test_parameters_that_each_replica_trained_by_itself_are_told_where_their_network_is_read(two):
     def by_hand():
         with two.scope():

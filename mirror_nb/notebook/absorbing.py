@@ -241,9 +241,9 @@ class Absorbing:
     def _note_diverged(self, opened: dict[int, Exports]) -> list[str]:
         first = []
         # Of those that are here: one that has stayed in the replicas is told of once it has come.
-        here = {handle: self._mirrors.find(handle) for exports in opened.values() for handle in exports.sums}
-        sums = [{h: each for h, each in exports.sums.items() if here[h] is not None} for exports in opened.values()]
-        for handle in self._parted.note(sums):
+        here = {handle: self._mirrors.find(handle) for exports in opened.values() for handle, _ in exports.sums}
+        sums = [{k: each for k, each in exports.sums.items() if here[k[0]] is not None} for exports in opened.values()]
+        for handle in dict.fromkeys(handle for handle, _ in self._parted.note(sums)):
             names = [name for name, value in self._user_ns.items() if value is here[handle] and travels(name)]
             first.append(names[0] if names else f"a {type(here[handle]).__name__}")
         return first

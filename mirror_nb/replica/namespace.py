@@ -427,8 +427,9 @@ class Namespace:
             exporting.plain(obj, "")
         changes, self._changes = exporting.changes, Changes()
         self._forget_former()
-        new = fresh.networks.items() if compare else ()
-        sums = {handle: bits(_trained_alike(module).values()) for handle, module in new}
+        sums: dict[tuple[str, str], int] = {}
+        for handle, module in fresh.networks.items() if compare else ():
+            _sum_up(handle, module, sums)
         changed = self._changed_roots(fresh.networks, owner, trained, sums if compare else None)
         told = components_in if owner else told_by_all
         objects = {handle: payload if owner else None for handle, (_, payload) in fresh.objects.items()}
@@ -679,9 +680,9 @@ class Namespace:
                     exports.names[name] = stayed(module, str(reason), for_good=True)
 
     def _changed_roots(
-        self, fresh: Iterable[str], owner: bool, trained: bool, sums: dict[str, int] | None
+        self, fresh: Iterable[str], owner: bool, trained: bool, sums: dict[tuple[str, str], int] | None
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the values of networks that may have changed; checksums of parameters go into `sums`, if given."""
+        """Return the values of networks that may have changed; what should be alike goes into `sums`, if given."""
         states = {}
         for handle, module in self.mirrors.roots():
             if handle in fresh or not (trained or self.mirrors.changed(module)) or has_sharded(module):
@@ -689,10 +690,8 @@ class Namespace:
             state = mirrored_values(module) if owner else told_by_all(module)
             found = checksums(state.values())
             if sums is not None:
-                own = _trained_alike(module)
                 # An owner has summed them already.
-                there = [each for name, each in zip(state, found, strict=True) if name in own] if owner else []
-                sums[handle] = mixed(there) if owner else bits(own.values())
+                _sum_up(handle, module, sums, dict(zip(state, found, strict=True)) if owner else None)
             total = mixed(found)
             if self._sums.get(handle) != total:
                 states[handle] = {name: value.detach() for name, value in state.items()}
@@ -710,6 +709,14 @@ def _for_replicas(packed: Iterable[object]) -> list[tuple[nn.Module, dict[str, A
     return [(each, {name: vars(each)[name] for name in getattr(type(each), "_OF_REPLICAS", ())}) for each in networks]
 
 
+def _sum_up(
+    handle: str, network: nn.Module, sums: dict[tuple[str, str], int], known: Mapping[str, int] | None = None
+) -> None:
+    """Add the checksums of what should be alike on all replicas; `known`: those of the network's tensors, by name."""
+    for kind, held in (("parameters", _trained_alike(network)), ("buffers", _written_alike(network))):
+        sums[handle, kind] = bits(held.values()) if known is None else mixed(known[n] for n in known if n in held)
+
+
 def _trained_alike(network: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters that have values, by name: of Keras's those that are trained.
 
@@ -719,6 +726,19 @@ def _trained_alike(network: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter for name, parameter in complete if parameter.requires_grad or _KERASS not in name}
 
 
+def _written_alike(network: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are saved, by name: but for what is averaged when it is read, and Variables."""
+    own = {
+        id(buffer)
+        for part in network.modules()
+        for name, buffer in part._buffers.items()
+        if name in part._non_persistent_buffers_set or (isinstance(part, _NORMS) and name in _STATISTICS)
+    }
+    return {name: b for name, b in network.named_buffers() if id(b) not in own and type(b) is torch.Tensor}
+
+
+_NORMS = nn.modules.batchnorm._NormBase
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _KERASS = "_torch_params."
 # Where a layer of Keras has all of its variables.
 _COMPILED = "what a model was compiled with"

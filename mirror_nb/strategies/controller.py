@@ -529,11 +529,11 @@ class ControllerPlace(Place):
             self._references.mirrors.remember()
         finally:
             self._refreshing = False
-        found = map(self._references.mirrors.find, self._parted.note(sums))
-        parted = [called(network) for network in found if network is not None]
-        if parted:
+        parted = self._parted.note(sums)
+        for kind in ("parameters", "buffers"):
+            found = (self._references.mirrors.find(handle) for handle, which in parted if which == kind)
             # Last, as in `_taken`.
-            warn_of_parted_networks(parted)
+            warn_of_parted_networks(kind, [called(network) for network in found if network is not None])
 
     def clear_gradients(self, owner: Any, set_to_none: bool) -> None:
         if self.open and (self.holds(owner) if isinstance(owner, nn.Module) else self.trains(owner)):

@@ -106,16 +106,24 @@ def warn_of_parted(variable: Variable) -> None:
     )
 
 
-def warn_of_parted_networks(networks: list[str]) -> None:
-    """Warn, where networks are read, that the replicas' parameters differ."""
-    warnings.warn(
-        f"parameters differ between the replicas ({'; '.join(networks)}); read here are replica 0's. Each replica has "
-        "trained or changed its own: by gradients that backward() did not make (torch.autograd.grad), in no_sync, by "
-        "random numbers, by a write in place. strategy.compare_parameters() names them. Reduce such gradients before "
-        "optimizer.step(), mnb.get_replica_context().all_reduce('mean', gradients); "
-        "net.load_state_dict(net.state_dict()) gives all replicas what is here",
-        stacklevel=users_level(),
-    )
+def warn_of_parted_networks(kind: str, networks: list[str]) -> None:
+    """Warn, where networks are read, that the replicas' "parameters" or "buffers" differ; of none nothing is said."""
+    if networks:
+        warnings.warn(
+            f"{kind} differ between the replicas ({'; '.join(networks)}); read here are replica 0's. {_PARTED[kind]}; "
+            "net.load_state_dict(net.state_dict()) gives all replicas what is here",
+            stacklevel=users_level(),
+        )
+
+
+_PARTED = {
+    "parameters": "Each replica has trained or changed its own: by gradients that backward() did not make "
+    "(torch.autograd.grad), in no_sync, by random numbers, by a write in place. strategy.compare_parameters() names "
+    "them. Reduce such gradients before optimizer.step(), mnb.get_replica_context().all_reduce('mean', gradients)",
+    "buffers": "Each replica has written its own, from its share of the batches. Reduce what is written, "
+    "mnb.get_replica_context().all_reduce('mean', new), or say with register_buffer(..., persistent=False) that it is "
+    "each replica's own (BatchNorm's statistics are averaged here)",
+}
 
 
 def warn_of_blind_writes(written: BlindWrites) -> None:

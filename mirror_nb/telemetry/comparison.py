@@ -62,9 +62,9 @@ class Parted:
     """What differed when it was last compared: of what is compared time and again, each is told once."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
+        self._known: set[tuple[str, str]] = set()
 
-    def note(self, sums: Sequence[Mapping[str, int]]) -> list[str]:
+    def note(self, sums: Sequence[Mapping[tuple[str, str], int]]) -> list[tuple[str, str]]:
         """Return the names whose checksums differ now, and did not before; each replica tells those that it has."""
         names = sorted({name for each in sums for name in each})
         values = {name: {each[name] for each in sums if name in each} for name in names}
