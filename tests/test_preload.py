@@ -85,7 +85,7 @@ print(signal.getitimer(signal.ITIMER_REAL))
 def said() -> dict[str, str]:
     """What each of these says in a process that begins with torch alone."""
     sources = (THE_REST, WITH_A_GPU, ELSEWHERE)
-    # As multiprocessing starts a forkserver: the last argument names the module.
+    # As multiprocessing starts a forkserver: an argument names the module; the controller's own may follow.
     source = f"""# from multiprocessing.forkserver import main
 import os, sys, torch
 for source in {sources!r}:
@@ -97,7 +97,7 @@ for source in {sources!r}:
     print(end="\\0", flush=True)
 """
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=False
+        [sys.executable, "-c", source, "train.py"], capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     return dict(zip(sources, done.stdout.split("\0")[:-1], strict=True))

@@ -118,7 +118,8 @@ with _loading():
     importlib.import_module("mirror_nb.strategies.mirrored")
     importlib.import_module("mirror_nb.replica.shell").be_no_kernel()
 
-if "multiprocessing.forkserver" in sys.orig_argv[-1]:
+# Newer Pythons, 3.14.8 say, have the controller's own arguments follow what the forkserver is to run.
+if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):
     # Who started it has held Ctrl-C back from it; the user's own processes come from here, too, and would not hear it.
     # One that has come meanwhile is dropped.
     _before = signal.signal(signal.SIGINT, signal.SIG_IGN)
