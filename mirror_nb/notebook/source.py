@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import re
 import symtable
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ _QUERIES = {"query", "eval"}
 # Methods of pandas' tables, which look up `@name` where they are called.
 _MAGIC_OPTIONS = re.compile(r"^(?:\s*--?[A-Za-z]\w*(?:[ =]?\d+)?(?=\s))+")
 # `-n 1 -q` of `%timeit -n 1 -q f(x)`.
+_ASYNCHRONOUS = re.compile(r"\b(await|async)\b")
 _TYPE_ALIAS: Any = getattr(ast, "TypeAlias", ())
 # `type X = …`, from Python 3.12 on.
 
@@ -51,7 +54,7 @@ def cell_names(source: str) -> CellNames:
     """
     try:
         tree = ast.parse(source)
-        scopes = symtable.symtable(source, "cell", "exec")
+        scopes = symtable.symtable(_in_step(source), "cell", "exec")
     except (SyntaxError, ValueError):
         return CellNames(frozenset(), frozenset(), frozenset())
     reader = _Reader(_by_function(scopes))
@@ -69,6 +72,23 @@ def cell_names(source: str) -> CellNames:
         frozenset(reader.imported),
         frozenset((reader.read | late) & reader.bound - reader.first - asked),
     )
+
+
+def _in_step(source: str) -> str:
+    """Return a source with the same scopes in the same lines, but nothing asynchronous.
+
+    For symtable takes no `await` outside a function from Python 3.14 on.
+    """
+    if not _ASYNCHRONOUS.search(source):
+        return source
+    lines = io.StringIO(source).readlines()
+    for token in reversed(list(tokenize.generate_tokens(io.StringIO(source).readline))):
+        if token.type == tokenize.NAME and _ASYNCHRONOUS.fullmatch(token.string):
+            (row, begin), (_, end) = token.start, token.end
+            line = lines[row - 1]
+            # As `await` an operator before an operand.
+            lines[row - 1] = line[:begin] + ("+" if token.string == "await" else "") + line[end:].lstrip(" \t")
+    return "".join(lines)
 
 
 def _path(node: ast.AST) -> tuple[str, ...] | None:
