@@ -301,3 +301,8 @@ def test_random_numbers_that_begin_anew_with_each_call_are_told_of(make):
 
     assert changes(draw) == {"dice"}
     assert changes(lambda: dice) == set()
+
+
+def test_nothing_is_told_of_what_functions_of_random_draw_from():
+    draw, old = random.randint, np.random.rand
+    assert changes(lambda: (draw(0, 9), old())) == set()

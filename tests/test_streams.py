@@ -53,6 +53,16 @@ def test_what_a_process_draws_from_by_itself_is_no_stream_that_travels():
     assert is_stream(random.Random(1))
 
 
+def test_functions_of_random_draw_from_what_each_process_has(notebook):
+    notebook.here("import random as r\nfrom random import randint, random\nfrom numpy.random import rand")
+    returned = notebook.cell("randint(0, 9), rand(), random(); r.seed(1); drawn = random()")
+    assert not returned.altered
+    assert notebook.user_ns["drawn"] == random.Random(1).random()
+    functions = {"randint": random.randint, "random": random.random, "rand": np.random.rand}
+    for names in (notebook.user_ns, notebook.replicas[1].names):
+        assert {name: names[name] for name in functions} == functions
+
+
 def test_a_stream_is_not_bound_to_the_one_that_it_was_moved_to():
     one, other = np.random.default_rng(1), np.random.default_rng(2)
     where = place(one)

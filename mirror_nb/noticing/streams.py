@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-_OF_PROCESS = (random.random.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
-# What `random.random()` and `np.random.random()` draw from: each replica has its own.
+from mirror_nb.transfer.pickler import OF_PROCESS
 
 
 def is_stream(value: object) -> bool:
     """Whether it is one of these, and belongs to whoever made it."""
-    return type(value) in _WAYS and not any(value is own for own in _OF_PROCESS)
+    return type(value) in _WAYS and not any(value is own for own in OF_PROCESS.values())
 
 
 def place(value: Any) -> Any:

@@ -24,7 +24,7 @@ import torch
 
 from mirror_nb.noticing.digests import digest
 from mirror_nb.transfer.compiled import compiled_from
-from mirror_nb.transfer.pickler import travels_by_name
+from mirror_nb.transfer.pickler import OF_PROCESS, travels_by_name
 
 _SKIPPED = (
     *(str, bytes, int, float, complex, bool, type(None), tuple, types.ModuleType, types.BuiltinFunctionType),
@@ -55,7 +55,8 @@ class Copies:
         self._captured = dict if unchanging else functools.partial(_captured, function)
         self._names = dict(self._captured())
         self._stays = stays
-        self._seen: set[int] = set()
+        # What functions of `random` draw from is each replica's own.
+        self._seen = set(map(id, OF_PROCESS.values()))
         self._held: list[tuple[str, Any, Any]] = []
         # Path, object, and what it held.
         self._number = 0

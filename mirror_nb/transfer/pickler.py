@@ -11,12 +11,14 @@ import enum
 import functools
 import importlib
 import io
+import random
 import sys
 import types
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 import cloudpickle
+import numpy as np
 
 from mirror_nb.environment import sources
 from mirror_nb.environment.reporting import warned_of
@@ -24,6 +26,12 @@ from mirror_nb.transfer import submodules
 from mirror_nb.transfer.raised import reduce_raised
 
 submodules.install()
+
+OF_PROCESS: dict[str, Any] = {
+    "random": random.random.__self__,  # type: ignore[attr-defined]
+    "numpy.random": np.random.random.__self__,  # type: ignore[attr-defined]
+}
+# What the functions of these modules draw from: each process has its own, and `from random import randint` means that.
 
 
 class Limited(io.BytesIO):
@@ -58,6 +66,9 @@ class Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
             return _code_at, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
+        for module, generator in OF_PROCESS.items():
+            if obj is generator:
+                return _of_process, (module,)
         if type(obj) is types.FunctionType and id(obj.__globals__) not in self.globals_ref:
             here = obj.__globals__
             anew = {name: here[name] for name in ("__package__", "__name__", "__path__", "__file__") if name in here}
@@ -93,6 +104,10 @@ class Pickler(cloudpickle.Pickler):
             arguments = make, *_with_slots(obj, args)
             return _made_again, arguments, (put, _own_members(obj, state)), None, None, _set_class
         return reduced
+
+
+def _of_process(module: str) -> Any:
+    return OF_PROCESS[module]
 
 
 def _package_of(function: types.FunctionType) -> str:
