@@ -39,7 +39,7 @@ def double(x: int) -> int:
     return 2 * x
 
 
-@pytest.mark.parametrize("captured", [1, "a", None, Mirrored(), double, types, Callable, Payload])
+@pytest.mark.parametrize("captured", [1, "a", None, Mirrored(), double, types, Callable, Payload, len])
 def test_a_pickle_serves_again_while_its_function_captures_the_same(functions, captured):
     function = reads(captured)
     assert functions.get(function) is None
@@ -54,7 +54,7 @@ class Local:
 Local.__module__ = "__main__"
 
 
-@pytest.mark.parametrize("captured", [[], {}, object(), (1,), Local, type("Made", (), {})])
+@pytest.mark.parametrize("captured", [[], {}, object(), (1,), {"rate": 0.1}.get, Local, type("Made", (), {})])
 def test_what_may_change_in_place_is_pickled_each_time(functions, captured):
     function = reads(captured)
     functions.keep(function, PICKLE)

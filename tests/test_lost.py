@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -178,6 +179,13 @@ def test_methods_partials_and_helpers_are_looked_into():
     assert changes(lambda: helper([])) == {"numbers"}
 
 
+def test_a_method_of_a_list_is_told_where_the_list_changes():
+    numbers: list[int] = []
+    record, measure = numbers.append, math.sqrt
+    assert changes(lambda: record(1)) == {"record"}
+    assert changes(lambda: measure(4)) == set()
+
+
 def test_names_that_are_bound_anew_are_told():
     count = 0
 
@@ -230,6 +238,11 @@ def test_networks_are_told_by_the_names_of_their_parts(change, told):
             change(net)
 
     assert told in changes(step)
+
+
+def test_a_network_that_has_no_values_yet_is_looked_at():
+    net = torch.nn.LazyLinear(2)
+    assert "net.in_features" in changes(lambda: net(torch.ones(1, 3)))
 
 
 def test_nothing_is_told_of_a_network_that_is_only_used():

@@ -21,8 +21,10 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from mirror_nb.noticing.digests import digest
+from mirror_nb.noticing.kinds import has_an_identity
 from mirror_nb.transfer.compiled import compiled_from
 from mirror_nb.transfer.pickler import OF_PROCESS, travels_by_name
 
@@ -71,6 +73,9 @@ class Copies:
         return bound + tuple(path for before in self._held for path in _differences(*before, self._stays))
 
     def _look(self, path: str, obj: Any, depth: int, given: bool = False) -> None:
+        if type(obj) is types.BuiltinFunctionType and has_an_identity(obj):
+            # `append = losses.append`
+            obj = obj.__self__
         if isinstance(obj, tuple) and not given and depth <= _DEPTH:
             # Not counted: what is remembered of the past are long lists of tuples.
             for name, inner in _parts(path, obj):
@@ -179,7 +184,7 @@ def _content(obj: Any, stays: _Stays) -> Any:
     if isinstance(obj, np.random.Generator | np.random.RandomState):
         return hash(pickle.dumps(obj))
     if isinstance(obj, torch.Tensor):
-        return None if obj.is_inference() else obj._version
+        return None if is_lazy(obj) or obj.is_inference() else obj._version
     if isinstance(obj, np.ndarray):
         return None if obj.dtype.hasobject else digest(obj)
     if isinstance(obj, itertools.count):

@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from mirror_nb.mirroring.handles import referring
+from mirror_nb.noticing.kinds import has_an_identity
 from mirror_nb.transfer.compiled import compiled_from
 from mirror_nb.transfer.payload import Payload
 from mirror_nb.transfer.pickler import global_names, travels_by_name
 
 _UNCHANGING = (
     *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis)),
-    *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, torch.dtype, torch.device),
+    *(types.ModuleType, types.CodeType, torch.dtype, torch.device),
 )
 
 
@@ -80,6 +81,9 @@ def _found(known: object) -> object:
 
 
 def _unchanging(obj: object) -> bool:
+    if isinstance(obj, types.BuiltinFunctionType):
+        # A method of a list changes with that.
+        return not has_an_identity(obj)
     return isinstance(obj, (*_UNCHANGING, types.FunctionType)) or (isinstance(obj, type) and travels_by_name(obj))
 
 
