@@ -92,6 +92,24 @@ def test_functions_that_call_each_other_come_to_an_end(functions):
     assert functions.get(one) is PICKLE
 
 
+COUNTS = {
+    "a global name": "def step():\n    global count\n    count += 1",
+    "one inside": "def step():\n    def inner():\n        global count\n        count = 1\n    inner()",
+    "one that goes": "def step():\n    global count\n    del count",
+    "an attribute": "def step(): pass\nstep.calls = 0",
+    "another's": "def helper(): helper.calls += 1\nhelper.calls = 0\ndef step(): helper()",
+    "what it closes over": "def make(n=0):\n    def step(): nonlocal n; n += 1\n    return step\nstep = make()",
+}
+
+
+@pytest.mark.parametrize("source", COUNTS.values(), ids=COUNTS)
+def test_a_function_that_counts_its_calls_begins_anew_with_each(functions, source):
+    names: dict[str, Any] = {"count": 0}
+    exec(source, names)
+    functions.keep(names["step"], PICKLE)
+    assert functions.get(names["step"]) is None
+
+
 def test_a_name_bound_anew_and_one_not_bound_yet_count(functions):
     names: dict[str, Any] = {}
     exec("def step(x=1, *, y=2): return a", names)
@@ -106,6 +124,9 @@ def test_a_name_bound_anew_and_one_not_bound_yet_count(functions):
     functions.keep(step, PICKLE)
     step.__kwdefaults__ = {"y": 6}
     assert functions.get(step) is None
+    functions.keep(step, PICKLE)
+    step._rate = 0.1
+    assert functions.get(step) is None
 
 
 def test_a_loss_with_no_tensors_counts_by_its_attributes(functions):
@@ -116,6 +137,13 @@ def test_a_loss_with_no_tensors_counts_by_its_attributes(functions):
     loss.label_smoothing = 0.2
     assert functions.get(function) is None
     functions.keep(function, PICKLE)
+    loss.temperature = 2
+    assert functions.get(function) is None
+    functions.keep(function, PICKLE)
+    assert functions.get(function) is PICKLE
+    loss.weight = torch.ones(2)
+    assert functions.get(function) is None
+    loss.weight = None
     assert functions.get(function) is PICKLE
     loss.register_forward_hook(lambda *_: None)
     assert functions.get(function) is None

@@ -87,6 +87,14 @@ def test_a_mean_over_the_examples_is_that_of_all_of_them_however_they_are_cut(sh
     torch.testing.assert_close(mean, expected.to(torch.float64), equal_nan=True)
 
 
+def test_of_replicas_without_examples_a_mean_leaves_out_what_is_nan_throughout():
+    none = float("nan")
+    assert reduce_values(MEAN, [t(2.0), t(none)], None, {1}).tolist() == 2
+    assert reduce_values(MEAN, [t(none), t(none)], None, {0, 1}).isnan()
+    # Nobody knows what it is: one that it has itself computed.
+    assert reduce_values(MEAN, [t(1.0, 2.0), t(none, 4.0)], None, {1}).nan_to_num(-1.0).tolist() == [-1, 3]
+
+
 def test_reducing_changes_no_replicas_value_and_keeps_no_graph():
     values = [torch.ones(2, requires_grad=True), torch.ones(2)]
     assert not reduce_values(SUM, values, None).requires_grad
@@ -97,7 +105,7 @@ def test_reducing_changes_no_replicas_value_and_keeps_no_graph():
     ("values", "axis", "message"),
     [
         ([torch.ones(4), torch.ones(2)], None, r"different shapes: \(4,\) on replica 0, \(2,\) on replica 1"),
-        ([torch.ones(4, 2), torch.ones(2, 3)], (0,), "different shapes"),
+        ([torch.ones(4, 2), torch.ones(2, 3)], (0,), r"different shapes: \(4, 2\) on replica 0, \(2, 3\) on rep"),
         ([t(1.0), t(2.0)], (0,), "shape .. over axis 0: a scalar has none"),
         ([torch.ones(2)] * 2, (1,), "over axis 1: it has 1 dimensions"),
         ([torch.ones(2)] * 2, (0, -1), "names a dimension twice"),
@@ -336,6 +344,11 @@ def test_of_long_structures_what_differs_is_shown():
         regroup([layers, {**layers, "layer50.bias": 1}])
     assert "'layer50.bias': *, 'layer50.weight': *" in str(error.value)
     assert len(str(error.value)) < 400
+    with pytest.raises(UsageError, match=r"differ in structure: \[(\*, ){99}\*\] on replica 0, \["):
+        regroup([[1] * 100, [1] * 101])
+    # That one begins as the other ends.
+    with pytest.raises(UsageError, match=r"differ in structure: …(\*, )+\*\] on replica 0, …(\*, )+\*\] on replica 1"):
+        regroup([[1] * 200, [1] * 201])
     with pytest.raises(UsageError, match="structure") as error:
         regroup([[1] * 1000, (2,) * 1000])
     assert len(str(error.value)) < 1000

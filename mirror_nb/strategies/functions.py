@@ -73,11 +73,8 @@ class Functions:
 
 
 def _found(known: object) -> object:
-    """Return what is kept, or what a weak reference means; of what is gone the reference, which is nothing else."""
-    if type(known) is not weakref.ref:
-        return known
-    found = known()
-    return known if found is None else found
+    """Return what is kept, or what a weak reference means."""
+    return known() if type(known) is weakref.ref else known
 
 
 def _unchanging(obj: object) -> bool:

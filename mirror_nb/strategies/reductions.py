@@ -380,7 +380,7 @@ def in_order(
         return is_whole(node) or (is_leaf is not None and is_leaf(node))
 
     found, spec = _placed(nest, ends), pytree.tree_structure(nest, is_leaf=ends)
-    order = sorted(range(len(found)), key=lambda i: [_rank(key) for key in found[i][0]])
+    order = sorted(range(len(found)), key=lambda i: list(map(repr, found[i][0])))
 
     def made(leaves: Sequence[Any]) -> Any:
         back = list(leaves)
@@ -408,10 +408,6 @@ def _placed(
     return [
         found for key, child in zip(keys, children, strict=True) for found in _placed(child, is_leaf, (*path, key))
     ]
-
-
-def _rank(key: Any) -> tuple[int, str]:
-    return (key.idx, "") if isinstance(key, pytree.SequenceKey) else (0, repr(key))
 
 
 def _children(nest: Any) -> tuple[list[Any], Any]:
