@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import math
 import random
@@ -114,6 +115,8 @@ def test_nothing_is_told_of_what_is_only_read():
         (dict.fromkeys(range(5000), 0), lambda held: held.update({4000: 1})),
         (Counter(range(5000)), lambda held: held.update([4000])),
         (deque(range(5000)), lambda held: held.rotate()),
+        (bytearray(b"a"), lambda held: held.append(1)),
+        (io.StringIO(), lambda held: held.write("a")),
     ],
     ids=lambda value: type(value).__name__ if not callable(value) else "",
 )
@@ -132,6 +135,25 @@ def test_objects_are_told_by_their_attributes_a_few_levels_deep():
         thing._cache = 5
 
     assert changes(change) == {"thing.count", "thing.inner['seen']", "thing.new", "thing.tensor"}
+
+
+class Slotted:
+    __slots__ = ("_mean", "count", "late", "losses")
+
+    def __init__(self) -> None:
+        self.count, self.losses, self._mean = 0, [0.0], torch.zeros(2)
+
+
+def test_objects_with_slots_are_told_by_these():
+    total = Slotted()
+
+    def change() -> None:
+        total.count += 1
+        total.losses.append(1.0)
+        total._mean.add_(1)
+        total.late = 1
+
+    assert changes(change) == {"total.count", "total.losses", "total._mean", "total.late"}
 
 
 class Averages:

@@ -12,7 +12,6 @@ import itertools
 import logging
 import operator
 import pickle
-import random
 import sys
 import types
 from collections import deque
@@ -25,8 +24,10 @@ from torch.nn.parameter import is_lazy
 
 from mirror_nb.noticing.digests import digest
 from mirror_nb.noticing.kinds import has_an_identity
+from mirror_nb.noticing.slots import own_attributes, slots_of
+from mirror_nb.noticing.streams import is_stream, place
 from mirror_nb.transfer.compiled import compiled_from
-from mirror_nb.transfer.pickler import OF_PROCESS, travels_by_name
+from mirror_nb.transfer.pickler import travels_by_name
 
 _SKIPPED = (
     *(str, bytes, int, float, complex, bool, type(None), tuple, types.ModuleType, types.BuiltinFunctionType),
@@ -57,8 +58,7 @@ class Copies:
         self._captured = dict if unchanging else functools.partial(_captured, function)
         self._names = dict(self._captured())
         self._stays = stays
-        # What functions of `random` draw from is each replica's own.
-        self._seen = set(map(id, OF_PROCESS.values()))
+        self._seen: set[int] = set()
         self._held: list[tuple[str, Any, Any]] = []
         # Path, object, and what it held.
         self._number = 0
@@ -175,14 +175,12 @@ def _is_batch(held: Any) -> bool:
 def _content(obj: Any, stays: _Stays) -> Any:
     """Return a shallow copy of what an object holds, the length of what is long, None for what is not looked at.
 
-    Of a tensor how often it was written to, of an array and of the state of random numbers a digest.
+    Of a tensor how often it was written to, of an array, the state of random numbers and a file in memory a digest.
     """
     if isinstance(obj, torch.Generator):
         return hash(obj.get_state().numpy().tobytes())
-    if isinstance(obj, random.Random):
-        return hash(obj.getstate())
-    if isinstance(obj, np.random.Generator | np.random.RandomState):
-        return hash(pickle.dumps(obj))
+    if is_stream(obj):
+        return hash(pickle.dumps(place(obj)))
     if isinstance(obj, torch.Tensor):
         return None if is_lazy(obj) or obj.is_inference() else obj._version
     if isinstance(obj, np.ndarray):
@@ -191,11 +189,12 @@ def _content(obj: Any, stays: _Stays) -> Any:
         return repr(obj)
     if isinstance(obj, Iterator) and type(obj).__module__ == "builtins":
         return operator.length_hint(obj, -1)
-    for kind in (dict, list, set, deque):
+    kind: Any
+    for kind in (dict, list, set, deque, bytearray):
         if isinstance(obj, kind):
             return len(obj) if len(obj) > _LENGTH else kind(obj)
     try:
-        attributes = vars(obj)
+        attributes = own_attributes(obj) if slots_of(type(obj)) else vars(obj)
     except Exception:
         # It has none, or its class has a say of its own in that.
         return None
@@ -235,7 +234,7 @@ def _members(path: str, held: Any) -> Iterator[tuple[str, Any]]:
 
 def _private_tensors(path: str, obj: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that private attributes are, or hold in a container."""
-    for name, value in list(vars(obj).items()):
+    for name, value in own_attributes(obj).items():
         if name.startswith("_"):
             whole = [(f"{path}.{name}", value)]
             inner = _parts(*whole[0]) if isinstance(value, tuple) else _members(*whole[0])
