@@ -17,9 +17,11 @@ from trained import Net, X, Y
 import mirror_nb as mnb
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import travels
+from mirror_nb.strategies.functions import Functions
 from mirror_nb.transfer import compiled
 from mirror_nb.transfer.opening import unpack
 from mirror_nb.transfer.packing import pack
+from mirror_nb.transfer.payload import Payload
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -89,6 +91,25 @@ def test_what_only_looks_compiled_is_left_as_it_is():
         assert compiled.reduce_compiled(function) is None
     assert again(around)(torch.ones(1)) == 3
     assert again(torch.compiler.disable(double))(torch.ones(1)) == 2
+
+
+def test_the_pickle_of_a_compiled_function_serves_while_it_captures_the_same_and_counts_nothing():
+    functions, pickled, rate = Functions(lambda obj: False), Payload(b"p"), 1
+
+    def step() -> int:
+        return rate
+
+    def counts() -> None:
+        nonlocal rate
+        rate += 1
+
+    compiled, counted = torch.compile(step), torch.compile(counts)
+    for function in (compiled, counted):
+        functions.keep(function, pickled)
+    assert functions.get(compiled) is pickled
+    assert functions.get(counted) is None
+    rate = 2
+    assert functions.get(compiled) is None
 
 
 def test_a_torch_that_does_not_tell_how_is_named(monkeypatch):

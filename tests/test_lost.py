@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import logging
 import math
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -96,6 +97,8 @@ def test_nothing_is_told_of_what_is_only_read():
         unwatched = torch.ones(2)
     assert changes(lambda: (sum(numbers), thing.count, list(thing.inner.items()), thing.tensor.sum())) == set()
     assert changes(lambda: unwatched.sum()) == set()
+    objects = np.array([[1], None], dtype=object)
+    assert changes(lambda: objects[0]) == set()
 
 
 @pytest.mark.parametrize(
@@ -201,6 +204,24 @@ def test_methods_partials_and_helpers_are_looked_into():
     assert changes(lambda: helper([])) == {"numbers"}
 
 
+class Pair(NamedTuple):
+    losses: list[float]
+    rest: Any
+
+
+def test_what_a_tuple_holds_is_told_by_its_place_or_name():
+    pair, plain = Pair([], ([],)), (1, [])
+    assert changes(lambda: (pair.losses.append(1), pair.rest[0].append(1), plain[1].append(1))) == {
+        *("pair.losses", "pair.rest[0]", "plain[1]")
+    }
+
+
+def test_what_is_gone_through_is_told_where_it_goes_on():
+    numbers, counted = iter([1, 2, 3]), itertools.count()
+    assert changes(lambda: next(numbers)) == {"numbers"}
+    assert changes(lambda: next(counted)) == {"counted"}
+
+
 def test_a_method_of_a_list_is_told_where_the_list_changes():
     numbers: list[int] = []
     record, measure = numbers.append, math.sqrt
@@ -262,6 +283,16 @@ def test_networks_are_told_by_the_names_of_their_parts(change, told):
     assert told in changes(step)
 
 
+def test_nothing_is_told_of_parts_of_a_copied_network_that_are_no_copies():
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout())
+
+    def change() -> None:
+        net[0].momentum = net[1].p = 0.5
+
+    net[0].momentum = net[1].p = 0.1
+    assert changes(change, stays=lambda obj: obj is net[0]) == {"net.1.p"}
+
+
 def test_a_network_that_has_no_values_yet_is_looked_at():
     net = torch.nn.LazyLinear(2)
     assert "net.in_features" in changes(lambda: net(torch.ones(1, 3)))
@@ -312,11 +343,18 @@ def test_arguments_are_told_of_by_the_names_that_the_function_has_for_them():
     assert copies.changed() == ("losses",)
 
 
+def test_defaults_of_arguments_are_told_by_the_names_of_these():
+    names: dict[str, Any] = {"__name__": "a_notebook"}
+    exec("def step(number=1, to=[], *, seen=set()): to.append(number), seen.add(number)", names)
+    assert changes(names["step"]) == {"to", "seen"}
+
+
 def test_batches_are_taken_apart():
     x = torch.ones(2)
-    batch, pair, lists = {"x": x, "y": x}, [x, x], {"ids": [1, 2], "x": x}
-    copies = Copies(count, lambda obj: False, ((batch, pair, lists, x), {"names": x}))
+    batch, pair, lists, deep = {"x": x, "y": x}, [x, x], {"ids": [1, 2], "x": x}, {"inputs": {"x": x, "y": x}}
+    copies = Copies(count, lambda obj: False, ((batch, pair, lists, deep, x), {"names": x}))
     batch.pop("y")
+    deep["inputs"].pop("y")
     pair[0] = x.double()
     lists["ids"] = []
     x.add_(1)
