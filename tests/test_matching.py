@@ -22,6 +22,11 @@ def test_a_replica_that_made_more_is_matched_by_what_is_used() -> None:
     assert match([offer(("a", 1), a=2), offer(("a", 0), a=1)]) == [(("a", 1), ("a", 0))]
 
 
+def test_what_was_used_in_different_orders_is_matched_by_the_order_of_creation() -> None:
+    offers = [offer(("a", 2), ("a", 1), a=3), offer(("a", 0), ("a", 1), a=2)]
+    assert match(offers) == [(("a", 1), ("a", 0)), (("a", 2), ("a", 1))]
+
+
 def test_each_name_is_matched_by_itself() -> None:
     offers = [offer(("a", 1), ("b", 2), a=2, b=3), offer(("b", 0), ("a", 0), a=1, b=1)]
     assert match(offers) == [(("a", 1), ("a", 0)), (("b", 2), ("b", 0))]
@@ -61,6 +66,12 @@ def test_of_equal_values_those_in_use_are_alike_where_one_replica_has_more_of_th
     assert match([offer(("a", 1), ("a", 2), a=3), offer(("a", 0), a=2)], values) == [
         (("a", 1), ("a", 1)),
         (("a", 2), ("a", 0)),
+    ]
+    # In whichever order it used them.
+    alike = [{("a", (2,), "f"): {7: [0, 1, 2]}}, {("a", (2,), "f"): {7: [0, 1]}}]
+    assert match([offer(("a", 2), ("a", 1), a=3), offer(("a", 0), a=2)], alike) == [
+        (("a", 1), ("a", 0)),
+        (("a", 2), ("a", 1)),
     ]
     # Here it may be either.
     with pytest.raises(UsageError, match="3 on replica 0, 2 on replica 1"):
