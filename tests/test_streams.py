@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -61,6 +62,15 @@ def test_functions_of_random_draw_from_what_each_process_has(notebook):
     functions = {"randint": random.randint, "random": random.random, "rand": np.random.rand}
     for names in (notebook.user_ns, notebook.replicas[1].names):
         assert {name: names[name] for name in functions} == functions
+
+
+def test_the_environment_by_its_own_name_is_that_of_each_process(notebook, monkeypatch):
+    monkeypatch.setenv("MIRROR_NB_TEST", "before")
+    notebook.here("import os\nfrom os import environ\nheld = {'variables': environ}")
+    returned = notebook.cell("environ['MIRROR_NB_TEST'] = 'after'; own = held['variables'] is environ is os.environ")
+    assert notebook.user_ns["own"]
+    assert not returned.altered
+    assert notebook.user_ns["environ"] is notebook.user_ns["held"]["variables"] is os.environ
 
 
 def test_a_stream_is_not_bound_to_the_one_that_it_was_moved_to():

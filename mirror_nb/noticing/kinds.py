@@ -21,6 +21,7 @@ from torch import nn
 
 from mirror_nb.environment.sources import is_users
 from mirror_nb.noticing.streams import is_stream
+from mirror_nb.transfer.pickler import OF_PROCESS
 from mirror_nb.transfer.told import is_told, told_of
 
 CONTAINERS = (list, dict, set, tuple, bytearray, collections.deque)
@@ -31,7 +32,7 @@ def is_own(value: object) -> bool:
     if isinstance(value, (type, types.FunctionType, types.ModuleType, nn.Module, torch.Tensor, *CONTAINERS)):
         return False
     library = kind.__module__.partition(".")[0]
-    if library == "mirror_nb":
+    if library == "mirror_nb" or any(value is its for its in OF_PROCESS.values()):
         return False
     plain = kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind)
     plain = plain or library == "pandas" or is_estimator(kind)

@@ -11,6 +11,7 @@ import enum
 import functools
 import importlib
 import io
+import os
 import random
 import sys
 import types
@@ -30,8 +31,10 @@ submodules.install()
 OF_PROCESS: dict[str, Any] = {
     "random": random.random.__self__,  # type: ignore[attr-defined]
     "numpy.random": np.random.random.__self__,  # type: ignore[attr-defined]
+    "os": os.environ,
 }
-# What the functions of these modules draw from: each process has its own, and `from random import randint` means that.
+# What these modules have, and what their functions draw from: each process has its own, and `from random import
+# randint` or `from os import environ` means that.
 
 
 class Limited(io.BytesIO):
@@ -66,8 +69,8 @@ class Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
             return _code_at, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
-        for module, generator in OF_PROCESS.items():
-            if obj is generator:
+        for module, own in OF_PROCESS.items():
+            if obj is own:
                 return _of_process, (module,)
         if type(obj) is types.FunctionType and id(obj.__globals__) not in self.globals_ref:
             here = obj.__globals__
