@@ -472,6 +472,20 @@ def test_a_hook_that_a_parameter_has_before_its_module_gets_it_sees_the_gradient
     assert two.run(look) == [[1.5, 1.5]] * 2
 
 
+def test_a_hook_of_a_parameter_sees_what_no_sync_accumulates_and_then_the_gradient_of_all_replicas(two: Crew) -> None:
+    def look(r: Replica) -> list[float]:
+        seen: list[float] = []
+        with r.scope:
+            model = nn.Linear(1, 1, bias=False)
+            model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.item()))
+            with r.gradients.no_sync():
+                (model.weight * (r.id + 1)).sum().backward()
+            (model.weight * (r.id + 1)).sum().backward()
+        return seen
+
+    assert two.run(look) == [[1.0, 3.0], [2.0, 3.0]]
+
+
 def half_precision(r: Replica) -> list[Tensor]:
     torch.manual_seed(0)
     model = network()
@@ -578,16 +592,23 @@ def test_a_gradient_reaches_the_replica_that_did_not_use_the_parameter(two: Crew
     assert torch.equal(second, first)
 
 
-def test_without_synchronisation_gradients_are_the_replicas_own(two: Crew) -> None:
-    def look(r: Replica) -> Tensor:
+@pytest.mark.parametrize("somebody_else", [False, True])
+def test_without_synchronisation_gradients_are_the_replicas_own(two: Crew, somebody_else: bool) -> None:
+    def look(r: Replica) -> list[float]:
         with r.scope:
-            model = nn.Linear(1, 1, bias=False)
-            r.gradients.enabled = False
+            model, owner = nn.Linear(1, 1, bias=False), nn.Identity()
+            if somebody_else:
+                r.gradients.leave_to(owner, model.parameters())
+            else:
+                r.gradients.enabled = False
             r.gradients.set_shares(1 + r.id, 3)
-            model(torch.full((1, 1), r.id + 1.0)).sum().backward()
-            return model.weight.grad
+            seen = []
+            for _ in range(2):
+                model(torch.full((1, 1), r.id + 1.0)).sum().backward()
+                seen.append(float(model.weight.grad))
+            return seen
 
-    assert [float(gradient) for gradient in two.run(look)] == [1.0, 2.0]
+    assert two.run(look) == [[1.0, 2.0], [2.0, 4.0]]
 
 
 def test_a_hook_that_raises_leaves_the_gradient_that_was_there(two: Crew) -> None:
@@ -1250,6 +1271,16 @@ def test_losses_that_alternate_are_expected_in_turn() -> None:
 def test_what_is_frozen_for_good_is_left_out() -> None:
     assert after({1, 2}, {1}) == {1, 2}
     assert after({1, 2}, *[{1}] * (PATIENCE + 1)) == {1}
+
+
+def test_what_is_not_used_any_more_is_left_out_after_some_equal_passes() -> None:
+    history, all_, some = History(), frozenset({1, 2}), frozenset({1})
+    # What is used now and then is used still.
+    for used in (all_, *[some] * PATIENCE, all_, *[some] * PATIENCE):
+        history.learn(used)
+        assert history.predict() == all_
+    history.learn(some)
+    assert history.predict() == some
 
 
 def test_random_use_ends_in_everything_that_is_used() -> None:

@@ -140,6 +140,13 @@ def test_a_gradient_that_is_zeroed_in_place_shows_in_its_views_as_on_one_device(
                     kept = second.weight.grad.detach()
                 assert view is None or view.tolist() == [i + 0.5] * 4
             assert kept.tolist() == [[2.5, 2.5]] * 2
+            # Nor is it written to when of the two it is the only one that somebody looks at.
+            del kept
+            for _ in range(3):
+                first.zero_grad()
+                second.zero_grad()
+                (first(torch.ones(1, 2)) + second(torch.ones(1, 2))).sum().backward()
+            assert view.tolist() == [4.5] * 4
 
     two.run(train)
 

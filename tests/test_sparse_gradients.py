@@ -142,6 +142,20 @@ def a_matrix_first(r: Replica) -> list[Tensor]:
     return values(model)
 
 
+def a_matrix_on_top_of_rows(r: Replica) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i, (x, y) in enumerate([*words(), *words()]):
+        x, y = r.share(x, y)
+        loss = (y @ model.table.weight.T).pow(2).mean() if i % 2 else F.mse_loss(model(x), y)
+        loss.backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(model)
+
+
 def single_numbers(r: Replica) -> list[Tensor]:
     """Gradients whose indices name more than the row."""
     torch.manual_seed(0)
@@ -201,6 +215,7 @@ RECIPES = [
     accumulated,
     used_as_a_matrix_too,
     a_matrix_first,
+    a_matrix_on_top_of_rows,
     single_numbers,
     used_by_some,
     with_a_graph,
