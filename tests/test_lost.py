@@ -341,6 +341,9 @@ def test_arguments_are_told_of_by_the_names_that_the_function_has_for_them():
     copies = Copies(add, lambda obj: False, ((losses,), {}))
     add(losses)
     assert copies.changed() == ("losses",)
+    copies = Copies(lambda record: None, lambda obj: False, ((losses.append,), {}))
+    losses.append(2.0)
+    assert copies.changed() == ("record",)
 
 
 def test_defaults_of_arguments_are_told_by_the_names_of_these():

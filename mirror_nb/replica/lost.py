@@ -30,7 +30,7 @@ from mirror_nb.transfer.compiled import compiled_from
 from mirror_nb.transfer.pickler import travels_by_name
 
 _SKIPPED = (
-    *(str, bytes, int, float, complex, bool, type(None), tuple, types.ModuleType, types.BuiltinFunctionType),
+    *(str, bytes, int, float, complex, bool, type(None), tuple, types.ModuleType),
     *(torch.device, torch.dtype),
     # They travel by name.
     logging.Logger,
@@ -73,7 +73,9 @@ class Copies:
         return bound + tuple(path for before in self._held for path in _differences(*before, self._stays))
 
     def _look(self, path: str, obj: Any, depth: int, given: bool = False) -> None:
-        if type(obj) is types.BuiltinFunctionType and has_an_identity(obj):
+        if type(obj) is types.BuiltinFunctionType:
+            if not has_an_identity(obj):
+                return
             # `append = losses.append`
             obj = obj.__self__
         if isinstance(obj, tuple) and not given and depth <= _DEPTH:
