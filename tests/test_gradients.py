@@ -579,6 +579,20 @@ def test_a_parameter_that_nobody_used_keeps_no_gradient(two: Crew) -> None:
     assert two.run(look) == [[False, True] * 3] * 2
 
 
+def test_what_was_synchronised_is_known_however_often_the_group_is_formed_anew(two: Crew) -> None:
+    def look(r: Replica) -> list[list[str]]:
+        with r.scope:
+            model = nn.Linear(2, 1)
+            model(torch.ones(1, 2)).sum().backward()
+            seen = []
+            for _ in range(2):
+                r.gradients.regroup()
+                seen.append(sorted(r.gradients.synchronized()))
+            return seen
+
+    assert two.run(look) == [[["Linear.bias", "Linear.weight"]] * 2] * 2
+
+
 def test_a_gradient_reaches_the_replica_that_did_not_use_the_parameter(two: Crew) -> None:
     def look(r: Replica) -> Tensor:
         with r.scope:
