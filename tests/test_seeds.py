@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch import nn
 
 import mirror_nb as mnb
 from mirror_nb.environment import seeds, surroundings
+from mirror_nb.transfer.pickler import dumps
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +58,16 @@ def test_what_torch_makes_a_whole_number_of_is_told_as_that():
     for seed in (7.0, "7", np.float32(7)):
         torch.manual_seed(seed)
         assert seeds.seeded()["torch"][1] == 7
+
+
+@pytest.mark.parametrize("module", [random, np.random, torch], ids=lambda module: module.__name__)
+def test_a_function_that_seeds_is_on_arrival_the_one_that_hears_of_it(module):
+    name = "manual_seed" if module is torch else "seed"
+    hears = getattr(module, name)
+    # As a notebook has it that imported it before mirror_nb: `from random import seed`.
+    before = hears.__wrapped__
+    for function in (hears, before):
+        assert pickle.loads(dumps(function)) in (hears, torch.random.manual_seed)
 
 
 def test_what_fit_seeds_in_this_process_is_not_told():

@@ -22,6 +22,7 @@ import cloudpickle
 import numpy as np
 
 from mirror_nb.environment import sources
+from mirror_nb.environment.replaced import name_of
 from mirror_nb.environment.reporting import warned_of
 from mirror_nb.transfer import submodules
 from mirror_nb.transfer.raised import reduce_raised
@@ -72,6 +73,11 @@ class Pickler(cloudpickle.Pickler):
         for module, own in OF_PROCESS.items():
             if obj is own:
                 return _of_process, (module,)
+            if type(obj) in _BOUND and obj.__self__ is own and getattr(sys.modules[module], obj.__name__, None) == obj:
+                return _member, (module, obj.__name__)
+        if (name := name_of(obj)) is not None:
+            # What has that name where it arrives: it hears of seeds there.
+            return _member, name
         if type(obj) is types.FunctionType and id(obj.__globals__) not in self.globals_ref:
             here = obj.__globals__
             anew = {name: here[name] for name in ("__package__", "__name__", "__path__", "__file__") if name in here}
@@ -294,6 +300,7 @@ def module_by_name(module: types.ModuleType) -> tuple[Any, ...] | None:
     return (importlib.import_module, (name,)) if sys.modules.get(name) is module else None
 
 
+_BOUND = (types.MethodType, types.BuiltinFunctionType)
 _GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 
 
