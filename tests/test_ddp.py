@@ -117,6 +117,11 @@ def test_one_of_another_process_group_stays_in_the_replicas_alone(run: Run) -> N
     assert isinstance(other, Remote)
     assert "default process group" in repr(other)
     assert apart(torch.ones(1, 4)).shape == (1, 2)
+    # It does not keep the replicas from a new group.
+    with pytest.raises(ZeroDivisionError):
+        run("%%mirrored\nif replica_id == 0:\n    1 / 0\ndist.barrier()")
+    run(STEP)
+    assert run("weights").shape == (2, 4)
 
 
 def test_the_notebooks_own_can_be_copied_and_saved(run: Run) -> None:
