@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trained import Net, X, Y, adam_step, assert_equal_states, states, step_of, trained, with_adam
 
 import mirror_nb as mnb
+from mirror_nb.strategies.states import States
 
 
 @pytest.fixture(scope="module")
@@ -760,6 +761,33 @@ def test_what_is_mirrored_inside_a_mirrored_object_is_the_same_there_as_by_itsel
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert seen == 1.0
     assert two.run(lambda: trainer.model is model and trainer.optimizer is optimizer and trainer.seen is seen)
+
+
+class Unreachable:
+    """Replicas that were gone when a state was given to them."""
+
+    calls, asked = 1, 0
+
+    def has_sent(self, obj: object) -> bool:
+        return True
+
+    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        self.asked += 1
+        return {}
+
+    def load_state(self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
+        raise LookupError("gone")
+
+
+def test_a_state_that_did_not_reach_the_replicas_is_not_taken_for_theirs():
+    keeper, optimizer = Unreachable(), torch.optim.SGD([torch.zeros(1)])
+    States(keeper).watch(optimizer)
+    state = optimizer.state_dict()
+    assert keeper.asked == 1
+    with pytest.raises(LookupError, match="gone"):
+        optimizer.load_state_dict(state)
+    optimizer.state_dict()
+    assert keeper.asked == 2
 
 
 def test_a_scheduler_whose_state_is_no_plain_value_is_left_to_the_replicas(two):
