@@ -245,6 +245,13 @@ def test_code_in_the_default_strategys_scope_stands_where_code_outside_every_sco
         assert get_strategy() is other
 
 
+def test_who_leaves_a_scope_leaves_those_that_were_entered_in_it_too(strategy):
+    with strategy.scope():
+        # As notebooks do.
+        strategy.scope().__enter__()
+    assert not has_strategy()
+
+
 def test_each_thread_stands_in_scopes_of_its_own(strategy):
     other, found = OneDeviceStrategy("cpu:0"), []
 
