@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
 
@@ -249,6 +250,18 @@ def test_who_leaves_a_scope_leaves_those_that_were_entered_in_it_too(strategy):
     with strategy.scope():
         # As notebooks do.
         strategy.scope().__enter__()
+    assert not has_strategy()
+
+
+def test_a_scope_is_left_by_an_interrupt_while_it_is_left(strategy, monkeypatch):
+    @contextlib.contextmanager
+    def interrupted():
+        yield
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(strategy._place, "scope", interrupted)
+    with pytest.raises(KeyboardInterrupt), strategy.scope():
+        pass
     assert not has_strategy()
 
 
