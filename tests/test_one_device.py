@@ -47,6 +47,10 @@ def test_reductions_of_one_replica(strategy):
         strategy.reduce("sum", 1.0, axis=0)
 
 
+def test_the_cpu_is_a_destination_of_every_strategy(strategy):
+    assert strategy.extended.reduce_to("mean", torch.tensor(2.0), "cpu:0") == 2
+
+
 def test_a_per_replica_of_another_number_of_values_is_refused(strategy):
     for given in ({"args": (PerReplica([1, 2]),)}, {"kwargs": {"x": [PerReplica([1, 2])]}}):
         with pytest.raises(ValueError, match="this PerReplica has 2 values, but the strategy has 1 replicas"):

@@ -434,3 +434,18 @@ def test_a_model_made_outside_of_the_scope_that_it_is_compiled_in_is_told_where_
     model = mnb.Model(torch.nn.Linear(4, 2))
     with two.scope(), pytest.raises(ContextError, match="make inside it what was made outside of every scope"):
         model.compile("sgd", "mse")
+
+
+def test_after_fit_gradients_are_summed_where_the_strategy_sums_them():
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"], gradient_reduction="sum") as strategy:
+        with strategy.scope():
+            net = torch.nn.Linear(1, 1, bias=False)
+            model = mnb.Model(torch.nn.Linear(1, 1))
+            model.compile(optimizer="sgd", loss="mse")
+        model.fit(torch.ones(4, 1), torch.ones(4, 1), batch_size=4, verbose=0)
+
+        def gradient():
+            net(torch.ones(1, 1)).sum().backward()
+            return net.weight.grad.item()
+
+        assert strategy.run(gradient) == 2
