@@ -98,6 +98,10 @@ def plain() -> Lost:
     return lambda: plain.assign_add(torch.tensor(1.0)), ()
 
 
+def passed() -> Lost:
+    return lambda passed: passed.assign_add(torch.tensor(1.0)), (mnb.Variable(1.0, trainable=False),)
+
+
 def dice() -> Lost:
     dice = torch.Generator()
     return lambda: torch.rand(1, generator=dice), ()
@@ -168,6 +172,11 @@ def default() -> Lost:
     return add, ()
 
 
+def in_a_dict() -> Lost:
+    variable = mnb.Variable(1.0, trainable=False)
+    return lambda given: given["total"].assign_add(torch.tensor(1.0)), ({"total": variable},)
+
+
 def number() -> Lost:
     number = itertools.count()
     return lambda: next(number), ()
@@ -186,19 +195,20 @@ PATHS = {
     "called.times": called,
     "inner": inner,
     "default": default,
+    "given['total']": in_a_dict,
     "number": number,
     "rates": rates,
 }
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_changes_in_tuples_classes_functions_and_iterators_are_told_of(two, path):
+def test_changes_in_containers_classes_functions_and_iterators_are_told_of(two, path):
     function, args = PATHS[path]()
     with pytest.warns(UserWarning, match=re.escape(f"changed `{path}` in the replicas, on a copy that is gone")):
         two.run(function, args)
 
 
-@pytest.mark.parametrize("make", [counts, totals, predictions, plain, dice, losses])
+@pytest.mark.parametrize("make", [counts, totals, predictions, plain, passed, dice, losses])
 def test_changes_of_copies_are_told_of(two, make):
     function, args = make()
     with pytest.warns(UserWarning, match=f"changed `{make.__name__}` in the replicas, on a copy that is gone"):

@@ -28,6 +28,7 @@ from mirror_nb.noticing.slots import own_attributes, slots_of
 from mirror_nb.noticing.streams import is_stream, place
 from mirror_nb.transfer.compiled import compiled_from
 from mirror_nb.transfer.pickler import travels_by_name
+from mirror_nb.variables import Variable
 
 _SKIPPED = (
     *(str, bytes, int, float, complex, bool, type(None), tuple, types.ModuleType),
@@ -159,19 +160,24 @@ def _of_itself(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def _arguments(function: Any, given: _Given) -> Iterator[tuple[str, Any]]:
     """Yield those arguments that could change, by the names that the function has for them."""
     args, kwargs = given
-    watched = [(i, value) for i, value in enumerate(args) if not isinstance(value, (*_ARRAYS, *_SKIPPED))]
+    watched = [(i, value) for i, value in enumerate(args) if not (_is_array(value) or isinstance(value, _SKIPPED))]
     if watched:
         method = isinstance(function, types.MethodType)
         code = getattr(function.__func__ if method else function, "__code__", None)
         names = code.co_varnames[method : code.co_argcount] if code is not None else ()
         yield from ((names[i] if i < len(names) else f"args[{i}]", value) for i, value in watched)
-    yield from ((name, value) for name, value in kwargs.items() if not isinstance(value, _ARRAYS))
+    yield from ((name, value) for name, value in kwargs.items() if not _is_array(value))
 
 
 def _is_batch(held: Any) -> bool:
     """Whether tensors are in what an argument holds: steps take apart a batch, and nobody looks at it again."""
     values = held.values() if isinstance(held, dict) else held if isinstance(held, (list, set, deque)) else ()
-    return any(isinstance(value, _ARRAYS) for value in values)
+    return any(map(_is_array, values))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value may be of a batch: a Variable is to be assigned to, and none."""
+    return isinstance(value, _ARRAYS) and not isinstance(value, Variable)
 
 
 def _content(obj: Any, stays: _Stays) -> Any:
