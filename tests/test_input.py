@@ -763,6 +763,17 @@ def test_dicts_and_strings_of_a_function_are_one_per_replica_a_leaf():
     assert [part.shape for part in second["x"]] == [(1, 1), (0, 1)]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_batches_of_a_functions_iterable_keep_their_structure(n):
+    batches = [(np.ones(2, np.float32), {"m": [np.arange(2)], "name": "a"})] * 2
+    dataset = ControllerFunctionDataset(lambda _: batches, num_replicas=n)
+    for inputs, others in dataset:
+        assert [own.tolist() for own in ([inputs] if n == 1 else inputs)] == [[1.0, 1.0]] * n
+        assert (list(others), type(others["m"])) == (["m", "name"], list)
+    assert [type(batch) for batch in dataset] == [tuple] * (2 // n)
+    assert type(dataset.element_spec) is tuple
+
+
 def test_an_iterator_of_a_function_serves_once():
     dataset = ControllerFunctionDataset(lambda _: (torch.full((2,), i) for i in range(3)), num_replicas=2)
     assert dataset.element_spec == PerReplicaSpec(*[TensorSpec((None,), torch.int64)] * 2)

@@ -22,7 +22,8 @@ from typing import Any, Never, Self, cast, final
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from mirror_nb.data import dataset as data
 from mirror_nb.data.batches import count, emptied, joined, share_of, spread
@@ -633,7 +634,14 @@ def _made_by(dataset_fn: Callable[[InputContext], Any], num_replicas: int) -> Da
 
 def _loaded(made: Any) -> DataLoader[Any]:
     """Return a DataLoader of these batches; of a DataLoader itself."""
-    return made if isinstance(made, DataLoader) else DataLoader(_Batches(made), batch_size=None)
+    if isinstance(made, DataLoader):
+        return made
+    return DataLoader(_Batches(made), batch_size=None, collate_fn=_of_tensors)
+
+
+def _of_tensors(batch: Any) -> Any:
+    """Return a batch with its arrays as tensors; torch's own function for that makes a list of a tuple."""
+    return pytree.tree_map(default_convert, batch)
 
 
 def _given(made: DataLoader[Any]) -> Any:
