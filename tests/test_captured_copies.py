@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import re
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -213,6 +214,45 @@ def test_changes_of_copies_are_told_of(two, make):
     function, args = make()
     with pytest.warns(UserWarning, match=f"changed `{make.__name__}` in the replicas, on a copy that is gone"):
         two.run(function, args=args)
+
+
+class Locked:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def step(self) -> int:
+        return 1
+
+
+lock = threading.Lock()
+NOT_PICKLED: dict[str, tuple[Callable[..., object], tuple[Any, ...]]] = {
+    "`lock`: lock": (lambda: lock, ()),
+    "`self`: Locked": (Locked().step, ()),
+    "`given`: lock": (functools.partial(lambda given: 1, given=lock), ()),
+    "`args[1]`: list": (lambda first, second: 1, (torch.ones(1), [lock])),
+    "`result['a']`: list": (lambda: {"loss": 1.0, "a": [threading.Lock()]}, ()),
+    "`result`: generator": (lambda: (n for n in [1]), ()),
+}
+
+
+@pytest.mark.parametrize("named", NOT_PICKLED)
+def test_what_cannot_travel_is_named(two, named):
+    function, args = NOT_PICKLED[named]
+    cannot = re.escape(f"{named} cannot be sent: TypeError: cannot pickle")
+    with pytest.raises(mnb.TransferError, match=cannot) as told:
+        two.run(function, args)
+    assert ("return what can be pickled" if "result" in named else "make it in the function") in str(told.value)
+    assert two.run(lambda: 1) == 1
+
+
+def test_what_says_itself_why_it_stays_is_left_to_say_it(two):
+    with pytest.raises(mnb.TransferError, match=r"^it stays$"):
+        two.run(lambda staying: 1, (Staying(),))
+
+
+class Staying:
+    def __reduce__(self) -> Any:
+        raise mnb.TransferError("it stays")
 
 
 def test_batches_may_be_changed(two):

@@ -34,7 +34,7 @@ from mirror_nb.collectives.options import Communication, chosen
 from mirror_nb.data.batches import to_device
 from mirror_nb.devices import Device
 from mirror_nb.environment import modes, reporting, sources, surroundings
-from mirror_nb.errors import MirrorError, PeerFailed, UsageError, users_frames, without_hidden
+from mirror_nb.errors import MirrorError, PeerFailed, TransferError, UsageError, users_frames, without_hidden
 from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.messages import (
     Again,
@@ -72,7 +72,7 @@ from mirror_nb.tensors.checksums import checksums
 from mirror_nb.tensors.sharded import is_sharded
 from mirror_nb.transfer import raised, submodules
 from mirror_nb.transfer.opening import Arrivals, NotRebuilt
-from mirror_nb.transfer.packing import pack
+from mirror_nb.transfer.packing import members, pack, unsendable
 from mirror_nb.transfer.payload import Packed, Payload
 from mirror_nb.transfer.pickler import dumps
 from mirror_nb.values import Shares
@@ -459,7 +459,12 @@ class Replica:
         if self.undivided is not None and not call.plain:
             self.undivided.called(passes, (args, kwargs), value)
         lost = copies.changed() if copies is not None else ()
-        return None, pack(value, reference=self.namespace.reference), lost
+        try:
+            return None, pack(value, reference=self.namespace.reference), lost
+        except TransferError as reason:
+            instead = "return what can be pickled: numbers, tensors and containers of them"
+            parts = members("result", value)
+            raise unsendable(reason, parts, instead, reference=self.namespace.reference) from None
 
     def _function(self, call: Call) -> tuple[Any, Arrivals]:
         known = self._functions.get(call.function.pickled) if call.kept else None

@@ -21,7 +21,7 @@ from torch import nn
 from mirror_nb.collectives.options import Communication
 from mirror_nb.devices import Device
 from mirror_nb.environment import modes, surroundings
-from mirror_nb.errors import ContextError, ReplicaDied, UsageError, users_level
+from mirror_nb.errors import ContextError, ReplicaDied, TransferError, UsageError, users_level
 from mirror_nb.messages import Call, Communicate, Fetch, LoadModules, Mirror
 from mirror_nb.mirroring.mirrors import absorb_states
 from mirror_nb.mirroring.networks import called
@@ -33,7 +33,7 @@ from mirror_nb.strategies import creation, input
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.batch_shares import batches_in, of_batch, weigh_alike, weighed
 from mirror_nb.strategies.controller_variables import ControllerHome
-from mirror_nb.strategies.functions import Functions
+from mirror_nb.strategies.functions import Functions, names_in
 from mirror_nb.strategies.listener import Listener
 from mirror_nb.strategies.misuse import (
     made_elsewhere,
@@ -62,7 +62,7 @@ from mirror_nb.telemetry.comparison import Comparison, Parted
 from mirror_nb.telemetry.timeline import Timeline
 from mirror_nb.transfer import torchmetrics_objects
 from mirror_nb.transfer.opening import note_not_made_again
-from mirror_nb.transfer.packing import pack
+from mirror_nb.transfer.packing import members, pack, unsendable
 from mirror_nb.transfer.payload import Packed
 from mirror_nb.transfer.told import is_told
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
@@ -361,12 +361,19 @@ class ControllerPlace(Place):
 
         kept = self._functions.get(fn)
         self._follow(pool, anew=kept is None)
-        function = kept or pack(fn, reference=reference, in_band=True).payload
+        try:
+            function = kept or pack(fn, reference=reference, in_band=True).payload
+        except TransferError as reason:
+            raise unsendable(reason, names_in(fn), "make it in the function", reference=reference) from None
         batches = batches_in([*parts, *captured])
         given = (args, kwargs) if weigh_alike(batches) else weighed((args, kwargs))
         # One for all where nothing in them differs.
         for own in [select(given, i) for i in replicas] if parts else [given]:
-            packed.append(pack(own, reference=reference) if args or kwargs else _NO_ARGUMENTS)
+            try:
+                packed.append(pack(own, reference=reference) if args or kwargs else _NO_ARGUMENTS)
+            except TransferError as reason:
+                named = {**members("args", own[0]), **own[1]}
+                raise unsendable(reason, named, "make it in the function", reference=reference) from None
         if wanted:
             self._send_lacking(wanted)
         self._push_changes()

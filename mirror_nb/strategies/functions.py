@@ -6,7 +6,9 @@ for every batch.
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import functools
 import operator
 import types
 import weakref
@@ -148,6 +150,24 @@ def _captured(function: types.FunctionType, plain: Collection[int] = ()) -> list
                 queue.append(obj)
             elif id(obj) in plain:
                 found += _attributes(cast(nn.Module, obj))
+    return found
+
+
+def names_in(function: Any) -> dict[str, object]:
+    """Return what a function captures, by the names that its code has for it."""
+    if isinstance(function, functools.partial):
+        given = {f"args[{i}]": value for i, value in enumerate(function.args)}
+        return {**names_in(function.func), **given, **function.keywords}
+    if isinstance(function, types.MethodType) and isinstance(function.__func__, types.FunctionType):
+        return {function.__func__.__code__.co_varnames[0]: function.__self__, **names_in(function.__func__)}
+    if not isinstance(function, types.FunctionType):
+        return {}
+    known = function.__globals__
+    found = {name: known[name] for name in _names(function.__code__) if name in known}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        # One that is not bound yet has none.
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
     return found
 
 

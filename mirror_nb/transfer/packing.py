@@ -427,6 +427,29 @@ def pack(
     return _in_slab(file.getvalue(), packer.outside.buffers, names, files)
 
 
+def unsendable(reason: TransferError, parts: Mapping[str, Any], instead: str, **how: Any) -> TransferError:
+    """Return the error that names the first of these parts that cannot be packed; `reason`: of all in one.
+
+    `instead`: what to do. What a class says of itself is left as it is.
+    """
+    if reason.__cause__ is None:
+        return reason
+    for name, part in parts.items():
+        try:
+            pack(part, **how).close()
+        except TransferError as error:
+            return TransferError(f"`{name}`: {error}; {instead}")
+    return reason
+
+
+def members(path: str, value: Any) -> dict[str, Any]:
+    """Return what a dict, a list or a tuple has, by where it is; of anything else itself."""
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {f"{path}[{key!r}]": inner for key, inner in items}
+    return {path: value}
+
+
 def _pack_simple(bare: tuple[Any, Any], small: bool) -> Packed:
     if small:
         return Packed(Payload(nest=bare), None, frozenset())
