@@ -868,3 +868,29 @@ def test_a_per_replica_of_another_number_of_values_is_refused_in_a_cell(replicas
     source = f"raised(lambda three=PerReplica([torch.ones(1)] * 3): {call})"
     for kind, message in cell(replicas(2), source):
         assert (kind, "has 3 values, but the strategy has 2 replicas" in message) == ("UsageError", True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "context.all_reduce('sum', {'a': [others]})",
+        "context.all_gather(others, 0)",
+        "context.merge_call(lambda merging, given: 1, (others,))",
+        "context.merge_call(lambda merging: others)",
+        "v.assign(others)",
+    ],
+)
+@pytest.mark.parametrize("length", [1, 3])
+def test_in_a_function_of_run_a_per_replica_of_another_number_of_values_is_refused_on_every_replica(
+    replicas, call, length
+):
+    source = f"""
+from mirror_nb.variables import Variable
+context, v = get_replica_context(), Variable([0.0], aggregation="sum")
+others = PerReplica([torch.ones(1)] * {length})
+refused = raised(lambda: strategy.run(lambda: {call}))
+(refused, strategy.run(lambda: context.all_reduce("sum", mine)).item())
+"""
+    for (kind, message), after in cell(replicas(2), source):
+        assert (kind, after) == ("UsageError", 3.0)
+        assert f"PerReplica has {length} values, but" in message or "of 1 values has none for replica 1" in message

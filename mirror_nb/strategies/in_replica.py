@@ -47,7 +47,6 @@ from mirror_nb.strategies.reductions import (
     parts_of,
     reduce_local,
     regroup,
-    select,
     structure,
     sum_dtype,
     sum_over,
@@ -326,7 +325,7 @@ class ReplicaPlace(Place):
         return isinstance(value, DistributedValues) or (self._merges > 0 and not isinstance(value, Variable))
 
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
-        leaves, places, made = in_order(select(value, self.replica_id))
+        leaves, places, made = in_order(own_of(value, self.replica_id, self.num_replicas))
 
         def offered() -> tuple[Form, list[Tensor]]:
             tensors = [self._differentiable(leaf, "all_reduce") for leaf in leaves]
@@ -352,7 +351,7 @@ class ReplicaPlace(Place):
         return made(results)
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        return self._gathered("all_gather", select(value, self.replica_id), axis)
+        return self._gathered("all_gather", own_of(value, self.replica_id, self.num_replicas), axis)
 
     def _gathered(self, call: str, value: Any, axis: int, where: str = "") -> Any:
         leaves, places, made = in_order(value)
@@ -393,11 +392,11 @@ class ReplicaPlace(Place):
                 result = fn(strategy, *every_args, **every_kwargs)
         finally:
             self._merges -= 1
-        return select(result, self.replica_id)
+        return own_of(result, self.replica_id, self.num_replicas)
 
     def _merged(self, function: str, nest: Any) -> Any:
         """Return the nest of PerReplica that the replicas' nests make; what is mirrored stays this replica's own."""
-        nest = select(nest, self.replica_id)
+        nest = own_of(nest, self.replica_id, self.num_replicas)
         leaves, spec = pytree.tree_flatten(nest, is_leaf=_is_size)
 
         def offered() -> tuple[Form, bytes]:

@@ -19,7 +19,15 @@ from mirror_nb.aggregation import check_parts, check_readable, from_outside
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.strategies.context import has_strategy, on_one_replica, updates_component
 from mirror_nb.strategies.peers import Form, Leaf, Peers, form_of_nest
-from mirror_nb.strategies.reductions import check_size, is_mean_of_none, is_number, mean, not_distributed, select
+from mirror_nb.strategies.reductions import (
+    check_size,
+    is_mean_of_none,
+    is_number,
+    mean,
+    not_distributed,
+    own_of,
+    select,
+)
 from mirror_nb.tensors.checksums import bits
 from mirror_nb.values import DistributedValues, ReduceOp, VariableAggregation, widened
 from mirror_nb.variables import SyncOnReadVariable, Variable, apply_assign, as_value, component, copy_of, set_data
@@ -115,7 +123,7 @@ class ReplicaHome:
     # ------------------------------------------------------------------ in strategy.run
 
     def _assign_on_replica(self, variable: Variable, how: str, value: Any) -> None:
-        value = select(value, self._peers.replica_id)
+        value = own_of(value, self._peers.replica_id, self._peers.num_replicas)
         rule = variable.aggregation
         if isinstance(variable, SyncOnReadVariable) or self._peers.num_replicas == 1:
             self._apply_own(variable, how, value)
