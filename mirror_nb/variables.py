@@ -9,6 +9,7 @@ knows no strategy, no process group and no process.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, final
@@ -268,6 +269,13 @@ class Variable(torch.Tensor):
                 unchanged = func(*args, **kwargs) is args[0]
             if unchanged:
                 # As torch has it: nothing is copied. So a module's `to` leaves it the buffer that it is.
+                return args[0]
+        if name in _CONVERSIONS and _is_cast(args[0]):
+            converted = func(component(args[0]), *args[1:], **kwargs)
+            if converted.device == args[0].device:
+                # Components that are made one when they are read keep their dtype.
+                if converted.dtype is not args[0].dtype and not args[0].is_read_together:
+                    args[0].data = args[0].detach().to(converted.dtype)
                 return args[0]
         if func == _DATA.__get__ and args[0]._home is not None:
             # Autograd counts what is written to this, so that it is noticed.
@@ -618,6 +626,18 @@ def as_value(variable: Variable, how: str, value: Any) -> Tensor:
 
 
 _DATA: Any = torch.Tensor.data
+
+
+def _is_cast(given: Any) -> bool:
+    """Whether a module converts this Variable, a buffer of it: torch would put a plain tensor in its place."""
+    if not isinstance(given, Variable) or isinstance(given, torch.nn.Parameter) or torch.compiler.is_compiling():
+        return False
+    # Below are `__torch_function__`, and the function that the module applies to each tensor.
+    caller = sys._getframe(2).f_back
+    return caller is not None and caller.f_code is _APPLY
+
+
+_APPLY = torch.nn.Module._apply.__code__
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

@@ -390,6 +390,17 @@ def of_another_dtype(strategy):
 
     return [*found, refused(), strategy.local_results(strategy.run(refused))[0], total.tolist()]
 
+def buffers_of_a_module_that_is_cast(strategy):
+    with strategy.scope():
+        counter = Counter().double()
+        counter.register_buffer("own", mnb.Variable(0.0, synchronization="on_read"))
+    strategy.run(counter)
+    counter.to(torch.bfloat16)
+    strategy.run(lambda: counter.half() and None)
+    strategy.run(counter)
+    found = [float(counter.total), float(counter.average), int(counter.steps)]
+    return [*found, *([kind(each), str(each.dtype)] for each in counter.buffers())]
+
 def local_results_of_what_is_equal(strategy):
     def step():
         merged = mnb.get_replica_context().merge_call(lambda merging: len(merging.local_results({"loss": 0.5})))
@@ -505,6 +516,12 @@ EXPECTED: dict[str, Any] = {
         [0.0, 0.0],
         [2.0, 2.0, 2.0],
         *[True, True, [1.0]],
+    ],
+    "buffers_of_a_module_that_is_cast": [
+        *[6.0, 1.5, 4],
+        ["SyncOnReadVariable", "torch.float32"],
+        ["MirroredVariable", "torch.float16"],
+        ["SyncOnReadVariable", "torch.float32"],
     ],
     "local_results_of_what_is_equal": {"loss": 0.5, "merged": 2},
     "copies_of_a_mean_of_integers": ["torch.int64"] * 5,
