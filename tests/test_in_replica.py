@@ -481,7 +481,10 @@ values(strategy.run(lambda: get_replica_context().merge_call(merge, (nest,))))
     ("argument", "message"),
     [
         ("[1] * replica_id", "differ in structure: ([],) on replica 0, ([*],) on replica 1"),
-        ("(__import__('threading').Lock() if replica_id else 1)", "the arguments of merge_call cannot travel"),
+        (
+            "(__import__('threading').Lock() if replica_id else 1)",
+            "the arguments of merge_call cannot travel: `args[0]`: lock cannot be sent",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_merged_are_an_error_on_every_replica(replicas, argument, message):

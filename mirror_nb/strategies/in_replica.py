@@ -56,7 +56,7 @@ from mirror_nb.strategies.seat import PeerSeat
 from mirror_nb.strategies.standalone import Standalone
 from mirror_nb.telemetry.comparison import Comparison, compared
 from mirror_nb.transfer.opening import unpack
-from mirror_nb.transfer.packing import pack
+from mirror_nb.transfer.packing import members, pack, unsendable
 from mirror_nb.transfer.payload import Payload
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp, Shares, widened
 from mirror_nb.variables import Variable, component, distributed, provide_arrivals, update_component
@@ -404,8 +404,10 @@ class ReplicaPlace(Place):
             try:
                 nest = pytree.tree_unflatten(sent, spec)
                 return Form(function), pack(nest, reference=self._labelled, in_band=True).payload.pickled
-            except TransferError as error:
-                raise UsageError(f"the arguments of merge_call cannot travel: {error}") from error
+            except TransferError as reason:
+                named = {**members("args", nest[0]), **nest[1]}
+                error = unsendable(reason, named, "leave it out of them", reference=self._labelled)
+                raise UsageError(f"the arguments of merge_call cannot travel: {error}") from reason
 
         form, offer = _offer(offered)
         data = offer or b""
