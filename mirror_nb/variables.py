@@ -637,7 +637,7 @@ def _is_cast(given: Any) -> bool:
     return caller is not None and caller.f_code is _APPLY
 
 
-_APPLY = torch.nn.Module._apply.__code__
+_APPLY = getattr(getattr(torch.nn.Module, "_apply", None), "__code__", None)
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

@@ -37,6 +37,11 @@ _MARK = "MIRROR_NB_TEST_SESSION"
 # In the environment of every process that the tests start, however it was started.
 
 
+if sys.platform == "linux":
+    # Python's own way is another from 3.14 on: tests' data sets, classes inside functions, cannot be sent to workers.
+    multiprocessing.set_start_method("fork", force=True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell has what its scripts start with & ignore Ctrl-C: tests press it.

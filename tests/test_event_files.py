@@ -30,7 +30,8 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = reader.EventAccumulator(str(folder))
     events.Reload()
     found = {tag: [(e.step, round(e.value, 3)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    return dict(sorted(found.items()))
+    # TensorBoard reads files by their names, in which a process's tenth comes before its ninth of the same second.
+    return {tag: sorted(found[tag], key=lambda event: event[0]) for tag in sorted(found)}
 
 
 def files(folder: Path) -> list[str]:

@@ -112,7 +112,9 @@ with summed.scope():
     model = nn.Linear(1, 1, bias=False)
 model(torch.ones(1, 1)).sum().backward()
 found.append(model.weight.grad.item())
-loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2, num_workers=1, persistent_workers=True)
+loader = DataLoader(
+    TensorDataset(torch.arange(4)), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+)
 list(first.distribute_dataset(loader))
 found.append(len(multiprocessing.active_children()))
 second.close()
