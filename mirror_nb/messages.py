@@ -231,6 +231,8 @@ class Fetch:
     # Names whose values the controller has as they are here, and needs no copies of.
     compare: bool = False
     # Add what tells whether the replicas' networks differ.
+    released: tuple[str, ...] = ()
+    # Handles of what the controller has no more; of networks it may have parts, whose values it wants.
 
 
 @dataclass(frozen=True, slots=True)

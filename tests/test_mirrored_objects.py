@@ -962,6 +962,25 @@ def test_an_object_that_is_gone_here_is_let_go_of_there(two):
     assert two.run(networks_of_width, args=(1000,)) == 0
 
 
+def test_a_network_whose_wrapper_is_gone_here_is_read_with_what_it_learned_in_it(two):
+    with two.scope():
+        network = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(network.parameters(), 0.1)
+
+    def learned() -> torch.Tensor:
+        with two.scope():
+            wrapped = nn.Sequential(network)
+
+        def step() -> torch.Tensor:
+            wrapped(torch.ones(2, 2)).mean().backward()
+            optimizer.step()
+            return network.weight.detach()
+
+        return two.run(step)[0]
+
+    assert torch.equal(learned(), network.weight)
+
+
 def test_a_part_that_was_replaced_in_the_controller_reaches_the_replicas(two):
     with two.scope():
         model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))

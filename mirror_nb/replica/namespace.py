@@ -569,6 +569,12 @@ class Namespace:
             if network is not None:
                 self.mirrors.unmark(network)
 
+    def release(self, handles: Iterable[str]) -> None:
+        """The controller has these objects no more; of networks among them it may have parts, which are told then."""
+        networks = (obj for handle in handles if isinstance(obj := self.objects.find(handle), nn.Module))
+        self.mirrors.lost([self.mirrors.handle(network) for network in networks])
+        self.objects.release(*handles)
+
     def forget_told(self) -> None:
         """Send the values of all networks the next time, also of those that have not changed since the last."""
         self._sums.clear()

@@ -248,6 +248,7 @@ class Replica:
                     self.namespace.load(states, slab)
                 case Fetch() as fetch:
                     self.namespace.forget_given(fetch.undelivered)
+                    self._let_go(fetch.released)
                     if fetch.anew:
                         self.namespace.forget_told()
                     packed = self._fetch(fetch, request.number)
@@ -418,13 +419,16 @@ class Replica:
         )
         return failure, packed, bundle
 
+    def _let_go(self, handles: tuple[str, ...]) -> None:
+        if handles:
+            self.namespace.release(handles)
+            self._functions.clear()
+
     def _call(
         self, call: Call, slab: int | None, number: int
     ) -> tuple[Failure | None, Packed | None, tuple[str, ...]]:
         self._progress.begin()
-        if call.released:
-            self.namespace.objects.release(*call.released)
-            self._functions.clear()
+        self._let_go(call.released)
         self.namespace.objects.apply_settings(call.settings)
         function, visitors = self._function(call)
         (args, kwargs), more = self.namespace.open_call(call.arguments, slab)

@@ -556,11 +556,14 @@ class ControllerPlace(Place):
 
     def _fetched(self, anew: bool) -> Report:
         """Ask for the networks."""
+        # A network that has been wrapped is told of by itself once the whole is gone here (`del wrapped`).
+        released = tuple(self._objects.take_released())
 
         def ask(attempt: int) -> Report:
             pool = self._ready()
             self._push_changes()
-            requests = {r: Fetch((), r == 0, anew or attempt > 0, compare=True) for r in range(self.num_replicas)}
+            again = anew or attempt > 0
+            requests = {r: Fetch((), r == 0, again, compare=True, released=released) for r in range(self.num_replicas)}
             return self._settled(pool.run(requests))
 
         return self._answered(ask)
