@@ -962,7 +962,8 @@ def test_an_object_that_is_gone_here_is_let_go_of_there(two):
     assert two.run(networks_of_width, args=(1000,)) == 0
 
 
-def test_a_network_whose_wrapper_is_gone_here_is_read_with_what_it_learned_in_it(two):
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_network_whose_wrapper_is_gone_here_is_read_with_what_it_learned_in_it(two, read_before):
     with two.scope():
         network = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(network.parameters(), 0.1)
@@ -976,6 +977,9 @@ def test_a_network_whose_wrapper_is_gone_here_is_read_with_what_it_learned_in_it
             optimizer.step()
             return network.weight.detach()
 
+        if read_before:
+            two.run(step)
+            network.state_dict()
         return two.run(step)[0]
 
     assert torch.equal(learned(), network.weight)

@@ -76,6 +76,15 @@ class _Mark:
     # How many hooks had been registered anywhere when the network had none: while that stays, it has none.
 
 
+def _as_in(part: _Mark, tensors: list[weakref.ref[torch.Tensor]], whole: _Mark) -> _Mark:
+    """Return a part's mark with the counts of writes that the whole had at its own."""
+    latest = {id(held()): whole.versions[3 * i : 3 * i + 3] for i, held in enumerate(tensors)}
+    counts = (latest.get(id(t), part.versions[3 * i : 3 * i + 3]) for i, t in enumerate(part.tensors))
+    modes = {id(reference()): mode for reference, mode in zip(whole.parts, whole.training, strict=True)}
+    training = [modes.get(id(reference()), mode) for reference, mode in zip(part.parts, part.training, strict=True)]
+    return replace(part, versions=list(itertools.chain.from_iterable(counts)), training=training)
+
+
 class Mirrors:
     """Handles of the networks that the other side has too."""
 
@@ -88,6 +97,8 @@ class Mirrors:
         self._gone: list[str] = []
         self._bereft = False
         # A network is gone that may have left parts behind.
+        self._former: list[tuple[list[weakref.ref[torch.Tensor]], _Mark]] = []
+        # What those were that are gone, without their tensors: of parts that they left, both sides held equal values.
         self._counted = 0
         # Registrations when roots were looked for last: since then a network may have let go of a part.
         self._held: dict[str, list[int]] = {}
@@ -126,14 +137,19 @@ class Mirrors:
 
     def _forget(self, handle: str) -> None:
         self._changes += 1
+        mark = self._marks.pop(handle, None)
         if handle in self._roots:
             self._roots.discard(handle)
             self._bereft = True
+            if mark is not None:
+                self._former.append(
+                    (list(map(weakref.ref, mark.tensors)), replace(mark, tensors=(), trained=[], own={}))
+                )
         # It has the network's tensors, which nobody else may want any more.
         self.statistics.pop(handle, None)
         self._held.pop(handle, None)
         self._hooks.pop(handle, None)
-        if self._marks.pop(handle, None) is not None:
+        if mark is not None:
             self._gone.append(handle)
 
     def graft(
@@ -236,7 +252,12 @@ class Mirrors:
             self._bereft, self._counted = False, registrations.count
             marked = {handle: module for handle, module in self.all().items() if handle in self._marks}
             parts = parts_below(marked.values())
-            self._roots.update(handle for handle, module in marked.items() if id(module) not in parts)
+            left = {handle for handle, module in marked.items() if id(module) not in parts} - self._roots
+            former, self._former = self._former, []
+            for tensors, mark in former:
+                for handle in left:
+                    self._marks[handle] = _as_in(self._marks[handle], tensors, mark)
+            self._roots |= left
         return [(handle, module) for handle in sorted(self._roots) if (module := self.find(handle)) is not None]
 
     def known(self, module: nn.Module) -> str | None:
