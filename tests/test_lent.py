@@ -566,6 +566,14 @@ def test_a_buffer_that_each_replica_wrote_by_itself_is_told_too(shell, run):
     assert told.endswith("differs between the replicas: kept (%mirror push kept makes it equal)")
 
 
+def test_a_warning_of_what_a_cell_has_left_names_no_line_of_pythons(shell, run):
+    run("%%mirrored\nkept = nn.Linear(2, 2)\nkept.seen = {}")
+    with capture_output() as shown:
+        shell.run_cell("%%mirrored\nkept.seen[0] = torch.zeros(1 << 19)").raise_error()
+    assert "UserWarning: `seen` of a network has more than 1 MiB of tensors" in shown.stderr
+    assert "multiprocessing" not in shown.stderr
+
+
 def test_a_network_that_stayed_in_the_replicas_is_told_to_differ_once_it_is_here(shell, run):
     stays = "import threading\nkept = nn.Linear(2, 2)\nkept.lock = threading.Lock()"
     assert "differs" not in closing(shell, APART.format("kept").replace("with", f"{stays}\nwith", 1))
