@@ -630,11 +630,14 @@ _DATA: Any = torch.Tensor.data
 
 def _is_cast(given: Any) -> bool:
     """Whether a module converts this Variable, a buffer of it: torch would put a plain tensor in its place."""
-    if not isinstance(given, Variable) or isinstance(given, torch.nn.Parameter) or torch.compiler.is_compiling():
+    if not isinstance(given, Variable) or torch.compiler.is_compiling():
         return False
     # Below are `__torch_function__`, and the function that the module applies to each tensor.
     caller = sys._getframe(2).f_back
-    return caller is not None and caller.f_code is _APPLY
+    if caller is None or caller.f_code is not _APPLY:
+        return False
+    # One that is trained is a parameter to torch, and may be a buffer all the same.
+    return any(buffer is given for buffer in caller.f_locals["self"]._buffers.values())
 
 
 _APPLY = getattr(getattr(torch.nn.Module, "_apply", None), "__code__", None)

@@ -394,6 +394,7 @@ def buffers_of_a_module_that_is_cast(strategy):
     with strategy.scope():
         counter = Counter().double()
         counter.register_buffer("own", mnb.Variable(0.0, synchronization="on_read"))
+        counter.register_buffer("learnt", mnb.Variable(0.0))
     strategy.run(counter)
     counter.to(torch.bfloat16)
     strategy.run(lambda: counter.half() and None)
@@ -522,6 +523,7 @@ EXPECTED: dict[str, Any] = {
         ["SyncOnReadVariable", "torch.float32"],
         ["MirroredVariable", "torch.float16"],
         ["SyncOnReadVariable", "torch.float32"],
+        ["MirroredVariable", "torch.float16"],
     ],
     "local_results_of_what_is_equal": {"loss": 0.5, "merged": 2},
     "copies_of_a_mean_of_integers": ["torch.int64"] * 5,
