@@ -77,6 +77,19 @@ def test_nothing_is_told_of_the_module_of_a_decorator():
     assert _calls == [1]
 
 
+def test_nothing_is_told_of_what_a_function_of_a_module_closes_over(monkeypatch):
+    """Such hear of seeds in replicas: `from random import seed`."""
+    heard: list[int] = []
+
+    def seed(number: int) -> None:
+        heard.append(number)
+
+    seed.__module__, seed.__qualname__ = "random", "seed"
+    monkeypatch.setattr(random, "seed", seed)
+    assert changes(lambda: seed(1)) == set()
+    assert heard == [1]
+
+
 class Numbered:
     made = 0
 
@@ -364,10 +377,14 @@ def test_batches_are_taken_apart():
     assert copies.changed() == ()
 
 
+class Dice(random.Random):
+    pass
+
+
 @pytest.mark.parametrize(
     "make",
-    [torch.Generator, np.random.default_rng, np.random.RandomState, random.Random],
-    ids=["torch", "numpy", "numpy's legacy", "Python"],
+    [torch.Generator, np.random.default_rng, np.random.RandomState, random.Random, Dice],
+    ids=["torch", "numpy", "numpy's legacy", "Python", "one's own"],
 )
 def test_random_numbers_that_begin_anew_with_each_call_are_told_of(make):
     dice = make()
@@ -380,5 +397,6 @@ def test_random_numbers_that_begin_anew_with_each_call_are_told_of(make):
 
 
 def test_nothing_is_told_of_what_functions_of_random_draw_from():
-    draw, old = random.randint, np.random.rand
+    draw, old, system = random.randint, np.random.rand, random.SystemRandom()
+    assert changes(system.random) == set()
     assert changes(lambda: (draw(0, 9), old())) == set()

@@ -12,6 +12,7 @@ import itertools
 import logging
 import operator
 import pickle
+import random
 import sys
 import types
 from collections import deque
@@ -90,6 +91,9 @@ class Copies:
         # Tensors are not counted: a network has many.
         self._number += not isinstance(obj, torch.Tensor)
         if self._stays(obj):
+            return
+        if isinstance(obj, types.FunctionType) and travels_by_name(obj):
+            # What it closes over is this process's own: what hears of seeds, say.
             return
         if isinstance(obj, (types.FunctionType, types.MethodType, functools.partial)):
             names = dict(_captured(obj))
@@ -189,6 +193,8 @@ def _content(obj: Any, stays: _Stays) -> Any:
         return hash(obj.get_state().numpy().tobytes())
     if is_stream(obj):
         return hash(pickle.dumps(place(obj)))
+    if isinstance(obj, random.Random) and type(obj) not in (random.Random, random.SystemRandom):
+        return hash(obj.getstate())
     if isinstance(obj, torch.Tensor):
         return None if is_lazy(obj) or obj.is_inference() else obj._version
     if isinstance(obj, np.ndarray):
