@@ -270,6 +270,19 @@ def test_a_buffer_that_a_list_has_too_stays_one_on_both_sides() -> None:
     assert there.counts[0] is there.steps  # type: ignore[index]
 
 
+@pytest.mark.parametrize("make", [lambda x: {x: "x"}, lambda x: {x}], ids=["keys", "a set"])
+def test_a_tensor_that_a_collection_finds_by_its_identity_stays_that(make: Callable[[torch.Tensor], Any]) -> None:
+    here, there = network(), network()
+    for net in (here, there):
+        net.register_buffer("steps", torch.zeros(1))
+        net.names = make(net.steps)  # type: ignore[assignment, arg-type]
+    before = attributes(here)
+    here.names = make(here.steps)  # type: ignore[assignment, arg-type]
+    here.best = 0.5
+    _tell(before, there)
+    assert there.steps in there.names  # type: ignore[operator]
+
+
 def test_of_tensors_that_become_too_many_one_is_told_once() -> None:
     here = network()
     here.seen, here._cache = {}, {}  # type: ignore[assignment]

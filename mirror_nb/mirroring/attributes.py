@@ -328,6 +328,8 @@ class _Values:
     shape: tuple[int, ...]
     in_place: bool
     # It is the tensor that the attribute was.
+    __hash__ = None  # type: ignore[assignment]
+    # None stands for a key or in a set: others may have that very tensor.
 
     @classmethod
     def of(cls, tensor: torch.Tensor, before: object) -> _Values | None:
