@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import gc
@@ -983,6 +984,28 @@ def test_a_network_whose_wrapper_is_gone_here_is_read_with_what_it_learned_in_it
         return two.run(step)[0]
 
     assert torch.equal(learned(), network.weight)
+
+
+def test_a_network_whose_wrapper_is_gone_here_has_counted_on_in_it(two):
+    with two.scope():
+        network = nn.Linear(2, 1)
+    network.steps, network.settings = 0, argparse.Namespace(rate=1.0)
+
+    def count() -> None:
+        with two.scope():
+            wrapped = nn.Sequential(network)
+
+        def step() -> None:
+            wrapped[0].steps += 1
+            wrapped[0].settings.rate /= 2
+
+        two.run(step)
+        assert (network.state_dict() and network.steps, network.settings.rate) == (1, 0.5)
+        two.run(step)
+
+    count()
+    assert (network.state_dict() and network.steps, network.settings.rate) == (2, 0.25)
+    assert two.run(lambda: (network.steps, network.settings.rate)) == (2, 0.25)
 
 
 def test_a_part_that_was_replaced_in_the_controller_reaches_the_replicas(two):

@@ -99,6 +99,13 @@ class Attributes:
             part.note()
         self._look_inside()
 
+    def follow(self, whole: Attributes) -> None:
+        """Take for what the parts had what they had in the whole, which was settled later."""
+        owned = ((part, part.owner()) for part in (*whole._parts, *whole._inside.values()))
+        latest = {id(owner): part for part, owner in owned if owner is not None}
+        self._parts = [latest.get(id(part.owner()), part) for part in self._parts]
+        self._inside = {where: latest.get(id(part.owner()), part) for where, part in self._inside.items()}
+
     def since(self, everything: bool = False) -> torch.Tensor | None:
         """Return, as bytes, what has changed, or everything, for `set_attributes`; None if there is nothing."""
         found = {where: values for where, part in self._living() if (values := part.since(everything))}

@@ -77,11 +77,12 @@ class _Mark:
 
 
 def _as_in(part: _Mark, tensors: list[weakref.ref[torch.Tensor]], whole: _Mark) -> _Mark:
-    """Return a part's mark with the counts of writes that the whole had at its own."""
+    """Return a part's mark with the counts of writes and the attributes that the whole had at its own."""
     latest = {id(held()): whole.versions[3 * i : 3 * i + 3] for i, held in enumerate(tensors)}
     counts = (latest.get(id(t), part.versions[3 * i : 3 * i + 3]) for i, t in enumerate(part.tensors))
     modes = {id(reference()): mode for reference, mode in zip(whole.parts, whole.training, strict=True)}
     training = [modes.get(id(reference()), mode) for reference, mode in zip(part.parts, part.training, strict=True)]
+    part.attributes.follow(whole.attributes)
     return replace(part, versions=list(itertools.chain.from_iterable(counts)), training=training)
 
 
