@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import random
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -82,6 +85,16 @@ def test_what_a_called_function_captures_counts_too(functions):
     assert functions.get(outer) is PICKLE
     rebind(inner, 1, 3)
     assert functions.get(outer) is None
+
+
+def test_what_each_process_has_of_its_own_needs_no_new_pickle(functions):
+    for own in (random.random, random.randint, np.random.rand, os.environ, os.environ.get):
+        function = reads(own)
+        functions.keep(function, PICKLE)
+        assert functions.get(function) is PICKLE
+    dice = reads(random.Random(1).random)
+    functions.keep(dice, PICKLE)
+    assert functions.get(dice) is None
 
 
 def test_functions_that_call_each_other_come_to_an_end(functions):

@@ -38,6 +38,16 @@ OF_PROCESS: dict[str, Any] = {
 # randint` or `from os import environ` means that.
 
 
+_MODULES = {id(own): module for module, own in OF_PROCESS.items()}
+# One look-up: it is asked of everything that is pickled.
+_BOUND = (types.MethodType, types.BuiltinFunctionType)
+
+
+def is_of_process(obj: object) -> bool:
+    """Whether it is what each process has of its own, or a method of that."""
+    return id(obj.__self__ if isinstance(obj, _BOUND) else obj) in _MODULES
+
+
 class Limited(io.BytesIO):
     """A file that refuses to grow beyond a limit, so that a huge object is given up early."""
 
@@ -70,11 +80,11 @@ class Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
             return _code_at, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
-        for module, own in OF_PROCESS.items():
-            if obj is own:
-                return _of_process, (module,)
-            if type(obj) in _BOUND and obj.__self__ is own and getattr(sys.modules[module], obj.__name__, None) == obj:
-                return _member, (module, obj.__name__)
+        if (module := _MODULES.get(id(obj))) is not None:
+            return _of_process, (module,)
+        bound = type(obj) in _BOUND and _MODULES.get(id(obj.__self__))
+        if bound and getattr(sys.modules[bound], obj.__name__, None) == obj:
+            return _member, (bound, obj.__name__)
         if (name := name_of(obj)) is not None:
             # What has that name where it arrives: it hears of seeds there.
             return _member, name
@@ -300,7 +310,6 @@ def module_by_name(module: types.ModuleType) -> tuple[Any, ...] | None:
     return (importlib.import_module, (name,)) if sys.modules.get(name) is module else None
 
 
-_BOUND = (types.MethodType, types.BuiltinFunctionType)
 _GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 
 
