@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mirror_nb.mirroring.attributes import TENSOR_BYTES, Attributes, names_by_id, names_in, set_attributes
+from mirror_nb.mirroring.attributes import TENSOR_BYTES, TENSORS, Attributes, names_by_id, names_in, set_attributes
 from mirror_nb.plain import FEW, FLAT_ITEMS, ITEMS
 
 
@@ -294,6 +294,17 @@ def test_of_tensors_that_become_too_many_one_is_told_once() -> None:
     assert len(told) == 1
     before.settle()
     assert before.since() is None
+
+
+def test_losses_of_many_steps_are_not_copied_after_each_read() -> None:
+    here = network()
+    here.losses = [torch.ones(()) for _ in range(TENSORS)]  # type: ignore[assignment]
+    before = attributes(here)
+    here.losses.append(torch.ones(()))  # type: ignore[operator]
+    with pytest.warns(UserWarning, match=r"`losses` of a network has more than 1 MiB of tensors, or 1,024 of them"):
+        assert before.since() is None
+    here.losses[:2] = [torch.zeros(())]  # type: ignore[index]
+    assert before.since() is not None
 
 
 def test_a_tensor_that_has_no_memory_costs_no_other_attribute_its_value() -> None:

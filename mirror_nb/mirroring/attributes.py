@@ -47,6 +47,8 @@ _ATOMS |= {torch.dtype, torch.layout, torch.memory_format, torch.Size, range, sl
 TENSOR_BYTES = 1 << 20
 # A larger tensor, or more in a collection, stays where it was set: what is computed anew in each step would be copied
 # after each cell.
+TENSORS = 1 << 10
+# More in a collection stay there, too: each takes 30 µs, as long as 1 KiB or more.
 _FUNCTIONS = frozenset({types.FunctionType, types.MethodType, functools.partial})
 _OTHERS = ("keras.", "torchmetrics.", "mirror_nb.transfer.ddp.", "torch._dynamo.", "torch.jit.")
 # Packages whose networks keep in attributes what only goes with other states of theirs.
@@ -251,7 +253,7 @@ def _copied(value: object, of_tensor: Callable[[torch.Tensor], Any] = plain.none
 
     def stand_in(one: object) -> Any:
         nonlocal left
-        if not _is_computed(one) or (left := left - one.nbytes) < 0:
+        if not _is_computed(one) or (left := left - max(one.nbytes, TENSOR_BYTES // TENSORS)) < 0:
             raise TypeError
         return of_tensor(one)
 
@@ -267,7 +269,7 @@ def _too_much(name: str, value: object) -> str | None:
         not name.startswith("_")
         and plain.copied(value, _ATOMS | {torch.Tensor}, plain.LIKE_THEM) is not plain.NOT_PLAIN
     ):
-        return f"{TENSOR_BYTES >> 20} MiB of tensors, or one that is trained or sparse"
+        return f"{TENSOR_BYTES >> 20} MiB of tensors, or {TENSORS:,} of them, or one that is trained or sparse"
     return None
 
 
