@@ -292,6 +292,8 @@ def test_of_tensors_that_become_too_many_one_is_told_once() -> None:
     with pytest.warns(UserWarning, match=r"`seen` of a network has more than 1 MiB of tensors") as told:
         assert before.since() is None
     assert len(told) == 1
+    assert not before.changed()
+    assert before.since() is None
     before.settle()
     assert before.since() is None
 

@@ -217,7 +217,11 @@ class _Part:
             if everything or name not in before or not plain.same(value, before[name])
         }
         for name in copies.keys() & self.copies.keys():
-            if copies[name] is plain.NOT_PLAIN and (much := _too_much(name, self.held[name])):
+            if copies[name] is not plain.NOT_PLAIN:
+                continue
+            # Where nothing else travels, nobody takes what there is now for what there was.
+            del self.copies[name]
+            if much := _too_much(name, self.held[name]):
                 warnings.warn(
                     f"`{name}` of a network has more than {much}: notebook and replicas hear no more of each other's "
                     "changes in it. Keep it outside the network, or shorten it",
