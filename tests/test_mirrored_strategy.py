@@ -35,6 +35,14 @@ def two() -> Iterator[mnb.MirroredStrategy]:
         yield strategy
 
 
+def test_what_is_made_after_a_scope_is_left_is_not_mirrored_though_one_inside_it_was_never_left(two):
+    with two.scope():
+        two.scope().__enter__()
+    model = nn.Linear(1, 1)
+    with pytest.raises(mnb.UsageError, match="a Linear the function captured got gradients, but it is not mirrored"):
+        two.run(lambda: model(torch.ones(1, 1)).sum().backward())
+
+
 def test_results_with_a_value_for_each_example_weigh_gradients_as_the_batch_they_are_from(two):
     with two.scope():
         model = nn.Linear(1, 1, bias=False)

@@ -251,10 +251,18 @@ def test_code_in_the_default_strategys_scope_stands_where_code_outside_every_sco
 
 
 def test_who_leaves_a_scope_leaves_those_that_were_entered_in_it_too(strategy):
+    before = nn.BatchNorm1d.forward
     with strategy.scope():
         # As notebooks do.
-        strategy.scope().__enter__()
+        inner = strategy.scope()
+        inner.__enter__()
+        assert nn.BatchNorm1d.forward is not before
     assert not has_strategy()
+    assert nn.BatchNorm1d.forward is before
+    with strategy.scope():
+        inner.__exit__(None, None, None)
+        assert get_strategy() is strategy
+        assert nn.BatchNorm1d.forward is not before
 
 
 def test_a_scope_is_left_by_an_interrupt_while_it_is_left(strategy, monkeypatch):

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ContextDecorator
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -103,6 +103,8 @@ class _Frame:
     # A %%mirrored cell is both: every replica runs it, and it may call what belongs to all.
     updates: bool = False
     # In `extended.update`: cross-replica context, but Variables are the components of the replica that it is for.
+    making: AbstractContextManager[Any] | None = None
+    # In which what is created is mirrored: left with it.
 
     @property
     def is_scope(self) -> bool:
@@ -172,7 +174,22 @@ class entered:  # noqa: N801
     def __exit__(self, *exception: object) -> None:
         # With what was entered inside and never left, `strategy.scope().__enter__()` alone: the next cell or call of
         # this process would find it instead of its own.
-        del _here.stack.frames[self._depth :]
+        frames, left = _here.stack.frames, [self._frame]
+        # It is not there where it went with one that it had been entered in, or in another thread.
+        if len(frames) > self._depth and frames[self._depth] is self._frame:
+            left = frames[self._depth :]
+            del frames[self._depth :]
+        if any(frame.making for frame in left):
+            with ExitStack() as leaving:
+                for frame in left:
+                    if frame.making is not None:
+                        leaving.push(frame.making)
+                        frame.making = None
+
+    def making(self, making: AbstractContextManager[Any]) -> None:
+        """Enter this one too, and leave it with the block."""
+        making.__enter__()
+        self._frame.making = making
 
 
 @final
@@ -184,7 +201,7 @@ class StrategyScope(ContextDecorator):
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._entered: list[tuple[entered, AbstractContextManager[Any]]] = []
+        self._entered: list[entered] = []
 
     def __enter__(self) -> Strategy:
         if self._strategy in _defaults:
@@ -198,12 +215,11 @@ class StrategyScope(ContextDecorator):
         current = entered(self._strategy, None, cross=True)
         current.__enter__()
         try:
-            making = self._strategy._place.scope()
-            making.__enter__()
+            current.making(self._strategy._place.scope())
         except BaseException:
             current.__exit__()
             raise
-        self._entered.append((current, making))
+        self._entered.append(current)
         return self._strategy
 
     def __exit__(self, *exception: object) -> None:
@@ -214,11 +230,7 @@ class StrategyScope(ContextDecorator):
                 "this scope was not entered, or was left already; keep the one that is: scope = strategy.scope(); "
                 "scope.__enter__(); and later scope.__exit__(None, None, None)"
             )
-        current, making = self._entered.pop()
-        try:
-            making.__exit__(None, None, None)
-        finally:
-            current.__exit__()
+        self._entered.pop().__exit__()
 
 
 def stand_on(strategy: Strategy, replica: ReplicaContext) -> None:
