@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import uuid
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -325,6 +326,7 @@ def test_a_state_that_cannot_be_asked_for_at_the_end_is_told_of(shell, run):
 
 def test_a_scheduler_that_arrives_does_not_warn_of_steps_it_did_not_see(shell, run):
     said: list[str] = run(f"""%%mirrored
+import uuid
 import warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -563,12 +565,12 @@ def test_a_buffer_that_each_replica_wrote_by_itself_is_told_too(shell, run):
     assert "differs" not in closing(shell, f"%%mirrored\n{made}\nkept.seen += 1")
     assert "differs" not in closing(shell, "%%mirrored\nkept(torch.rand(4, 2)); kept.seen += 1")
     told = closing(shell, "%%mirrored\nkept.seen += replica_id")
-    assert told.endswith("differs between the replicas: kept (%mirror push kept makes it equal)")
+    assert told.endswith("differs between the replicas: buffers of kept (%mirror push kept makes it equal)")
 
 
 def test_a_warning_of_what_a_cell_has_left_names_no_line_of_pythons(shell, run):
     # Of the same words a replica warns once.
-    seen = f"seen_{id(run)}"
+    seen = f"seen_{uuid.uuid4().hex}"
     run(f"%%mirrored\nkept = nn.Linear(2, 2)\nkept.{seen} = {{}}")
     with capture_output() as shown:
         shell.run_cell(f"%%mirrored\nkept.{seen}[0] = torch.zeros(1 << 19)").raise_error()

@@ -44,8 +44,8 @@ class Returned:
     # Names that the cell has deleted, in the notebook too.
     altered: list[str] = field(default_factory=list)
     # Names whose objects were changed in the replicas alone, as this cell was the first to show.
-    diverged: list[str] = field(default_factory=list)
-    # Networks whose parameters are not the same on all replicas any more, as this cell was the first to show.
+    diverged: dict[str, str] = field(default_factory=dict)
+    # Networks that are not the same on all replicas any more, as this cell was the first to show; and what of each.
     loose: list[str] = field(default_factory=list)
     # Names of tensors that can be trained, in no network, and not the same on all replicas, likewise.
     result: Any = None
@@ -238,14 +238,16 @@ class Absorbing:
             del self._user_ns[name]
         return followed
 
-    def _note_diverged(self, opened: dict[int, Exports]) -> list[str]:
-        first = []
+    def _note_diverged(self, opened: dict[int, Exports]) -> dict[str, str]:
+        first = {}
         # Of those that are here: one that has stayed in the replicas is told of once it has come.
         here = {handle: self._mirrors.find(handle) for exports in opened.values() for handle, _ in exports.sums}
         sums = [{k: each for k, each in exports.sums.items() if here[k[0]] is not None} for exports in opened.values()]
-        for handle in dict.fromkeys(handle for handle, _ in self._parted.note(sums)):
+        parted = self._parted.note(sums)
+        for handle in dict.fromkeys(handle for handle, _ in parted):
             names = [name for name, value in self._user_ns.items() if value is here[handle] and travels(name)]
-            first.append(names[0] if names else f"a {type(here[handle]).__name__}")
+            said = names[0] if names else f"a {type(here[handle]).__name__}"
+            first[said] = said if (handle, "parameters") in parted else f"buffers of {said}"
         return first
 
     def _graft(self, exports: Exports, arrivals: Arrivals) -> None:

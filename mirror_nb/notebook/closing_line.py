@@ -50,7 +50,7 @@ class ClosingLine:
         if self.returned.diverged:
             named = [name for name in self.returned.diverged if name.isidentifier()]
             advice = f" (%mirror push {' '.join(named)} makes it equal)" if named else ""
-            parts.append(f"differs between the replicas: {shortened(self.returned.diverged)}{advice}")
+            parts.append(f"differs between the replicas: {shortened(list(self.returned.diverged.values()))}{advice}")
         if self.returned.loose:
             advice = "(gradients are synchronised of what a module or an optimizer has)"
             parts.append(f"each replica's own: {shortened(self.returned.loose)} {advice}")
