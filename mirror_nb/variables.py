@@ -528,6 +528,20 @@ def of_a_peer() -> Iterator[None]:
         _of_a_peer = False
 
 
+def is_component(value: Any) -> bool:
+    """For the controller: whether it is a Variable that a replica's function has made and returned."""
+    return isinstance(value, Variable) and value._home is None and value._kind != PlainVariable.__name__
+
+
+def one_of(components: Sequence[Variable], make: Make) -> Variable:
+    """Return a Variable made as these were, with the first one's value."""
+    first = components[0]
+    made = make(component(first), **first._options())
+    if made.requires_grad != first.requires_grad:
+        made.requires_grad = first.requires_grad
+    return made
+
+
 def set_trained(variable: Variable, trained: bool) -> None:
     """For the controller: have the replica that this is called on train the Variable, or not."""
     variable.requires_grad = trained

@@ -43,6 +43,36 @@ def test_what_is_made_after_a_scope_is_left_is_not_mirrored_though_one_inside_it
         two.run(lambda: model(torch.ones(1, 1)).sum().backward())
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_variables_that_a_function_makes_and_returns_are_one_each(two, n):
+    strategy = two if n == 2 else mnb.MirroredStrategy(["cpu:0"])
+
+    def make() -> dict[str, Any]:
+        i = mnb.get_replica_context().replica_id_in_sync_group
+        on_write = mnb.Variable(1.0, name="written", aggregation="MEAN")
+        on_read = mnb.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+        own = mnb.Variable([0, 0])
+        on_read.assign(2.0 + i)
+        own.assign([i, 5])
+        return {"vs": [on_write, own], "read": on_read, "plain": 7}
+
+    made = strategy.run(make)
+    on_write, own = made["vs"]
+    assert [type(v).__name__ for v in (on_write, own, made["read"])] == [
+        "MirroredVariable",
+        "MirroredVariable",
+        "SyncOnReadVariable",
+    ]
+    assert (on_write.name, on_write.aggregation.name, made["plain"]) == ("written", "MEAN", 7)
+    assert [v.tolist() for v in own.values] == [[0, 5], [1, 5]][:n]
+    assert [v.item() for v in made["read"].values] == [2, 3][:n]
+    strategy.run(lambda: (on_write.assign_add(4.0), made["read"].assign_add(1.0)))
+    assert float(on_write) == 5
+    assert float(made["read"]) == sum([3, 4][:n])
+    if n == 1:
+        strategy.close()
+
+
 def test_results_with_a_value_for_each_example_weigh_gradients_as_the_batch_they_are_from(two):
     with two.scope():
         model = nn.Linear(1, 1, bias=False)

@@ -134,8 +134,8 @@ class Strategy(ABC):
         """Call `fn(*args, **kwargs)` on every replica and return its results.
 
         Of a PerReplica in the arguments, at any depth of tuples, lists and dicts, each replica gets its part. In the
-        controller the results come back as a nest of PerReplica, one a leaf; in a replica as they are. With one
-        replica there is no PerReplica.
+        controller the results come back as a nest of PerReplica, one a leaf, and a Variable that `fn` has made as one
+        MirroredVariable or SyncOnReadVariable; in a replica as they are. With one replica there is no PerReplica.
 
         Raises UsageError where `fn` is async or `args` no tuple or list, and where the replicas' results differ in
         structure, RuntimeError inside a replica and in another strategy's scope, and what `fn` raised on a replica,

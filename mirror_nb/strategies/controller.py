@@ -66,7 +66,7 @@ from mirror_nb.transfer.packing import members, pack, unsendable
 from mirror_nb.transfer.payload import Packed
 from mirror_nb.transfer.told import is_told
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp
-from mirror_nb.variables import Variable, update_component
+from mirror_nb.variables import Variable, alike, component, one_of, update_component
 
 _NO_ARGUMENTS = pack(((), {}))
 READS = 3
@@ -185,7 +185,7 @@ class ControllerPlace(Place):
         try:
             captured: list[DistributedValues] = []
             parts = parts_of((args, kwargs))
-            results = regroup(self._call(fn, args, kwargs, parts, captured))
+            results = regroup(self._call(fn, args, kwargs, parts, captured), self._join)
             batches = batches_in([*parts, *captured])
             return of_batch(results, batches[0].shares) if batches else results
         except UsageError as error:
@@ -617,6 +617,14 @@ class ControllerPlace(Place):
 
     def make_variable(self, value: Any, **options: Any) -> Any:
         return self.mirror(self._home.make(value, **options))
+
+    def _join(self, components: Sequence[Variable]) -> Any:
+        """Return the Variable that replicas have made in a function and returned, as tf.distribute does."""
+        if not all(alike(components[0], other) for other in components[1:]):
+            return PerReplica(components)
+        made = one_of(components, self.make_variable)
+        self._home.join(made, [component(own) for own in components])
+        return made
 
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -74,6 +74,15 @@ class ControllerHome:
         self._settle(made)
         return made
 
+    def join(self, variable: Variable, components: Sequence[Tensor]) -> None:
+        """Give the replicas what each of them has made of a Variable that is new here."""
+        if all(same(components[0], other) for other in components[1:]):
+            return
+        if variable.is_read_together or variable.aggregation is VariableAggregation.NONE:
+            # Each replica gets its own, of a Variable that it has to have first.
+            self.fetched([variable])
+            self._replicas.command(apply_assign, (variable, "assign", PerReplica(components)), changes=False)
+
     def sent(self, variable: Variable) -> None:
         """The replicas have the Variable as it is here."""
         self._sent[id(variable)] = weakref.ref(variable)

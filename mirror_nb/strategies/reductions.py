@@ -25,7 +25,7 @@ from mirror_nb.collectives.headers import shown
 from mirror_nb.errors import UsageError
 from mirror_nb.tensors.layouts import check_summable
 from mirror_nb.values import CARRIERS, DistributedValues, PerReplica, ReduceOp, added, mean, widened
-from mirror_nb.variables import Variable
+from mirror_nb.variables import Variable, is_component
 
 _SHOWN, _AROUND = 400, 40
 # Characters of a structure in an error, and of what is alike beside what differs.
@@ -250,23 +250,26 @@ def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
 # --------------------------------------------------------------------------- nests
 
 
-def regroup(results: Sequence[Any]) -> Any:
+def regroup(results: Sequence[Any], join: Callable[[Sequence[Any]], Any] | None = None) -> Any:
     """Return the nest of PerReplica that the replicas' `results`, nests of equal structure, make together.
 
     A leaf that is the same object, or an equal immutable Python value (None, a number, a string, …), on all
     replicas stays that one; tensors and everything else become a PerReplica. With one replica its result.
+    `join` makes one Variable of those that all replicas have made and returned.
     Source: tf.distribute's `regroup`. Raises UsageError that shows two structures that differ.
     """
-    if len(results) == 1:
-        return results[0]
     if all(type(result) in _LEAVES for result in results):
         # The usual loss, or nothing: no structure to take apart.
-        return _group(results)
+        return _group(results, join) if len(results) > 1 else results[0]
+    if len(results) == 1:
+        if join is None:
+            return results[0]
+        return pytree.tree_map(lambda leaf: join([leaf]) if is_component(leaf) else leaf, results[0], is_leaf=is_whole)
     flat, specs = zip(*(pytree.tree_flatten(result, is_leaf=is_whole) for result in results), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
         ordered = [_ordered_like(results[0], result, i, results) for i, result in enumerate(results)]
         flat = tuple(pytree.tree_leaves(result, is_leaf=is_whole) for result in ordered)
-    return pytree.tree_unflatten([_group(leaves) for leaves in zip(*flat, strict=True)], specs[0])
+    return pytree.tree_unflatten([_group(leaves, join) for leaves in zip(*flat, strict=True)], specs[0])
 
 
 def is_whole(node: Any) -> bool:
@@ -418,11 +421,13 @@ def _children(nest: Any) -> tuple[list[Any], Any]:
     return (children, None) if len(children) == 1 and children[0] is nest else (children, spec)
 
 
-def _group(leaves: Sequence[Any]) -> Any:
+def _group(leaves: Sequence[Any], join: Callable[[Sequence[Any]], Any] | None) -> Any:
     first = leaves[0]
     if type(first) is Tensor:
         # Each replica's own even where a process sees one object: the controller's twin has one replica.
         return PerReplica(leaves)
+    if join is not None and all(map(is_component, leaves)):
+        return join(leaves)
     same = all(leaf is first for leaf in leaves) or (
         _is_immutable(first) and all(type(leaf) is type(first) and _equal(leaf, first) for leaf in leaves)
     )
