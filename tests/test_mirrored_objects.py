@@ -1122,3 +1122,45 @@ def test_what_a_forward_pass_leaves_in_the_module_is_here_once_it_is_read_and_go
     net.hidden = torch.full((1,), 10.0)
     assert two.local_results(two.run(lambda: net.hidden.item())) == (10.0,)
     copy.deepcopy(net)
+
+
+class Around(torch.optim.Optimizer):
+    """As accelerate makes them: an optimizer by its class, but all that it has is another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def test_an_optimizer_around_one_of_the_scope_steps_that_one(two):
+    with two.scope():
+        model = Net()
+        around = Around(torch.optim.Adam(model.parameters(), 0.1))
+    alone = copy.deepcopy(model)
+    alone_optimizer = torch.optim.Adam(alone.parameters(), 0.1)
+
+    def step(stepping: Any, network: nn.Module) -> None:
+        stepping.zero_grad()
+        F.mse_loss(network(X), Y).backward()
+        stepping.step()
+
+    for _ in range(2):
+        two.run(lambda: step(around, model))
+        step(alone_optimizer, alone)
+    torch.testing.assert_close(dict(model.named_parameters()), dict(alone.named_parameters()))
+    with pytest.raises(mnb.UsageError, match="Around is an optimizer around another one, with nothing of its own"):
+        two.mirror(around)
+    outside = Around(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1))
+    with pytest.raises(mnb.UsageError, match=r"an SGD that was made outside.*strategy\.mirror"):
+        two.run(lambda: outside.step())

@@ -137,6 +137,11 @@ class ControllerPlace(Place):
                 f"a {type(obj).__name__} that is trained cannot be mirrored alone: what replicas make of it would not "
                 "come back here. Make it a mnb.Variable, or mirror the module that has it"
             )
+        if isinstance(obj, torch.optim.Optimizer) and not is_told(obj):
+            raise UsageError(
+                f"{type(obj).__name__} is an optimizer around another one, with nothing of its own to mirror: make"
+                " that one inside `with strategy.scope():`, or mirror it, and functions may use this one as it is"
+            )
         if isinstance(obj, Variable) and obj.home is not self._home:
             raise made_elsewhere(obj)
         for part in obj.modules() if isinstance(obj, nn.Module) else (obj,):

@@ -20,6 +20,7 @@ from mirror_nb.strategies.objects import Objects
 from mirror_nb.transfer.opening import Arrivals
 from mirror_nb.transfer.packing import pack
 from mirror_nb.transfer.payload import Packed
+from mirror_nb.transfer.told import is_told
 from mirror_nb.variables import Variable
 
 _BELONGS_TO_SCOPE = (
@@ -65,7 +66,8 @@ class References:
             return token
         handle = self.objects.handle(obj)
         if handle is None:
-            if isinstance(obj, _BELONGS_TO_SCOPE) or (isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()):
+            belongs = isinstance(obj, _BELONGS_TO_SCOPE) and is_told(obj)
+            if belongs or (isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()):
                 raise not_mirrored(obj)
             if isinstance(obj, Variable) and obj.home is not None:
                 raise of_another_strategy(obj)
