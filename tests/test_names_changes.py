@@ -11,6 +11,7 @@ import torch
 from two_sides import NET, TRAIN, Notebook, with_torch
 
 from mirror_nb.noticing import contents
+from mirror_nb.noticing.kinds import is_own
 from mirror_nb.noticing.slots import slots_of
 
 
@@ -297,6 +298,33 @@ def test_what_a_cell_changes_by_a_network_that_has_it_is_not_told_of_as_changed_
     notebook.here("config.rate = 3")
     notebook.cell("rate, one = config.rate, net.config is config")
     assert (notebook.user_ns["rate"], notebook.user_ns["one"], notebook.names.withheld) == (3, True, [])
+
+
+# The others as they are seen from here: what pickle asks of such a class is a function of that module.
+ATTRS = "import attrs\n@attrs.define\nclass Config:\n    rate: int = 1\n    sizes: list = attrs.Factory(list)"
+DECLARED = {"attrs": ATTRS} | {
+    module: "class Config:\n    def __init__(self): self.rate, self.sizes = 1, []\n"
+    f"    def __getstate__(self): return dict(vars(self))\nConfig.__getstate__.__module__ = {module!r}"
+    for module in ("pydantic.main", "omegaconf.basecontainer", "ml_collections.config_dict.config_dict")
+}
+
+
+@pytest.mark.parametrize("make", DECLARED.values(), ids=DECLARED)
+def test_an_object_of_a_class_that_a_library_pickles_by_its_attributes_stays_itself(notebook, make):
+    notebook.here(f"{make}\nconfig = Config(); held = [config]")
+    returned = notebook.cell("config.rate = 2; config.sizes.append(3)")
+    config = notebook.user_ns["config"]
+    assert (returned.bound, returned.altered, config.rate, config.sizes) == (["config"], [], 2, [3])
+    assert notebook.user_ns["held"][0] is config
+    notebook.here("config.rate = 4")
+    notebook.cell("seen, one = config.rate, held[0] is config")
+    assert (notebook.user_ns["seen"], notebook.user_ns["one"], notebook.names.withheld) == (4, True, [])
+
+
+def test_a_mapping_of_a_library_is_one_whatever_its_class_derives_from():
+    ways = {name: getattr(dict, name) for name in ("keys", "__getitem__", "__setitem__")}
+    kinds = [type("Config", (), {"__module__": "json", **own}) for own in (ways, {"keys": dict.keys})]
+    assert [is_own(kind()) for kind in kinds] == [True, False]
 
 
 def test_an_object_whose_class_has_a_say_in_what_it_holds_is_another_one_after_a_change_also_in_what_holds_it(

@@ -36,11 +36,15 @@ def is_own(value: object) -> bool:
         return False
     plain = kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind)
     plain = plain or library == "pandas" or is_estimator(kind)
-    mapping = isinstance(value, collections.abc.MutableMapping)
+    mapping = isinstance(value, collections.abc.MutableMapping) or all(hasattr(kind, name) for name in _OF_MAPPINGS)
     if not (plain or mapping or is_users(kind.__module__) or is_stream(value) or _has_state(kind)):
         return False
     # Of an optimizer of the user's class each side hears by itself what the other changes, as of torch's.
     return not is_told(value) or told_of(value) is None
+
+
+_OF_MAPPINGS = ("keys", "__getitem__", "__setitem__")
+# What some libraries' have without being of Python's class.
 
 
 def _has_state(kind: type) -> bool:

@@ -20,6 +20,8 @@ from mirror_nb.noticing.streams import is_stream, move, place
 from mirror_nb.tensors.layouts import is_block, is_expanded
 
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+_OF_ATTRIBUTES = ("attr._make", "pydantic.main", "omegaconf.basecontainer", "ml_collections.config_dict.config_dict")
+# Modules whose classes have such ways of their own.
 REFILLED = frozenset(
     {list, dict, set, bytearray, collections.deque}
     | {collections.OrderedDict, collections.Counter, collections.defaultdict}
@@ -35,9 +37,15 @@ def is_refillable(value: object) -> bool:
     plain = (
         kind is types.SimpleNamespace
         or is_estimator(kind)
-        or all(getattr(kind, name, None) is getattr(object, name, None) for name in _PICKLING)
+        or all(_takes_attributes(kind, name) for name in _PICKLING)
     )
     return plain and (hasattr(value, "__dict__") or bool(slots_of(kind))) and is_own(value)
+
+
+def _takes_attributes(kind: type, name: str) -> bool:
+    """Whether how a class is pickled, by the method of this name, takes all of an object's attributes and no more."""
+    method = getattr(kind, name, None)
+    return method is getattr(object, name, None) or getattr(method, "__module__", None) in _OF_ATTRIBUTES
 
 
 def is_call(value: object) -> bool:
