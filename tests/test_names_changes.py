@@ -481,6 +481,14 @@ class Averages:
     def load_state_dict(self, state): self.means, self.updates = state["means"], state["updates"]
 class Stream(Averages):
     def __iter__(self): return iter(self.means)
+class Tokenizer:
+    def __init__(self): self.special, self.inside, self.deprecation_warnings = {}, Averages([]), {}
+    def add_tokens(self, more): self.inside.means += more
+    def __len__(self): return len(self.inside.means)
+    def save_pretrained(self, folder): pass
+    def pad(self):
+        self.deprecation_warnings["slow"] = True
+        return self.special["pad"], len(self)
 """
 
 
@@ -509,6 +517,21 @@ def test_what_a_library_keeps_of_a_training_is_changed_on_both_sides(notebook, l
     assert notebook.sent == ["mean"]
     expected = 8, float(before[0].sum()) / 2
     assert notebook.user_ns["found"] == pytest.approx(expected)
+
+
+def test_what_the_notebook_sets_of_a_librarys_tokenizer_is_so_in_cells_and_what_one_has_warned_of_is_no_change(
+    notebook, library
+):
+    notebook.here("from averages import Tokenizer\ntokenizer = Tokenizer(); tokenizer.special['pad'] = None")
+    assert notebook.cell("found = tokenizer.pad()").altered == []
+    for change in ("tokenizer.special['pad'] = 'x'", "tokenizer.add_tokens([1, 2])"):
+        notebook.here(change)
+        notebook.cell("found = tokenizer.pad()")
+        assert notebook.sent == ["tokenizer"]
+    assert notebook.user_ns["found"] == ("x", 2)
+    notebook.cell("tokenizer.pad()")
+    assert notebook.sent == []
+    assert notebook.cell("tokenizer.special['pad'] = 'y'").altered == ["tokenizer"]
 
 
 def test_where_each_side_is_in_data_that_a_library_goes_through_is_its_own(notebook, library):

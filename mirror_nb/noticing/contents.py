@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from mirror_nb import plain
 from mirror_nb.environment.sources import is_users
 from mirror_nb.noticing.data_sets import data_sets, is_around_data
 from mirror_nb.noticing.digests import ARRAY_BYTES, digest, is_plain, table_digest, values_of, written
@@ -38,6 +39,7 @@ from mirror_nb.noticing.kinds import (
     alike,
     is_own,
     is_plain_kind,
+    is_pretrained,
     is_table,
     is_unchanging,
     keeps,
@@ -128,6 +130,8 @@ def content(
     if is_around_data(value):
         return Content(beside=((weakref.ref(value), _of_data_sets(value, token)),), own=True)
     own = is_own(value) or keeps(value)
+    if not own and is_pretrained(value):
+        return Content(state=_settings(value), own=True)
     if not own and not isinstance(value, (*CONTAINERS, PerReplica, np.ndarray, torch.Tensor)):
         return None
     file = Limited(WATCHED_BYTES if most is None else most)
@@ -321,6 +325,16 @@ def _uncached(reduced: Any) -> Any:
     kept = ({k: v for k, v in part.items() if k != "_cache"} if isinstance(part, dict) else part for part in parts)
     # Before the first reading there may be no attributes at all.
     return make, args, tuple(part for part in kept if not isinstance(part, dict) or part), *rest
+
+
+def _settings(value: Any) -> tuple[object, ...]:
+    """Return an object's plain attributes, and of a tokenizer how many tokens it knows; not what it has warned of."""
+    own = {
+        name: plain.copied(each, also=plain.LIKE_THEM, stand_in=id)
+        for name, each in vars(value).items()
+        if name != "deprecation_warnings"
+    }
+    return own, len(value) if hasattr(type(value), "add_tokens") else None
 
 
 def _of_data_sets(value: object, token: Token) -> object:

@@ -57,6 +57,11 @@ def _has_state(kind: type) -> bool:
     )
 
 
+def is_pretrained(value: object) -> bool:
+    """Whether it is what the transformers and diffusers libraries save beside a network: a tokenizer, settings."""
+    return hasattr(type(value), "save_pretrained") and not isinstance(value, nn.Module) and hasattr(value, "__dict__")
+
+
 def is_estimator(kind: type) -> bool:
     """Whether it is a class of scikit-learn's whose objects are fitted: its attributes are all that one has."""
     return kind.__module__.partition(".")[0] == "sklearn" and hasattr(kind, "get_params")

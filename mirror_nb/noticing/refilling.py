@@ -35,9 +35,7 @@ def is_refillable(value: object) -> bool:
     kind = type(value)
     # An estimator adds the version to what is pickled.
     plain = (
-        kind is types.SimpleNamespace
-        or is_estimator(kind)
-        or all(_takes_attributes(kind, name) for name in _PICKLING)
+        kind is types.SimpleNamespace or is_estimator(kind) or all(_takes_attributes(kind, name) for name in _PICKLING)
     )
     return plain and (hasattr(value, "__dict__") or bool(slots_of(kind))) and is_own(value)
 
