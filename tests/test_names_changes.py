@@ -489,6 +489,11 @@ class Tokenizer:
     def pad(self):
         self.deprecation_warnings["slow"] = True
         return self.special["pad"], len(self)
+class Records:
+    def __init__(self): self.rows, self.form = list(map(str, range(20000))), None
+    def __len__(self): return len(self.rows)
+    def __getitem__(self, i): return self.form
+    def set_format(self, form): self.form = form
 """
 
 
@@ -532,6 +537,20 @@ def test_what_the_notebook_sets_of_a_librarys_tokenizer_is_so_in_cells_and_what_
     notebook.cell("tokenizer.pad()")
     assert notebook.sent == []
     assert notebook.cell("tokenizer.special['pad'] = 'y'").altered == ["tokenizer"]
+
+
+def test_a_format_that_the_notebook_sets_is_that_of_a_librarys_data_set_in_cells_too_whatever_holds_it(
+    notebook, library
+):
+    notebook.here("from averages import Records\nrecords = Records(); both = {'train': records, 'test': Records()}")
+    notebook.here("loader = torch.utils.data.DataLoader(records, batch_size=2)")
+    look = "found = records[0], both['train'][0], loader.dataset[0]"
+    notebook.cell(look)
+    notebook.here("records.set_format('x')")
+    notebook.cell(look)
+    assert notebook.user_ns["found"] == ("x", "x", "x")
+    notebook.cell(look)
+    assert notebook.sent == []
 
 
 def test_where_each_side_is_in_data_that_a_library_goes_through_is_its_own(notebook, library):

@@ -37,9 +37,9 @@ from mirror_nb.noticing.kinds import (
     NAMED,
     UNCHANGING,
     alike,
+    has_settings,
     is_own,
     is_plain_kind,
-    is_pretrained,
     is_table,
     is_unchanging,
     keeps,
@@ -130,7 +130,7 @@ def content(
     if is_around_data(value):
         return Content(beside=((weakref.ref(value), _of_data_sets(value, token)),), own=True)
     own = is_own(value) or keeps(value)
-    if not own and is_pretrained(value):
+    if not own and has_settings(value):
         return Content(state=_settings(value), own=True)
     if not own and not isinstance(value, (*CONTAINERS, PerReplica, np.ndarray, torch.Tensor)):
         return None
@@ -286,7 +286,7 @@ def _large(value: object, reader: _Reader, own: bool, objects: int) -> Content:
         elif is_stream(obj):
             told.append((id(obj), pickle.dumps(place(obj))))
         else:
-            reader.note(obj, table_digest(obj) if is_table(obj) else None)
+            reader.note(obj, table_digest(obj) if is_table(obj) else _settings(obj) if has_settings(obj) else None)
 
     kinds = Kinds(is_plain_kind, _opener, look_at, _ODD)
     levels.fill(value, kinds)

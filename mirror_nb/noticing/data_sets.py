@@ -18,7 +18,9 @@ from torch.utils.data import (
 
 from mirror_nb.distributed import Distributed
 from mirror_nb.environment.sources import is_users
-from mirror_nb.noticing.kinds import CONTAINERS, keeps
+from mirror_nb.noticing.kinds import CONTAINERS, has_settings, keeps
+
+_HELD = (*CONTAINERS, np.ndarray, torch.Tensor)
 
 
 def data_sets(value: object) -> list[object]:
@@ -44,7 +46,7 @@ def data_sets(value: object) -> list[object]:
             queue.append(one.sampler)
         elif type(one) is WeightedRandomSampler:
             found.append(one.weights)
-        elif is_users(type(one).__module__) or keeps(one) or isinstance(one, (*CONTAINERS, np.ndarray, torch.Tensor)):
+        elif isinstance(one, _HELD) or is_users(type(one).__module__) or keeps(one) or has_settings(one):
             found.append(one)
     return found
 

@@ -57,9 +57,11 @@ def _has_state(kind: type) -> bool:
     )
 
 
-def is_pretrained(value: object) -> bool:
-    """Whether it is what the transformers and diffusers libraries save beside a network: a tokenizer, settings."""
-    return hasattr(type(value), "save_pretrained") and not isinstance(value, nn.Module) and hasattr(value, "__dict__")
+def has_settings(value: object) -> bool:
+    """Whether it is of the Hugging Face libraries, and set up by its attributes: a tokenizer, settings, a data set."""
+    kind = type(value)
+    known = hasattr(kind, "save_pretrained") or hasattr(kind, "set_format")
+    return known and not isinstance(value, (nn.Module, *CONTAINERS)) and hasattr(value, "__dict__")
 
 
 def is_estimator(kind: type) -> bool:
