@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, final
@@ -25,7 +26,10 @@ class Handles(Generic[T]):
         """From now on the handle means this object."""
         key = id(obj)
 
-        def gone(reference: object) -> None:
+        def gone(reference: object, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+            if ending():
+                # What is called has lost its modules.
+                return
             if self._by_id.get(key, _NONE)[0] is reference:
                 del self._by_id[key]
             if self._by_handle.get(handle) is reference:
