@@ -135,6 +135,7 @@ def test_arguments_have_the_names_that_tensorflow_gives_them(method, names):
         ("experimental_make_numpy_dataset", r"strategy\.distribute_dataset\("),
         ("make_dataset_iterator", r"iter\(strategy"),
         ("extended.call_for_each_replica", r"strategy\.run\("),
+        ("extended.read_var", r"variable\.read_value\(\)"),
     ],
 )
 def test_names_that_tensorflow_had_once_say_what_to_write(name, instead):
