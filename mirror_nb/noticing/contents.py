@@ -19,7 +19,7 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Sized
 from typing import Any, final
 
 import numpy as np
@@ -334,7 +334,7 @@ def _settings(value: Any) -> tuple[object, ...]:
         for name, each in vars(value).items()
         if name != "deprecation_warnings"
     }
-    return own, len(value) if hasattr(type(value), "add_tokens") else None
+    return own, len(value) if isinstance(value, Sized) and hasattr(value, "add_tokens") else None
 
 
 def _of_data_sets(value: object, token: Token) -> object:
