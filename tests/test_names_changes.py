@@ -470,6 +470,7 @@ def test_an_object_that_a_cell_changes_in_all_replicas_alike_is_changed_here_too
 
 AVERAGES = """
 import weakref
+import torch.utils.data
 class Averages:
     def __init__(self, parameters):
         self.of = [weakref.ref(p) for p in parameters]
@@ -494,6 +495,12 @@ class Records:
     def __len__(self): return len(self.rows)
     def __getitem__(self, i): return self.form
     def set_format(self, form): self.form = form
+class Images(torch.utils.data.Dataset):
+    def __init__(self): self.transform, self.read = None, 0
+    def __len__(self): return 4
+    def __getitem__(self, i):
+        self.read += 1
+        return self.transform(i) if self.transform else i
 """
 
 
@@ -550,6 +557,21 @@ def test_a_format_that_the_notebook_sets_is_that_of_a_librarys_data_set_in_cells
     notebook.cell(look)
     assert notebook.user_ns["found"] == ("x", "x", "x")
     notebook.cell(look)
+    assert notebook.sent == []
+
+
+def test_a_transform_that_the_notebook_sets_on_a_librarys_data_set_is_that_of_cells_too_whatever_holds_it(
+    notebook, library
+):
+    notebook.here("from averages import Images\nimages = Images(); both = {'train': images}")
+    notebook.here("part = torch.utils.data.random_split(images, [2, 2])[0]; part.indices = [1, 2]")
+    look = "found = images[1], both['train'][1], part[0]"
+    notebook.cell(look)
+    notebook.here("images.transform = float; images[0]")
+    notebook.cell(look)
+    assert str(notebook.user_ns["found"]) == "(1.0, 1.0, 1.0)"
+    notebook.here("images[0]")
+    assert notebook.cell(look).altered == []
     assert notebook.sent == []
 
 

@@ -35,6 +35,7 @@ from mirror_nb.noticing.insides import closed_over
 from mirror_nb.noticing.kinds import (
     CONTAINERS,
     NAMED,
+    TRANSFORMS,
     UNCHANGING,
     alike,
     has_settings,
@@ -231,7 +232,7 @@ class _Reader(pickle.Pickler):
         if isinstance(obj, types.FunctionType) and keeps(obj):
             return None
         if isinstance(obj, _BY_IDENTITY) or type(obj).__module__.partition(".")[0] == "mirror_nb":
-            return self.note(obj)
+            return self.note(obj, _settings(obj) if has_settings(obj) else None)
         return None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -328,7 +329,12 @@ def _uncached(reduced: Any) -> Any:
 
 
 def _settings(value: Any) -> tuple[object, ...]:
-    """Return an object's plain attributes, and of a tokenizer how many tokens it knows; not what it has warned of."""
+    """Return an object's plain attributes, and of a tokenizer how many tokens it knows; not what it has warned of.
+
+    Of a data set with transforms which these are.
+    """
+    if isinstance(value, torch.utils.data.Dataset):
+        return tuple(id(vars(value).get(name)) for name in sorted(TRANSFORMS))
     own = {
         name: plain.copied(each, also=plain.LIKE_THEM, stand_in=id)
         for name, each in vars(value).items()

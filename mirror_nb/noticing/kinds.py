@@ -58,10 +58,18 @@ def _has_state(kind: type) -> bool:
 
 
 def has_settings(value: object) -> bool:
-    """Whether it is of the Hugging Face libraries, and set up by its attributes: a tokenizer, settings, a data set."""
-    kind = type(value)
-    known = hasattr(kind, "save_pretrained") or hasattr(kind, "set_format")
-    return known and not isinstance(value, (nn.Module, *CONTAINERS)) and hasattr(value, "__dict__")
+    """Whether it is an object of a library that is set up by its attributes.
+
+    Of Hugging Face's: a tokenizer, settings, a data set with a format; or one of torchvision's kind, with transforms.
+    """
+    if isinstance(value, (nn.Module, *CONTAINERS)) or not hasattr(value, "__dict__"):
+        return False
+    if isinstance(value, torch.utils.data.Dataset):
+        return not TRANSFORMS.isdisjoint(vars(value))
+    return hasattr(type(value), "save_pretrained") or hasattr(type(value), "set_format")
+
+
+TRANSFORMS = frozenset({"transform", "target_transform"})
 
 
 def is_estimator(kind: type) -> bool:
