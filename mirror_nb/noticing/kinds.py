@@ -36,25 +36,22 @@ def is_own(value: object) -> bool:
         return False
     plain = kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind)
     plain = plain or library == "pandas" or is_estimator(kind)
-    mapping = isinstance(value, collections.abc.MutableMapping) or all(hasattr(kind, name) for name in _OF_MAPPINGS)
-    if not (plain or mapping or is_users(kind.__module__) or is_stream(value) or _has_state(kind)):
+    mapping = isinstance(value, collections.abc.MutableMapping)
+    if not (plain or mapping or is_users(kind.__module__) or is_stream(value) or _is_known(kind)):
         return False
     # Of an optimizer of the user's class each side hears by itself what the other changes, as of torch's.
     return not is_told(value) or told_of(value) is None
 
 
-_OF_MAPPINGS = ("keys", "__getitem__", "__setitem__")
-# What some libraries' have without being of Python's class.
+def _is_known(kind: type) -> bool:
+    """Whether a library's class is one of mappings, if not by its bases, or says where a training stands with it.
 
-
-def _has_state(kind: type) -> bool:
-    """Whether a library says of such objects where a training stands with them: of averages of weights, of callbacks.
-
-    Not of data that is gone through: each side is somewhere else in it.
+    Averages of weights do, callbacks; of data that is gone through each side is somewhere else in it.
     """
-    return not hasattr(kind, "__iter__") and all(
+    has_state = not hasattr(kind, "__iter__") and all(
         callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict")
     )
+    return has_state or all(hasattr(kind, name) for name in ("keys", "__getitem__", "__setitem__"))
 
 
 def has_settings(value: object) -> bool:
