@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
+from cycler import cycler
 from IPython.core.events import EventManager, available_events
 
 import mirror_nb as mnb
@@ -108,6 +110,7 @@ REPORTS = {
     "a logger by itself": ("logging", lambda: setattr(logging.getLogger("mirror_nb_test"), "propagate", False)),
     "tensors": ("tensors", lambda: torch.set_printoptions(precision=2, sci_mode=False)),
     "arrays": ("arrays", lambda: np.set_printoptions(precision=2, suppress=True)),
+    "plots": ("plots", lambda: matplotlib.rcParams.update({"lines.linewidth": 7, "axes.prop_cycle": cycler(c="rg")})),
 }
 
 
@@ -145,6 +148,19 @@ def test_how_a_process_reports_is_told_alone_and_followed(own, name, change):
         if name != "warnings":
             follow(back)
             assert current() == before
+
+
+def test_how_figures_look_is_as_there_once_matplotlib_is_imported_and_where_they_are_drawn_is_not_told(own):
+    followed = (
+        "import sys; from mirror_nb.environment import plot_settings as it; "
+        "it.set_settings({'lines.linewidth': 7.0}); assert 'matplotlib' not in sys.modules; "
+        "import matplotlib; print(matplotlib.rcParams['lines.linewidth'], it.settings()); "
+        "it.set_settings({}); print(matplotlib.rcParams['lines.linewidth'], it.settings())"
+    )
+    done = subprocess.run([sys.executable, "-c", followed], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "7.0 {'lines.linewidth': 7.0}\n1.5 {}\n", done.stderr
+    with matplotlib.rc_context({"backend": "svg", "interactive": True}):
+        assert current().others["plots"] == {}
 
 
 def test_a_filter_for_warnings_of_a_module_comes_when_that_is_imported(own, tmp_path, monkeypatch):

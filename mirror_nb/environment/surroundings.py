@@ -1,7 +1,8 @@
 """What a process has set for all of its code: the controller's holds in its replicas too.
 
     sys.path, the environment, the working folder, how it warns, logs and prints, seeds, what it has set in modules of
-    the user's and which of these it has loaded anew, of torch dtype, precision, determinism, cuDNN, and Keras's own
+    the user's and which of these it has loaded anew, of torch dtype, precision, determinism, cuDNN, Keras's own and
+    matplotlib's
 
 Plain values; knows no replicas and no channel.
 """
@@ -22,7 +23,7 @@ from typing import Any, final
 
 import torch
 
-from mirror_nb.environment import keras_settings, module_variables, reporting, seeds, sources
+from mirror_nb.environment import keras_settings, module_variables, plot_settings, reporting, seeds, sources
 
 _OF_REPLICAS = re.compile(
     r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|CUDA_VISIBLE_DEVICES"
@@ -55,9 +56,10 @@ _OTHERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
     "variables": (module_variables.changed, module_variables.take, {}),
     "sources": (sources.changed, sources.load_anew, {}),
     "keras": (keras_settings.settings, keras_settings.set_settings, {}),
+    "plots": (plot_settings.settings, plot_settings.set_settings, {}),
     "arrays": (reporting.array_options, reporting.set_array_options, reporting.array_options()),
 }
-# Likewise of how the process warns, logs and prints, of seeds, modules and Keras; NumPy's is that of the import.
+# Likewise of how the process warns, logs, prints and plots, of seeds, modules, Keras; NumPy's is that of the import.
 
 
 @dataclass(frozen=True, slots=True)
