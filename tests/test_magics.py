@@ -14,6 +14,7 @@ from driving import doing, eventually, plain, press_ctrl_c
 from IPython.core.error import StdinNotImplementedError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
+from matplotlib_inline.config import InlineBackend
 from traitlets.config import Config
 
 from mirror_nb import DeviceError, PerReplica, PoolClosed, Remote, TransferError, UsageError
@@ -475,6 +476,20 @@ def run_on_two(run: Run) -> Run:
     run("%mirror stop")
     run("%mirror start --devices cpu:0,cpu:1")
     return run
+
+
+def test_a_figure_of_a_mirrored_cell_comes_in_the_format_that_the_notebook_has_chosen(run_on_two, shell):
+    plot = "%%mirrored\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show()"
+    chosen = InlineBackend.instance(parent=shell)
+    try:
+        for format, kind in (("svg", "image/svg+xml"), ("retina", "image/png"), ("png", "image/png")):
+            chosen.figure_formats = {format}
+            with capture_output() as shown:
+                shell.run_cell(plot).raise_error()
+            figure = next(output for output in shown.outputs if kind in output.data)
+            assert bool(figure.metadata.get("image/png")) == (format == "retina")
+    finally:
+        InlineBackend.clear_instance()
 
 
 def test_a_network_that_ends_while_replicas_are_told_what_is_here_does_not_take_along_what_its_part_learns(
