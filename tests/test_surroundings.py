@@ -16,6 +16,7 @@ from unittest import mock
 
 import matplotlib
 import numpy as np
+import pandas
 import pytest
 import torch
 from cycler import cycler
@@ -110,6 +111,7 @@ REPORTS = {
     "a logger by itself": ("logging", lambda: setattr(logging.getLogger("mirror_nb_test"), "propagate", False)),
     "tensors": ("tensors", lambda: torch.set_printoptions(precision=2, sci_mode=False)),
     "arrays": ("arrays", lambda: np.set_printoptions(precision=2, suppress=True)),
+    "tables": ("tables", lambda: pandas.set_option("display.max_rows", 5, "display.float_format", "{:.1f}".format)),
     "plots": ("plots", lambda: matplotlib.rcParams.update({"lines.linewidth": 7, "axes.prop_cycle": cycler(c="rg")})),
 }
 
@@ -161,6 +163,20 @@ def test_how_figures_look_is_as_there_once_matplotlib_is_imported_and_where_they
     assert done.stdout == "7.0 {'lines.linewidth': 7.0}\n1.5 {}\n", done.stderr
     with matplotlib.rc_context({"backend": "svg", "interactive": True}):
         assert current().others["plots"] == {}
+
+
+def test_how_pandas_shows_tables_is_as_there_once_it_is_imported(own):
+    followed = (
+        "import sys; from mirror_nb.environment import table_settings as it; "
+        "wanted = {'display.max_rows': 5, 'display.float_format': '{:.1f}', 'display.no_such': 1}; "
+        "it.set_settings(wanted); assert 'pandas' not in sys.modules; "
+        "import pandas; print(pandas.Series([1.25]).to_string(), list(it.settings())); "
+        "it.set_settings({}); print(pandas.get_option('display.max_rows'), it.settings()); "
+        "pandas.set_option('display.float_format', lambda x: 'x'); print(it.settings())"
+    )
+    done = subprocess.run([sys.executable, "-c", followed], capture_output=True, text=True, timeout=120)
+    shown = "0   1.2 ['display.float_format', 'display.max_rows']\n60 {}\n{}\n"
+    assert done.stdout == shown, done.stderr
 
 
 def test_a_filter_for_warnings_of_a_module_comes_when_that_is_imported(own, tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
 """What a process has set for all of its code: the controller's holds in its replicas too.
 
     sys.path, the environment, the working folder, how it warns, logs and prints, seeds, what it has set in modules of
-    the user's and which of these it has loaded anew, of torch dtype, precision, determinism, cuDNN, Keras's own and
-    matplotlib's
+    the user's and which of these it has loaded anew, of torch dtype, precision, determinism, cuDNN, Keras's own,
+    matplotlib's and pandas's
 
 Plain values; knows no replicas and no channel.
 """
@@ -23,7 +23,15 @@ from typing import Any, final
 
 import torch
 
-from mirror_nb.environment import keras_settings, module_variables, plot_settings, reporting, seeds, sources
+from mirror_nb.environment import (
+    keras_settings,
+    module_variables,
+    plot_settings,
+    reporting,
+    seeds,
+    sources,
+    table_settings,
+)
 
 _OF_REPLICAS = re.compile(
     r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|CUDA_VISIBLE_DEVICES"
@@ -57,9 +65,10 @@ _OTHERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
     "sources": (sources.changed, sources.load_anew, {}),
     "keras": (keras_settings.settings, keras_settings.set_settings, {}),
     "plots": (plot_settings.settings, plot_settings.set_settings, {}),
+    "tables": (table_settings.settings, table_settings.set_settings, {}),
     "arrays": (reporting.array_options, reporting.set_array_options, reporting.array_options()),
 }
-# Likewise of how the process warns, logs, prints and plots, of seeds, modules, Keras; NumPy's is that of the import.
+# Likewise of how the process warns, logs, prints and shows, of seeds, modules, Keras; NumPy's is that of the import.
 
 
 @dataclass(frozen=True, slots=True)
