@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import subprocess
@@ -215,6 +216,18 @@ def test_a_module_is_measured_by_a_copy_that_is_trained(replicas):
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in module.parameters())
     assert not module.training
+
+
+def test_a_function_that_returns_a_network_of_somebodys_has_a_copy_of_it_trained():
+    inputs = torch.ones(4, 6)
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as two:
+        with two.scope():
+            mirrored = make()
+        for network in (mirrored, make()):
+            before = copy.deepcopy(network.state_dict())
+            steps(two, lambda network=network: (network, inputs), ops="gloo", seconds=0.02)
+            for name, value in network.state_dict().items():
+                assert torch.equal(value, before[name])
 
 
 class Asked(Wrong):

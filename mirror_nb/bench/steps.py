@@ -164,7 +164,7 @@ def steps(
 ) -> StepTable:
     """Time a training step of `model` with each op, without synchronisation, and on one device with all examples.
 
-    `model`: a module, of which a copy is trained; or a function without arguments that makes one. It may return
+    `model`: a module, or a function without arguments that makes one; a copy of it is trained. It may return
     `(module, inputs)` with the inputs of a global batch, or `(module, inputs, loss)`, where `loss(outputs)` gives the
     number to minimise; without it, that is the mean of the squared outputs. `shape`: that of one example, for random
     inputs of `batch` examples, in the dtype of the weights, where the function gives none. `optimizer`: the name of
@@ -398,7 +398,7 @@ class _Measurement:
 
 def _made(task: _Task, device: torch.device) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
     """Return the model, the inputs of a global batch, and the loss of its outputs."""
-    made = copy.deepcopy(task.make) if isinstance(task.make, nn.Module) else task.make()
+    made = task.make if isinstance(task.make, nn.Module) else task.make()
     model, *given = made if isinstance(made, tuple) else (made,)
     if not isinstance(model, nn.Module) or len(given) > 2:
         raise UsageError(f"the model's function returned {made!r}; it may return a module, its inputs and a loss")
@@ -413,7 +413,8 @@ def _made(task: _Task, device: torch.device) -> tuple[nn.Module, Any, Callable[[
         inputs = torch.randn(task.batch, *task.shape, dtype=_dtype_of(model))
     else:
         raise UsageError(_NO_INPUTS)
-    model, inputs = model.to(device), to_device(inputs, device)
+    # What a function returned may be somebody's network, too.
+    model, inputs = copy.deepcopy(model).to(device), to_device(inputs, device)
     if given and any(map(is_lazy, model.parameters())):
         with torch.no_grad():
             _called(model, inputs)
