@@ -1010,6 +1010,15 @@ def test_the_optimizers_state_is_of_a_network_with_as_many_groups(place):
         model.load_training_state(state)
 
 
+def test_what_is_no_training_state_is_refused_and_the_next_fit_goes_on(place, tmp_path):
+    model = made(place)
+    model.save(tmp_path / "model.pt")
+    for state in (torch.load(tmp_path / "model.pt"), model.state_dict(), {}, None):
+        with pytest.raises(mnb.UsageError, match=r"is nothing that model.training_state\(\) returned"):
+            model.load_training_state(state)
+    assert model.fit(X, Y, verbose=0).epoch == [0]
+
+
 # --------------------------------------------------------------------------- precision and formats
 
 

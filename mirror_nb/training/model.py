@@ -488,9 +488,15 @@ class Model(nn.Module):
         With its optimizer and scheduler; and where `initial_epoch` is the epoch that it was taken in, or the fit runs
         already, from its very step, with its order of the data, random numbers, history and callbacks.
 
-        Raises UsageError where the model is not compiled as the one that it was taken of.
+        Raises UsageError for what is no training state, and where the model is not compiled as the one that it was
+        taken of.
         """
         _ = self.compiled_settings
+        if not isinstance(state, Mapping) or not {"epoch", "step"} <= state.keys():
+            raise UsageError(
+                f"this {type(state).__name__} is nothing that model.training_state() returned; of a file that Model.save "
+                "or ModelCheckpoint wrote take all by model.load_training(path)"
+            )
         saved = state.get("optimizer")
         if saved is not None and self._optimizer is not None:
             groups = [{n: v for n, v in group.items() if n != "params"} for group in saved["param_groups"]]
