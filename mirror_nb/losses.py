@@ -93,7 +93,7 @@ def _weighted(losses: Tensor, weights: Tensor) -> Tensor:
 def _given(value: Any, argument: str) -> Tensor:
     try:
         return _as_tensor(value)
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"`{argument}` must be a tensor or numbers, not {value!r}: {error}") from error
 
 

@@ -100,6 +100,7 @@ def test_without_a_strategy_there_is_one_replica():
         ((torch.tensor(1.0),), "one loss for each example"),
         (([1.0, 2.0], [1.0, 2.0, 3.0]), r"`sample_weight` of shape \(3,\) does not fit losses of shape \(2,\)"),
         ((None,), "`per_example_loss` must be a tensor or numbers, not None"),
+        (([[1.0], [1.0, 2.0]],), "`per_example_loss` must be a tensor or numbers, not .*: expected sequence"),
         (([1.0, 2.0], "a"), "`sample_weight` must be a tensor or numbers, not 'a'"),
         (([1.0, 2.0], None, "a"), "`global_batch_size` must be a whole number of examples, not 'a'"),
         (([1.0, 2.0], None, 2.5), "`global_batch_size` must be a whole number of examples, not 2.5"),
