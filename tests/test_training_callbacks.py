@@ -450,9 +450,10 @@ def test_each_parameter_group_keeps_its_share_of_the_learning_rate(capsys):
     assert "epoch 2: the learning rate is reduced to 0.1" in capsys.readouterr().out
 
 
-def test_a_factor_that_would_not_reduce_is_refused():
-    with pytest.raises(UsageError, match=r"less than 1 .* not 1.5"):
-        ReduceLROnPlateau(factor=1.5)
+@pytest.mark.parametrize("factor", [1.5, -0.5])
+def test_a_factor_that_would_not_reduce_is_refused(factor):
+    with pytest.raises(UsageError, match=rf"less than 1 .* not {factor}"):
+        ReduceLROnPlateau(factor=factor)
 
 
 def test_the_learning_rate_follows_the_schedule_and_is_logged(capsys):

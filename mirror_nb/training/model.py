@@ -494,8 +494,8 @@ class Model(nn.Module):
         _ = self.compiled_settings
         if not isinstance(state, Mapping) or not {"epoch", "step"} <= state.keys():
             raise UsageError(
-                f"this {type(state).__name__} is nothing that model.training_state() returned; of a file that Model.save "
-                "or ModelCheckpoint wrote take all by model.load_training(path)"
+                f"this {type(state).__name__} is nothing that model.training_state() returned; of a file that "
+                "Model.save or ModelCheckpoint wrote take all by model.load_training(path)"
             )
         saved = state.get("optimizer")
         if saved is not None and self._optimizer is not None:
