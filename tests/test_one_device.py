@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from mirror_nb.collectives.options import CommunicationOptions
-from mirror_nb.errors import ContextError, DeviceError, PoolClosed
+from mirror_nb.errors import ContextError, DeviceError, PoolClosed, UsageError
 from mirror_nb.strategies.context import (
     get_replica_context,
     get_strategy,
@@ -313,3 +313,10 @@ def test_a_closed_strategy_lets_go_of_the_workers_of_its_loaders(strategy):
     assert len(set(multiprocessing.active_children()) - before) == 1
     strategy.close()
     assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.parametrize("examples", ["4", 1.5, -1, True])
+def test_a_step_has_a_whole_number_of_examples(strategy, examples):
+    with pytest.raises(UsageError, match=f"`examples` is a number of examples, 0 or more, not {examples!r}"):
+        strategy.step(examples=examples)
+    strategy.step(examples=4)

@@ -10,6 +10,7 @@ import torch
 
 from mirror_nb.collectives.base import CrossDeviceOps, Member
 from mirror_nb.collectives.handles import Handle
+from mirror_nb.errors import UsageError
 from mirror_nb.steps.recorder import Recorder
 from mirror_nb.telemetry.ring import Reader, Ring, Writer
 from mirror_nb.telemetry.samples import Kind, decode
@@ -175,7 +176,8 @@ class OnGpu(torch.Tensor):
 
 def test_a_loss_of_several_elements_is_an_error_at_the_users_line(ring):
     recorder = recording(ring, Slow())
-    for several, said in ((torch.ones(2), "only one element"), (torch.ones(2).as_subclass(OnGpu), "input of size 2")):
-        with pytest.raises((ValueError, RuntimeError), match=said):
-            recorder.log({"loss": several})
+    two = torch.ones(2)
+    for wrong, said in ((two, "one element"), (two.as_subclass(OnGpu), "of size 2"), (None, "NoneType"), ("a", "'a'")):
+        with pytest.raises(UsageError, match=f"`loss` cannot be recorded: .*{said}.*; log a number"):
+            recorder.log({"loss": wrong})
     assert not recorder._pending

@@ -245,7 +245,7 @@ class CrossDeviceOps(abc.ABC):
 
     @final
     def batch_reduce(self, op: ReduceOp | str, tensors: Sequence[Tensor]) -> None:
-        """Make each of `tensors` the sum or the mean over the replicas, in place; they are under way together."""
+        """Make each of `tensors`, as `all_reduce` takes them, the sum or the mean, in place; they travel together."""
         for handle in [self.all_reduce(op, tensor) for tensor in tensors]:
             handle.wait()
 

@@ -20,6 +20,7 @@ from typing import Any, final
 import torch
 
 from mirror_nb.collectives.handles import Timing
+from mirror_nb.errors import UsageError
 from mirror_nb.steps.gpu_steps import GpuSteps
 from mirror_nb.telemetry.ring import Writer
 from mirror_nb.telemetry.samples import Kind, Mark, Operation, clock
@@ -280,11 +281,18 @@ class Recorder:
             return
         self._write_arrived(self._writer)
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            comes = isinstance(value, torch.Tensor) and value.device.type == "cuda"
+            try:
                 # Of several elements this raises here, and not in a later step.
-                self._bring(name, value.detach().reshape(()))
+                one = value.detach().reshape(()) if comes else float(value)
+            except (TypeError, ValueError, RuntimeError) as reason:
+                raise UsageError(
+                    f"`{name}` cannot be recorded: {reason}; log a number, or a tensor of one element"
+                ) from None
+            if isinstance(one, torch.Tensor):
+                self._bring(name, one)
             else:
-                self._writer.scalar(name, float(value), self.step)
+                self._writer.scalar(name, one, self.step)
 
     def measured(self, values: dict[str, Any]) -> None:
         """Write what a fit has measured, under any names: what a ring has no room for is not kept, and ends no fit."""

@@ -16,6 +16,7 @@ from mirror_nb.environment.imported import when_imported
 from mirror_nb.errors import ContextError, TransferError, UsageError, lacking
 from mirror_nb.strategies.context import StrategyScope, check_call, require_cross_replica
 from mirror_nb.strategies.extended import StrategyExtended
+from mirror_nb.strategies.input import check_count
 from mirror_nb.strategies.place import Place
 from mirror_nb.strategies.reductions import in_order
 from mirror_nb.telemetry.comparison import Comparison
@@ -222,9 +223,9 @@ class Strategy(ABC):
         return self._place.distribute_datasets_from_function(dataset_fn, options)
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Return a PerReplica of `value_fn(ValueContext)` for each replica.
+        """Return a PerReplica of `value_fn(ValueContext)` for each replica, in a replica its own value.
 
-        Raises UsageError for what is no function, and where the values differ in structure.
+        Raises UsageError for what is no function, and in the controller where the values differ in structure.
         """
         if not callable(value_fn):
             raise UsageError(f"`value_fn` must be a function of a ValueContext, not {type(value_fn).__name__}")
@@ -242,8 +243,10 @@ class Strategy(ABC):
         """Tell, on a replica, that a step ends here, for loops in which no distributed dataset and no optimizer does.
 
         `examples`: this replica's of the step. `values`: losses and metrics to record, as `mirror_nb.log` does.
-        Raises ContextError in the controller.
+        Raises ContextError in the controller, UsageError for what is no number.
         """
+        if examples is not None:
+            check_count("examples", examples, "examples")
         if values:
             self._place.log(values)
         self._place.told(examples)

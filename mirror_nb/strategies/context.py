@@ -378,6 +378,7 @@ def log(**values: Any) -> None:
     """Record losses and metrics of this replica's examples at the present step: `mirror_nb.log(loss=loss)`.
 
     Numbers, or tensors of one element (on a GPU they are not waited for). They are drawn on the dashboard, mean and
-    spread over the replicas. Raises ContextError in the controller.
+    spread over the replicas; where there is none, outside of every strategy say, nothing is done. Raises ContextError
+    in the scope of a controller's strategy, UsageError for what is no number.
     """
     get_strategy()._place.log(values)

@@ -89,12 +89,13 @@ class InputOptions:
                 "supported: a dataset's code runs on the CPU; leave it out, or pass tensors that are on the device"
             )
         for name in ("experimental_per_replica_buffer_size", "prefetch"):
-            _check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if self.pin_memory not in (None, True, False):
             raise UsageError(f"`pin_memory` must be True, False or None, not {self.pin_memory!r}")
 
 
-def _check_count(name: str, value: Any, of_what: str = "batches") -> None:
+def check_count(name: str, value: Any, of_what: str = "batches") -> None:
+    """Raise UsageError for what is no number of them."""
     try:
         good = operator.index(value) >= 0 and not isinstance(value, bool)
     except TypeError:
@@ -124,7 +125,7 @@ class InputContext:
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return the examples of one replica's batch. Raises UsageError where they do not come out whole."""
-        _check_count("global_batch_size", global_batch_size, "examples")
+        check_count("global_batch_size", global_batch_size, "examples")
         n = self.num_replicas_in_sync
         if global_batch_size % n:
             raise UsageError(
