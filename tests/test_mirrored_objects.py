@@ -880,6 +880,22 @@ def test_a_forward_pass_here_begins_with_the_attributes_of_the_replicas(two):
     assert net(torch.ones(1, 1)).item() == 7.0
 
 
+def test_an_attribute_that_replicas_were_the_first_to_set_is_here_where_it_is_read(two):
+    with two.scope():
+        nets = [nn.Linear(2, 1) for _ in range(3)]
+
+    def look() -> None:
+        for net in nets:
+            net.attention = torch.ones(2)
+
+    two.run(look)
+    assert nets[0].attention.tolist() == [1, 1]
+    two.run(look)
+    assert hasattr(nets[1], "attention")
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'attentions'"):
+        _ = nets[2].attentions
+
+
 def test_generators_and_scalers_of_the_scope_are_kept_by_the_replicas(two):
     with two.scope():
         generator = torch.Generator()

@@ -36,8 +36,9 @@ class Replaced:
         before: Callable[..., object] | None = None,
         after: Callable[..., object] | None = None,
         result: Callable[..., object] | None = None,
+        instead: Callable[..., object] | None = None,
     ) -> None:
-        # `result` is called with what it returned before its arguments.
+        # `result` is called with what it returned before its arguments, `instead` with the original before them.
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -46,7 +47,10 @@ class Replaced:
             __tracebackhide__ = True
             if before is not None and not self._removed:
                 before(*args, **kwargs)
-            returned = original(*args, **kwargs)
+            if instead is not None and not self._removed:
+                returned = instead(original, *args, **kwargs)
+            else:
+                returned = original(*args, **kwargs)
             if after is not None and not self._removed:
                 after(*args, **kwargs)
             if result is not None and not self._removed:

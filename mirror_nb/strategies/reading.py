@@ -11,6 +11,7 @@ whom to ask; knows no replicas.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol, final
 
 import torch
@@ -19,7 +20,6 @@ from torch import nn
 from mirror_nb.environment.replaced import Replaced
 
 _READS = (
-    "__getattr__",
     "__call__",
     "state_dict",
     "_apply",
@@ -29,7 +29,7 @@ _READS = (
 )
 # All that leads to a network's tensors: attributes, what state_dict and parameters() are made of, moves, copies. And
 # what sets its mode, which is a change or none by the mode that it has in the replicas, or takes parts away: there may
-# be others there. A forward pass may begin with plain attributes, which come along.
+# be others there. A forward pass may begin with plain attributes, which come along. `__getattr__` is one more.
 _READS_OF_PARTS = ("named_parameters", "named_buffers", "load_state_dict")
 # These read parts, or write to some of them, without a call of theirs: one may be in the replicas where the whole is
 # not.
@@ -69,7 +69,8 @@ class Reading:
         if keep:
             self._kept.add(holder)
         if not self._changes:
-            self._changes = [Replaced(nn.Module, name, before=self._read) for name in _READS]
+            self._changes = [Replaced(nn.Module, "__getattr__", instead=self._attribute)]
+            self._changes += [Replaced(nn.Module, name, before=self._read) for name in _READS]
             self._changes += [Replaced(nn.Module, name, before=self._read_parts) for name in _READS_OF_PARTS]
             for owner in (nn.Module, torch.optim.Optimizer):
                 self._changes.append(Replaced(owner, "zero_grad", after=self._cleared))
@@ -101,6 +102,13 @@ class Reading:
         for holder in list(self._holders):
             if holder.stale and holder.holds(module):
                 holder.refresh()
+
+    def _attribute(self, get: Callable[[nn.Module, str], Any], module: nn.Module, name: str) -> Any:
+        __tracebackhide__ = True
+        self._read(module)
+        # Torch looks for parts alone: what a replica was the first to set has come just now.
+        own = module.__dict__
+        return own[name] if name in own else get(module, name)
 
     def _read_parts(self, module: nn.Module, *_: object, **__: object) -> None:
         for holder in list(self._holders):
