@@ -779,6 +779,8 @@ found["after"] = strategy.reduce("sum", mine, axis=None).item()
 strategy.close()
 if len(sys.argv) > 1:
     found["closed"] = [raised(lambda: strategy.run(step, batch)), raised(lambda: strategy.scope().__enter__())]
+    choose = lambda: setattr(strategy, "cross_device_ops", "gloo")
+    found["closed"] += [raised(strategy.compare_parameters), raised(choose)]
     with open(os.path.join(sys.argv[1], str(replica_id)), "w") as file:
         json.dump(found, file)
 """

@@ -283,7 +283,8 @@ class Strategy(ABC):
         """Give back the replicas; a strategy that was closed raises PoolClosed from then on.
 
         What it has made stays readable here: networks, Variables, optimizers, results by `local_results`. Does nothing
-        in a fork of this process. A strategy that is dropped gives them back with the last of what it has made.
+        in a fork of this process, and on replicas that belong to somebody else: in a cell, in `run`. A strategy that
+        is dropped gives them back with the last of what it has made.
         """
         self._place.close()
 

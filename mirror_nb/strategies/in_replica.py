@@ -182,6 +182,7 @@ class ReplicaPlace(Place):
         return self._replica.gradients.reduction
 
     def communicate(self, by: Communication) -> None:
+        self.check_open()
         self._replica.communicate(by)
         self._replica.emit(Reduces(name_of(by.ops), type(by.ops).__name__))
 
@@ -253,6 +254,7 @@ class ReplicaPlace(Place):
         raise ContextError("the dashboard is the notebook's: write %mirror dashboard, or %%mirrored --dashboard")
 
     def compare_parameters(self) -> Comparison:
+        self.check_open()
         return compared(self.seat.collect((self.seat.check(), self._replica.unsynchronized())))
 
     def every(self, results: list[Any]) -> list[Any]:
