@@ -95,9 +95,10 @@ def test_verbose_2_shows_no_bar_on_a_terminal_and_0_nothing():
     assert shown(0, Screen(terminal=True)).getvalue() == ""
 
 
-def test_a_verbose_that_there_is_not_is_refused():
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_verbose_that_there_is_not_is_refused_on_every_replica(leads):
     with pytest.raises(UsageError, match=r"0 \(nothing\), 1 or 'auto' .* not 3"):
-        Progress(3)
+        Progress(3, leads=leads)
 
 
 def test_the_bar_is_not_drawn_at_every_step():

@@ -87,7 +87,7 @@ class Fit:
         self.history = History(
             {"epochs": plan.epochs, "steps": known_steps(plan.feed, plan.steps), "verbose": plan.verbose}
         )
-        self._progress = Progress(plan.verbose if self._leads else 0)
+        self._progress = Progress(plan.verbose, leads=self._leads)
         self._callbacks = CallbackList(
             plan.callbacks,
             model=model,

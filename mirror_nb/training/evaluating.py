@@ -51,7 +51,7 @@ def _show_and_run(
     called = callbacks
     if not isinstance(callbacks, CallbackList):
         called = CallbackList(callbacks, model=model, params={"steps": known, "verbose": verbose}, leads=leads)
-    progress = Progress(verbose if leads else 0)
+    progress = Progress(verbose, leads=leads)
     try:
         progress.begin(title, known)
         watched = verbose in (1, "auto") and leads

@@ -46,15 +46,22 @@ class Progress:
 
     `verbose`: 0 shows nothing; 1 (or "auto") a line an epoch with a live bar below, where `out` is a terminal or a
     notebook, and the lines alone elsewhere, in logs say; 2 the lines alone. `close` ends it, after an error too.
+    Without `leads` nothing is shown: another replica does.
 
     Raises UsageError for another `verbose`.
     """
 
     def __init__(
-        self, verbose: int | str = 1, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        verbose: int | str = 1,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        leads: bool = True,
     ) -> None:
         if verbose not in (0, 1, 2, "auto"):
             raise UsageError(f"`verbose` is 0 (nothing), 1 or 'auto' (a bar), or 2 (a line an epoch), not {verbose!r}")
+        verbose = verbose if leads else 0
         self._lines = verbose != 0
         self._out = _console() if out is None else out
         self._terminal = hasattr(self._out, "isatty") and self._out.isatty()
