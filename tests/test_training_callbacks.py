@@ -450,6 +450,22 @@ def test_each_parameter_group_keeps_its_share_of_the_learning_rate(capsys):
     assert "epoch 2: the learning rate is reduced to 0.1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (EarlyStopping, "patience", "3"),
+        (EarlyStopping, "baseline", "1"),
+        (EarlyStopping, "start_from_epoch", None),
+        (ReduceLROnPlateau, "patience", None),
+        (ReduceLROnPlateau, "factor", "0.1"),
+        (ReduceLROnPlateau, "cooldown", True),
+    ],
+)
+def test_what_is_no_number_is_refused_before_anything_is_trained(kind, name, value):
+    with pytest.raises(UsageError, match=f"{kind.__name__}'s `{name}` is a number, not {value!r}"):
+        kind(**{name: value})
+
+
 @pytest.mark.parametrize("factor", [1.5, -0.5])
 def test_a_factor_that_would_not_reduce_is_refused(factor):
     with pytest.raises(UsageError, match=rf"less than 1 .* not {factor}"):

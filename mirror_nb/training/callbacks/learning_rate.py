@@ -9,7 +9,7 @@ from typing import Any, final
 
 from mirror_nb.errors import UsageError
 from mirror_nb.training.callbacks.base import Callback, Logs
-from mirror_nb.training.callbacks.watching import better, monitored
+from mirror_nb.training.callbacks.watching import better, check_numbers, monitored
 
 
 @final
@@ -66,8 +66,8 @@ class ReduceLROnPlateau(Callback):
     """Multiply the learning rate by `factor` when `monitor` has not improved for `patience` epochs.
 
     Not below `min_lr`, and not in the `cooldown` epochs after it did. Each parameter group's rate is multiplied.
-    Logged as `learning_rate`. Raises UsageError for a `factor` below 0 or from 1 on, and where `mode="auto"` and the
-    name do not tell whether more or less is better.
+    Logged as `learning_rate`. Raises UsageError for what is no number, for a `factor` below 0 or from 1 on, and where
+    `mode="auto"` and the name do not tell whether more or less is better.
     """
 
     _together = True
@@ -84,6 +84,7 @@ class ReduceLROnPlateau(Callback):
         min_lr: float = 0.0,
     ) -> None:
         super().__init__()
+        check_numbers(self, factor=factor, patience=patience, min_delta=min_delta, cooldown=cooldown, min_lr=min_lr)
         if not 0.0 <= factor < 1.0:
             raise UsageError(f"`factor` has to be from 0 to less than 1 to reduce the learning rate, not {factor}")
         self._better = better(self, monitor, mode, min_delta)

@@ -7,7 +7,7 @@ import math
 from typing import Any, final
 
 from mirror_nb.training.callbacks.base import Callback, Logs
-from mirror_nb.training.callbacks.watching import better, monitored
+from mirror_nb.training.callbacks.watching import better, check_numbers, monitored
 
 
 @final
@@ -16,8 +16,8 @@ class EarlyStopping(Callback):
 
     `baseline`: a value that has to be beaten before patience starts anew; `start_from_epoch`: epochs before it do not
     count; `restore_best_weights`: put the weights of the best epoch back at the end. Never stops after the first
-    epoch. NaN is no improvement (Keras takes a first one for the best). Raises UsageError where `mode="auto"` and the
-    name do not tell whether more or less is better.
+    epoch. NaN is no improvement (Keras takes a first one for the best). Raises UsageError for what is no number, and
+    where `mode="auto"` and the name do not tell whether more or less is better.
     """
 
     _together = True
@@ -34,6 +34,9 @@ class EarlyStopping(Callback):
         start_from_epoch: int = 0,
     ) -> None:
         super().__init__()
+        check_numbers(self, min_delta=min_delta, patience=patience, start_from_epoch=start_from_epoch)
+        if baseline is not None:
+            check_numbers(self, baseline=baseline)
         self._better = better(self, monitor, mode, min_delta)
         self.monitor = monitor
         self.patience = patience

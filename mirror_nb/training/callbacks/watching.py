@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from mirror_nb.errors import UsageError, users_level
@@ -42,6 +42,13 @@ def better(who: Callback, monitor: str, mode: str, min_delta: float = 0.0) -> Be
             f"pass mode='max' or mode='min' to {name}"
         )
     return Better(lower, abs(min_delta))
+
+
+def check_numbers(who: Callback, **given: Any) -> None:
+    """Raise UsageError for what is no number: found out later, it would end a training in its middle."""
+    for name, value in given.items():
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise UsageError(f"{type(who).__name__}'s `{name}` is a number, not {value!r}")
 
 
 def monitored(who: Callback, monitor: str, logs: Logs) -> float | None:
