@@ -114,6 +114,7 @@ def test_reducing_changes_no_replicas_value_and_keeps_no_graph():
         ([t(1.0), t(1)], None, r"different dtypes: float32\[\] on replica 0, int64\[\] on replica 1"),
         (["a", "b"], None, r"cannot reduce a str \('a'\)"),
         ([None, None], None, "cannot reduce a NoneType"),
+        ([{"a": 1}] * 2, None, r"cannot reduce a dict \({'a': 1}\) of each replica: .*; give a dict of PerReplica"),
         ([np.array(["a"])] * 2, None, "cannot reduce an array of dtype <U1"),
         ([1, Fraction(1, 2)], None, r"cannot reduce the number Fraction\(1, 2\): .*; make it a tensor or a float"),
         ([1, 2**80], None, "cannot reduce the number 1208925819614629174706176: .*; make it a tensor or a float"),

@@ -146,9 +146,12 @@ def is_number(value: Any) -> bool:
 def as_tensor(value: Any, what: str, device: torch.device | None = None) -> Tensor:
     """Return a tensor, an array, a size or a number as a dense tensor. Raises UsageError for anything else."""
     if not isinstance(value, Tensor | np.ndarray | torch.Size) and not is_number(value):
+        kind = type(value).__name__
+        # Of a nest its leaves come here: it is one replica's.
+        instead = f"; give a {kind} of PerReplica" if isinstance(value, (list, tuple, dict)) else ""
         raise UsageError(
-            f"cannot {what} a {type(value).__name__} ({_short(value)}): only tensors, arrays, numbers and nests "
-            "of them"
+            f"cannot {what} a {kind} ({_short(value)}){' of each replica' if instead else ''}: only tensors, arrays, "
+            f"numbers and nests of them{instead}"
         )
     if isinstance(value, Tensor):
         check_summable(value, what)
