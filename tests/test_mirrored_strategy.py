@@ -239,6 +239,8 @@ def test_another_strategy_that_is_set_takes_the_place_of_the_first(two):
             model = nn.Linear(2, 1)
             assert other.extended.variable_created_in_scope(model)
             assert not two.extended.variable_created_in_scope(model)
+            with pytest.raises(RuntimeError, match=r"Mixing different .*take it back first: set_strategy\(None\)"):
+                two.run(lambda: 1)
             with pytest.raises(RuntimeError, match="Mixing different"), two.scope():
                 pass
         finally:
@@ -264,7 +266,7 @@ def test_another_strategy_that_is_set_takes_the_place_of_the_first(two):
 def test_in_a_scope_another_strategy_does_nothing(two, call):
     with mnb.MirroredStrategy(["cpu:0"]) as one:
         for other in (one, mnb.OneDeviceStrategy("cpu:0")):
-            with two.scope(), pytest.raises(RuntimeError, match=r"Mixing different .* is not .*cpu:0>"):
+            with two.scope(), pytest.raises(RuntimeError, match=r"Mixing different .* is not .*cpu:0>; leave its"):
                 call(other)
         with one.scope():
             call(one)

@@ -305,8 +305,11 @@ _INSIDE = "make inside it what was made outside of every scope: a Model, say"
 
 
 def _mixed(current: Strategy, other: Strategy) -> ContextError:
-    instead = f"; leave the scope, or {_INSIDE}" if other in _defaults else ""
-    return ContextError(f"Mixing different mirror_nb Strategy objects: {current!r} is not {other!r}{instead}")
+    if other in _defaults:
+        instead = f"leave the scope, or {_INSIDE}"
+    else:
+        instead = "leave its scope first" if _here.stack.frames else "take it back first: set_strategy(None)"
+    return ContextError(f"Mixing different mirror_nb Strategy objects: {current!r} is not {other!r}; {instead}")
 
 
 def check_call(argument: str, fn: Any, args: Any, kwargs: Any) -> None:
