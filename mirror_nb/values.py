@@ -358,6 +358,24 @@ class Remote:
             raise AttributeError(attribute)
         raise AttributeError(self.where())
 
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        if not attribute.startswith("_") and attribute not in _OF_STAND_INS:
+            raise AttributeError(self.where())
+        super().__setattr__(attribute, value)
+
+    def __eq__(self, other: object) -> bool:
+        # To Python it would be unlike any number, whatever its value.
+        if isinstance(other, numbers.Number | torch.Tensor | np.ndarray):
+            raise UsageError(self.where())
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self)
+        raise UsageError(self.where())
+
     def where(self) -> str:
         """Say where the value is, and how to have it."""
         if self.lost:
@@ -374,6 +392,10 @@ class Remote:
 
     def __reduce__(self) -> Any:
         raise ReplicaError(f"`{self.shown}` stays in the replicas and cannot be pickled; .fetch() brings the value")
+
+
+_OF_STAND_INS = ("name", "shown", "replica_id", "type_name", "why", "lost")
+# Attributes of theirs.
 
 
 def _refused(self: Remote, *_: object, **__: object) -> Any:

@@ -264,6 +264,7 @@ def test_a_stand_in_for_what_cannot_be_brought_does_not_tell_to_bring_it():
 USES: list[Callable[[Any], Any]] = [
     *(lambda x: x[0], len, lambda x: x + 1, lambda x: 1 - x, list, float, bool, lambda x: x(1), lambda x: 1 in x),
     *(np.asarray, torch.as_tensor, torch.relu, nn.Linear(1, 1), lambda x: torch.ones(1) * x, lambda x: x < 1),
+    *(lambda x: x == 1, lambda x: x != 1.0, lambda x: x == np.ones(1), "{:.2f}".format),
 ]
 
 
@@ -271,6 +272,14 @@ USES: list[Callable[[Any], Any]] = [
 def test_whatever_is_done_with_a_stand_in_says_what_to_do(use):
     with pytest.raises(UsageError, match=r"`big` \(Tensor\) is in the replicas.*big\.fetch\(\)"):
         use(remote([]))
+
+
+def test_what_is_no_number_a_stand_in_is_not_and_no_attribute_of_its_value_is_set_on_it():
+    one, other = remote([]), remote([])
+    assert (one == one, one == other, one == None, one in [None, "big", one]) == (True, False, False, True)  # noqa: E711
+    assert f"{one}" == repr(one)
+    with pytest.raises(AttributeError, match=r"`big` \(Tensor\) is in the replicas"):
+        one.requires_grad = False
 
 
 def test_a_stand_in_cannot_be_saved_by_mistake():
