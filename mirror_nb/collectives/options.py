@@ -41,18 +41,18 @@ LONGEST_SECONDS = 1e9
 class CommunicationOptions:
     """How gradients travel.
 
+    `bytes_per_pack`: size of a gradient bucket; 0 means the default, 25 MiB, as in TensorFlow. `timeout_seconds`: how
+    long a replica on the CPU waits for a collective; None: as long as the process group allows. GPUs are waited for by
+    NCCL's own watch. `implementation`: the name of cross-device ops, or "auto" for the default of the devices,
+    unmeasured. `compression`: "bf16" for gradients of fp32 in half the bytes, rounded to 8 bits; None: as they are.
+
     Raises UsageError for sizes and times that cannot be, and for an implementation that is not there.
     """
 
     bytes_per_pack: int = BYTES_PER_PACK
-    # Size of a gradient bucket; 0 means this default, as in TensorFlow.
     timeout_seconds: float | None = None
-    # How long a replica on the CPU waits for a collective; None: as long as the process group allows. GPUs are
-    # waited for by NCCL's own watch.
     implementation: str = AUTO
-    # One of IMPLEMENTATIONS, or "auto" for the default of the devices, unmeasured.
     compression: str | None = None
-    # "bf16": gradients of fp32 travel in half the bytes, rounded to 8 bits; None: as they are.
 
     def __post_init__(self) -> None:
         if not _is_number(self.bytes_per_pack):

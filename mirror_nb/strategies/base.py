@@ -137,6 +137,7 @@ class Strategy(ABC):
         Of a PerReplica in the arguments, at any depth of tuples, lists and dicts, each replica gets its part. In the
         controller the results come back as a nest of PerReplica, one a leaf, and a Variable that `fn` has made as one
         MirroredVariable or SyncOnReadVariable; in a replica as they are. With one replica there is no PerReplica.
+        `options` are tf.distribute's, and change nothing.
 
         Raises UsageError where `fn` is async or `args` no tuple or list, and where the replicas' results differ in
         structure, RuntimeError inside a replica and in another strategy's scope, and what `fn` raised on a replica,
@@ -197,13 +198,14 @@ class Strategy(ABC):
         shuffle: bool = False,
         drop_last: bool = False,
     ) -> Any:
-        """Return an iterable of the global batches of `dataset`, each cut into shares (DESIGN decision 5).
+        """Return an iterable of the global batches of `dataset`, each cut into shares.
 
         `dataset`: a DataLoader, whose batch size is the global one, or tensors or arrays (one, or a tuple or dict of
-        them, equally long) with `batch_size`, examples of a global batch. Replica i of n gets examples
-        [i*c, (i+1)*c) of a batch of b, c = ceil(b / n), on its device; late replicas may get none and still take
-        part. In the controller a batch is a nest of PerReplica, in a replica its own share. What is returned has the
-        DataLoader's attributes (`len(it.dataset)`, `it.batch_size`, `it.sampler`); distributed again, it is returned.
+        them, equally long) with `batch_size`, examples of a global batch; `shuffle` and `drop_last` are for those, as
+        a DataLoader has them. `options`: InputOptions. Replica i of n gets examples [i*c, (i+1)*c) of a batch of b,
+        c = ceil(b / n), on its device; late replicas may get none and still take part. In the controller a batch is a
+        nest of PerReplica, in a replica its own share. What is returned has the DataLoader's attributes
+        (`len(it.dataset)`, `it.batch_size`, `it.sampler`); distributed again, it is returned.
         Source: tf.distribute's rule for the last batch. Raises UsageError for anything else.
         """
         self._place.check_open()

@@ -34,11 +34,11 @@ class MirroredStrategy(Strategy):
 
     `devices`: None means every visible GPU, else one CPU replica; or names such as `["cuda:0", "cuda:1"]`, `"GPU:0"`,
     0, `"cpu:1"`. `gradient_reduction`: ReduceOp.MEAN, the default, gives the gradient of a mean loss over the whole
-    global batch, as one device would compute it (DESIGN decision 4); ReduceOp.SUM adds the replicas' gradients up,
-    TensorFlow's rule, for losses scaled by the global batch size. `seed` is that of the replicas' random numbers,
-    until this process seeds its own. `cross_device_ops`: the algorithm that reduces over the replicas, such as
-    `SharedMemoryAllReduce()`, or its name; None takes the one that is fastest on the devices as a rule.
-    `communication_options`: CommunicationOptions.
+    global batch, as one device would compute it; ReduceOp.SUM adds the replicas' gradients up, TensorFlow's rule, for
+    losses scaled by the global batch size. `seed` is that of the replicas' random numbers, until this process seeds
+    its own. `cross_device_ops`: the algorithm that reduces over the replicas, such as `SharedMemoryAllReduce()`, or
+    its name; None takes the `implementation` of the `communication_options`, else the one that is fastest on the
+    devices as a rule.
 
     In the controller (a notebook cell or a script) it starts one process a device, with the first call. In a
     `%%mirrored` cell, and in a script that torchrun starts once per device, it is the place it stands in, on the
