@@ -178,6 +178,22 @@ def test_layers_that_torch_gives_no_backward_pass_or_refuses_take_it(share, laye
     assert x.grad.shape == x.shape
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.MultiheadAttention])
+def test_attention_takes_sentences_of_which_there_are_none_and_their_padding(share, layer, batch_first):
+    attention = layer(6, 2, dropout=0.0, batch_first=batch_first)
+    x = torch.ones((0, 4, 6) if batch_first else (4, 0, 6), requires_grad=True)
+    padding = torch.zeros(0, 4, dtype=torch.bool)
+    if layer is nn.MultiheadAttention:
+        y, weights = attention(x, x, x, key_padding_mask=padding, need_weights=False)
+        assert weights is None
+    else:
+        y = attention(x, src_key_padding_mask=padding)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+
+
 def test_what_such_a_layer_would_not_give_for_each_example_is_torchs_to_refuse(share):
     with pytest.raises(IndexError):
         torch.ones(0, 2)[0]

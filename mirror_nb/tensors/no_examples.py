@@ -166,8 +166,8 @@ def _of_none(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return found[0] if isinstance(one, Tensor) else type(one)(found)
 
 
-def _none_of_each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return what a function that gives a tensor with so many rows as there are examples gives of none; None: another.
+def _none_of_each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a function that gives tensors with so many rows as there are examples gives of none; None: another.
 
     Or one that asks for values: shapes are all that is known of examples that are not there.
     """
@@ -180,13 +180,25 @@ def _none_of_each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
         # Not each tensor can be a shape alone: not a nested one.
         with contextlib.suppress(Exception):
             filled, named = tree_unflatten([_with_examples(leaf, n) for leaf in leaves], form)
-            found.append(func(*filled, **named))
-    if len(found) < 2 or not all(isinstance(one, Tensor) for one in found) or found[0].shape == found[1].shape:
+            found.append(tree_flatten(func(*filled, **named)))
+    if len(found) < 2:
         return None
-    if any(size != other and 2 * size > other for size, other in zip(found[0].shape, found[1].shape, strict=True)):
-        # There are other rows in it.
+    (one, form), (two, _) = found
+    pairs = list(zip(one, two, strict=True))
+    # An attention that is not asked for its weights gives None beside its tensor.
+    if not all(x is None or (isinstance(x, Tensor) and _has_rows_of_each(x, y)) for x, y in pairs):
         return None
-    none = empty[0].new_zeros(_rows_of_none(*found), dtype=found[0].dtype)
+    return tree_unflatten([None if x is None else _none(empty, x, y) for x, y in pairs], form)
+
+
+def _has_rows_of_each(one: Tensor, two: Tensor) -> bool:
+    """Tell whether all of the rows are examples', none another's."""
+    both = list(zip(one.shape, two.shape, strict=True))
+    return one.shape != two.shape and all(size == other or 2 * size <= other for size, other in both)
+
+
+def _none(empty: Sequence[Tensor], one: Tensor, two: Tensor) -> Tensor:
+    none = empty[0].new_zeros(_rows_of_none(one, two), dtype=one.dtype)
     if none.is_floating_point() or none.is_complex():
         # Made of them: what has made these takes part in the backward pass.
         for x in empty:
