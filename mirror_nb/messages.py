@@ -648,6 +648,8 @@ class Exports:
     # Names whose containers or trained tensors the cell changed in place: who else has one there is to see it.
     filled: frozenset[str] = frozenset()
     # Names of objects whose attributes are told of, for those that are here.
+    loaders: frozenset[str] = frozenset()
+    # Names of loaders of which nothing was changed but what has names: by these the notebook's own are told of it.
     unchanged: dict[str, str] = field(default_factory=dict)
     # Names that hold what a name held when the cell began, this or another one, and still does: by name, that name.
     objects: dict[str, Payload | None] = field(default_factory=dict)

@@ -960,6 +960,47 @@ def test_samplers_and_functions_of_a_loader_that_are_changed_are_so_in_the_repli
     assert notebook.sent == []
 
 
+KEPT = ("loader", "by", "rows", "x")
+BEHIND = {
+    "a sampler": ("loader.sampler.last = 1", "by.last"),
+    "a sampler that counts": ("list(loader)", "by.passes"),
+    "a list of examples": ("rows[0] = 1", "rows[0]"),
+    "a tensor": ("x; loader.dataset.datasets[1].tensors[0].fill_(1)", "x.item()"),
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+def test_what_a_cell_changes_behind_a_loader_and_has_a_name_is_here_too(notebook, behind):
+    changes, now = BEHIND[behind]
+    notebook.here(
+        "import torch\nfrom torch.utils.data import ConcatDataset, DataLoader, Sampler, TensorDataset\n"
+        "class Order(Sampler):\n    last = passes = 0\n    def __init__(self): pass\n    def __len__(self): return 2\n"
+        "    def __iter__(self):\n        self.passes += 1\n        return iter([self.last] * 2)\n"
+        "by, rows, x = Order(), [0, 2, 3], torch.zeros(1)\n"
+        "loader = DataLoader(ConcatDataset([rows, TensorDataset(x)]), sampler=by)\nmade = loader, by, rows, x"
+    )
+    returned = notebook.cell(f"loader; {changes}")
+    assert returned.altered == []
+    assert eval(now, notebook.user_ns) == 1
+    assert all(now is one for now, one in zip(map(notebook.user_ns.get, KEPT), notebook.user_ns["made"], strict=True))
+    notebook.cell("loader")
+    assert notebook.sent == []
+    notebook.here("by.last = 2")
+    notebook.cell("y = next(iter(loader)).item()")
+    assert notebook.user_ns["y"] == 3
+
+
+def test_what_is_changed_behind_a_loader_without_a_name_or_by_each_replica_in_its_own_way_stays_there(notebook):
+    notebook.here(
+        "from torch.utils.data import DataLoader\nclass Data(list):\n    seen = 0\n"
+        "data, x = Data([1]), [1]\nnamed, nameless, plain = DataLoader(data), DataLoader(Data([1])), DataLoader(x)"
+    )
+    assert notebook.cell("named.dataset.seen = replica_id + 1").altered == ["data"]
+    assert notebook.cell("nameless.dataset.seen = 1").altered == ["nameless"]
+    assert notebook.cell("plain.dataset[0] = replica_id").altered == ["plain"]
+    assert (notebook.user_ns["data"].seen, notebook.user_ns["x"]) == (0, [1])
+
+
 def test_a_loader_of_a_stream_and_one_without_examples_are_sent_once(notebook):
     notebook.here(
         "from torch.utils.data import DataLoader, IterableDataset, Sampler\n"

@@ -191,10 +191,11 @@ class Absorbing:
         names = {name for exports in told.by.values() for name in exports.names}
         trained = {name for exports in told.by.values() for name in exports.trained}
         filled = {name for exports in told.by.values() for name in exports.filled}
+        loaders = {name for exports in told.by.values() for name in exports.loaders}
         told.altered.update(name for exports in told.by.values() for name in exports.altered)
         # Before networks hear of their attributes, of which an object may be one: model.config. And while what objects
         # had there has its handles: trainer.optimizer = SGD(...).
-        left = {name for name in told.altered | filled if self._was_left(name)}
+        left = {name for name in told.altered | filled | loaders if self._was_left(name)}
         told.follow.update(filled & left)
         for replica_id, exports in told.by.items():
             for handle in exports.gone:

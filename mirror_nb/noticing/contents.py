@@ -150,6 +150,14 @@ def content(
     return Content(file.getvalue(), beside=tuple(reader.beside), own=own)
 
 
+def changed_among(before: Content, now: Content) -> list[bool]:
+    """Tell of each of the `data_sets` of a loader, of which these are two contents, whether it was changed."""
+    (_, was), (_, held) = before.beside[0], now.beside[0]
+    if not isinstance(was, _Contents) or not isinstance(held, _Contents):
+        raise TypeError("contents of loaders are wanted")
+    return [not _alike(*pair) for pair in zip(was.each, held.each, strict=True)]
+
+
 def class_content(
     kind: type,
     token: Token,
@@ -360,11 +368,12 @@ class _Contents:
         return (
             isinstance(other, _Contents)
             and len(self.each) == len(other.each)
-            and all(
-                one is two or (one is not None and one.same(two))
-                for one, two in zip(self.each, other.each, strict=True)
-            )
+            and all(map(_alike, self.each, other.each))
         )
+
+
+def _alike(one: Content | None, other: Content | None) -> bool:
+    return one is other or (one is not None and one.same(other))
 
 
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), tuple, list, dict, set, frozenset})

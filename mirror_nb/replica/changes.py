@@ -14,7 +14,8 @@ from torch import nn
 from mirror_nb.distributed import Distributed
 from mirror_nb.messages import former, travels
 from mirror_nb.mirroring.attributes import names_in
-from mirror_nb.noticing.contents import Content, class_content, content
+from mirror_nb.noticing.contents import Content, changed_among, class_content, content
+from mirror_nb.noticing.data_sets import data_sets
 from mirror_nb.noticing.insides import inside
 from mirror_nb.noticing.kinds import WITHOUT_IDENTITY, goes_by_name, has_an_identity, is_unchanging
 from mirror_nb.noticing.reads import reached
@@ -43,6 +44,8 @@ class Changes:
     filled: frozenset[str] = frozenset()
     # Of these, and of the altered ones: objects whose attributes travel, for the controller's own, and containers that
     # hold themselves, whose members do.
+    loaders: frozenset[str] = frozenset()
+    # Loaders of which nothing was changed but what has names.
     standing: tuple[str, ...] = ()
     # Names that the cell mentions, and whose values it has left as they were, or altered: the notebook keeps its own.
     former: tuple[str, ...] = ()
@@ -71,9 +74,11 @@ class Before:
         self._objects = dict(names)
         self._contents: dict[str, Content] = {}
         self._attributes: dict[str, dict[str, Was]] = {}
-        self._named = {id(value) for n, value in names.items() if n not in outdated and _has_own_name(n, value)}
+        self._named = {id(value): n for n, value in names.items() if n not in outdated and _has_own_name(n, value)}
         self._inside: dict[str, list[int]] = {}
         # By name: the ids of what has a name, too, and is inside its value, in its order.
+        self._data_sets: dict[str, list[int]] = {}
+        # By the names of loaders: the ids of what they go by.
         self._remember(list(reached(mentioned, names)), set(bound))
 
     def _remember(self, queue: list[str], bound: Collection[str]) -> None:
@@ -94,6 +99,7 @@ class Before:
             if held is not None:
                 self._contents[name] = held
                 self._inside[name] = list(map(id, inside))
+                self._data_sets[name] = list(map(id, data_sets(meant(self._names[name]))))
                 if held.own and (own := attributes(meant(self._names[name]))) is not None:
                     self._attributes[name] = {attribute: Was.of(value) for attribute, value in own.items()}
             # By a network that has it as an attribute, too.
@@ -125,6 +131,7 @@ class Before:
         standing: list[str] = []
         holding: set[str] = set()
         filled: set[str] = set()
+        loaders: set[str] = set()
         # Containers that are as they were, with what has another name now: here as there it is to be one value.
         names = {n for n, value in self._names.items() if self._objects.get(n, _MISSING) is not value}
         named = {id(value): value for n in names if type(value := self._names[n]) not in WITHOUT_IDENTITY}
@@ -134,7 +141,7 @@ class Before:
             if value is _MISSING or (name in names and self._objects.get(name) is not value):
                 continue
             inside: list[object] = []
-            now = self._content(value, sought=self._named | named.keys(), seen=inside.append)
+            now = self._content(value, sought=self._named.keys() | named.keys(), seen=inside.append)
             same = held.same(now) and self._has_the_same_inside(name, inside)
             more = any(id(obj) in named and obj is not value and has_an_identity(obj) for obj in inside)
             if name in names and not (same and more):
@@ -148,6 +155,11 @@ class Before:
                 names.add(name)
             elif same and more and (name in filled or stays_itself(value)):
                 holding.add(name)
+            elif not same and (others := self._changed_in_a_loader(name, held, now)):
+                loaders.add(name)
+                objects = {n for n in others if not stays_itself(self._names[n])}
+                altered |= objects
+                filled |= {n for n in objects if is_refillable(self._names[n])}
             else:
                 if not same:
                     altered.add(name)
@@ -169,6 +181,7 @@ class Before:
             {n: there for n, there in unchanged.items() if there is not None},
             frozenset(holding),
             frozenset(filled),
+            frozenset(loaders),
             # Of use to values that travel alone; to say so of large ones takes a while.
             tuple(sorted(n for n in standing if (names or altered) and (n in altered or self._contents[n].complete))),
             taken,
@@ -208,6 +221,21 @@ class Before:
                 if is_unchanging(value) if held is None else held.complete and same:
                     return known
         return None
+
+    def _changed_in_a_loader(self, name: str, before: Content, now: Content | None) -> set[str]:
+        """Return the names of what a loader goes by and was changed; none where that is not told by names alone.
+
+        Of a container or a tensor that is so only if the cell has named it: it would be bound anew if replicas differ.
+        """
+        parts = data_sets(meant(self._names[name]))
+        if now is None or not parts or list(map(id, parts)) != self._data_sets[name]:
+            return set()
+        changed = [part for part, is_changed in zip(parts, changed_among(before, now), strict=True) if is_changed]
+        names = {self._named.get(id(part), ""): part for part in changed}
+        told = (
+            self._names.get(n) is part and (n in self._contents or not stays_itself(part)) for n, part in names.items()
+        )
+        return set(names) if all(told) else set()
 
     def _has_the_same_inside(self, name: str, inside: list[object]) -> bool:
         """Whether a value with equal content holds the very objects with names that it held: `log["all"] = losses`."""

@@ -445,6 +445,7 @@ class Namespace:
             changes.deleted,
             changes.refilled,
             changes.filled.intersection(exported),
+            changes.loaders,
             changes.unchanged,
             {**objects, **dict.fromkeys(fresh.inside)},
             sums,
