@@ -31,6 +31,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -586,6 +587,35 @@ def test_replicas_with_different_datasets_are_told_before_the_first_batch():
     list(session.dataset(DataLoader(Numbers(10), batch_size=4), 0))
     with pytest.raises(UsageError, match=r"replica 1 was given 9 examples of Numbers.*replica 0 10 examples"):
         iter(session.dataset(DataLoader(Numbers(9), batch_size=4), 1))
+
+
+SPLITS = {
+    "a subset": lambda indices: DataLoader(Subset(Numbers(20), indices), batch_size=4),
+    "a subset of a subset": lambda indices: DataLoader(Subset(Subset(Numbers(20), indices), range(8)), batch_size=4),
+    "an array": lambda indices: DataLoader(Subset(Numbers(20), np.array(indices)), batch_size=4),
+    "a sampler": lambda indices: DataLoader(Numbers(20), sampler=SubsetRandomSampler(indices), batch_size=4),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_split_that_each_replica_has_drawn_by_itself_is_told_before_the_first_batch(split):
+    session = Session(2)
+    first, other = ([int(i) for i in np.random.default_rng(seed).permutation(20)[:10]] for seed in (0, 1))
+    list(session.dataset(SPLITS[split](first), 0))
+    iter(session.dataset(SPLITS[split](first), 1))
+    list(session.dataset(SPLITS[split](first), 0))
+    with pytest.raises(UsageError, match=rf"replica 1 .*{other[0]}, {other[1]}, .*has drawn by itself"):
+        iter(session.dataset(SPLITS[split](other), 1))
+
+
+def test_indices_that_cannot_be_told_apart_are_taken_as_they_are():
+    class Odd(list):
+        def __getitem__(self, i: Any) -> Any:
+            raise ValueError("no")
+
+    session = Session(2)
+    for indices in (Odd([1, 2]), ["a", "b"]):
+        iter(session.dataset(DataLoader(Subset(Numbers(4), indices), batch_size=2), 0))
 
 
 # ---- workers ------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -127,7 +128,29 @@ def describe(loader: DataLoader[Any]) -> str:
     examples = None if isinstance(loader.dataset, IterableDataset) else length_of(loader.dataset)
     sizes = f"{'?' if examples is None else examples} examples of {name_of(loader.dataset)}"
     order = f"{name_of(index_sampler(loader))}, batch_size={loader.batch_size}"
-    return f"{sizes} ({order}, {loader.num_workers} workers)"
+    return f"{sizes} ({order}, {loader.num_workers} workers{''.join(map(_in_words, _chosen(loader)))})"
+
+
+def _chosen(loader: DataLoader[Any]) -> list[Sequence[int]]:
+    """Return the indices that somebody has chosen: of a split of the data, say."""
+    dataset, order = loader.dataset, index_sampler(loader)
+    chosen = []
+    while isinstance(dataset, Subset):
+        chosen.append(dataset.indices)
+        dataset = dataset.dataset
+    order = order.sampler if type(order) is BatchSampler else order
+    return [*chosen, order.indices] if isinstance(order, SubsetRandomSampler) else chosen
+
+
+def _in_words(indices: Sequence[int]) -> str:
+    """Name some indices, by which other draws are told apart."""
+    n = length_of(indices) or 0
+    try:
+        some = [str(int(indices[i])) for i in sorted({0, 1, n // 2, n - 2, n - 1}) if 0 <= i < n]
+    except Exception:
+        # Indices of the user's own kind may raise whatever.
+        return ""
+    return f", examples {', '.join(some)} among others" if some else ""
 
 
 def agree_on(agree: Agree, replica_id: int, mine: str, states: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +159,9 @@ def agree_on(agree: Agree, replica_id: int, mine: str, states: dict[str, Any]) -
     if (agreed, agreed_states.keys()) != (mine, states.keys()):
         raise UsageError(
             f"replica {replica_id} was given {mine} (random streams: {', '.join(states) or 'none'}), but replica 0 "
-            f"{agreed} ({', '.join(agreed_states) or 'none'}); all replicas have to be given the same data"
+            f"{agreed} ({', '.join(agreed_states) or 'none'}); all replicas have to be given the same data (a "
+            "split that each has drawn by itself, by random_split or torch.randperm, is another one: seed before it, "
+            "with torch.manual_seed(0), or draw it in an ordinary cell)"
         )
     return cast(dict[str, Any], agreed_states)
 
