@@ -207,6 +207,7 @@ def test_a_module_that_was_mirrored_by_hand_is_mirrored_with_all_its_parts(two, 
     assert two.mirror(optimizer) is optimizer
     if optimizer_first:
         two.run(lambda: optimizer.param_groups[0]["lr"])
+        assert two._place._references.mirrors.known(model) is not None
     before = model(torch.ones(1, 2)).item()
     two.run(step_of(model, optimizer))
     assert model(torch.ones(1, 2)).item() == pytest.approx(before - 3)

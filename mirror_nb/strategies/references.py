@@ -14,13 +14,14 @@ from torch import nn
 from mirror_nb.errors import UsageError
 from mirror_nb.held_variables import scope_variables
 from mirror_nb.mirroring.mirrors import Mirrors, Moved
+from mirror_nb.mirroring.networks import all_parameters, parts_below
 from mirror_nb.strategies.base import Strategy
 from mirror_nb.strategies.misuse import BlindWrites, not_mirrored, not_owned, of_another_strategy
 from mirror_nb.strategies.objects import Objects
 from mirror_nb.transfer.opening import Arrivals
 from mirror_nb.transfer.packing import pack
 from mirror_nb.transfer.payload import Packed
-from mirror_nb.transfer.told import is_told
+from mirror_nb.transfer.told import is_told, parameters_of
 from mirror_nb.variables import Variable
 
 _BELONGS_TO_SCOPE = (
@@ -211,19 +212,15 @@ class References:
         return self.mirrors.resolve(token)
 
     def _networks_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-        owners = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                owner = self._owner(parameter)
-                if owner is not None and self.mirrors.known(owner[0]) is None:
-                    owners.append(self._root(owner[0]))
-        return owners
-
-    def _root(self, module: nn.Module) -> nn.Module:
-        """Return the outermost module made in the scope that contains this one."""
+        """Return the outermost networks made in the scope that have what it trains in parts that replicas lack."""
         modules = [obj for obj in self.objects.all() if isinstance(obj, nn.Module)]
-        parents = [m for m in modules if m is not module and any(part is module for part in m.children())]
-        return self._root(parents[0]) if parents else module
+        parts = parts_below(modules)
+        owners: dict[int, tuple[nn.Module, nn.Module]] = {}
+        for network in (module for module in modules if id(module) not in parts):
+            for part, _, own in all_parameters([network]):
+                owners.setdefault(id(own), (part, network))
+        found = (owners[id(trained)] for trained in parameters_of(optimizer) if id(trained) in owners)
+        return [network for part, network in found if self.mirrors.known(part) is None]
 
     def _sent_reference(self, new: dict[str, Any], inside: dict[int, Any]) -> Callable[[object], Any]:
         """For `pack`: a token for what the replicas have; what they lack that is not among `new` goes to `inside`."""
