@@ -28,14 +28,14 @@ class Carriers:
 
 @final
 class Client:
-    """A connection to the controller's store, kept from one forming to the next.
+    """A connection to the controller's store, of which there is one for the life of a replica.
 
-    Kept, since torch asks the name service for a name of 127.0.0.1 at each connect: 5 s were seen where that
-    loses a question. Not while a call waits on it, since it holds back every other request until then.
+    Kept from one forming to the next, since torch asks the name service for a name of 127.0.0.1 at each connect: 5 s
+    were seen where that loses a question. Not while a call waits on it, since it holds back every other request until
+    then.
     """
 
-    def __init__(self, address: tuple[str, int], store: dist.TCPStore) -> None:
-        self.address = address
+    def __init__(self, store: dist.TCPStore) -> None:
         self.store = store
         self.waiting = 0
 
@@ -52,17 +52,15 @@ class Client:
 
 def connect(rendezvous: Rendezvous, user_group: int) -> dist.Store:
     """The controller's store, below a prefix that no other group has."""
-    host, port = rendezvous.host, rendezvous.port
-    timeout = timedelta(seconds=rendezvous.timeout_seconds)
     client = state.client
-    if client is None or client.waiting or client.address != (host, port):
+    if client is None or client.waiting:
+        host, port, timeout = rendezvous.host, rendezvous.port, timedelta(seconds=rendezvous.timeout_seconds)
         store = aside(
             f"connecting to the store at {host}:{port}",
             lambda: dist.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False),
             rendezvous.timeout_seconds,
         )
-        client = state.client = Client((host, port), store)
-    client.store.set_timeout(timeout)
+        client = state.client = Client(store)
     return dist.PrefixStore(f"mirror_nb/{rendezvous.generation}/{user_group}", client.store)
 
 
