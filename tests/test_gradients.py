@@ -20,7 +20,7 @@ from crew import Crew, Replica, batches, in_scope, network, small_buckets, value
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mirror_nb.errors import PeerFailed, ReplicaError, UsageError
+from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
 from mirror_nb.gradients import agreement
 from mirror_nb.gradients.buckets import PATIENCE, Agreed, History
 from mirror_nb.gradients.matching import Portrait
@@ -1172,6 +1172,39 @@ def test_an_error_of_a_collective_leaves_backward_as_it_is(two: Crew) -> None:
             r.gradients.reset()
             model.zero_grad()
             model(torch.full((1, 2), r.id + 1.0)).sum().backward()
+            assert torch.equal(model.weight.grad, torch.full((2, 2), 1.5))
+
+    two.run(look)
+
+
+def test_what_a_failed_collective_goes_on_to_write_is_in_no_later_gradient(two: Crew) -> None:
+    def look(r: Replica) -> None:
+        reduce, written = dist.all_reduce, []
+
+        class Late:
+            def wait(self) -> None:
+                raise ReplicaTimeout("a peer is late")
+
+        def fail(flat: Tensor, **_: Any) -> Late:
+            written.append(flat)
+            return Late()
+
+        def go_on(flat: Tensor, **options: Any) -> Any:
+            written[0].fill_(1e9)
+            return reduce(flat, **options)
+
+        with r.scope:
+            model = nn.Linear(2, 2)
+            model(torch.ones(1, 2)).sum().backward()
+            for way in (fail, go_on):
+                dist.all_reduce = way
+                model.zero_grad()
+                try:
+                    model(torch.full((1, 2), r.id + 1.0)).sum().backward()
+                except ReplicaTimeout:
+                    assert way is fail
+                finally:
+                    dist.all_reduce = reduce
             assert torch.equal(model.weight.grad, torch.full((2, 2), 1.5))
 
     two.run(look)

@@ -901,21 +901,26 @@ def test_a_monitored_barrier_names_those_that_did_not_come(processes: Crew, all_
 
 
 def test_a_wait_with_a_time_of_its_own_may_be_waited_for_again(crew: Crew) -> None:
-    def use(replica_id: int) -> float:
-        tensor = torch.tensor([replica_id + 1.0])
+    def use(replica_id: int) -> tuple[float, float]:
+        tensor, received = torch.tensor([replica_id + 1.0]), torch.zeros(1)
         if replica_id == 0:
             work = dist.all_reduce(tensor, async_op=True)
-            with pytest.raises(ReplicaTimeout, match=r"within 0\.01 s"):
-                work.wait(timedelta(seconds=0.01))
+            through_gloo = dist.irecv(received, 1)
+            for late in (work, through_gloo):
+                with pytest.raises(ReplicaTimeout, match=r"within 0\.01 s"):
+                    late.wait(timedelta(seconds=0.01))
             dist.send(torch.zeros(1), 1)
             dist.send(torch.zeros(1), 2)
             work.wait()
+            through_gloo.wait()
         else:
             dist.recv(torch.zeros(1), 0)
             dist.all_reduce(tensor)
-        return tensor.item()
+        if replica_id == 1:
+            dist.send(torch.ones(1), 0)
+        return tensor.item(), received.item()
 
-    assert crew.call(use) == [6.0] * N
+    assert crew.call(use) == [(6.0, 1.0), (6.0, 0.0), (6.0, 0.0)]
 
 
 def test_a_time_that_holds_for_a_while_is_no_longer_than_the_groups_and_gone_after_an_error(crew: Crew) -> None:

@@ -703,6 +703,33 @@ def test_the_tensors_of_an_optimizer_that_is_copied_are_synchronised(again):
     assert gradients._agreement.find(optimizer.param_groups[0]["params"][0]) is not None
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, without parameter groups of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults = inner, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def test_an_optimizer_that_is_around_another_may_be_copied():
+    gradients = GradientSynchronizer(0, 2)
+    with Scope(0, 2, CPU, gradients, 0):
+        around = copy.deepcopy(Around(torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)))
+    assert gradients._agreement.find(around.inner.param_groups[0]["params"][0]) is not None
+
+
+def test_an_optimizer_may_have_a_tensor_that_is_computed():
+    rate = torch.zeros(2, requires_grad=True)
+    gradients = GradientSynchronizer(0, 2)
+    with Scope(0, 2, CPU, gradients, 0):
+        computed = rate * 2
+        torch.optim.SGD([computed, rate], 0.1, differentiable=True)
+    assert gradients._agreement.find(rate) is not None
+    assert gradients._agreement.find(computed) is None
+
+
 @pytest.mark.parametrize("at", ["made", "removed"])
 def test_an_interrupted_scope_leaves_nothing_behind(monkeypatch, at):
     scope = Scope(0, 2, CPU, GradientSynchronizer(0, 2), 0)

@@ -457,6 +457,32 @@ def test_who_waits_for_what_has_no_place_in_the_memory_yet_hears_that_a_replica_
         ours.wait(last, 1.0)
 
 
+def test_who_came_and_left_between_two_looks_has_come(monkeypatch) -> None:
+    ours, theirs = side_by_side()
+    exchange, looked = ours.barrier(), ours._flags.missing
+
+    def missing() -> str | None:
+        if not theirs.broken:
+            theirs.barrier()
+            theirs.close(PeerFailed("it needs no more of it"))
+        return looked()
+
+    monkeypatch.setattr(ours._flags, "missing", missing)
+    ours.wait(exchange, 1.0)
+    assert theirs.broken
+
+
+def test_each_collective_that_is_refused_has_an_error_of_its_own() -> None:
+    ours, _ = side_by_side()
+    ours.abort(PeerFailed("replica 1 died"))
+    errors = []
+    for _ in range(2):
+        with pytest.raises(PeerFailed, match="replica 1 died") as failed:
+            ours.barrier()
+        errors.append(failed.value)
+    assert errors[0] is not errors[1]
+
+
 def test_a_timeout_names_who_has_not_come_and_leaves_the_wait_open(few: Few) -> None:
     def use(gather: Any, replica_id: int, n: int) -> str:
         fabric = formed(gather, replica_id, n)
@@ -698,6 +724,7 @@ def test_a_future_that_is_asked_for_when_all_is_over_raises_the_error_too() -> N
     work = SharedWork(ours, ours.all_reduce(tensor, Fold.SUM), [tensor], DEADLINE, None)
     theirs.progress()
     assert work.is_completed()
+    assert not work.is_success()
     with pytest.raises(Exception, match="ran different collectives"):
         work.get_future().wait()
     ours.abort(PeerFailed("the test is over"))

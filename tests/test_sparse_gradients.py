@@ -248,6 +248,27 @@ def test_the_gradient_stays_sparse_and_has_the_rows_of_all_replicas(crews: dict[
     assert crews[2].run(look) == [(True, [0, 1, 7], [0.5, 0.5, 1.0])] * 2
 
 
+def test_gradients_that_name_elements_on_one_replica_and_rows_on_the_other_are_added(crews: dict[int, Crew]) -> None:
+    def look(r: Replica) -> list[Tensor]:
+        found = []
+        with r.scope:
+            table = nn.Embedding(5, 2, sparse=True)
+            for elements in (r.id == 0, True):
+                table.zero_grad()
+                if elements:
+                    table.weight.gather(1, torch.tensor([[1], [0]]), sparse_grad=True).sum().backward()
+                else:
+                    table(torch.tensor([1, 4])).sum().backward()
+                found.append(table.weight.grad.to_dense())
+        return found
+
+    elements, rows = torch.zeros(5, 2), torch.zeros(5, 2)
+    elements[0, 1] = elements[1, 0] = 1
+    rows[1] = rows[4] = 1
+    for found in crews[2].run(look):
+        torch.testing.assert_close(found, [(elements + rows) / 2, elements])
+
+
 def test_a_strategy_trains_embeddings_with_sparse_gradients() -> None:
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = F.mse_loss(model(x), y)
