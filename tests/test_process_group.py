@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -526,16 +527,26 @@ def test_a_mesh_of_two_dimensions_has_groups_of_ours(crew: Crew) -> None:
 def test_a_subgroup_is_one_of_ours_whatever_backend_was_named(crew: Crew) -> None:
     def reduce_in_subgroups(replica_id: int) -> list[tuple[float, str, str, float]]:
         seen = []
-        for backend in (None, "gloo", "cpu:gloo,cuda:nccl"):
-            group = dist.new_group([0, 2], backend=backend)
+        for named in (None, "gloo", "cpu:gloo,cuda:nccl"):
+            group = dist.new_group([0, 2], backend=named)
             if replica_id != 1:
                 tensor = torch.tensor([replica_id + 1.0])
                 dist.all_reduce(tensor, group=group)
-                seen.append((tensor.item(), type(group).__name__, dist.get_backend(group), group._seconds))
+                backend = f"{dist.get_backend(group)} ({dist.get_backend_config(group)})"
+                seen.append((tensor.item(), type(group).__name__, backend, group._seconds))
         return seen
 
-    expected = [(4.0, "InterruptibleGroup", "gloo", 20.0)] * 3
+    expected = [(4.0, "InterruptibleGroup", "gloo (cpu:gloo,cuda:gloo)", 20.0)] * 3
     assert crew.call(reduce_in_subgroups) == [expected, [], expected]
+
+
+def test_a_subgroup_waits_as_long_as_it_was_told_or_as_the_default_group(crew: Crew) -> None:
+    def use(_: int) -> list[float]:
+        times: list[dict[str, Any]] = [{"timeout": timedelta(seconds=7)}, {}]
+        groups: list[Any] = [dist.new_group(list(range(N)), **time) for time in times]
+        return [group._seconds for group in groups]
+
+    assert crew.call(use) == [[7.0, 20.0]] * N
 
 
 def test_accelerate_finds_the_replicas(crew: Crew) -> None:
@@ -572,7 +583,7 @@ def test_a_cell_may_destroy_the_group_and_make_its_own_twice(crew: Crew) -> None
     def use(replica_id: int) -> list[float]:
         hook = sys.excepthook
         sums = []
-        for arguments in (("gloo",), (), ("gloo", "env://", timedelta(seconds=10), N, replica_id)):
+        for arguments in (("gloo",), ("GLOO",), (), ("gloo", "env://", timedelta(seconds=10), N, replica_id)):
             dist.destroy_process_group()
             assert not dist.is_initialized()
             dist.init_process_group(*arguments)
@@ -585,7 +596,16 @@ def test_a_cell_may_destroy_the_group_and_make_its_own_twice(crew: Crew) -> None
         assert sys.excepthook is hook
         return sums
 
-    assert crew.call(use) == [[6.0] * 3] * N
+    assert crew.call(use) == [[6.0] * 4] * N
+
+
+def test_a_group_of_one_is_not_taken_for_that_of_all(crew: Crew) -> None:
+    def use(_: int) -> tuple[str, str]:
+        return outcome(lambda: dist.init_process_group("gloo", rank=0, world_size=1))
+
+    for kind, message in crew.call(use):
+        assert kind == ValueError.__name__
+        assert "twice" in message
 
 
 def test_a_group_of_its_own_that_one_replica_began_alone_does_not_part_it_from_the_others(crew: Crew) -> None:
@@ -850,6 +870,18 @@ def test_a_subgroup_of_an_older_generation_says_that_it_is_gone(crew: Crew) -> N
         assert "no longer there" in message
 
 
+def test_what_torch_records_of_a_failure_takes_no_place_of_what_a_subgroup_says_that_is_gone(crew: Crew) -> None:
+    def use(_: int) -> tuple[str, str]:
+        group = dist.new_group(list(range(N)))
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        return outcome(lambda: dist.all_reduce(torch.ones(1), group=group))
+
+    for kind, message in crew.call(use):
+        assert kind == UsageError.__name__
+        assert "no longer there" in message
+
+
 def test_dissolving_with_work_in_flight_does_not_wait_for_it(crew: Crew) -> None:
     def use(replica_id: int) -> str:
         if replica_id:
@@ -862,6 +894,19 @@ def test_dissolving_with_work_in_flight_does_not_wait_for_it(crew: Crew) -> None
         return str(caught.value)
 
     assert "dissolved" in crew.call(use)[0]
+
+
+def test_dissolving_a_group_that_torch_made_does_not_wait_for_it_either(crew: Crew, tmp_path: Path) -> None:
+    def use(replica_id: int) -> bool:
+        dist.destroy_process_group()
+        store = dist.FileStore(str(tmp_path / "store"), N)
+        dist.init_process_group("gloo", store=store, rank=replica_id, world_size=N)
+        if replica_id == 0:
+            dist.all_reduce(torch.zeros(2), async_op=True)
+            process_group.dissolve()
+        return dist.is_initialized()
+
+    assert crew.call(use) == [False, True, True]
 
 
 def test_a_cell_that_destroys_the_group_with_work_in_flight_goes_on(crew: Crew) -> None:

@@ -122,11 +122,7 @@ def form(rendezvous: Rendezvous, device: torch.device) -> None:
     install()
     dissolve()
     state.start(rendezvous, device)
-    try:
-        _init(connect(rendezvous, user_group=0), rendezvous, timedelta(seconds=rendezvous.timeout_seconds))
-    except BaseException:
-        dissolve()
-        raise
+    _init(connect(rendezvous, user_group=0), rendezvous, timedelta(seconds=rendezvous.timeout_seconds))
 
 
 def dissolve() -> None:
@@ -222,7 +218,6 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
         if rendezvous is None or not free or not _means_all_replicas(given, rendezvous):
             original(*args, **kwargs)
             return
-        state.check()
         state.offered = False
         if group is not None:
             # The replicas have met already: what a script for torchrun begins with asks for this very group.
@@ -247,7 +242,6 @@ def _means_all_replicas(given: dict[str, Any], rendezvous: Rendezvous) -> bool:
     here = rendezvous.replica_id, rendezvous.num_replicas
     return (
         given.get("store") is None
-        and not given.get("_ranks")
         and (given.get("init_method") in (None, "env://") or said == here)
         and all(one in (-1, mine) for one, mine in zip(said, here, strict=True))
         and _served(given.get("backend"))
