@@ -152,7 +152,10 @@ def test_which_gpus_are_near_is_asked_once_for_a_group(monkeypatch):
         for _ in range(3):
             ops.start(ReduceOp.SUM, torch.ones(2).as_subclass(OnGpu))
     assert len(asked) == 2
-    assert pickle.loads(pickle.dumps(ops)).num_packs == 1
+    again = pickle.loads(pickle.dumps(ops))
+    assert again.num_packs == 1
+    with pytest.raises(ReplicaError, match="bound to none"):
+        again.start(ReduceOp.SUM, torch.ones(2))
 
 
 @pytest.mark.parametrize("make", [NcclAllReduce, HierarchicalCopyAllReduce, SymmetricMemoryAllReduce])

@@ -968,6 +968,23 @@ def test_a_wait_with_a_time_of_its_own_may_be_waited_for_again(crew: Crew) -> No
     assert crew.call(use) == [(6.0, 1.0), (6.0, 0.0), (6.0, 0.0)]
 
 
+def test_what_a_future_stands_for_is_told_among_the_waits(crew: Crew) -> None:
+    def use(replica_id: int) -> list[str]:
+        told: list[str] = []
+        if replica_id == 0:
+            future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+            told = [wait.collective for group in process_group.standing() for wait in group.waits]
+            dist.send(torch.zeros(1), 1)
+            dist.send(torch.zeros(1), 2)
+            future.wait()
+        else:
+            dist.recv(torch.zeros(1), 0)
+            dist.all_reduce(torch.ones(2))
+        return told
+
+    assert crew.call(use) == [["all_reduce of float32[2]"], [], []]
+
+
 def test_a_time_that_holds_for_a_while_is_no_longer_than_the_groups_and_gone_after_an_error(crew: Crew) -> None:
     def use(_: int) -> list[float]:
         group: Any = dist.group.WORLD

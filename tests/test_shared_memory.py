@@ -717,6 +717,19 @@ def test_a_future_of_what_was_ended_raises_its_error() -> None:
     assert not state.live
 
 
+def test_a_future_comes_though_nobody_waits_who_could_carry_it_on() -> None:
+    ours, theirs = side_by_side()
+    tensor, there = torch.ones(4), threading.Event()
+    future = SharedWork(ours, ours.all_reduce(tensor, Fold.SUM), [tensor], DEADLINE, None).get_future()
+    future.add_done_callback(lambda _: there.set())
+    theirs.all_reduce(torch.ones(4), Fold.SUM)
+    try:
+        assert there.wait(5)
+    finally:
+        ours.abort(PeerFailed("the test is over"))
+    assert torch.equal(tensor, torch.full((4,), 2.0))
+
+
 def test_a_future_that_is_asked_for_when_all_is_over_raises_the_error_too() -> None:
     ours, theirs = side_by_side()
     tensor = torch.ones(4)
