@@ -66,6 +66,15 @@ def test_one_that_takes_shape_in_the_replicas_does_so_here_and_trains_as_on_one_
     assert torch.equal(*two.run(lambda: model[0].weight.sum()))
 
 
+def test_one_that_takes_shape_in_the_replicas_and_gets_a_layer_behind_it_has_both_here(two):
+    with two.scope():
+        model = nn.Sequential(nn.LazyLinear(3))
+    two.run(lambda: bool(model))
+    two.run(lambda: model.append(nn.Tanh()) and model(X).sum().item())
+    assert torch.equal(model(X), two.run(lambda: model(X).detach())[0])
+    assert classes(model) == ["Linear", "Tanh"]
+
+
 @pytest.mark.parametrize("how", ["a forward pass", "load_state_dict"])
 def test_one_that_takes_shape_here_does_so_in_the_replicas(two, how):
     with two.scope():

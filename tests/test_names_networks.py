@@ -562,6 +562,24 @@ def test_parts_that_a_cell_takes_away_or_adds_are_so_here_and_the_network_stays_
     assert notebook.user_ns["y"] == 3
 
 
+@pytest.mark.parametrize(
+    ("made", "change"),
+    [
+        ("nn.ModuleDict({'a': nn.Tanh()})", "net.clear()"),
+        ("nn.ModuleDict({'a': nn.Tanh()})", "del net['a']"),
+        ("nn.ModuleList([nn.Linear(2, 2), nn.Tanh()])", "net.insert(0, net[1])"),
+        ("nn.Sequential(nn.Linear(2, 2), nn.Tanh())", "net.insert(0, net[1])"),
+    ],
+)
+def test_parts_that_are_taken_away_here_or_put_between_are_so_in_the_replicas(notebook, made, change):
+    notebook.here(f"net = {made}")
+    notebook.cell("before = repr(net)")
+    notebook.here(change)
+    notebook.cell("after = repr(net)")
+    before, after, net = (notebook.user_ns[name] for name in ("before", "after", "net"))
+    assert before != after == repr(net)
+
+
 def test_a_network_on_the_meta_device_travels_as_it_is(notebook):
     notebook.cell("with torch.device('meta'): net = torch.nn.Linear(2, 1)")
     assert notebook.user_ns["net"].weight.is_meta

@@ -30,8 +30,8 @@ class Handles(Generic[T]):
             if ending():
                 # What is called has lost its modules.
                 return
-            if self._by_id.get(key, _NONE)[0] is reference:
-                del self._by_id[key]
+            # Before another object may have its id.
+            self._by_id.pop(key, None)
             if self._by_handle.get(handle) is reference:
                 del self._by_handle[handle]
                 self._gone(handle)
@@ -68,6 +68,3 @@ def referring(obj: object, gone: Callable[[Any], None] | None = None) -> Callabl
         return weakref.ref(obj, gone)
     except TypeError:
         return lambda: obj
-
-
-_NONE = (None, "")

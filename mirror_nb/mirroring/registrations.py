@@ -24,10 +24,8 @@ class Registrations:
             # There are no hooks for what goes or is put between, nor for a parameter that is None.
             for owner, name in _UNTOLD:
                 Replaced(owner, name, after=self._registered)
-            # `network.double()` and the like put other buffers in the place of those that there are. By a name of
-            # torch's own: without it, only networks that have parameters tell that they were converted.
-            if hasattr(nn.Module, "_apply"):
-                Replaced(nn.Module, "_apply", after=self._converted)
+            # `network.double()` and the like put other buffers in the place of those that there are.
+            Replaced(nn.Module, "_apply", after=self._converted)
 
     def _registered(self, *_: object) -> None:
         self.count += 1
