@@ -111,9 +111,14 @@ def test_a_method_of_an_object_that_has_a_name_is_that_objects_on_both_sides(run
     [
         "def add(to): net[0].register_forward_hook(lambda m, i, o: to.append(len(o)))\nadd(seen)",
         "net[0].register_forward_hook(functools.partial(lambda to, m, i, o: to.append(len(o)), seen))",
+        "net[0].register_forward_hook(functools.partial(lambda by, to, m, i, o: to.append(len(o) * by), 1, seen))",
         "net[0].register_forward_hook(lambda m, i, o: seen.append(len(o)))",
+        "def add(to):\n"
+        " net[0].register_forward_hook(lambda m, i, o: to.append(len(o) if to is seen else later))\n"
+        " if net is None: later = 0\n"
+        "add(seen)",
     ],
-    ids=["captured", "given", "by its name"],
+    ids=["captured", "given", "given behind another", "by its name", "captured beside what is not there yet"],
 )
 def test_what_a_hook_adds_to_is_the_list_that_has_a_name(run, one, other, made):
     run(f"{one}seen = []\n{made}\nforward()")
