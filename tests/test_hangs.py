@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -542,6 +543,26 @@ def test_a_replica_that_works_on_or_has_threads_of_the_users_may_still_come():
     assert said is not None
     counts = "(replica 1 has begun all_reduce 3 times, replica 0 4 times)"
     assert f"replica 1 has come to the end without it {counts}" in said
+
+
+def test_a_replica_that_is_yet_to_begin_or_has_some_under_way_may_still_come():
+    rests = at("", request=None)
+    under_way = dataclasses.replace(rests, groups=(dataclasses.replace(rests.groups[0], under_way=True),))
+    waits = at("loss.backward()", Wait(4, "all_reduce of float32[9]", 3.0, (1,)), begun=4)
+    assert hangs.uneven({0: waits, 1: under_way}, idle={1}, running={0}, asked={0, 1}) is None
+    of_one, of_any = (Wait(1, f"recv of float32[9]{of}", 3.0, (), *who) for of, who in ((" from 1", (1,)), ("", ())))
+    for wait, others in ((of_one, {1: rests}), (of_any, dict.fromkeys((1, 2, 3), rests))):
+        begun = (("recv", wait.partner, 1),)
+        one = at("receive()", wait)
+        found = {0: dataclasses.replace(one, groups=(dataclasses.replace(one.groups[0], between=begun),)), **others}
+        asked = {*found}
+        assert hangs.uneven(found, idle=set(), running=asked, asked=asked) is None
+        assert hangs.uneven(found, idle={*others}, running={0}, asked=asked) is not None
+
+
+def test_a_replica_that_does_not_answer_is_a_hang_by_itself():
+    assert hangs.hangs({0: at("step()"), 1: hangs.Silent("is stopped by a signal", (), "")})
+    assert not hangs.hangs({0: at("step()"), 1: at("step()")})
 
 
 def test_who_waits_for_a_replica_that_the_cell_leaves_out_is_told_so_and_of_no_counts():
