@@ -558,6 +558,8 @@ def test_a_replica_that_is_yet_to_begin_or_has_some_under_way_may_still_come():
         asked = {*found}
         assert hangs.uneven(found, idle=set(), running=asked, asked=asked) is None
         assert hangs.uneven(found, idle={*others}, running={0}, asked=asked) is not None
+    elsewhere = dataclasses.replace(rests, groups=())
+    assert hangs.uneven({0: at("receive()", of_one), 1: elsewhere}, idle={1}, running={0}, asked={0, 1}) is None
 
 
 def test_a_replica_that_does_not_answer_is_a_hang_by_itself():

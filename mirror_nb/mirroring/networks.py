@@ -54,7 +54,7 @@ def structure(module: nn.Module) -> tuple[int, ...]:
     parts = list(module.modules())
     # Past named_parameters, which brings the replicas' values here first: nobody wants to see them.
     held = [vars(part).get(kind, {}) for part in parts for kind in ("_parameters", "_buffers")]
-    found = (id(tensor) for tensors in held for tensor in tensors.values() if tensor is not None)
+    found = (id(tensor) for tensors in held for tensor in tensors.values())
     return (*map(id, parts), *dict.fromkeys(found))
 
 
@@ -193,7 +193,7 @@ def averaged_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the running statistics that replicas average when they are read from outside (DESIGN decision 7)."""
     kept = {}
     for prefix, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+        if isinstance(part, nn.modules.batchnorm._NormBase):
             for name in ("running_mean", "running_var"):
                 kept[f"{prefix}.{name}" if prefix else name] = part._buffers[name]
     return {name: value for name, value in kept.items() if value is not None and not is_lazy(value)}
