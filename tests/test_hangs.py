@@ -551,7 +551,8 @@ def test_a_replica_that_is_yet_to_begin_or_has_some_under_way_may_still_come():
     waits = at("loss.backward()", Wait(4, "all_reduce of float32[9]", 3.0, (1,)), begun=4)
     assert hangs.uneven({0: waits, 1: under_way}, idle={1}, running={0}, asked={0, 1}) is None
     of_one, of_any = (Wait(1, f"recv of float32[9]{of}", 3.0, (), *who) for of, who in ((" from 1", (1,)), ("", ())))
-    for wait, others in ((of_one, {1: rests}), (of_any, dict.fromkeys((1, 2, 3), rests))):
+    to_another = dataclasses.replace(rests, groups=(dataclasses.replace(rests.groups[0], between=(("send", 2, 1),)),))
+    for wait, others in ((of_one, {1: rests}), (of_any, {1: to_another, 2: rests, 3: rests})):
         begun = (("recv", wait.partner, 1),)
         one = at("receive()", wait)
         found = {0: dataclasses.replace(one, groups=(dataclasses.replace(one.groups[0], between=begun),)), **others}
