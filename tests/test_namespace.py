@@ -274,6 +274,7 @@ def test_a_snapshot_gives_a_new_replica_all_that_can_travel():
         ("abc", "str of 3"),
         (threading.Lock(), "lock"),
         (torch.optim.SGD(nn.Linear(1, 1).parameters()), "SGD over 2 tensors"),
+        (object.__new__(torch.optim.SGD), "SGD over 0 tensors"),
     ],
 )
 def test_a_value_is_described_without_running_its_repr(value, words):

@@ -25,7 +25,7 @@ from mirror_nb.replica.held import Held
 from mirror_nb.replica.outgoing import MODULE_BYTES, PLAIN_BYTES, Fresh, Known, Outgoing, is_large, rebuilds
 from mirror_nb.tensors.sharded import WHY, has_sharded
 from mirror_nb.transfer.pickler import TooLarge
-from mirror_nb.transfer.told import is_told
+from mirror_nb.transfer.told import is_told, parameters_of
 
 
 class Holds(Known, Protocol):
@@ -185,7 +185,7 @@ def describe(value: object) -> str:
         shape = "nested" if value.is_nested else tuple(value.shape)
         return f"{name} {shape} {str(value.dtype).removeprefix('torch.')} on {value.device}"
     if isinstance(value, torch.optim.Optimizer):
-        return f"{name} over {sum(len(group['params']) for group in value.param_groups)} tensors"
+        return f"{name} over {len(parameters_of(value))} tensors"
     if isinstance(value, (list, tuple, dict, set, str, bytes)):
         return f"{name} of {len(value)}"
     return name

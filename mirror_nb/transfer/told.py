@@ -23,7 +23,7 @@ _Told = torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler | torch.Gener
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return what an optimizer trains, in the order of its groups."""
-    # A cell may have deleted them.
+    # A cell may have deleted them, and one that is around another may have none.
     groups = getattr(optimizer, "param_groups", ())
     return [parameter for group in groups for parameter in group["params"]]
 
