@@ -70,6 +70,7 @@ def test_one_replicas_error_is_raised_as_itself_and_says_who_raised_it():
 
 def test_a_line_that_only_the_controller_knows_is_shown_with_its_text(monkeypatch):
     monkeypatch.setitem(linecache.cache, "<cell>", (5, None, ["x = 1\n", "y = x / 0\n"], "<cell>"))
+    monkeypatch.setitem(linecache.cache, "/torch.py", (9, None, ["text of now\n"] * 9, "/torch.py"))
     trace = (
         "Traceback (most recent call last):",
         '  File "<cell>", line 2, in f',
@@ -98,6 +99,8 @@ def test_another_line_is_one_of_the_plain_cell_too(monkeypatch):
     file = plain_cell(monkeypatch, "f(1)\nf(2)\n", 7)
     _, shown = raised(failed(ValueError("a"), line=f"{file}, line 1"), failed(ValueError("a"), line=f"{file}, line 2"))
     assert shown.endswith("raised by all 2 replicas\nreplica 1 (cuda:1) at Cell In[7], line 2: f(2)")
+    _, shown = raised(failed(ValueError("a"), line=f"{file}, line 1"), failed(ValueError("a"), line=""))
+    assert shown.endswith("raised by all 2 replicas")
 
 
 def test_where_ipython_gives_cells_no_names_a_line_has_its_files(monkeypatch):
@@ -203,6 +206,10 @@ def test_an_interrupt_shows_where_the_replicas_were():
     assert type(error) is KeyboardInterrupt
     assert "----> 3 KeyboardInterrupt here" in shown
     assert "interrupted on all 2 replicas" in shown
+
+
+def test_an_interrupt_that_the_users_code_has_caught_is_none():
+    raise_for(Report({0: OK, 1: Answer(Done(1, interrupted=True))}, True, False), DEVICES)
 
 
 def test_an_interrupt_that_came_too_late_for_any_replica_is_one_still():
