@@ -167,6 +167,10 @@ def test_a_death_is_told_with_who_and_how_and_what_is_next():
     assert str(error) in shown.replace("ReplicaDied: ", "")
 
 
+def test_a_signal_without_a_name_is_told_by_its_number():
+    assert died(0, exit_code=-63).death.how() == "was killed by signal 63 (signal 63)"
+
+
 def test_when_all_died_nobody_is_said_to_have_kept_anything():
     _, shown = raised(died(0), died(1))
     assert "kept" not in shown

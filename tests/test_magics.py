@@ -371,6 +371,14 @@ def test_a_list_is_pulled_with_the_objects_in_it_that_have_names_and_stays_one_w
     assert (names["stopper"].best, names["kept"]) == (1, [1, 2])
 
 
+def test_what_is_pulled_goes_into_no_object_that_the_notebook_has_made_since(run):
+    run("x = [1]")
+    run("%%mirrored\nx.append(2)")
+    run("x = [9]; other = x")
+    run("%mirror pull x")
+    assert run("(x, other)")[0] == ([1, 2], [9])
+
+
 def test_what_cannot_be_sent_says_so_when_it_is_asked_for(run, shell):
     run("%%mirrored --quiet\nimport threading\nlock = threading.Lock()\nlarge = 'x' * 3_000_000")
     lock = shell.user_ns["lock"]
