@@ -120,9 +120,11 @@ def test_schedulers_that_differ_on_purpose_are_left_alone(three):
     assert [values["rate"] for values in look(three)] == [0.05, 0.025, 0.0125]
 
 
-def test_a_replica_that_was_left_in_the_middle_of_a_step_takes_anothers(three):
+@pytest.mark.parametrize("more", [0, 9], ids=["", "and came further"])
+def test_a_replica_that_was_left_in_the_middle_of_a_step_takes_anothers(three, more):
     run_cell(
         three,
+        f"if replica_id == 0:\n    for _ in range({more}): optimizer.step()\n"
         "class Half(torch.optim.SGD):\n    def step(self):\n        super().step()\n"
         "        if replica_id == 0 and fails: raise OSError('half-way')\n"
         "fails = False\nhalf = Half(model.parameters(), lr=0.1)\nhalf.step()\nfails = True\nhalf.step()",

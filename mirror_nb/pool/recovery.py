@@ -70,7 +70,7 @@ def _level(pool: Pool, living: Sequence[int]) -> tuple[int, tuple[str, ...]]:
     answers = _ask(pool, Steps(), living)
     steps, sums = ({r: answers[r][i] for r in living} for i in range(2))
     # One that was left halfway is none to go on from, however far it came.
-    source = max(living, key=lambda r: (not any(n < 0 for n in steps[r].values()), sum(steps[r].values()), -r))
+    source = max(living, key=lambda r: (not any(n < 0 for n in steps[r].values()), sum(steps[r].values())))
     apart = {r: [*_others(steps[source], steps[r]), *_gone_apart(sums[source], sums[r])] for r in living}
     keys = tuple(sorted({key for mine in apart.values() for key in mine}))
     behind = [r for r in living if apart[r]]
