@@ -323,6 +323,7 @@ def test_a_survivor_that_dies_as_soon_as_it_has_told_what_it_holds_leaves_none_o
     assert opened() == before
     monkeypatch.undo()
     recover(three)
+    assert opened() == before
 
 
 def _descriptors() -> list[Path]:
