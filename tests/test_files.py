@@ -61,6 +61,17 @@ def test_open_still_travels_by_its_name(noted):
     assert open.__module__ == "io"
 
 
+def test_a_folder_whose_name_begins_as_that_of_temporary_files_is_another_one(tmp_path, noted, monkeypatch):
+    for name in ("tmp", "tmp_of_mine"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path / "tmp_of_mine")
+    for path in ("../tmp/a", "b"):
+        Path(path).touch()
+        Path(path).write_text("x")
+    assert files.taken() == (str(tmp_path.resolve() / "tmp_of_mine" / "b"),)
+
+
 def test_what_libraries_keep_for_themselves_is_not(folder, noted):
     with tempfile.TemporaryDirectory(dir=folder) as outside:
         os.mkdir("work")

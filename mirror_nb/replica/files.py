@@ -66,4 +66,4 @@ def _libraries() -> Iterator[str]:
 
 def _is_in(path: str, folder: str, here: str) -> bool:
     """Whether a path is in a folder; one that the user works in is none of these."""
-    return path.startswith(folder + os.sep) and not here.startswith(folder)
+    return path.startswith(folder + os.sep) and not f"{here}{os.sep}".startswith(folder + os.sep)
