@@ -839,6 +839,22 @@ def test_a_group_formed_again_fifty_times_is_right_and_leaves_nothing(crew: Crew
         assert settled(most)
 
 
+def test_a_group_formed_again_counts_anew(crew: Crew) -> None:
+    def use(replica_id: int) -> None:
+        # A collective that gloo carries, too.
+        dist.all_to_all_single(torch.zeros(N), torch.ones(N))
+        if replica_id < 2:
+            (dist.recv if replica_id else dist.send)(torch.zeros(1), 1 - replica_id)
+
+    def counted(_: int) -> list[Any]:
+        return [(group.begun, group.between) for group in process_group.standing()]
+
+    crew.call(use)
+    assert crew.call(counted)[0] == [((("all_to_all_single", 1),), (("send", 1, 1),))]
+    crew.form()
+    assert crew.call(counted) == [[((), ())]] * N
+
+
 def test_a_ddp_model_goes_on_after_the_group_was_formed_again(crew: Crew) -> None:
     def build(_: int) -> None:
         torch.manual_seed(0)

@@ -225,7 +225,7 @@ class InterruptibleGroup(dist.ProcessGroup):
                     self._announced.popleft()
                     if exchange.error is not None:
                         operation.fail(exchange.error)
-                    elif not operation.done.is_set():
+                    else:
                         begin()
                 except BaseException as error:
                     # For whoever waits for it.
@@ -264,7 +264,6 @@ class InterruptibleGroup(dist.ProcessGroup):
                 Wait(item.number, item.name(), now - item.since, (), self._replica(item.partner))
                 for item in live
                 if isinstance(item, Operation)
-                and not item.done.is_set()
                 # What was only begun may be for the next request.
                 and (item.awaited or item.label not in _BETWEEN_TWO)
             ]
