@@ -580,6 +580,22 @@ def test_parts_that_are_taken_away_here_or_put_between_are_so_in_the_replicas(no
     assert before != after == repr(net)
 
 
+def test_a_value_that_a_cell_sets_again_is_here_though_the_notebook_had_set_another_meanwhile(notebook):
+    notebook.here("net = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))")
+    notebook.cell("net[0].weight.requires_grad_(False).fill_(1.)")
+    notebook.here("net[0].weight.fill_(5.)")
+    notebook.cell("net[0].weight.fill_(1.)")
+    assert notebook.user_ns["net"][0].weight.item() == 1.0
+
+
+def test_statistics_that_one_replica_alone_changes_are_averaged_with_the_others_own(notebook):
+    notebook.here("net = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))")
+    notebook.cell("net[1].running_mean.fill_(replica_id * 4.)")
+    notebook.here("net[0].weight.requires_grad_(False).fill_(5.)")
+    notebook.cell("if replica_id: net[1].running_mean.fill_(8.)")
+    assert notebook.user_ns["net"][1].running_mean.item() == 4.0
+
+
 def test_a_network_on_the_meta_device_travels_as_it_is(notebook):
     notebook.cell("with torch.device('meta'): net = torch.nn.Linear(2, 1)")
     assert notebook.user_ns["net"].weight.is_meta

@@ -728,6 +728,21 @@ def test_a_monitored_barrier_meets_though_another_thread_begins_what_was_before_
     crew.call(meet)
 
 
+def test_a_monitored_barrier_comes_behind_what_was_begun_before_it_and_waits_for_others(crew: Crew) -> None:
+    def use(replica_id: int) -> list[float]:
+        taken = torch.zeros(N)
+        if replica_id == 2:
+            dist.recv(torch.zeros(1), 1)
+        work = dist.all_to_all_single(taken, torch.full((N,), replica_id + 1.0), async_op=True)
+        if replica_id == 1:
+            dist.send(torch.zeros(1), 2)
+        dist.monitored_barrier(timeout=timedelta(seconds=5))
+        work.wait()
+        return taken.tolist()
+
+    assert crew.call(use) == [[1.0, 2.0, 3.0]] * N
+
+
 def test_an_abort_ends_a_collective_in_a_subgroup(crew: Crew) -> None:
     def wait_in_subgroup(replica_id: int) -> None:
         group = dist.new_group([0, 1])
