@@ -596,6 +596,14 @@ def test_statistics_that_one_replica_alone_changes_are_averaged_with_the_others_
     assert notebook.user_ns["net"][1].running_mean.item() == 4.0
 
 
+def test_who_is_silent_has_the_statistics_in_the_average_that_it_told_last(notebook):
+    notebook.here("net = nn.Sequential(nn.BatchNorm1d(1))")
+    notebook.cell("net")
+    for mean in (8.0, 10.0):
+        notebook.cell(f"if replica_id: net[0].running_mean.fill_({mean})")
+        assert notebook.user_ns["net"][0].running_mean.item() == mean / 2
+
+
 def test_a_network_on_the_meta_device_travels_as_it_is(notebook):
     notebook.cell("with torch.device('meta'): net = torch.nn.Linear(2, 1)")
     assert notebook.user_ns["net"].weight.is_meta

@@ -890,6 +890,16 @@ def test_a_ddp_model_goes_on_after_the_group_was_formed_again(crew: Crew) -> Non
     crew.call(lambda _: sys.modules["__main__"].__dict__.pop("kept_by_a_test").clear())
 
 
+def test_a_subgroup_that_is_destroyed_is_asked_no_more(crew: Crew) -> None:
+    def use(_: int) -> list[int]:
+        group = dist.new_group(list(range(N)))
+        asked = [len(process_group.standing())]
+        dist.destroy_process_group(group)
+        return [*asked, len(process_group.standing())]
+
+    assert crew.call(use) == [[2, 1]] * N
+
+
 def test_a_subgroup_of_an_older_generation_says_that_it_is_gone(crew: Crew) -> None:
     def use(_: int) -> tuple[str, str]:
         group = dist.new_group(list(range(N)))
