@@ -630,6 +630,8 @@ def test_what_a_script_for_torchrun_begins_with_takes_the_group_that_is_there(cr
         with pytest.raises(ValueError, match="twice"):
             dist.init_process_group("gloo")
         same, seconds = dist.group.WORLD is group, group._seconds
+        # What gloo carries would end at its own time else.
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
         dist.destroy_process_group()
         dist.init_process_group("gloo", address, rank=replica_id, world_size=N)
         return same, seconds, total(replica_id)
