@@ -315,8 +315,7 @@ def _root(fabric: Fabric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int 
     given = _argument(args, kwargs, 1, "opts", "root")
     root = getattr(given, "rootRank", given)
     # A rank that no replica has is refused by the carrier, in its words.
-    known = isinstance(root, int) and 0 <= root < fabric.num_replicas
-    return root if known and not getattr(given, "rootTensor", 0) else None
+    return root if isinstance(root, int) and 0 <= root < fabric.num_replicas else None
 
 
 def _fold(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, tensor: Tensor | None) -> Fold | None:
