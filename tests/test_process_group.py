@@ -416,6 +416,15 @@ def test_each_collective_gives_what_gloo_gives(crew: Crew) -> None:
     assert ours[0]["sum"] == [[3.0, 6.0, 9.0], [12.0, 15.0, 18.0]]
 
 
+def test_columns_are_gathered_as_rows_are(crew: Crew) -> None:
+    def use(replica_id: int) -> list[list[float]]:
+        table = torch.zeros(2, N, 2)
+        dist.all_gather(list(table.unbind(1)), torch.full((2, 2), replica_id + 1.0))
+        return table[..., 1].tolist()
+
+    assert crew.call(use) == [[[1.0, 2.0, 3.0]] * 2] * N
+
+
 def test_a_batch_of_sends_for_nccl_is_handed_to_torchs_own_group(crew: Crew) -> None:
     def ring(replica_id: int) -> tuple[list[float], bool]:
         out = torch.zeros(2)
