@@ -23,7 +23,7 @@ from cycler import cycler
 from IPython.core.events import EventManager, available_events
 
 import mirror_nb as mnb
-from mirror_nb.environment import surroundings
+from mirror_nb.environment import plot_settings, surroundings
 from mirror_nb.environment.reporting import Filter, Logger, filters, rest, set_filters, set_loggers, settle
 from mirror_nb.environment.surroundings import changes, current, follow
 
@@ -177,6 +177,31 @@ def test_how_pandas_shows_tables_is_as_there_once_it_is_imported(own):
     done = subprocess.run([sys.executable, "-c", followed], capture_output=True, text=True, timeout=120)
     shown = "0   1.2 ['display.float_format', 'display.max_rows']\n60 {}\n{}\n"
     assert done.stdout == shown, done.stderr
+
+
+def test_colours_of_an_array_and_effects_of_the_notebooks_own_hinder_no_cell(own):
+    class Here:
+        __module__ = "__main__"
+
+    with matplotlib.rc_context({"path.effects": [Here()]}):
+        assert current().others["plots"] == {}
+        # Once of as many colours as there were before: they are compared.
+        for colours in (10, 5):
+            matplotlib.rcParams["axes.prop_cycle"] = cycler(color=np.linspace(0, 1, 4 * colours).reshape(colours, 4))
+            before = current()
+            assert changes(before, current()) is None
+            matplotlib.rcParams["axes.prop_cycle"] = cycler(color=np.ones((colours, 4)))
+            assert list(changes(before, current()).others) == ["plots"]
+
+
+def test_what_a_cell_has_set_of_figures_stays_where_the_notebook_sets_something_else(own):
+    with matplotlib.rc_context():
+        plot_settings.set_settings({"lines.linewidth": 7.0})
+        matplotlib.rcParams["lines.linewidth"] = 9.0
+        plot_settings.set_settings({"lines.linewidth": 7.0, "savefig.bbox": None, "font.size": 4.0})
+        assert [matplotlib.rcParams[name] for name in ("lines.linewidth", "font.size")] == [9.0, 4.0]
+        plot_settings.set_settings({})
+        assert matplotlib.rcParams["lines.linewidth"] == matplotlib.rcParamsOrig["lines.linewidth"]
 
 
 def test_a_filter_for_warnings_of_a_module_comes_when_that_is_imported(own, tmp_path, monkeypatch):
