@@ -73,6 +73,33 @@ def test_variables_that_a_function_makes_and_returns_are_one_each(two, n):
         strategy.close()
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_variable_that_a_function_returns_twice_is_one_and_keeps_what_each_replica_wrote(two, n):
+    strategy = two if n == 2 else mnb.MirroredStrategy(["cpu:0"])
+
+    def make() -> Any:
+        made = mnb.Variable(1.0, aggregation="MEAN")
+        with torch.no_grad():
+            made.add_(mnb.get_replica_context().replica_id_in_sync_group)
+        return made, {"again": made}
+
+    made, again = strategy.run(make)
+    assert again["again"] is made
+    assert [v.item() for v in made.values] == [1, 2][:n]
+    if n == 1:
+        strategy.close()
+
+
+def test_with_one_replica_results_without_a_variable_are_what_the_function_has_returned():
+    def shared() -> Any:
+        one = [1]
+        return {"one": one, "same": one}
+
+    with mnb.MirroredStrategy(["cpu:0"]) as strategy:
+        made = strategy.run(shared)
+    assert made["one"] is made["same"]
+
+
 def test_results_with_a_value_for_each_example_weigh_gradients_as_the_batch_they_are_from(two):
     with two.scope():
         model = nn.Linear(1, 1, bias=False)

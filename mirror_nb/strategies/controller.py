@@ -190,7 +190,7 @@ class ControllerPlace(Place):
         try:
             captured: list[DistributedValues] = []
             parts = parts_of((args, kwargs))
-            results = regroup(self._call(fn, args, kwargs, parts, captured), self._join)
+            results = regroup(self._call(fn, args, kwargs, parts, captured), functools.partial(self._join, {}))
             batches = batches_in([*parts, *captured])
             return of_batch(results, batches[0].shares) if batches else results
         except UsageError as error:
@@ -623,13 +623,18 @@ class ControllerPlace(Place):
     def make_variable(self, value: Any, **options: Any) -> Any:
         return self.mirror(self._home.make(value, **options))
 
-    def _join(self, components: Sequence[Variable]) -> Any:
-        """Return the Variable that replicas have made in a function and returned, as tf.distribute does."""
+    def _join(self, known: dict[tuple[int, ...], Variable], components: Sequence[Variable]) -> Any:
+        """Return the Variable that replicas have made in a function and returned, as tf.distribute does.
+
+        `known`: those of the same results, each of which is one however often it is among them.
+        """
         if not all(alike(components[0], other) for other in components[1:]):
             return PerReplica(components)
-        made = one_of(components, self.make_variable)
-        self._home.join(made, [component(own) for own in components])
-        return made
+        key = tuple(map(id, components))
+        if key not in known:
+            known[key] = one_of(components, self.make_variable)
+            self._home.join(known[key], [component(own) for own in components])
+        return known[key]
 
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -76,9 +76,7 @@ class ControllerHome:
 
     def join(self, variable: Variable, components: Sequence[Tensor]) -> None:
         """Give the replicas what each of them has made of a Variable that is new here."""
-        if all(same(components[0], other) for other in components[1:]):
-            return
-        if variable.is_read_together or variable.aggregation is VariableAggregation.NONE:
+        if not all(same(components[0], other) for other in components[1:]):
             # Each replica gets its own, of a Variable that it has to have first.
             self.fetched([variable])
             self._replicas.command(apply_assign, (variable, "assign", PerReplica(components)), changes=False)

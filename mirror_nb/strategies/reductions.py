@@ -265,9 +265,7 @@ def regroup(results: Sequence[Any], join: Callable[[Sequence[Any]], Any] | None 
         # The usual loss, or nothing: no structure to take apart.
         return _group(results, join) if len(results) > 1 else results[0]
     if len(results) == 1:
-        if join is None:
-            return results[0]
-        return pytree.tree_map(lambda leaf: join([leaf]) if is_component(leaf) else leaf, results[0], is_leaf=is_whole)
+        return results[0] if join is None else _replaced(results[0], is_component, lambda own: join([own]))
     flat, specs = zip(*(pytree.tree_flatten(result, is_leaf=is_whole) for result in results), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
         ordered = [_ordered_like(results[0], result, i, results) for i, result in enumerate(results)]
@@ -288,10 +286,23 @@ def select(nest: Any, replica_id: int) -> Any:
 
     Containers without a PerReplica in them are the very objects that were given.
     """
-    if isinstance(nest, DistributedValues):
-        if replica_id >= len(nest):
-            raise UsageError(f"a {type(nest).__name__} of {len(nest)} values has none for replica {replica_id}")
-        return nest[replica_id]
+
+    def part(values: DistributedValues) -> Any:
+        if replica_id >= len(values):
+            raise UsageError(f"a {type(values).__name__} of {len(values)} values has none for replica {replica_id}")
+        return values[replica_id]
+
+    return _replaced(nest, _differs, part)
+
+
+def _differs(value: Any) -> bool:
+    return isinstance(value, DistributedValues)
+
+
+def _replaced(nest: Any, sought: Callable[[Any], bool], instead: Callable[[Any], Any]) -> Any:
+    """Return a nest with something else for what is sought; containers without that are the very objects."""
+    if sought(nest):
+        return instead(nest)
     kind = type(nest)
     if kind in _LEAVES or (kind in _CONTAINERS and not nest):
         return nest
@@ -304,7 +315,9 @@ def select(nest: Any, replica_id: int) -> Any:
         if spec is None:
             return nest
         make = functools.partial(pytree.tree_unflatten, treespec=spec)
-    chosen = [select(child, replica_id) for child in children]
+    if _LEAVES.issuperset(map(type, children)):
+        return nest
+    chosen = [_replaced(child, sought, instead) for child in children]
     return nest if all(map(operator.is_, chosen, children)) else make(chosen)
 
 
