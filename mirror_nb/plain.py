@@ -49,6 +49,9 @@ def copied(
     collections = _COLLECTIONS | also if also else _COLLECTIONS
     if type(value) not in collections:
         return NOT_PLAIN
+    if len(value) > max(FEW, items, flat_items):
+        # To look at them all would take long: a tokenizer has some of 50,000.
+        return NOT_PLAIN
     left = [FEW]
 
     def copy(one: Any) -> Any:

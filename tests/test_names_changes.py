@@ -483,13 +483,19 @@ class Averages:
 class Stream(Averages):
     def __iter__(self): return iter(self.means)
 class Tokenizer:
-    def __init__(self): self.special, self.inside, self.deprecation_warnings = {}, Averages([]), {}
+    def __init__(self): self.special, self.inside, self.deprecation_warnings, self.cache = {}, Averages([]), {}, {}
     def add_tokens(self, more): self.inside.means += more
     def __len__(self): return len(self.inside.means)
     def save_pretrained(self, folder): pass
     def pad(self):
-        self.deprecation_warnings["slow"] = True
+        self.deprecation_warnings["slow"] = self.cache["word"] = True
         return self.special["pad"], len(self)
+class Unfinished(Tokenizer):
+    def __len__(self): raise NotImplementedError
+class Pipeline:
+    calls = 0
+    def save_pretrained(self, folder): pass
+    def __call__(self): self.calls += 1
 class Records:
     def __init__(self): self.rows, self.form = list(map(str, range(20000))), None
     def __len__(self): return len(self.rows)
@@ -573,6 +579,13 @@ def test_a_transform_that_the_notebook_sets_on_a_librarys_data_set_is_that_of_ce
     notebook.here("images[0]")
     assert notebook.cell(look).altered == []
     assert notebook.sent == []
+
+
+def test_a_librarys_pipeline_that_counts_its_calls_is_not_told_of_and_a_tokenizer_without_a_length_may_be_used(
+    notebook, library
+):
+    notebook.here("from averages import Pipeline, Unfinished\npipeline, tokenizer = Pipeline(), Unfinished()")
+    assert notebook.cell("pipeline(); tokenizer.cache['word'] = 1").altered == []
 
 
 def test_where_each_side_is_in_data_that_a_library_goes_through_is_its_own(notebook, library):

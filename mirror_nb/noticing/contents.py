@@ -337,7 +337,7 @@ def _uncached(reduced: Any) -> Any:
 
 
 def _settings(value: Any) -> tuple[object, ...]:
-    """Return an object's plain attributes, and of a tokenizer how many tokens it knows; not what it has warned of.
+    """Return an object's plain attributes, and of a tokenizer how many tokens it knows; not what it has by being used.
 
     Of a data set with transforms which these are.
     """
@@ -345,10 +345,20 @@ def _settings(value: Any) -> tuple[object, ...]:
         return tuple(id(vars(value).get(name)) for name in sorted(TRANSFORMS))
     own = {
         name: plain.copied(each, also=plain.LIKE_THEM, stand_in=id)
-        for name, each in vars(value).items()
-        if name != "deprecation_warnings"
+        # At once: another thread may add some.
+        for name, each in tuple(vars(value).items())
+        if name not in _BY_USE
     }
-    return own, len(value) if isinstance(value, Sized) and hasattr(value, "add_tokens") else None
+    tokens = None
+    if isinstance(value, Sized) and hasattr(value, "add_tokens"):
+        # Some leave that to classes derived from theirs.
+        with contextlib.suppress(NotImplementedError):
+            tokens = len(value)
+    return own, tokens
+
+
+_BY_USE = ("cache", "deprecation_warnings")
+# A tokenizer's words that it has taken apart before, and what it has told once.
 
 
 def _of_data_sets(value: object, token: Token) -> object:

@@ -58,12 +58,14 @@ def has_settings(value: object) -> bool:
     """Whether it is an object of a library that is set up by its attributes.
 
     Of Hugging Face's: a tokenizer, settings, a data set with a format; or one of torchvision's kind, with transforms.
+    Not its pipelines: they count their calls in attributes.
     """
     if isinstance(value, (nn.Module, *CONTAINERS)) or not hasattr(value, "__dict__"):
         return False
     if isinstance(value, torch.utils.data.Dataset):
         return not TRANSFORMS.isdisjoint(vars(value))
-    return hasattr(type(value), "save_pretrained") or hasattr(type(value), "set_format")
+    has = functools.partial(hasattr, type(value))
+    return has("set_format") or (has("save_pretrained") and (has("add_tokens") or has("to_dict")))
 
 
 TRANSFORMS = frozenset({"transform", "target_transform"})
