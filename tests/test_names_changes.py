@@ -581,6 +581,21 @@ def test_a_transform_that_the_notebook_sets_on_a_librarys_data_set_is_that_of_ce
     assert notebook.sent == []
 
 
+def test_a_librarys_data_set_that_a_cell_has_changed_past_its_settings_comes_back_where_it_is_bound_again(
+    notebook, library
+):
+    notebook.here("from averages import Images\nimages = Images(); images.transform = abs; box = [images]")
+    notebook.here("def relabelled(images):\n    images.labels = [7]\n    return images")
+    notebook.here("def all_relabelled(box):\n    relabelled(box[0])\n    return box")
+    notebook.cell("images")
+    notebook.cell("images = relabelled(images)")
+    assert notebook.user_ns["images"].labels == [7]
+    notebook.here("box[0] = Images(); box[0].transform = abs")
+    notebook.cell("box")
+    notebook.cell("box = all_relabelled(box)")
+    assert notebook.user_ns["box"][0].labels == [7]
+
+
 def test_a_librarys_pipeline_that_counts_its_calls_is_not_told_of_and_a_tokenizer_without_a_length_may_be_used(
     notebook, library
 ):

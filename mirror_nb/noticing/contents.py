@@ -132,7 +132,7 @@ def content(
         return Content(beside=((weakref.ref(value), _of_data_sets(value, token)),), own=True)
     own = is_own(value) or keeps(value)
     if not own and has_settings(value):
-        return Content(state=_settings(value), own=True)
+        return Content(state=_settings(value), beside=(_beside(value),), own=True)
     if not own and not isinstance(value, (*CONTAINERS, PerReplica, np.ndarray, torch.Tensor)):
         return None
     file = Limited(WATCHED_BYTES if most is None else most)
@@ -240,7 +240,7 @@ class _Reader(pickle.Pickler):
         if isinstance(obj, types.FunctionType) and keeps(obj):
             return None
         if isinstance(obj, _BY_IDENTITY) or type(obj).__module__.partition(".")[0] == "mirror_nb":
-            return self.note(obj, _settings(obj) if has_settings(obj) else None)
+            return self.note_settings(obj)
         return None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -262,11 +262,15 @@ class _Reader(pickle.Pickler):
 
     def note(self, obj: object, state: object = None) -> int:
         """Put what is told apart by identity, and its state, beside what is written."""
-        try:
-            self.beside.append((weakref.ref(obj), state))
-        except TypeError:
-            self.beside.append((None, id(obj)))
+        self.beside.append(_beside(obj, state))
         return len(self.beside)
+
+    def note_settings(self, obj: object) -> int:
+        """Put what is told apart by identity and by its settings, if it has any, beside what is written."""
+        if has_settings(obj):
+            self.note(obj, _settings(obj))
+        # They are not all that it has.
+        return self.note(obj)
 
 
 def _large(value: object, reader: _Reader, own: bool, objects: int) -> Content:
@@ -294,8 +298,10 @@ def _large(value: object, reader: _Reader, own: bool, objects: int) -> Content:
             told.append((zlib.crc32(obj), len(obj)))
         elif is_stream(obj):
             told.append((id(obj), pickle.dumps(place(obj))))
+        elif is_table(obj):
+            reader.note(obj, table_digest(obj))
         else:
-            reader.note(obj, table_digest(obj) if is_table(obj) else _settings(obj) if has_settings(obj) else None)
+            reader.note_settings(obj)
 
     kinds = Kinds(is_plain_kind, _opener, look_at, _ODD)
     levels.fill(value, kinds)
@@ -334,6 +340,13 @@ def _uncached(reduced: Any) -> Any:
     kept = ({k: v for k, v in part.items() if k != "_cache"} if isinstance(part, dict) else part for part in parts)
     # Before the first reading there may be no attributes at all.
     return make, args, tuple(part for part in kept if not isinstance(part, dict) or part), *rest
+
+
+def _beside(obj: object, state: object = None) -> tuple[weakref.ref[Any] | None, object]:
+    try:
+        return weakref.ref(obj), state
+    except TypeError:
+        return None, id(obj)
 
 
 def _settings(value: Any) -> tuple[object, ...]:
