@@ -596,6 +596,16 @@ def test_a_librarys_data_set_that_a_cell_has_changed_past_its_settings_comes_bac
     assert notebook.user_ns["box"][0].labels == [7]
 
 
+def test_a_transform_in_the_place_of_one_that_is_gone_is_another(notebook, library):
+    notebook.here("from averages import Images\nimages = Images()")
+    notebook.here("class Times:\n    def __call__(self, i): return self.by * i")
+    for by in (2, 3, 4):
+        # The id of what is let go of is that of the next.
+        notebook.here(f"images.transform = None; images.transform = Times(); images.transform.by = {by}")
+        notebook.cell("found = images[1]")
+        assert notebook.user_ns["found"] == by
+
+
 def test_a_librarys_pipeline_that_counts_its_calls_is_not_told_of_and_a_tokenizer_without_a_length_may_be_used(
     notebook, library
 ):

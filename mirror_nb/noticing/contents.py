@@ -132,7 +132,7 @@ def content(
         return Content(beside=((weakref.ref(value), _of_data_sets(value, token)),), own=True)
     own = is_own(value) or keeps(value)
     if not own and has_settings(value):
-        return Content(state=_settings(value), beside=(_beside(value),), own=True)
+        return Content(beside=_settings(value), own=True)
     if not own and not isinstance(value, (*CONTAINERS, PerReplica, np.ndarray, torch.Tensor)):
         return None
     file = Limited(WATCHED_BYTES if most is None else most)
@@ -266,11 +266,9 @@ class _Reader(pickle.Pickler):
         return len(self.beside)
 
     def note_settings(self, obj: object) -> int:
-        """Put what is told apart by identity and by its settings, if it has any, beside what is written."""
-        if has_settings(obj):
-            self.note(obj, _settings(obj))
-        # They are not all that it has.
-        return self.note(obj)
+        """Put what is told apart by identity, and by its settings if it has any, beside what is written."""
+        self.beside += _settings(obj) if has_settings(obj) else (_beside(obj),)
+        return len(self.beside)
 
 
 def _large(value: object, reader: _Reader, own: bool, objects: int) -> Content:
@@ -349,25 +347,36 @@ def _beside(obj: object, state: object = None) -> tuple[weakref.ref[Any] | None,
         return None, id(obj)
 
 
-def _settings(value: Any) -> tuple[object, ...]:
-    """Return an object's plain attributes, and of a tokenizer how many tokens it knows; not what it has by being used.
+def _settings(value: Any) -> tuple[tuple[weakref.ref[Any] | None, object], ...]:
+    """Return an object and its plain attributes, and of a tokenizer how many tokens it knows, for `Content.beside`.
 
-    Of a data set with transforms which these are.
+    Not what it has by being used. Of a data set with transforms which these are.
     """
+    # What is told apart by identity is kept so: one that is gone may have left its id to the next.
+    inside: list[object] = []
     if isinstance(value, torch.utils.data.Dataset):
-        return tuple(id(vars(value).get(name)) for name in sorted(TRANSFORMS))
-    own = {
-        name: plain.copied(each, also=plain.LIKE_THEM, stand_in=id)
-        # At once: another thread may add some.
-        for name, each in tuple(vars(value).items())
-        if name not in _BY_USE
-    }
-    tokens = None
-    if isinstance(value, Sized) and hasattr(value, "add_tokens"):
-        # Some leave that to classes derived from theirs.
-        with contextlib.suppress(NotImplementedError):
-            tokens = len(value)
-    return own, tokens
+        inside += (vars(value).get(name) for name in sorted(TRANSFORMS))
+        state: object = None
+    else:
+        own = {
+            name: plain.copied(each, also=plain.LIKE_THEM, stand_in=functools.partial(_put, inside))
+            # At once: another thread may add some.
+            for name, each in tuple(vars(value).items())
+            if name not in _BY_USE
+        }
+        tokens = None
+        if isinstance(value, Sized) and hasattr(value, "add_tokens"):
+            # Some leave that to classes derived from theirs.
+            with contextlib.suppress(NotImplementedError):
+                tokens = len(value)
+        state = own, tokens
+    # Its settings are not all that it has: once with no state.
+    return _beside(value), _beside(value, state), *map(_beside, inside)
+
+
+def _put(inside: list[object], obj: object) -> int:
+    inside.append(obj)
+    return len(inside)
 
 
 _BY_USE = ("cache", "deprecation_warnings")
