@@ -492,6 +492,13 @@ class Tokenizer:
         return self.special["pad"], len(self)
 class Unfinished(Tokenizer):
     def __len__(self): raise NotImplementedError
+class Config:
+    def __init__(self): self.layers, self._attn_implementation_internal = 1, None
+    def save_pretrained(self, folder): pass
+    def to_dict(self): return vars(self)
+    def network(self):
+        self._attn_implementation_internal = "sdpa"
+        return self.layers
 class Pipeline:
     calls = 0
     def save_pretrained(self, folder): pass
@@ -604,6 +611,16 @@ def test_a_transform_in_the_place_of_one_that_is_gone_is_another(notebook, libra
         notebook.here(f"images.transform = None; images.transform = Times(); images.transform.by = {by}")
         notebook.cell("found = images[1]")
         assert notebook.user_ns["found"] == by
+
+
+def test_a_librarys_configuration_that_a_cell_makes_a_network_by_is_not_told_of_and_set_in_the_notebook(
+    notebook, library
+):
+    notebook.here("from averages import Config\nconfig = Config()")
+    assert notebook.cell("found = config.network()").altered == []
+    notebook.here("config.layers = 2")
+    notebook.cell("found = config.network()")
+    assert notebook.user_ns["found"] == 2
 
 
 def test_a_librarys_pipeline_that_counts_its_calls_is_not_told_of_and_a_tokenizer_without_a_length_may_be_used(

@@ -379,8 +379,9 @@ def _put(inside: list[object], obj: object) -> int:
     return len(inside)
 
 
-_BY_USE = ("cache", "deprecation_warnings")
-# A tokenizer's words that it has taken apart before, and what it has told once.
+_BY_USE = ("cache", "deprecation_warnings", "_attn_implementation_internal", "_attn_implementation_autoset")
+# A tokenizer's words that it has taken apart before, what it has told once, and what a network that was made by a
+# configuration has chosen in that.
 
 
 def _of_data_sets(value: object, token: Token) -> object:
