@@ -171,11 +171,13 @@ def test_how_pandas_shows_tables_is_as_there_once_it_is_imported(own):
         "wanted = {'display.max_rows': 5, 'display.float_format': '{:.1f}', 'display.no_such': 1}; "
         "it.set_settings(wanted); assert 'pandas' not in sys.modules; "
         "import pandas; print(pandas.Series([1.25]).to_string(), list(it.settings())); "
+        "pandas.set_option('display.max_rows', 9); it.set_settings({**wanted, 'display.width': 50}); "
+        "print(pandas.get_option('display.max_rows'), pandas.get_option('display.width')); "
         "it.set_settings({}); print(pandas.get_option('display.max_rows'), it.settings()); "
         "pandas.set_option('display.float_format', lambda x: 'x'); print(it.settings())"
     )
     done = subprocess.run([sys.executable, "-c", followed], capture_output=True, text=True, timeout=120)
-    shown = "0   1.2 ['display.float_format', 'display.max_rows']\n60 {}\n{}\n"
+    shown = "0   1.2 ['display.float_format', 'display.max_rows']\n9 50\n60 {}\n{}\n"
     assert done.stdout == shown, done.stderr
 
 

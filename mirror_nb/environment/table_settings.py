@@ -16,9 +16,10 @@ _CONFIG = "pandas._config.config"
 _PLAIN = (bool, int, float, str, type(None))
 _FORMAT = "display.float_format"
 # Of a text, `"{:.2f}".format`, that is told; another function of one's own stays.
+_FRESH = object()
 _wanted: dict[str, Any] = {}
 # As another process has it.
-_followed: set[str] = set()
+_followed: dict[str, Any] = {}
 # What was set so here.
 
 
@@ -39,7 +40,7 @@ def settings() -> dict[str, Any]:
 
 
 def set_settings(wanted: dict[str, Any]) -> None:
-    """Have these, and what was set so before as pandas begins with it."""
+    """Have these, and what was set so before as pandas begins with it; not once more what has not changed."""
     _wanted.clear()
     _wanted.update(wanted)
     if hasattr(sys.modules.get("pandas"), "set_option"):
@@ -51,13 +52,12 @@ def set_settings(wanted: dict[str, Any]) -> None:
 def settle() -> None:
     """Pandas is there: set what is wanted."""
     pandas: Any = sys.modules["pandas"]
-    for name in _followed | _wanted.keys():
+    for name, value in {**dict.fromkeys(_followed, _FRESH), **_wanted}.items():
         # There are some that only another version has.
         with contextlib.suppress(KeyError):
-            if name in _wanted:
-                value = _wanted[name]
-                pandas.set_option(name, value.format if name == _FORMAT and value is not None else value)
-            else:
+            if value is _FRESH:
                 pandas.reset_option(name)
+            elif _followed.get(name, _FRESH) != value:
+                pandas.set_option(name, value.format if name == _FORMAT and value is not None else value)
     _followed.clear()
     _followed.update(_wanted)
