@@ -153,8 +153,8 @@ def content(
 def changed_among(before: Content, now: Content) -> list[bool]:
     """Tell of each of the `data_sets` of a loader, of which these are two contents, whether it was changed."""
     (_, was), (_, held) = before.beside[0], now.beside[0]
-    if not isinstance(was, _Contents) or not isinstance(held, _Contents):
-        raise TypeError("contents of loaders are wanted")
+    assert isinstance(was, _Contents)
+    assert isinstance(held, _Contents)
     return [not _alike(*pair) for pair in zip(was.each, held.each, strict=True)]
 
 
