@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import functools
 import io
+import itertools
 import operator
 import pathlib
 import pickle
@@ -49,6 +50,8 @@ TENSOR_BYTES = 1 << 20
 # after each cell.
 TENSORS = 1 << 10
 # More in a collection stay there, too: each takes 30 µs, as long as 1 KiB or more.
+SHORT = 16
+# Items of a tuple that is compared by its identity.
 _FUNCTIONS = frozenset({types.FunctionType, types.MethodType, functools.partial})
 _OTHERS = ("keras.", "torchmetrics.", "mirror_nb.transfer.ddp.", "torch._dynamo.", "torch.jit.")
 # Packages whose networks keep in attributes what only goes with other states of theirs.
@@ -73,6 +76,7 @@ class Attributes:
         self._inside = {
             where: _Part(functools.partial(_itself, value), frozenset()) for where, value in found.values()
         }
+        self._glance = _Glance((*self._parts, *self._inside.values()))
 
     def _living(self) -> list[tuple[Any, _Part]]:
         """Return what belongs to a part that still lives, with where it is."""
@@ -81,17 +85,21 @@ class Attributes:
 
     def changed(self) -> bool:
         """Whether a part has an attribute that it had not, or another value in one."""
-        for _, part in self._living():
-            if part.atoms_changed():
+        unchanged = self._glance.holds()
+        for part in self._glance.collecting if unchanged else (part for _, part in self._living()):
+            if not unchanged and part.atoms_changed():
                 return True
-            if part.copies and any(not plain.same(part.held.get(name), copy) for name, copy in part.copies.items()):
+            held = part.held
+            if not all(map(plain.same, map(held.get, part.copies), part.copies.values())):
                 return True
-            if part.tensors and any(not sign.is_of(part.held.get(name)) for name, sign in part.tensors.items()):
+            if not all(sign.is_of(held.get(name)) for name, sign in part.tensors.items()):
                 return True
         return False
 
     def other_functions(self) -> bool:
         """Whether a part has other functions of the user's among its attributes, or those of another class."""
+        if self._glance.holds():
+            return any(part.functions_changed() for part in self._parts if part.functions)
         living = ((part, owner) for part in self._parts if (owner := part.owner()) is not None)
         return any(part.functions_changed() or part.kind_changed(type(owner)) for part, owner in living)
 
@@ -107,6 +115,7 @@ class Attributes:
         latest = {id(owner): part for part, owner in owned if owner is not None}
         self._parts = [latest.get(id(part.owner()), part) for part in self._parts]
         self._inside = {where: latest.get(id(part.owner()), part) for where, part in self._inside.items()}
+        self._glance = _Glance((*self._parts, *self._inside.values()))
 
     def since(self, everything: bool = False) -> torch.Tensor | None:
         """Return, as bytes, what has changed, or everything, for `set_attributes`; None if there is nothing."""
@@ -167,7 +176,7 @@ class _Part:
         self.tensors: dict[str, _Sign] = {}
         for name, value in self.held.items():
             if name not in self.skipped:
-                if type(value) in _ATOMS or _is_found_by_name(value):
+                if type(value) in _ATOMS or _is_found_by_name(value) or _is_short_tuple(value):
                     self.names.append(name)
                     self.atoms.append(value)
                 elif (copy := _copied(value, _Sign)) is not plain.NOT_PLAIN:
@@ -231,6 +240,31 @@ class _Part:
         return {**gone, **{name: copy for name, copy in copies.items() if copy is not plain.NOT_PLAIN}, **tensors}
 
 
+@final
+class _Glance:
+    """What identity tells of all parts at once, by few calls from C: there are hundreds, and every `run` asks."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        looked_at = [part for part in parts if part.owner is not _nobody]
+        self._owners = [part.owner for part in looked_at]
+        self._kinds = [part.kind for part in looked_at]
+        self._counts = [part.count for part in looked_at]
+        self._sizes = [len(part.names) for part in looked_at]
+        self._names = [name for part in looked_at for name in part.names]
+        self._atoms = [atom for part in looked_at for atom in part.atoms]
+        self.collecting = [part for part in looked_at if part.copies or part.tensors]
+        # Parts that this says nothing of: they have what is compared by its value.
+
+    def holds(self) -> bool:
+        """Whether all live, are of their class, and have as many attributes as they had, and the same atoms."""
+        owners = [owner for reference in self._owners if (owner := reference()) is not None]
+        held = list(map(vars, owners))
+        if list(map(len, held)) != self._counts or list(map(type, owners)) != self._kinds:
+            return False
+        each = itertools.chain.from_iterable(map(itertools.repeat, held, self._sizes))
+        return all(map(operator.is_, map(dict.get, each, self._names), self._atoms))
+
+
 def _itself(value: object) -> object:
     return value
 
@@ -275,6 +309,11 @@ def _too_much(name: str, value: object) -> str | None:
     ):
         return f"{TENSOR_BYTES >> 20} MiB of tensors, or {TENSORS:,} of them, or one that is trained or sparse"
     return None
+
+
+def _is_short_tuple(value: object) -> bool:
+    """Whether it cannot change, as the kernel size of a convolution: who has it still is as before."""
+    return type(value) is tuple and len(value) <= SHORT and _ATOMS.issuperset(map(type, value))
 
 
 def _is_found_by_name(value: object) -> bool:

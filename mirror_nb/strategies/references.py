@@ -175,19 +175,15 @@ class References:
         changed: dict[str, dict[str, torch.Tensor]] = {}
         blindly: BlindWrites = []
         for handle, module in self.mirrors.roots():
-            left = self.mirrors.left(module)
-            if left:
-                changed[handle] = left
-            # These alone: of the others the replicas may have newer values.
-            written = self.mirrors.written(module)
-            if written:
+            if self.mirrors.known(module) is None:
+                changed[handle] = self.mirrors.left(module)
+            elif self.mirrors.changed(module) and (written := self.mirrors.written(module)):
                 names = self.mirrors.written_in_place(module) if unread else []
                 if names:
                     blindly.append((module, names))
-                values = self.mirrors.given(module, written)
-                if values:
-                    changed[handle] = values
-        return changed, blindly
+                # These alone: of the others the replicas may have newer values.
+                changed[handle] = self.mirrors.given(module, written)
+        return {handle: values for handle, values in changed.items() if values}, blindly
 
     def graft(
         self,
