@@ -107,6 +107,17 @@ LARGE = [
         ("import pandas; x = pandas.DataFrame({'a': [1, 2]})", "x['b'] = 3", "list(x)"),
         ("import pandas; x = pandas.DataFrame({'a': range(100_000)})", "x['b'] = 3", "list(x)"),
         ("import pandas; x = pandas.Series([1, 2])", "x[0] = 3", "x.tolist()"),
+        ("import collections; x = collections.UserList([1])", "x.append(2)", "list(x)"),
+        ("import array; x = array.array('d', [1])", "x.append(2)", "x.tolist()"),
+        ("import array; x = array.array('d', [1]) * 100_000", "x[7] = 2", "sum(x)"),
+        (
+            "import networkx; x = networkx.path_graph(3); x.edges",
+            "x.add_edge(0, 2, weight=2.0)",
+            "list(x.edges.data())",
+        ),
+        ("import networkx; x = networkx.path_graph(5_000)", "x.remove_node(7)", "x.number_of_edges()"),
+        ("import scipy.sparse; x = scipy.sparse.lil_matrix((2, 2))", "x[0, 1] = 3", "x.toarray().tolist()"),
+        ("import scipy.sparse; x = scipy.sparse.eye(9, format='csr')", "x.data *= 2", "float(x.sum())"),
     ],
 )
 def test_what_the_notebook_changed_in_place_is_sent_anew(notebook, make, change, look):
@@ -114,6 +125,8 @@ def test_what_the_notebook_changed_in_place_is_sent_anew(notebook, make, change,
 
 
 def changed_here(notebook, make, change, look):
+    if "scipy" in make:
+        pytest.importorskip("scipy")
     notebook.here(make)
     notebook.cell(f"y = {look}")
     notebook.here(change)
@@ -129,6 +142,7 @@ def changed_here(notebook, make, change, look):
         "x = (torch.utils.data.DataLoader([1, 2], generator=torch.Generator()), [nn.Linear(1, 1)])",
         "x = torch.utils.data.DataLoader([1, 2], shuffle=True, generator=torch.Generator())",
         "import pandas; x = pandas.DataFrame({'a': range(100_000)}); means = x.a.mean(), x.describe()",
+        "import networkx; x = networkx.path_graph(3)",
     ],
 )
 def test_what_was_used_and_not_changed_is_not_sent_anew(notebook, unchanged):
@@ -136,6 +150,7 @@ def test_what_was_used_and_not_changed_is_not_sent_anew(notebook, unchanged):
     notebook.cell("y = x")
     notebook.here("loaders = [part for part in (x if isinstance(x, tuple) else (x,)) if hasattr(part, 'batch_size')]")
     notebook.here("for loader in loaders: list(loader)")
+    notebook.here("looked = [x.edges, x.degree, x.adj] if hasattr(x, 'edges') else None")
     notebook.cell("z = x is y")
     assert notebook.sent == []
     assert notebook.user_ns["z"] is True
@@ -702,20 +717,26 @@ def test_objects_that_hold_each_other_and_what_the_cell_has_made_stay_one_in_eac
 @pytest.mark.parametrize(
     ("make", "change", "look"),
     [
-        ("DataFrame({'a': [1, 2]})", "x.loc[2] = 3; x['b'] = list('xyz'); x.attrs['c'] = 1", "x.to_dict(), x.attrs"),
-        ("DataFrame({'a': [1, 2]})", "del x['a']; x.index = [5, 6]", "x.shape, list(x.index)"),
-        ("Series([1, 2], name='a')", "x.loc[2] = 3; x.name = 'b'", "x.tolist(), x.name"),
+        (
+            "pandas.DataFrame({'a': [1, 2]})",
+            "x.loc[2] = 3; x['b'] = list('xyz'); x.attrs['c'] = 1",
+            "x.to_dict(), x.attrs",
+        ),
+        ("pandas.DataFrame({'a': [1, 2]})", "del x['a']; x.index = [5, 6]", "x.shape, list(x.index)"),
+        ("pandas.Series([1, 2], name='a')", "x.loc[2] = 3; x.name = 'b'", "x.tolist(), x.name"),
+        ("networkx.path_graph(3)", "x.remove_edge(0, 1); x.nodes[0]['a'] = 1", "list(x.edges), x.nodes[0]"),
+        ("array.array('d', [1])", "x.append(2); x[0] = 3", "x.tolist()"),
     ],
 )
-def test_a_table_that_either_side_changes_is_changed_on_the_other_wherever_it_is_held(
+def test_a_table_or_the_like_that_either_side_changes_is_changed_on_the_other_wherever_it_is_held(
     notebook, side, make, change, look
 ):
-    notebook.here(f"import pandas; x = pandas.{make}; held = [x]")
-    notebook.cell("import pandas; there = {'x': x}")
+    notebook.here(f"import array, networkx, pandas; x = {make}; held = [x]")
+    notebook.cell("there = {'x': x}")
     getattr(notebook, side)(change)
     notebook.here(f"seen = x is held[0], {look}")
     notebook.cell(f"found = x is there['x'], {look}")
-    notebook.here(f"x = pandas.{make}\n{change}\nexpected = True, {look}")
+    notebook.here(f"x = {make}\n{change}\nexpected = True, {look}")
     assert notebook.user_ns["seen"] == notebook.user_ns["found"] == notebook.user_ns["expected"]
 
 

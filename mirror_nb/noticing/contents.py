@@ -1,12 +1,14 @@
 """What a value holds, kept to notice later that somebody changed it in place. Knows no names.
 
-Watched are containers, NumPy arrays, tensors, objects of the user's own classes, dataclasses, mappings, pandas' tables
-and what has a `state_dict`, and what the notebook's functions keep besides their code; what is inside them too, where
-it is very much that of the outer levels. Other objects of libraries are told apart by identity alone.
+Watched are containers, NumPy arrays, tensors, objects of the user's own classes, dataclasses, what a library has for a
+container, its tables, graphs and sparse matrices, what has a `state_dict`, and what the notebook's functions keep
+besides their code; what is inside them too, where it is very much that of the outer levels. Other objects of libraries
+are told apart by identity alone.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import copyreg
 import dataclasses
@@ -39,6 +41,7 @@ from mirror_nb.noticing.kinds import (
     UNCHANGING,
     alike,
     has_settings,
+    is_data,
     is_own,
     is_plain_kind,
     is_table,
@@ -255,7 +258,7 @@ class _Reader(pickle.Pickler):
         try:
             reduce = copyreg.dispatch_table.get(type(obj))
             reduced = reduce(obj) if reduce is not None else obj.__reduce_ex__(5)
-            return _uncached(reduced) if type(obj).__module__.partition(".")[0] == "pandas" else reduced
+            return _uncached(type(obj), reduced) if is_data(type(obj)) else reduced
         except Exception:
             # A lock, a generator, an open file.
             return _nothing, (self.note(obj),)
@@ -292,7 +295,7 @@ def _large(value: object, reader: _Reader, own: bool, objects: int) -> Content:
         elif isinstance(obj, torch.Tensor):
             # Of many small ones their values would take ten times as long to read.
             reader.note(obj, written(obj))
-        elif isinstance(obj, bytearray):
+        elif isinstance(obj, (bytearray, array.array)):
             told.append((zlib.crc32(obj), len(obj)))
         elif is_stream(obj):
             told.append((id(obj), pickle.dumps(place(obj))))
@@ -329,15 +332,23 @@ def _kept_apart(function: types.FunctionType) -> Sequence[object]:
     return own if keeps(function) else ()
 
 
-def _uncached(reduced: Any) -> Any:
-    """Return what pickle takes of an object of pandas without what it has found out of itself when it was read."""
+def _uncached(kind: type, reduced: Any) -> Any:
+    """Return what pickle takes of a library's data without what it has found out of itself when it was read."""
     if not isinstance(reduced, tuple) or len(reduced) < 3:
         return reduced
     make, args, state, *rest = reduced
     parts = state if isinstance(state, tuple) else (state,)
-    kept = ({k: v for k, v in part.items() if k != "_cache"} if isinstance(part, dict) else part for part in parts)
+    kept = (
+        {k: v for k, v in part.items() if not _found_out(kind, k)} if isinstance(part, dict) else part
+        for part in parts
+    )
     # Before the first reading there may be no attributes at all.
     return make, args, tuple(part for part in kept if not isinstance(part, dict) or part), *rest
+
+
+def _found_out(kind: type, attribute: str) -> bool:
+    static = inspect.getattr_static(kind, attribute, None)
+    return attribute in ("_cache", "__networkx_cache__") or isinstance(static, functools.cached_property)
 
 
 def _beside(obj: object, state: object = None) -> tuple[weakref.ref[Any] | None, object]:

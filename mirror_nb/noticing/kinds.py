@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import collections.abc
 import dataclasses
@@ -24,7 +25,7 @@ from mirror_nb.noticing.streams import is_stream
 from mirror_nb.transfer.pickler import OF_PROCESS
 from mirror_nb.transfer.told import is_told, told_of
 
-CONTAINERS = (list, dict, set, tuple, bytearray, collections.deque)
+CONTAINERS = (list, dict, set, tuple, bytearray, array.array, collections.deque)
 
 
 def is_own(value: object) -> bool:
@@ -35,12 +36,15 @@ def is_own(value: object) -> bool:
     if library == "mirror_nb" or any(value is its for its in OF_PROCESS.values()):
         return False
     plain = kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind)
-    plain = plain or library == "pandas" or is_estimator(kind)
-    mapping = isinstance(value, collections.abc.MutableMapping)
-    if not (plain or mapping or is_users(kind.__module__) or is_stream(value) or _is_known(kind)):
+    plain = plain or is_data(kind) or is_estimator(kind)
+    container = isinstance(value, _ABSTRACT)
+    if not (plain or container or is_users(kind.__module__) or is_stream(value) or _is_known(kind)):
         return False
     # Of an optimizer of the user's class each side hears by itself what the other changes, as of torch's.
     return not is_told(value) or told_of(value) is None
+
+
+_ABSTRACT = (collections.abc.MutableMapping, collections.abc.MutableSequence, collections.abc.MutableSet)
 
 
 def _is_known(kind: type) -> bool:
@@ -69,6 +73,11 @@ def has_settings(value: object) -> bool:
 
 
 TRANSFORMS = frozenset({"transform", "target_transform"})
+
+
+def is_data(kind: type) -> bool:
+    """Whether it is a class of a library whose objects are data: tables, graphs and sparse matrices."""
+    return f"{kind.__module__}.".startswith(("pandas.", "networkx.", "scipy.sparse."))
 
 
 def is_estimator(kind: type) -> bool:

@@ -5,6 +5,7 @@ Who else has such an object, under another name or in a container, sees the chan
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
 import functools
@@ -23,7 +24,7 @@ _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _OF_ATTRIBUTES = ("attr._make", "pydantic.main", "omegaconf.basecontainer", "ml_collections.config_dict.config_dict")
 # Modules whose classes have such ways of their own.
 REFILLED = frozenset(
-    {list, dict, set, bytearray, collections.deque}
+    {list, dict, set, bytearray, array.array, collections.deque}
     | {collections.OrderedDict, collections.Counter, collections.defaultdict}
 )
 
@@ -102,7 +103,7 @@ def filling(value: object) -> Any:
 def refill(value: Any, held: Any) -> None:
     """Let an object hold this and nothing else."""
     kind = type(value)
-    if kind is list or kind is bytearray:
+    if kind in (list, bytearray, array.array):
         value[:] = held
     elif kind is collections.deque:
         value.clear()

@@ -15,6 +15,7 @@ import pickle
 import random
 import sys
 import types
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -204,9 +205,10 @@ def _content(obj: Any, stays: _Stays) -> Any:
     if isinstance(obj, Iterator) and type(obj).__module__ == "builtins":
         return operator.length_hint(obj, -1)
     kind: Any
-    for kind in (dict, list, set, deque, bytearray):
+    for kind in (dict, list, set, deque, bytearray, array):
         if isinstance(obj, kind):
-            return len(obj) if len(obj) > _LENGTH else kind(obj)
+            # An array's class would have to be told of what.
+            return len(obj) if len(obj) > _LENGTH else obj[:] if kind is array else kind(obj)
     try:
         attributes = own_attributes(obj) if slots_of(type(obj)) else vars(obj)
     except Exception:
