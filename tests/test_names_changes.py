@@ -1615,3 +1615,22 @@ def test_an_object_comes_back_whose_network_and_optimizer_a_cell_has_made_anew(n
         assert notebook.cell("trainer.build()").altered == []
         notebook.here("assert trainer.net is not own; own = trainer.net; assert own.weight.item() == 3")
         notebook.here("assert trainer.optimizer.param_groups[0]['params'][0] is own.weight")
+
+
+@pytest.mark.parametrize("make", ["iter([0, 1, 2])", "iter(range(3))", "map(int, '012')", "zip([0, 1, 2])"])
+def test_an_iterator_goes_on_from_where_the_other_side_has_left_it(notebook, make):
+    notebook.here(f"x = {make}")
+    notebook.cell("first = next(x)")
+    notebook.here("second = next(x)")
+    notebook.cell("third = next(x)")
+    given = [notebook.user_ns[name] for name in ("first", "second", "third")]
+    assert [one[0] if isinstance(one, tuple) else one for one in given] == [0, 1, 2]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="this Python pickles no itertools")
+def test_a_count_goes_on_from_where_the_other_side_has_left_it(notebook):
+    notebook.here("import itertools; x = itertools.count()")
+    notebook.cell("first = next(x)")
+    notebook.here("second = next(x)")
+    notebook.cell("third = next(x)")
+    assert [notebook.user_ns[name] for name in ("first", "second", "third")] == [0, 1, 2]

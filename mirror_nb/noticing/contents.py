@@ -1,9 +1,9 @@
 """What a value holds, kept to notice later that somebody changed it in place. Knows no names.
 
 Watched are containers, NumPy arrays, tensors, objects of the user's own classes, dataclasses, what a library has for a
-container, its tables, graphs and sparse matrices, what has a `state_dict`, and what the notebook's functions keep
-besides their code; what is inside them too, where it is very much that of the outer levels. Other objects of libraries
-are told apart by identity alone.
+container, its tables, graphs and sparse matrices, what has a `state_dict`, iterators, and what the notebook's
+functions keep besides their code; what is inside them too, where it is very much that of the outer levels. Other
+objects of libraries are told apart by identity alone.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from mirror_nb.noticing.kinds import (
     alike,
     has_settings,
     is_data,
+    is_iterator,
     is_own,
     is_plain_kind,
     is_table,
@@ -136,7 +137,8 @@ def content(
     own = is_own(value) or keeps(value)
     if not own and has_settings(value):
         return Content(beside=_settings(value), own=True)
-    if not own and not isinstance(value, (*CONTAINERS, PerReplica, np.ndarray, torch.Tensor)):
+    watched = isinstance(value, (*CONTAINERS, PerReplica, np.ndarray, torch.Tensor)) or is_iterator(value)
+    if not own and not watched:
         return None
     file = Limited(WATCHED_BYTES if most is None else most)
     reader = _Reader(file, token, value, sought, seen)

@@ -80,6 +80,11 @@ def is_data(kind: type) -> bool:
     return f"{kind.__module__}.".startswith(("pandas.", "networkx.", "scipy.sparse."))
 
 
+def is_iterator(value: object) -> bool:
+    """Whether it goes through what Python has, or counts: pickle tells where it stands."""
+    return isinstance(value, collections.abc.Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
 def is_estimator(kind: type) -> bool:
     """Whether it is a class of scikit-learn's whose objects are fitted: its attributes are all that one has."""
     return kind.__module__.partition(".")[0] == "sklearn" and hasattr(kind, "get_params")
