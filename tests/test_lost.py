@@ -8,11 +8,14 @@ import itertools
 import logging
 import math
 import random
+from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import networkx
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -133,11 +136,33 @@ def test_nothing_is_told_of_what_is_only_read():
         (deque(range(5000)), lambda held: held.rotate()),
         (bytearray(b"a"), lambda held: held.append(1)),
         (io.StringIO(), lambda held: held.write("a")),
+        (array("d", [1]), lambda held: held.append(1)),
+        (pandas.DataFrame({"a": [1]}), lambda held: held.__setitem__("b", 2)),
+        (pandas.Series([1, 2]), lambda held: held.__setitem__(0, 3)),
+        (pandas.DataFrame({"a": range(50_000)}), lambda held: held.__setitem__("b", 0)),
+        (networkx.Graph(), lambda held: held.add_edge(0, 1)),
     ],
     ids=lambda value: type(value).__name__ if not callable(value) else "",
 )
 def test_containers_that_hold_something_else_are_told(held, change):
     assert changes(lambda: change(held)) == {"held"}
+
+
+def test_libraries_data_are_told_where_their_users_find_it():
+    graph, ragged = networkx.path_graph(3), np.array([[1], [2]], dtype=object)[:, 0]
+    ragged[0] = []
+    assert changes(lambda: graph[0][1].update(weight=2)) == {"graph[0][1]"}
+    assert changes(lambda: ragged[0].append(1)) == {"ragged[0]"}
+
+
+def test_nothing_is_told_of_what_an_object_has_found_out_of_itself():
+    class Known:
+        @functools.cached_property
+        def answer(self) -> int:
+            return 42
+
+    graph, known = networkx.path_graph(3), Known()
+    assert changes(lambda: (len(graph.edges), graph.adj, graph.degree, known.answer)) == set()
 
 
 def test_objects_are_told_by_their_attributes_a_few_levels_deep():

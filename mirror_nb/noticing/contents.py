@@ -42,6 +42,7 @@ from mirror_nb.noticing.kinds import (
     alike,
     has_settings,
     is_data,
+    is_found_out,
     is_iterator,
     is_own,
     is_plain_kind,
@@ -341,16 +342,11 @@ def _uncached(kind: type, reduced: Any) -> Any:
     make, args, state, *rest = reduced
     parts = state if isinstance(state, tuple) else (state,)
     kept = (
-        {k: v for k, v in part.items() if not _found_out(kind, k)} if isinstance(part, dict) else part
+        {k: v for k, v in part.items() if not is_found_out(kind, k)} if isinstance(part, dict) else part
         for part in parts
     )
     # Before the first reading there may be no attributes at all.
     return make, args, tuple(part for part in kept if not isinstance(part, dict) or part), *rest
-
-
-def _found_out(kind: type, attribute: str) -> bool:
-    static = inspect.getattr_static(kind, attribute, None)
-    return attribute in ("_cache", "__networkx_cache__") or isinstance(static, functools.cached_property)
 
 
 def _beside(obj: object, state: object = None) -> tuple[weakref.ref[Any] | None, object]:

@@ -85,6 +85,15 @@ def is_iterator(value: object) -> bool:
     return isinstance(value, collections.abc.Iterator) and type(value).__module__ in ("builtins", "itertools")
 
 
+def is_found_out(kind: type, attribute: str) -> bool:
+    """Whether objects of a class have an attribute by being read: it says nothing that they did not hold before."""
+    found = next((vars(base)[attribute] for base in kind.__mro__ if attribute in vars(base)), None)
+    return isinstance(found, functools.cached_property) or (is_data(kind) and attribute in _FOUND_OUT)
+
+
+_FOUND_OUT = frozenset({"_cache", "__networkx_cache__"})
+
+
 def is_estimator(kind: type) -> bool:
     """Whether it is a class of scikit-learn's whose objects are fitted: its attributes are all that one has."""
     return kind.__module__.partition(".")[0] == "sklearn" and hasattr(kind, "get_params")

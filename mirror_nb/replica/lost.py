@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from mirror_nb.noticing.digests import digest
-from mirror_nb.noticing.kinds import has_an_identity
+from mirror_nb.noticing.digests import digest, table_digest
+from mirror_nb.noticing.kinds import has_an_identity, is_data, is_found_out, is_table
 from mirror_nb.noticing.slots import own_attributes, slots_of
 from mirror_nb.noticing.streams import is_stream, place
 from mirror_nb.transfer.compiled import compiled_from
@@ -43,6 +43,8 @@ _ARRAYS = (torch.Tensor, np.ndarray)
 _DEPTH, _NUMBER, _LENGTH = 3, 200, 100_000
 # How deep is looked, at how many objects, and up to which length what a container holds is compared: in a few
 # milliseconds, as long as it took to send.
+_CELLS = 10_000
+# Of a table; of a larger one its shape alone is compared.
 _LOOKED_INTO = 1000
 # Of a container so many members are looked into, if they may hold something in turn.
 _Given = tuple[Sequence[Any], Mapping[str, Any]]
@@ -199,7 +201,9 @@ def _content(obj: Any, stays: _Stays) -> Any:
     if isinstance(obj, torch.Tensor):
         return None if is_lazy(obj) or obj.is_inference() else obj._version
     if isinstance(obj, np.ndarray):
-        return None if obj.dtype.hasobject else digest(obj)
+        return list(obj.flat)[:_LENGTH] if obj.dtype.hasobject else digest(obj)
+    if is_table(obj):
+        return table_digest(obj) if obj.size <= _CELLS else obj.shape
     if isinstance(obj, itertools.count):
         return repr(obj)
     if isinstance(obj, Iterator) and type(obj).__module__ == "builtins":
@@ -218,7 +222,9 @@ def _content(obj: Any, stays: _Stays) -> Any:
         return None
     if isinstance(obj, torch.nn.Module):
         return _Attributes(_of_network(obj, stays))
-    return _Attributes({name: value for name, value in attributes.items() if not name.startswith("_")})
+    kind = type(obj)
+    named = (item for item in attributes.items() if is_data(kind) or not item[0].startswith("_"))
+    return _Attributes(item for item in named if not is_found_out(kind, item[0]))
 
 
 def _of_network(network: torch.nn.Module, stays: _Stays) -> Iterator[tuple[str, Any]]:
@@ -234,12 +240,17 @@ def _of_network(network: torch.nn.Module, stays: _Stays) -> Iterator[tuple[str, 
 
 
 class _Attributes(dict[str, Any]):
-    """Those of an object; without private ones, where objects keep what they can do without."""
+    """Those of an object. Private ones of libraries' data alone: others keep there what they can do without."""
+
+    @staticmethod
+    def path(owner: str, name: str) -> str:
+        """Return where an attribute is, for the user, who knows no private ones."""
+        return owner if name.startswith("_") else f"{owner}.{name}"
 
 
 def _members(path: str, held: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(held, _Attributes):
-        yield from ((f"{path}.{name}", value) for name, value in held.items())
+        yield from ((held.path(path, name), value) for name, value in held.items())
     elif isinstance(held, dict):
         if not _PLAIN.issuperset(map(type, held.values())):
             some = itertools.islice(held.items(), _LOOKED_INTO)
@@ -269,7 +280,7 @@ def _differences(path: str, obj: Any, before: Any, stays: _Stays) -> Iterator[st
         return
     now = _content(obj, stays)
     if isinstance(before, _Attributes) and isinstance(now, _Attributes):
-        yield from (f"{path}.{name}" for name in _others(before, now))
+        yield from (before.path(path, name) for name in _others(before, now))
     elif type(now) is not type(before) or not _same(now, before):
         yield path
 
