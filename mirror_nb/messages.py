@@ -624,6 +624,15 @@ Export = Plain | Imported | NewModule | KnownModule | Stayed | Same
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """What a cell has set for all code that follows it, and left other than it was."""
+
+    grads: bool | None = None
+    # What it has given to torch.set_grad_enabled.
+    process: Changes | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Exports:
     """What a replica's names are bound to, as far as it travels; it is the object in `Done.payload`."""
 
@@ -657,8 +666,8 @@ class Exports:
     # where one is inside a network.
     sums: dict[tuple[str, str], int] = field(default_factory=dict)
     # Checksums of networks' "parameters" and "buffers", by handle and which, where all replicas may have trained them.
-    grads: bool | None = None
-    # What the cell has given to torch.set_grad_enabled, if it left that other than it was.
+    left: Left | None = None
+    # What the cell has set for all code that follows it.
     trained: tuple[str, ...] = ()
     # Names of tensors that optimizers may be over, and that no network has: they are bound before those.
     moved: tuple[tuple[Any, str, str], ...] = ()

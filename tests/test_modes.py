@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,3 +53,31 @@ def test_what_a_mirrored_cell_sets_is_set_in_the_notebook_and_in_the_next_one(ru
     block = "with torch.no_grad(): get_ipython().run_cell_magic('mirrored', '--quiet', 'torch.set_grad_enabled(True)')"
     run(block)
     assert run("torch.is_grad_enabled()") is True
+
+
+def test_a_folder_variables_and_torchs_settings_of_a_mirrored_cell_are_the_notebooks_too(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(os.getcwd())
+    monkeypatch.setenv("MIRROR_NB_SET", "1")
+    monkeypatch.setenv("MIRROR_NB_GONE", "1")
+    before = dict(os.environ)
+    run(
+        "%%mirrored --quiet\n"
+        f"import os; os.chdir({str(tmp_path)!r}); torch.set_default_dtype(torch.float64)\n"
+        "os.environ['MIRROR_NB_SET'] = '2'; del os.environ['MIRROR_NB_GONE']\n"
+        "os.environ.update({'RANK': '5', 'BY_A_' + 'LIBRARY': '3'})"
+    )
+    try:
+        assert (os.getcwd(), torch.get_default_dtype()) == (str(tmp_path), torch.float64)
+        assert before.pop("MIRROR_NB_GONE") == "1"
+        assert os.environ == before | {"MIRROR_NB_SET": "2"}
+        run("%%mirrored --quiet\nfound = os.getcwd(), torch.ones(1).dtype, os.environ['MIRROR_NB_SET']")
+        assert run("found") == (str(tmp_path), torch.float64, "2")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("options", ["", "--replicas 0"])
+def test_what_one_replica_alone_has_set_the_notebook_has_not(run, options, monkeypatch):
+    monkeypatch.setenv("MIRROR_NB_SET", "1")
+    run(f"%%mirrored --quiet {options}\nimport os; os.environ['MIRROR_NB_SET'] = f'of {{replica_id}}'")
+    assert os.environ["MIRROR_NB_SET"] == "1"

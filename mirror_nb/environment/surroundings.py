@@ -161,6 +161,36 @@ def begin_with(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
+@final
+class Standing:
+    """How things stood for the user's code: the folder, the environment, and of torch what holds for all operators."""
+
+    def __init__(self) -> None:
+        self._folder = _folder()
+        self._environment = dict(_environment())
+        self._settings = {name: _read(name) for name in _FUNCTIONS}
+
+    def since(self, source: str) -> Changes | None:
+        """Return what has been set since, for `follow` elsewhere; of variables those that `source` names alone.
+
+        Libraries set others, for the process that they are in.
+        """
+        now = Standing()
+        if vars(now) == vars(self):
+            return None
+        before, after = (
+            {os.fsdecode(name): os.fsdecode(value) for name, value in one._environment.items()} for one in (self, now)
+        )
+        environment = {name: after.get(name) for name in before | after if before.get(name) != after.get(name)}
+        return Changes(
+            now._folder if now._folder != self._folder else "",
+            (),
+            {n: value for n, value in environment.items() if n in source and not _OF_REPLICAS.fullmatch(n)},
+            {name: value for name, value in now._settings.items() if value != self._settings[name]},
+            {},
+        )
+
+
 def look_in(paths: Iterable[str]) -> None:
     """Have Python look for modules in these folders too, before or after the others as they stand among them."""
     here, paths = set(sys.path), list(paths)

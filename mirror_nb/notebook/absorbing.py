@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from mirror_nb.messages import Export, Exports, KnownModule, Plain, Same, former, travels
+from mirror_nb.messages import Export, Exports, KnownModule, Left, Plain, Same, former, travels
 from mirror_nb.mirroring.attributes import set_named
 from mirror_nb.mirroring.mirrors import Mirrors, absorb_states
 from mirror_nb.notebook.holders import Holders
@@ -49,8 +49,8 @@ class Returned:
     loose: list[str] = field(default_factory=list)
     # Names of tensors that can be trained, in no network, and not the same on all replicas, likewise.
     result: Any = None
-    grads: bool | None = None
-    # What the cell has given to torch.set_grad_enabled, if it left that other than it was.
+    left: Left | None = None
+    # What the cell has set for all code that follows it.
     nbytes: int = 0
     problem: str | None = None
     # Why something could not be rebuilt here.
@@ -136,7 +136,10 @@ class Absorbing:
             found[:] = sorted(set(found) - taken)
         returned.deleted = self._follow_deleted(told.by)
         returned.diverged = self._note_diverged(told.by)
-        returned.grads = told.of_owner.grads if told.of_owner is not None else None
+        returned.left = told.of_owner.left if told.of_owner is not None else None
+        if returned.left is not None and any(exports.left != returned.left for exports in told.by.values()):
+            # Replicas that differ are left to themselves.
+            returned.left = replace(returned.left, process=None)
         results = {r: e.result for r, e in told.by.items() if e.result is not None}
         if results:
             returned.result = self.incoming.value("_", results, owner)

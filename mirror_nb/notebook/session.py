@@ -24,7 +24,7 @@ from mirror_nb.collectives.base import name_of
 from mirror_nb.collectives.options import Communication
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
-from mirror_nb.environment import modes
+from mirror_nb.environment import modes, surroundings
 from mirror_nb.errors import PoolClosed, TransferError, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Again, Bind, CommSent, Fetch, LoadModules, Reduces, RunCell, Source
@@ -515,8 +515,10 @@ class Session:
         returned = self._names.absorb(payloads, lead, pulled=pulled)
         if told and not payloads:
             returned.problem = "the replicas that are left could not say what they hold"
-        if returned.grads is not None:
-            torch.set_grad_enabled(returned.grads)
+        if returned.left is not None and returned.left.grads is not None:
+            torch.set_grad_enabled(returned.left.grads)
+        if returned.left is not None and returned.left.process is not None:
+            surroundings.follow(returned.left.process)
         return returned
 
     def _push_changed(self, closing: ClosingLine) -> None:

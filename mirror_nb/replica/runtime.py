@@ -47,6 +47,7 @@ from mirror_nb.messages import (
     Fetch,
     Follow,
     Form,
+    Left,
     LoadModules,
     Mirror,
     Rendezvous,
@@ -389,7 +390,7 @@ class Replica:
         failure = None
         synchronizing = self._synchronizing(cell.synchronize and not cell.partial)
         with synchronizing, self.cell_context(), modes.entered(cell.modes):
-            enabled = torch.is_grad_enabled()
+            enabled, standing = torch.is_grad_enabled(), surroundings.Standing()
             self.partial = cell.partial
             try:
                 with self._interruptible(number):
@@ -403,6 +404,8 @@ class Replica:
             finally:
                 self.partial = False
             grads = None if torch.is_grad_enabled() is enabled else not enabled
+            process = None if cell.partial else standing.since(cell.source)
+            left = None if grads is None and process is None else Left(grads, process)
         if self.gpu_lost:
             # What the cell made lies on the GPU.
             return failure, None, None
@@ -415,7 +418,7 @@ class Replica:
         # Who fails may be a step behind the others, for now.
         compare = cell.synchronize and not cell.partial and failure is None and self.identity.num_replicas > 1
         packed = self.namespace.export(
-            names, tag=number, owner=cell.owner, trained=trained, result=value, compare=compare, grads=grads
+            names, tag=number, owner=cell.owner, trained=trained, result=value, compare=compare, left=left
         )
         return failure, packed, bundle
 
