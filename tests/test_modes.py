@@ -72,6 +72,9 @@ def test_a_folder_variables_and_torchs_settings_of_a_mirrored_cell_are_the_noteb
         assert os.environ == before | {"MIRROR_NB_SET": "2"}
         run("%%mirrored --quiet\nfound = os.getcwd(), torch.ones(1).dtype, os.environ['MIRROR_NB_SET']")
         assert run("found") == (str(tmp_path), torch.float64, "2")
+        run("torch.set_default_dtype(torch.float32)")
+        run("%%mirrored --quiet\nfound = torch.ones(1).dtype")
+        assert run("found") is torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -81,3 +84,23 @@ def test_what_one_replica_alone_has_set_the_notebook_has_not(run, options, monke
     monkeypatch.setenv("MIRROR_NB_SET", "1")
     run(f"%%mirrored --quiet {options}\nimport os; os.environ['MIRROR_NB_SET'] = f'of {{replica_id}}'")
     assert os.environ["MIRROR_NB_SET"] == "1"
+
+
+def test_a_variable_of_a_module_that_a_mirrored_cell_sets_is_set_in_the_notebook(run, tmp_path, monkeypatch):
+    (tmp_path / "settings_here.py").write_text("rate = 0.1\nsizes = [1]\nof_each = 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run("import settings_here; sizes_of_here = settings_here.sizes")
+    for rate in (0.5, 0.7):
+        run(
+            "%%mirrored --quiet\nimport settings_here\n"
+            f"settings_here.rate = {rate}; settings_here.sizes.append(2); settings_here.of_each += 1"
+        )
+        assert run("settings_here.rate") == rate
+        run("settings_here.rate = 0.5")
+    assert run("settings_here.of_each, settings_here.sizes, settings_here.sizes is sizes_of_here") == (
+        2,
+        [1, 2, 2],
+        True,
+    )
+    run("%%mirrored --quiet\nsettings_here.of_each = replica_id; found = settings_here.rate")
+    assert run("settings_here.of_each, found") == (2, 0.5)

@@ -78,17 +78,28 @@ def take(variables: Variables) -> None:
             _apply(name)
 
 
+def put(variables: Variables) -> None:
+    """Set what a cell has set in another process, in the modules that are here."""
+    for name, values in variables.items():
+        for path, value in values.items() if name in sys.modules else ():
+            _put_or_warn(name, path, value, "the notebook")
+
+
 def _apply(name: str) -> None:
     taken = _taken.setdefault(name, {})
     for path, value in _wanted.get(name, {}).items():
         if path in taken and _equal(taken[path], value):
             continue
         taken[path] = plain.copied(value)
-        try:
-            _put(sys.modules[name], path, value)
-        except Exception as reason:
-            where = ".".join((name, *path))
-            warnings.warn(f"a replica could not set `{where}`: {type(reason).__name__}: {reason}", stacklevel=2)
+        _put_or_warn(name, path, value, "a replica")
+
+
+def _put_or_warn(module: str, path: _Path, value: Any, who: str) -> None:
+    try:
+        _put(sys.modules[module], path, value)
+    except Exception as reason:
+        where = ".".join((module, *path))
+        warnings.warn(f"{who} could not set `{where}`: {type(reason).__name__}: {reason}", stacklevel=3)
 
 
 def _put(owner: Any, path: _Path, value: Any) -> None:
@@ -159,8 +170,9 @@ class Signs:
     def __init__(self) -> None:
         self.changed: Variables = {}
         # What was set by now, since the modules' import: one look at them all is for both.
+        self._modules = sources.users()
         self._held: list[tuple[Mapping[str, Any], int, list[str], list[Any]]] = []
-        for name, module in sources.users().items():
+        for name, module in self._modules.items():
             if name not in _imported or _imported[name][0] is not module:
                 _note(name, module)
             self._look(name, module)
@@ -181,6 +193,16 @@ class Signs:
                 known |= {(*path, variable) for variable in others}
         if known:
             self.changed[name] = {path: now[path] for path in known if path in now}
+
+    def since(self) -> Variables:
+        """Return what was set since, also in modules that were imported since."""
+        if self.hold() and self._modules == sources.users():
+            return {}
+        found = {}
+        for name, now in Signs().changed.items():
+            known = self.changed.get(name, {})
+            found[name] = {p: value for p, value in now.items() if p not in known or not _equal(value, known[p])}
+        return found
 
     def hold(self) -> bool:
         """Whether none was."""

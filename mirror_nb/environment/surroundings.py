@@ -17,7 +17,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -163,32 +163,41 @@ def begin_with(environment: dict[str, str]) -> None:
 
 @final
 class Standing:
-    """How things stood for the user's code: the folder, the environment, and of torch what holds for all operators."""
+    """How things stand for the user's code: folder, environment, variables of its modules, and settings of torch."""
 
     def __init__(self) -> None:
-        self._folder = _folder()
-        self._environment = dict(_environment())
-        self._settings = {name: _read(name) for name in _FUNCTIONS}
+        self._now = _standing()
+        self._variables = module_variables.Signs()
 
     def since(self, source: str) -> Changes | None:
-        """Return what has been set since, for `follow` elsewhere; of variables those that `source` names alone.
+        """Return what has been set since, for `settle` elsewhere; of the environment what `source` names alone.
 
-        Libraries set others, for the process that they are in.
+        Libraries set other variables, for the process that they are in.
         """
-        now = Standing()
-        if vars(now) == vars(self):
+        before, now, variables = self._now, _standing(), self._variables.since()
+        if now == before and not variables:
             return None
-        before, after = (
-            {os.fsdecode(name): os.fsdecode(value) for name, value in one._environment.items()} for one in (self, now)
+        known, set_now = (
+            {os.fsdecode(name): os.fsdecode(value) for name, value in held.items()} for held in (before[1], now[1])
         )
-        environment = {name: after.get(name) for name in before | after if before.get(name) != after.get(name)}
+        environment = {name: set_now.get(name) for name in known | set_now if known.get(name) != set_now.get(name)}
         return Changes(
-            now._folder if now._folder != self._folder else "",
+            now[0] if now[0] != before[0] else "",
             (),
             {n: value for n, value in environment.items() if n in source and not _OF_REPLICAS.fullmatch(n)},
-            {name: value for name, value in now._settings.items() if value != self._settings[name]},
-            {},
+            {name: value for name, value in now[2].items() if value != before[2][name]},
+            {"variables": variables} if variables else {},
         )
+
+
+def _standing() -> tuple[str, dict[Any, Any], dict[str, Any]]:
+    return _folder(), dict(_environment()), {name: _read(name) for name in _FUNCTIONS}
+
+
+def settle(changes: Changes) -> None:
+    """Set what a cell has set in the replicas, where the notebook is."""
+    follow(replace(changes, others={}))
+    module_variables.put(changes.others.get("variables", {}))
 
 
 def look_in(paths: Iterable[str]) -> None:

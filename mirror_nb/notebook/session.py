@@ -24,7 +24,7 @@ from mirror_nb.collectives.base import name_of
 from mirror_nb.collectives.options import Communication
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
-from mirror_nb.environment import modes, surroundings
+from mirror_nb.environment import modes
 from mirror_nb.errors import PoolClosed, TransferError, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Again, Bind, CommSent, Fetch, LoadModules, Reduces, RunCell, Source
@@ -518,7 +518,7 @@ class Session:
         if returned.left is not None and returned.left.grads is not None:
             torch.set_grad_enabled(returned.left.grads)
         if returned.left is not None and returned.left.process is not None:
-            surroundings.follow(returned.left.process)
+            self._running().settle(returned.left.process)
         return returned
 
     def _push_changed(self, closing: ClosingLine) -> None:

@@ -282,6 +282,11 @@ class Pool(Followed):
             self._told = now
         return report
 
+    def settle(self, changes: surroundings.Changes) -> None:
+        """Set in this process what all replicas have set in a cell: of that they need not be told."""
+        surroundings.settle(changes)
+        self._told = surroundings.current()
+
     def steer(self, word: Word) -> None:
         """Have the training that runs hold, go on or end where its step ends; any thread may call it.
 
