@@ -65,6 +65,9 @@ def _load_the_rest(*_: object) -> None:
         importlib.import_module("mirror_nb.training.model")
         if not _gpus():
             _do_a_step()
+        # What a cell needs that shows widgets.
+        importlib.import_module("ipykernel.zmqshell")
+        importlib.import_module("mirror_nb.replica.shell").be_no_kernel()
     rests = importlib.import_module("mirror_nb.pool.local").RESTS
     before = _name_this_process(rests)
     if before != rests:
@@ -113,10 +116,8 @@ with _loading():
     # only the floors above know.
     for _name in ("application", "completer", "completerlib", "oinspect"):
         importlib.import_module(f"IPython.core.{_name}")
-    importlib.import_module("ipykernel.zmqshell")
     importlib.import_module("mirror_nb.replica.worker")
     importlib.import_module("mirror_nb.strategies.mirrored")
-    importlib.import_module("mirror_nb.replica.shell").be_no_kernel()
 
 # Newer Pythons, 3.14.8 say, have the controller's own arguments follow what the forkserver is to run.
 if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):
