@@ -1155,6 +1155,32 @@ def test_a_controller_that_is_killed_while_its_replicas_start_leaves_no_folder(m
         eventually(lambda: not os.listdir(path), "the folder of multiprocessing's sockets goes")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the forkserver")
+def test_a_kernel_that_is_asked_to_end_has_no_child_to_wait_for():
+    source = """
+    import psutil
+    from IPython.core.interactiveshell import InteractiveShell
+    shell = InteractiveShell.instance()
+    shell.run_line_magic("load_ext", "mirror_nb")
+    shell.run_line_magic("mirror", "start --devices cpu:0,cpu:1")
+    children = psutil.Process().children(recursive=True)
+    shell.exit_now = True
+    print(len(children) >= 5, [child.is_running() for child in children].count(True), flush=True)
+    """
+    done = subprocess.check_output([sys.executable, "-c", textwrap.dedent(source)], timeout=60, text=True)
+    assert done.splitlines()[-1] == "True 0"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_has_an_ended_replicas_number_by_now_is_left_alone():
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        began = nanny.start_time(other.pid)
+        for start, code in ((f"{int(began) - 1}", None), (began, -signal.SIGKILL)):
+            line = f"+ {other.pid} {start}\n".encode()
+            subprocess.run([sys.executable, "-S", "-E", nanny.__file__], input=line, check=True)
+            assert (nanny.exit_code(other.pid), nanny.start_time(other.pid)) == (code, began)
+
+
 def test_a_fork_of_the_controller_does_not_keep_replicas_alive(script):
     process = script(
         f"import os, sys\nif os.fork() == 0:\n    import time; time.sleep(1000)\n{SAY}\nimport time; time.sleep(1000)"
