@@ -784,9 +784,13 @@ def test_an_iterator_of_a_function_serves_once():
         _ = dataset.element_spec
     with pytest.raises(TypeError):
         len(dataset)
+    with pytest.raises(UsageError, match="returned no batch"):
+        _ = ControllerFunctionDataset(lambda _: [], num_replicas=2).element_spec
 
 
-@pytest.mark.parametrize("made", [torch.arange(3), {"x": 1}, 5, None, "ab"], ids=lambda made: type(made).__name__)
+@pytest.mark.parametrize(
+    "made", [torch.arange(3), np.arange(3), {"x": 1}, 5, None, "ab", b"ab"], ids=lambda made: type(made).__name__
+)
 def test_a_function_that_gives_no_batches_is_refused(made):
     with pytest.raises(UsageError, match=f"returned a {type(made).__name__}; it must return a DataLoader"):
         ControllerFunctionDataset(lambda _: made, num_replicas=2)
@@ -1112,6 +1116,7 @@ def test_what_was_distributed_is_distributed_once():
     assert len(ReplicaDataset.of(one, own, batch_size=2)) == 4
     theirs = ControllerDataset.of(source, 2, batch_size=4)
     assert ControllerDataset.of(theirs, 2) is theirs
+    assert len(ControllerDataset.of(theirs, 2, batch_size=2)) == 4
     assert parts(next(iter(ControllerDataset.of(theirs, 4, batch_size=4)))) == [[0], [1], [2], [3]]
     dealt = ReplicaDataset.from_function(loader_of_10, own)
     assert ReplicaDataset.of(dealt, own) is dealt
