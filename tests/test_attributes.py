@@ -320,13 +320,15 @@ def test_a_tensor_that_has_no_memory_costs_no_other_attribute_its_value() -> Non
     assert (there.best, hasattr(there, "tangent")) == (0.5, False)
 
 
-def test_a_tensor_that_vmap_has_left_behind_costs_no_other_attribute_its_value() -> None:
+@pytest.mark.parametrize("keep", [lambda tensor: tensor, lambda tensor: [tensor]], ids=["alone", "in a list"])
+def test_a_tensor_that_vmap_has_left_behind_costs_no_other_attribute_its_value(keep: Any) -> None:
     here, there = network(), network()
     before = attributes(here)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        here.seen = here[0](x)
-        return here.seen  # type: ignore[return-value]
+        found: torch.Tensor = here[0](x)
+        here.seen = keep(found)
+        return found
 
     torch.vmap(forward)(torch.ones(3, 2))
     here.best = 0.5
