@@ -869,6 +869,15 @@ def test_a_handler_of_the_programs_own_that_leaves_it_leaves_it_once_the_replica
     assert run_cell(two, "x = 1").report.clean
 
 
+def test_a_handler_of_the_programs_own_may_raise_the_interrupt_after_all(two, ctrl_c_calls):
+    def save_and_stop(number: int, frame: Any) -> None:
+        signal.default_int_handler(number, frame)
+
+    ctrl_c_calls(save_and_stop, 0.1)
+    assert run_cell(two, "import time; time.sleep(60)").report.interrupted
+    assert signal.getsignal(signal.SIGINT) is save_and_stop
+
+
 def test_a_handler_of_the_programs_own_may_let_the_second_interrupt_end_it(two, ctrl_c_calls):
     def once(number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -876,6 +885,36 @@ def test_a_handler_of_the_programs_own_may_let_the_second_interrupt_end_it(two, 
     ctrl_c_calls(once, 0.1, 0.5)
     assert run_cell(two, "import time; time.sleep(60)").report.interrupted
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_answer_to_what_a_handler_of_an_alarm_has_left_is_not_taken_for_the_next(two, monkeypatch):
+    def leave(timeout: float) -> Any:
+        raise TimeoutError("by a handler")
+
+    large = "x = torch.zeros(1 << 17)"
+    assert run_cell(two, f"import torch; {large}").report.clean
+    there = len(os.listdir("/dev/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(two, "poll", leave)
+        with pytest.raises(TimeoutError, match="by a handler"):
+            run_cell(two, f"{large}; y = 1")
+    ran = run_cell(two, "y = 2")
+    assert [values["y"] for values in ran.values.values()] == [2, 2]
+    assert len(os.listdir("/dev/fd")) == there
+
+
+def test_a_pool_that_a_handler_closes_while_it_waits_says_so(forkserver, monkeypatch):
+    with LocalPool((Device("cpu", 0),), setup=SETUP) as pool:
+        pool.start()
+        ready = pool._ready
+
+        def close_and_look(timeout: float) -> Any:
+            pool.close()
+            return ready(timeout)
+
+        monkeypatch.setattr(pool, "_ready", close_and_look)
+        with pytest.raises(PoolClosed, match="these replicas were stopped"):
+            run_cell(pool, "x = 1")
 
 
 def test_an_interrupt_that_the_process_ignores_ends_nothing(two):
