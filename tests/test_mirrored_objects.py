@@ -30,6 +30,14 @@ def two() -> Iterator[mnb.MirroredStrategy]:
         yield strategy
 
 
+def test_what_is_mirrored_and_a_function_returns_is_what_it_is_here(two):
+    with two.scope():
+        model, optimizer, scaler = with_adam()
+        scheduler = lr_scheduler.StepLR(optimizer, 1)
+    for one in (model, optimizer, scheduler, scaler):
+        assert two.run(lambda one=one: {"it": one})["it"] is one
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_loop_of_the_documents_ends_on_the_weights_of_one_process(n):
     with mnb.MirroredStrategy([f"cpu:{i}" for i in range(n)]) as strategy:
