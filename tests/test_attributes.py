@@ -20,7 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mirror_nb.mirroring.attributes import TENSOR_BYTES, TENSORS, Attributes, names_by_id, names_in, set_attributes
+from mirror_nb.mirroring.attributes import (
+    TENSOR_BYTES,
+    TENSORS,
+    Attributes,
+    names_by_id,
+    names_in,
+    of_one_side,
+    set_attributes,
+)
 from mirror_nb.plain import FEW, FLAT_ITEMS, ITEMS
 
 
@@ -59,6 +67,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a list that becomes a number": lambda net: setattr(net, "losses", 3),
     "an object that becomes plain": lambda net: setattr(net, "kind", None),
     "a function of a module": lambda net: setattr(net, "activation", torch.relu),
+    "a function of another module in C": lambda net: setattr(net, "activation", F.gelu),
     "a function that Python wrote": lambda net: setattr(net[2], "activation", F.silu),
     "a class": lambda net: setattr(net, "norm", nn.LayerNorm),
     "a size": lambda net: setattr(net, "kind", torch.Size([2])),
@@ -480,3 +489,12 @@ def test_parts_that_another_process_has_not_are_skipped() -> None:
     assert told is not None
     set_attributes(list((other := nn.Sequential(nn.ReLU())).modules()), told)
     assert not hasattr(other, "own")
+
+
+@pytest.mark.parametrize("became", ["_parameters", "_buffers", "_modules"])
+def test_where_a_part_is_made_anew_it_keeps_what_the_other_side_was_not_told_of(became: str) -> None:
+    told = {"rate": 0.5, "seen": torch.ones(2), "act": lambda x: x, "act_in_place": F.relu_}
+    has = vars(nn.Module())
+    assert of_one_side({**has, **told, "odd": Odd()}, has).keys() == {"odd"}
+    has[became]["odd"] = None
+    assert not of_one_side({**has, **told, "odd": Odd()}, has)
