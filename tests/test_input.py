@@ -957,6 +957,8 @@ def test_length_and_spec_in_a_replica_are_those_of_its_own_batches():
     own = Replicas(2).input(1)
     dataset = ReplicaDataset(DataLoader(Range(10), batch_size=4), own)
     assert (len(dataset), dataset.element_spec) == (3, TensorSpec((None,), torch.int64))
+    dataset = ReplicaDataset(torch.arange(10), own, batch_size=4)
+    assert (len(dataset), dataset.element_spec) == (3, TensorSpec((None,), torch.int64))
     dealt = ReplicaDataset.from_function(loader_of_10, own)
     assert (len(dealt), dealt.element_spec) == (2, TensorSpec((None,), torch.int64))
 
