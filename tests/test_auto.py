@@ -158,6 +158,11 @@ def test_it_counts_for_the_same_surroundings_only(tmp_path):
     assert load(tmp_path, other) is None
 
 
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc")
+def test_the_machine_is_told_by_its_processor():
+    assert WHAT["machine"] in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+
+
 def _with(content: dict, size: str, pairs: object) -> str:
     return json.dumps({**content, "microseconds": {**content["microseconds"], size: pairs}})
 
