@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import functools
 import gc
 import sys
 import types
+import warnings
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -115,8 +117,14 @@ class Odd:
         raise RuntimeError("not to be compared")
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    rate: float = 0.5
+
+
 LEFT_ALONE: dict[str, Callable[[Any], object]] = {
     "an object": lambda net: setattr(net, "odd", Odd()),
+    "settings with slots": lambda net: setattr(net, "config", Slotted()),
     "a large tensor": lambda net: setattr(net, "cache", torch.ones(TENSOR_BYTES // 4 + 1)),
     "a tensor that may be trained": lambda net: setattr(net, "scale", torch.ones(2, requires_grad=True)),
     "a sparse tensor": lambda net: setattr(net, "graph", torch.eye(2).to_sparse()),
@@ -157,6 +165,7 @@ COMPUTED: dict[str, Callable[[Any], torch.Tensor]] = {
     "complex, conjugated": lambda net: torch.tensor([1 + 2j]).conj(),
     "bool": lambda net: torch.tensor(True),
     "empty": lambda net: torch.empty(0, 3),
+    "made in inference mode": lambda net: torch.inference_mode()(torch.ones)(2),
 }
 
 
@@ -211,6 +220,27 @@ def test_a_tensor_that_is_written_to_stays_itself_and_one_in_its_place_is_anothe
     set_attributes(list(there.modules()), told)
     assert there.seen.tolist() == [2, 2]
     assert seen.tolist() == [1, 1]
+    before.settle()
+    del there.seen
+    here.seen += 1
+    _tell(before, there)
+    assert there.seen.tolist() == [3, 3]
+    before.settle()
+    here.seen = None
+    assert before.changed()
+    _tell(before, there)
+    assert there.seen is None
+
+
+def test_a_tensor_comes_with_its_values_where_parts_have_none_or_are_gone() -> None:
+    here = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.ReLU(), nn.Linear(2, 2, device="meta"))
+    there = copy.deepcopy(here)
+    before = attributes(here)
+    here.seen = torch.ones(2)
+    told = before.since()
+    assert told is not None
+    set_attributes([there, there[0], None, there[2]], told)
+    assert there.seen.tolist() == [1, 1]
 
 
 HELD: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -318,6 +348,14 @@ def test_losses_of_many_steps_are_not_copied_after_each_read() -> None:
     assert before.since() is not None
 
 
+def test_of_an_object_in_a_list_no_size_is_told() -> None:
+    here = network()
+    before = attributes(here)
+    here.losses.append(Odd())  # type: ignore[operator]
+    with warnings.catch_warnings(action="error"):
+        assert before.since() is None
+
+
 def test_a_tensor_that_has_no_memory_costs_no_other_attribute_its_value() -> None:
     here, there = network(), network()
     before = attributes(here)
@@ -403,7 +441,8 @@ def test_a_partial_call_comes_with_what_it_gives() -> None:
     assert activation(torch.tensor([-1.0, 1.0])).tolist() == [-0.5, 1.0]
 
 
-def test_what_cannot_be_imported_is_an_error_where_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gone", ["the module", "the function"])
+def test_what_cannot_be_imported_is_an_error_where_it_is_called(monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
     here, there = network(), network()
     before = attributes(here)
     module = types.ModuleType("mirror_nb_gone")
@@ -412,7 +451,7 @@ def test_what_cannot_be_imported_is_an_error_where_it_is_called(monkeypatch: pyt
     here.activation, here.temperature = module.f, 2.0
     told = before.since()
     assert told is not None
-    monkeypatch.delitem(sys.modules, "mirror_nb_gone")
+    monkeypatch.delitem(sys.modules, "mirror_nb_gone") if gone == "the module" else monkeypatch.delattr(module, "f")
     set_attributes(list(there.modules()), told)
     assert there.temperature == 2.0
     activation: Any = there.activation
@@ -485,6 +524,9 @@ def test_parts_that_another_process_has_not_are_skipped() -> None:
     here = network()
     before = attributes(here)
     here[2][1].own = 1
+    here[2][1].config = Settings(0.1)
+    before.settle()
+    here[2][1].own, here[2][1].config.dropout = 2, 0.2
     told = before.since()
     assert told is not None
     set_attributes(list((other := nn.Sequential(nn.ReLU())).modules()), told)
