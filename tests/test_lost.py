@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import random
+import types
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -239,6 +240,8 @@ def test_methods_partials_and_helpers_are_looked_into():
     assert changes(Called(numbers)) == {"self.count", "self.numbers"}
     assert changes(functools.partial(Called(numbers))) == {"self.count", "self.numbers"}
     assert changes(functools.partial(helper, [])) == {"args[0]", "numbers"}
+    assert changes(functools.partial(helper, to=[])) == {"to", "numbers"}
+    assert changes(types.MethodType(helper, [])) == {"to", "numbers"}
     assert changes(lambda: helper([])) == {"numbers"}
 
 
@@ -248,9 +251,9 @@ class Pair(NamedTuple):
 
 
 def test_what_a_tuple_holds_is_told_by_its_place_or_name():
-    pair, plain = Pair([], ([],)), (1, [])
-    assert changes(lambda: (pair.losses.append(1), pair.rest[0].append(1), plain[1].append(1))) == {
-        *("pair.losses", "pair.rest[0]", "plain[1]")
+    pair, plain = Pair([], ([],)), (torch.ones(1), [])
+    assert changes(lambda: (pair.losses.append(1), pair.rest[0].append(1), plain[1].append(1), plain[0].add_(1))) == {
+        *("pair.losses", "pair.rest[0]", "plain[0]", "plain[1]")
     }
 
 
