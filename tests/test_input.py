@@ -630,7 +630,7 @@ def threads() -> list[threading.Thread]:
 
 def test_as_many_batches_as_asked_for_are_kept_ready():
     source = Range(40)
-    batches = iter(controller(DataLoader(source, batch_size=2), 2, options=InputOptions(prefetch=3)))
+    batches = iter(ControllerDataset.of(DataLoader(source, batch_size=2), 2, InputOptions(prefetch=3)))
     next(batches)
     # The first, and three in store.
     eventually(lambda: len(source.loaded) >= 8, "three batches loaded ahead")
@@ -767,11 +767,12 @@ def test_dicts_and_strings_of_a_function_are_one_per_replica_a_leaf():
 def test_the_batches_of_a_functions_iterable_keep_their_structure(n):
     batches = [(np.ones(2, np.float32), {"m": [np.arange(2)], "name": "a"})] * 2
     dataset = ControllerFunctionDataset(lambda _: batches, num_replicas=n)
+    assert dataset.source is batches
+    assert type(dataset.element_spec) is tuple
     for inputs, others in dataset:
         assert [own.tolist() for own in ([inputs] if n == 1 else inputs)] == [[1.0, 1.0]] * n
         assert (list(others), type(others["m"])) == (["m", "name"], list)
     assert [type(batch) for batch in dataset] == [tuple] * (2 // n)
-    assert type(dataset.element_spec) is tuple
 
 
 def test_an_iterator_of_a_function_serves_once():
