@@ -114,6 +114,14 @@ def test_a_file_that_nobody_can_read_is_told_by_its_name():
         assert told(read) == read
 
 
+def test_outside_of_ipython_the_same_is_told_below_pythons_own_traceback():
+    error, shown = raised(failed(ValueError("bad")))
+    assert error.__notes__ == [shown]
+    assert "raised by replica 0 (cuda:0)" in shown
+    error, shown = raised(failed(SystemExit("bye")))
+    assert error.__notes__ == ["raised by replica 0 (cuda:0)"]
+
+
 def test_the_same_error_of_all_is_shown_once():
     error, shown = raised(*[failed(ValueError("bad"))] * 4)
     assert type(error) is ValueError
@@ -142,6 +150,9 @@ def test_an_interrupt_that_the_users_code_has_raised_is_the_error_of_those_who_w
     assert "replica 0 (cuda:0) waited for it and was freed" in shown
     error, shown = raised(stopped(), failed(ValueError("bad")))
     assert type(error) is ValueError
+    error, shown = raised(OK, freed())
+    assert type(error) is RuntimeError
+    assert "raised by replica 1" in shown
 
 
 def test_who_failed_for_want_of_examples_is_told_so():
@@ -163,7 +174,7 @@ def test_a_death_is_told_with_who_and_how_and_what_is_next():
     assert type(error) is ReplicaDied
     assert "replica 1 (cuda:1, pid 71) was killed by signal 9 (SIGKILL)" in shown
     assert "Replicas 0, 2 kept their names" in shown
-    assert "%mirror restart" in shown
+    assert "or strategy.run, starts it anew (%mirror restart: all)" in shown
     assert str(error) in shown.replace("ReplicaDied: ", "")
 
 
@@ -174,6 +185,7 @@ def test_a_signal_without_a_name_is_told_by_its_number():
 def test_when_all_died_nobody_is_said_to_have_kept_anything():
     _, shown = raised(died(0), died(1))
     assert "kept" not in shown
+    assert "or strategy.run, starts them anew" in shown
     assert "replica 0 (cuda:0, pid 70)" in shown
     assert "replica 1 (cuda:1, pid 71)" in shown
 
@@ -198,6 +210,8 @@ def test_the_users_error_stands_before_the_end_of_who_would_not_stop_for_it():
     assert type(error) is ValueError
     assert "----> 3 ValueError here" in shown
     assert "replica 1 (cuda:1, pid 71) did not stop when asked and was ended" in shown
+    for other in (freed(), stopped(), OK):
+        assert type(raised(other, died(1, by_us=True))[0]) is ReplicaDied
 
 
 def test_a_real_death_stands_before_errors_that_it_may_have_caused():
