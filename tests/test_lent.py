@@ -87,12 +87,36 @@ more = nn.Parameter(torch.ones(1))
 optimizer.add_param_group({'params': [more], 'lr': 0.1})
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 """,
+    "another parameter in the place of one, with its moments": """
+old = model.bias
+model.bias = optimizer.param_groups[0]['params'][1] = nn.Parameter(torch.ones(1))
+optimizer.state[model.bias] = optimizer.state.pop(old)
+""",
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_mirrored_and_ordinary_cells_go_on_from_each_other(shell, run, change):
     for cell in (THERE, change, THERE):
+        run(cell)
+    torch.testing.assert_close(state(run), on_one_device(shell, THERE, change, THERE))
+
+
+@pytest.mark.parametrize("where", ["", "%%mirrored\n"])
+def test_an_optimizer_trains_the_parameters_that_it_was_given_in_the_place_of_others(run, where):
+    given = "model.bias = nn.Parameter(torch.ones(1)); optimizer.param_groups[0]['params'] = list(model.parameters())"
+    names: dict[str, Any] = {}
+    for cell in (MADE, HERE, given, HERE):
+        exec(cell, names)
+    for cell in (THERE, where + given, THERE):
+        run(cell)
+    torch.testing.assert_close(run("model.state_dict()"), names["model"].state_dict())
+    assert run("optimizer.param_groups[0]['params'][1] is model.bias")
+
+
+def test_moments_that_were_moved_wait_for_the_cell_that_reads_their_optimizer(shell, run):
+    change = CHANGES["another parameter in the place of one, with its moments"]
+    for cell in (THERE, change, "%%mirrored\n1", "optimizer.state_dict()", THERE):
         run(cell)
     torch.testing.assert_close(state(run), on_one_device(shell, THERE, change, THERE))
 

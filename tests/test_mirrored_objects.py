@@ -502,6 +502,9 @@ def test_a_parameter_group_that_either_side_has_alone_is_refused(two):
     for use in (lambda: two.run(lambda: optimizer.step()), optimizer.state_dict):
         with pytest.raises(mnb.UsageError, match=r"the SGD has 1 parameter groups here, but was sent .* with 2:"):
             use()
+    optimizer.add_param_group({"params": list(third.parameters())})
+    with pytest.raises(mnb.UsageError, match=r"the SGD has other parameters here, but was sent .* that it had then:"):
+        two.run(lambda: optimizer.step())
     # Whoever does not use them goes on.
     assert two.run(lambda: 1) == 1
     with two.scope():
@@ -784,6 +787,9 @@ class Unreachable:
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         self.asked += 1
         return {}
+
+    def trained(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        return list(optimizer.param_groups[0]["params"])
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
         raise LookupError("gone")

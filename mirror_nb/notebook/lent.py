@@ -113,7 +113,7 @@ class Lent:
     def is_as_sent(self, obj: object) -> bool:
         """Whether it is no optimizer, nor the scheduler of one, that is to be sent again.
 
-        Since it got a parameter group here, or its network is gone where it was sent.
+        Since it got other parameters here, or its network is gone where it was sent.
         """
         optimizer = optimizer_of(obj) if is_told(obj) else None
         if optimizer is None:
@@ -260,6 +260,10 @@ class Lent:
         # All that had it died: there is none but the one here, which is not to be asked for in turn.
         self._states.have(optimizer)
         return optimizer.state_dict()["state"]
+
+    def trained(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor | None]:
+        """Return what the optimizer trains in the replicas, in its order."""
+        return self._objects.trained(optimizer)
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
         """Give all replicas that have the optimizer this state."""

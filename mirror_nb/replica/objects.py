@@ -5,7 +5,6 @@ The former live as long as the controller has them, the latter as long as the ce
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from mirror_nb.errors import TransferError
 from mirror_nb.mirroring.handles import Handles
-from mirror_nb.transfer.told import Told, is_told, parameters_of, take_told
+from mirror_nb.transfer.told import Groups, Told, is_told, take_told
 
 
 @final
@@ -25,9 +24,8 @@ class Objects:
         self._kept: dict[str, Any] = {}
         self._made: Handles[Any] = Handles(self._forget)
         self._told = Told()
-        self._groups: dict[str, int] = {}
-        self._trained: dict[str, list[weakref.ref[torch.Tensor]]] = {}
-        # How many parameter groups the controller's optimizers have, and what these train.
+        self._groups: dict[str, Groups] = {}
+        # Which parameter groups the controller's optimizers have.
         self._gone: list[str] = []
         self._undelivered: set[str] = set()
         # Handles of those that the controller was given and has not got.
@@ -55,17 +53,16 @@ class Objects:
 
     def _know_groups(self, handle: str, obj: Any) -> None:
         if isinstance(obj, torch.optim.Optimizer):
-            self._groups[handle] = len(obj.param_groups)
-            self._trained[handle] = [weakref.ref(parameter) for parameter in parameters_of(obj)]
+            self._groups[handle] = Groups(obj)
 
     def trained(self, obj: object) -> Any:
         """For `pack`: what stands for a tensor that an optimizer of the controller's trains, by its place in that.
 
         It may be in no network any more: another layer has come in the place of its own.
         """
-        for handle, trained in list(self._trained.items()):
-            for i, parameter in enumerate(trained):
-                if parameter() is obj:
+        for handle, groups in list(self._groups.items()):
+            for i, parameter in enumerate(groups.parameters()):
+                if parameter is obj:
                     return ("trained", handle, i)
         return None
 
@@ -76,7 +73,6 @@ class Objects:
             self._made.unlearn(handle)
             self._told.forget(handle)
             self._groups.pop(handle, None)
-            self._trained.pop(handle, None)
             self._undelivered.discard(handle)
 
     def _forget(self, handle: str) -> None:
@@ -103,7 +99,7 @@ class Objects:
     def _outgrown(self, handle: str, obj: Any) -> bool:
         if handle in self._undelivered:
             return True
-        return handle in self._groups and self._groups[handle] != len(vars(obj).get("param_groups", ()))
+        return handle in self._groups and not self._groups[handle].are(obj)
 
     def outgrown(self) -> list[Any]:
         """Return optimizers that have got other parameter groups than the controller's, and what it has not got."""

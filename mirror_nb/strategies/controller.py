@@ -242,6 +242,10 @@ class ControllerPlace(Place):
         """Give all replicas a state."""
         self.ask(load_state, (optimizer, state))
 
+    def trained(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor | None]:
+        """Return what the replicas' optimizer trains, in its order."""
+        return self._objects.trained(optimizer)
+
     def log(self, values: dict[str, Any]) -> None:
         raise ContextError("losses are a replica's: log them in the function given to strategy.run")
 
@@ -481,7 +485,7 @@ class ControllerPlace(Place):
             if optimizer is None or known is None:
                 continue
             # Before they have them: the call below comes here too.
-            self._objects.know_groups(optimizer, len(optimizer.param_groups))
+            self._objects.know_groups(optimizer)
             try:
                 self.command(add_groups, (optimizer, known, optimizer.param_groups[known:]), changes=False)
             except BaseException:
@@ -500,7 +504,7 @@ class ControllerPlace(Place):
         except BaseException:
             self._objects.grew_there(optimizer)
             raise
-        self._objects.know_groups(optimizer, len(optimizer.param_groups))
+        self._objects.know_groups(optimizer)
         # For the replicas to learn that both sides have these groups.
         self._objects.unsettle(optimizer)
 

@@ -13,7 +13,7 @@ import torch
 
 from mirror_nb.errors import UsageError
 from mirror_nb.mirroring.handles import Handles
-from mirror_nb.transfer.told import Told, take_told
+from mirror_nb.transfer.told import Groups, Told, take_told
 
 
 def optimizer_of(obj: Any) -> torch.optim.Optimizer | None:
@@ -35,8 +35,8 @@ class Objects:
         self._handles: Handles[Any] = Handles(self._forget)
         self._sent: set[str] = set()
         self._released: list[str] = []
-        self._groups: dict[str, int] = {}
-        # Of each optimizer that was sent, how many it had.
+        self._groups: dict[str, Groups] = {}
+        # Of each optimizer that was sent, those that it had.
         self._grown_there: set[str] = set()
         # Handles of those that have more in the replicas.
         self._told = Told()
@@ -90,9 +90,9 @@ class Objects:
         return self.handle(obj) in self._sent
 
     def same_groups(self, obj: Any) -> bool:
-        """Whether an optimizer got no parameter group here since it was sent; true of other objects."""
+        """Whether an optimizer trains what it did when it was sent, group by group; true of other objects."""
         groups = self._groups.get(self.handle(obj) or "")
-        return groups is None or groups == len(obj.param_groups)
+        return groups is None or groups.are(obj)
 
     def grown(self, obj: Any) -> int | None:
         """Return how many groups the replicas have of an optimizer that got more here; None of what got none.
@@ -103,19 +103,25 @@ class Objects:
         if optimizer is None:
             return None
         groups = self._groups.get(self.handle(optimizer) or "")
-        return groups if groups is not None and groups < len(optimizer.param_groups) else None
+        return len(groups) if groups is not None and groups.begin(optimizer) and not groups.are(optimizer) else None
 
-    def know_groups(self, optimizer: torch.optim.Optimizer, groups: int) -> None:
-        """The replicas' optimizer has so many parameter groups."""
-        self._groups[self.handle(optimizer) or ""] = groups
+    def know_groups(self, optimizer: torch.optim.Optimizer, count: int | None = None) -> None:
+        """The replicas' optimizer has these parameter groups, or the first `count` of them."""
+        self._groups[self.handle(optimizer) or ""] = Groups(optimizer, count)
+
+    def trained(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor | None]:
+        """Return what the replicas' optimizer trains, in the order of its groups; None for what is gone here."""
+        return self._groups.get(self.handle(optimizer) or "", Groups(optimizer)).parameters()
 
     def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that lost a parameter group here since it was sent: the replicas' has it still."""
+        """Refuse an optimizer that lost a parameter here since it was sent: the replicas' has it still."""
         if not self.same_groups(optimizer) and self.grown(optimizer) is None:
-            groups = self._groups[self.handle(optimizer) or ""]
+            now, sent = len(optimizer.param_groups), len(self._groups[self.handle(optimizer) or ""])
+            what = f"{now} parameter groups here" if now != sent else "other parameters here"
+            then = f"with {sent}" if now != sent else "with those that it had then"
             raise UsageError(
-                f"the {type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups here, but was "
-                f"sent to the replicas with {groups}: make a new optimizer in the scope"
+                f"the {type(optimizer).__name__} has {what}, but was sent to the replicas {then}: "
+                "make a new optimizer in the scope"
             )
 
     def mark_sent(self, obj: Any) -> None:
@@ -123,7 +129,7 @@ class Objects:
         handle = self.add(obj)
         self._sent.add(handle)
         if isinstance(obj, torch.optim.Optimizer):
-            self._groups[handle] = len(obj.param_groups)
+            self._groups[handle] = Groups(obj)
         self._told.know(handle, obj)
 
     def forget_sent(self) -> None:

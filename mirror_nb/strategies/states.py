@@ -37,6 +37,9 @@ class Keeper(Protocol):
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Return a replica's state of an optimizer, as its state_dict has it; raises what asking raises."""
 
+    def trained(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor | None]:
+        """Return whose entries are in that, in its order, None for what is gone here."""
+
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
         """Give all replicas such a state."""
 
@@ -52,11 +55,13 @@ class States:
         # After how many calls the state here was that of the replicas.
         self._signs: weakref.WeakKeyDictionary[Any, _Signs | None] = weakref.WeakKeyDictionary()
         # What was in it then; None of one that was never read.
+        self._ahead: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Whose state here was written to and is of other parameters than the replicas': it is sent with these.
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Look after an optimizer from now on."""
         # Besides the state itself, which somebody may replace.
-        optimizer.register_state_dict_pre_hook(self.read)
+        optimizer.register_state_dict_pre_hook(self._read_trained)
         optimizer.register_load_state_dict_post_hook(self._loaded)
         self._follow(optimizer)
 
@@ -70,6 +75,7 @@ class States:
     def have(self, optimizer: Any) -> None:
         """The replicas have the state that is here."""
         keeper = self._keeper()
+        self._ahead.discard(optimizer)
         if keeper is not None:
             self._read_at[optimizer] = keeper.calls
             if optimizer in self._signs:
@@ -103,12 +109,12 @@ class States:
         Raises what a call raises, and UsageError for an optimizer that has parameters there alone.
         """
         keeper = self._asked(optimizer)
-        if keeper is None or self._read_at.get(optimizer) == keeper.calls:
+        if keeper is None or self._read_at.get(optimizer) == keeper.calls or optimizer in self._ahead:
             return
         # Who asks in inference mode goes on to train.
         with torch.inference_mode(False):
             state = keeper.state_of(optimizer)
-        parameters = parameters_of(optimizer)
+        parameters = keeper.trained(optimizer)
         if any(isinstance(key, int) and key >= len(parameters) for key in state):
             raise UsageError(
                 f"the {type(optimizer).__name__} got parameter groups in the replicas that it has not here: call its "
@@ -118,8 +124,17 @@ class States:
         dict.clear(optimizer.state)
         for key, value in state.items():
             parameter = parameters[key] if isinstance(key, int) else None
-            dict.__setitem__(optimizer.state, key if parameter is None else parameter, _beside(parameter, value))
+            if not isinstance(key, int) or parameter is not None:
+                dict.__setitem__(optimizer.state, key if parameter is None else parameter, _beside(parameter, value))
         self.have(optimizer)
+
+    def _read_trained(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the state here, without what is of parameters that others have come for: torch's would fail on it."""
+        self.read(optimizer)
+        state, own = optimizer.state, set(map(id, parameters_of(optimizer)))
+        if isinstance(state, _State):
+            for key in [key for key in dict.keys(state) if isinstance(key, torch.Tensor) and id(key) not in own]:
+                dict.__delitem__(state, key)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self._follow(optimizer)
@@ -128,6 +143,9 @@ class States:
             return
         # Not read again first.
         self.have(optimizer)
+        if list(map(id, keeper.trained(optimizer))) != list(map(id, parameters_of(optimizer))):
+            self._ahead.add(optimizer)
+            return
         try:
             keeper.load_state(optimizer, optimizer.state_dict()["state"])
         except BaseException:

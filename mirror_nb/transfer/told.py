@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, TypeGuard, final
@@ -26,6 +27,35 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     # A cell may have deleted them, and one that is around another may have none.
     groups = getattr(optimizer, "param_groups", ())
     return [parameter for group in groups for parameter in group["params"]]
+
+
+@final
+class Groups:
+    """What an optimizer's parameter groups train, or the first `count` of them; keeps none of it alive."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, count: int | None = None) -> None:
+        groups = vars(optimizer).get("param_groups", ())[:count]
+        self._trained = [[weakref.ref(parameter) for parameter in group["params"]] for group in groups]
+
+    def __len__(self) -> int:
+        return len(self._trained)
+
+    def parameters(self) -> list[torch.Tensor | None]:
+        """Return the parameters in the order of the groups; None for what is gone."""
+        return [parameter() for trained in self._trained for parameter in trained]
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's groups begin with these."""
+        groups = vars(optimizer).get("param_groups", ())
+        return len(self) <= len(groups) and all(
+            len(trained) == len(group["params"])
+            and all(known() is parameter for known, parameter in zip(trained, group["params"], strict=True))
+            for trained, group in zip(self._trained, groups, strict=False)
+        )
+
+    def are(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether these are the optimizer's groups."""
+        return self.begin(optimizer) and len(self) == len(vars(optimizer).get("param_groups", ()))
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
