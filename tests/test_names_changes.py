@@ -1323,6 +1323,15 @@ def test_a_metaclass_that_keeps_its_classes_has_those_that_have_the_names(notebo
     assert notebook.user_ns["seen"] == eval(look, notebook.user_ns) == seen
 
 
+def test_flags_that_a_cell_combines_are_no_change_of_their_class(notebook):
+    notebook.here("import enum\nclass Flags(enum.Flag): A, B, C = 1, 2, 4")
+    assert notebook.cell("both = Flags.A | Flags.B").altered == []
+    notebook.here("others = Flags.A | Flags.C")
+    notebook.cell("all = others | both")
+    assert notebook.sent == ["others"]
+    assert notebook.user_ns["all"] is notebook.user_ns["Flags"](7)
+
+
 LEARNER = """
 class Learner:
     def __init__(self): self.rate, self.losses, self.old, self.net = 1, [], 1, nn.Linear(1, 1)

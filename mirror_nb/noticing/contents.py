@@ -176,9 +176,13 @@ def class_content(
     own = {
         name: _member(value)
         for name, value in vars(kind).items()
-        if isinstance(value, types.FunctionType) or not name.startswith(PYTHONS)
+        if isinstance(value, types.FunctionType) or not (name.startswith(PYTHONS) or name == _COMBINED)
     }
     return content(own, token, most=_CLASS_BYTES, sought=sought, seen=seen)
+
+
+_COMBINED = "_value2member_map_"
+# An `enum.Flag` has there each combination of its flags that anybody has made.
 
 
 def _member(value: object) -> object:
