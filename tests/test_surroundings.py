@@ -265,6 +265,22 @@ def test_lines_for_the_screen_and_for_a_file_are_written_as_there(own, tmp_path,
     assert Path(path).read_text() == "one\ntwo\n"
 
 
+def test_a_log_file_that_is_written_anew_has_the_lines_of_both_sides(own, tmp_path):
+    before, logger = current(), logging.getLogger("mirror_nb_test")
+    handler = logging.FileHandler(tmp_path / "lines.log", mode="w")
+    logger.addHandler(handler)
+    told = changes(before, current())
+    assert told is not None
+    logger.removeHandler(handler)
+    follow(told)
+    for number in range(3):
+        logger.error(f"there {number}")
+        handler.emit(logging.makeLogRecord({"msg": f"here {number}"}))
+    handler.close()
+    text = "".join(f"there {number}\nhere {number}\n" for number in range(3))
+    assert (tmp_path / "lines.log").read_text() == text
+
+
 def test_what_filters_drop_is_dropped_there_too(own, capsys):
     before, logger = current(), logging.getLogger("mirror_nb_test")
     handler = logging.StreamHandler(sys.__stdout__)

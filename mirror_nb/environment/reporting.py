@@ -6,6 +6,7 @@ Each is read as plain values, and set from them in another process. Knows no rep
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import operator
 import os
@@ -263,6 +264,7 @@ def _fresh(name: str) -> Logger:
 def _told(handler: logging.Handler) -> Handler | None:
     if isinstance(handler, logging.FileHandler):
         to = handler.baseFilename
+        _append(handler.stream)
     elif isinstance(handler, logging.StreamHandler):
         to = _STREAMS.get(getattr(handler.stream, "name", ""), "")
     else:
@@ -271,6 +273,12 @@ def _told(handler: logging.Handler) -> Handler | None:
         return None
     formatter = None if handler.formatter is None else _pickled(handler.formatter)
     return Handler(to, int(handler.level), formatter, _filters_of(handler))
+
+
+def _append(stream: Any) -> None:
+    """Have a file written to at its end: with mode "w" it would be where this process has written last."""
+    with contextlib.suppress(TypeError, OSError, ValueError):
+        fcntl.fcntl(stream, fcntl.F_SETFL, fcntl.fcntl(stream, fcntl.F_GETFL) | os.O_APPEND)
 
 
 def _filters_of(filterer: logging.Filterer) -> tuple[bytes, ...]:
