@@ -340,6 +340,9 @@ def test_push_and_pull_by_hand(run, shell):
     assert "in the replicas" in repr(shell.user_ns["big"])
     assert run("%mirror pull big")[1] == "pulled big (2.86 MiB) from replica 0\n"
     assert len(shell.user_ns["big"]) == 3_000_000
+    run("from torch import nn")
+    run("%%mirrored --quiet\nnet = nn.Linear(1, 1)")
+    assert run("%mirror pull net")[1].startswith("pulled net (")
 
 
 def test_what_is_not_sent_is_not_said_to_be_pushed(run, shell):

@@ -595,7 +595,9 @@ class Session:
         for name, value in stayed.items():
             _check_brought(name, value)
         whence = f"replica{'s' if len(replicas) > 1 else ''} {spans(replicas)}"
-        return f"pulled {shortened(returned.bound)} ({size(returned.nbytes)}) from {whence}"
+        # Besides what is bound anew, networks and the like whose values came.
+        pulled = sorted({*names, *returned.bound} - stayed.keys())
+        return f"pulled {shortened(pulled)} ({size(returned.nbytes)}) from {whence}"
 
     def fetch(self, name: str, replica_id: int) -> Any:
         """Return a replica's value of a name, whatever its size; the notebook's name is left alone."""
