@@ -240,6 +240,18 @@ def test_a_module_of_a_package_that_one_side_imports_is_there_on_the_other(run):
     assert run("print(mirror_nb_outer.inner.part2.VALUE)") == ["4"]
 
 
+def test_what_a_cell_sets_in_a_class_of_a_module_is_here_too(run, tmp_path):
+    (tmp_path / "mirror_nb_set.py").write_text("class CFG:\n    lr, layers = 1, [1]\n")
+    run("from mirror_nb_set import CFG")
+    run("%%mirrored\nCFG.lr = 2; CFG.layers.append(2)")
+    assert run("print(CFG.lr, *CFG.layers)") == ["2 1 2"]
+    run("CFG.lr = 3")
+    assert run("%%mirrored\nprint(CFG.lr, *CFG.layers, flush=True)") == ["3 1 2"]
+    run("%%mirrored\nCFG.lr = 4 + replica_id")
+    assert run("print(CFG.lr)") == ["3"]
+    del sys.modules["mirror_nb_set"]
+
+
 @pytest.mark.usefixtures("package")
 def test_what_a_function_of_run_lacks_of_a_package_may_be_imported_after_it_has_failed(run):
     run("import mirror_nb_outer, mirror_nb as mnb\nstrategy = mnb.MirroredStrategy(['cpu:0', 'cpu:1'])")
