@@ -776,6 +776,30 @@ def test_what_is_mirrored_inside_a_mirrored_object_is_the_same_there_as_by_itsel
     assert two.run(lambda: trainer.model is model and trainer.optimizer is optimizer and trainer.seen is seen)
 
 
+def test_methods_that_a_class_is_given_later_are_those_of_its_networks_in_the_replicas(two):
+    class Scaled(nn.Linear):
+        __module__ = "__main__"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    with two.scope():
+        net = nn.Sequential(Scaled(2, 1, bias=False))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    step = step_of(net, optimizer)
+    two.run(step)
+    Scaled.forward = lambda self, x: x @ self.weight.T * self.twice()
+    Scaled.twice = lambda self: 2.0
+    inputs = torch.ones(1, 2)
+    assert two.run(lambda: net(inputs).item()) == pytest.approx(net(inputs).item())
+    two.run(step)
+    assert net[0].weight is optimizer.param_groups[0]["params"][0]
+    assert two.run(lambda: net(inputs).item()) == pytest.approx(net(inputs).item())
+    assert two.run(lambda: len(optimizer.state)) == 1
+    # It is sent again once.
+    assert two._place._references.mirrors.known(net) is not None
+
+
 class Unreachable:
     """Replicas that were gone when a state was given to them."""
 

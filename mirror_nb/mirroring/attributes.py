@@ -98,8 +98,10 @@ class Attributes:
 
     def other_functions(self) -> bool:
         """Whether a part has other functions of the user's among its attributes, or those of another class."""
-        if self._glance.holds():
-            return any(part.functions_changed() for part in self._parts if part.functions)
+        glance = self._glance
+        if glance.holds():
+            changed = any(part.functions_changed() for part in glance.working)
+            return changed or any(part.kind_changed(part.kind) for part in glance.classes)
         living = ((part, owner) for part in self._parts if (owner := part.owner()) is not None)
         return any(part.functions_changed() or part.kind_changed(type(owner)) for part, owner in living)
 
@@ -151,7 +153,10 @@ def _version(tensor: torch.Tensor) -> int:
 
 @final
 class _Part:
-    __slots__ = ("atoms", "copies", "count", "functions", "kind", "names", "owner", "settings", "skipped", "tensors")
+    __slots__ = (
+        *("atoms", "copies", "count", "functions", "kind", "methods"),
+        *("names", "owner", "settings", "skipped", "tensors"),
+    )
 
     def __init__(self, owner: Callable[[], object], skipped: frozenset[str]) -> None:
         self.owner = owner
@@ -166,6 +171,7 @@ class _Part:
 
     def note(self) -> None:
         self.kind: type[Any] = type(self.owner())
+        self.methods = _methods(self.kind)
         self.count = len(self.held)
         self.names: list[str] = []
         self.atoms: list[Any] = []
@@ -207,8 +213,16 @@ class _Part:
         return now.keys() != self.functions.keys() or any(now[name] is not self.functions[name]() for name in now)
 
     def kind_changed(self, kind: type[Any]) -> bool:
-        # A lazy part becomes what it is on both sides, each by itself.
-        return kind is not self.kind and becoming(kind) is not becoming(self.kind)
+        """Whether it is another class, or has been given other methods (`Net.forward = …`)."""
+        if kind is not self.kind:
+            # A lazy part becomes what it is on both sides, each by itself.
+            return becoming(kind) is not becoming(self.kind)
+        # Of most parts it is asked no more: they are of torch's classes, and there may be thousands.
+        now = self.methods and _methods(kind)
+        if len(now) == len(self.methods) and all(map(operator.is_, now, self.methods)):
+            return False
+        # With an object that comes back its class gets its methods anew.
+        return list(map(_in_words, now)) != list(map(_in_words, self.methods))
 
     def since(self, everything: bool) -> dict[str, Any]:
         before = {**dict(zip(self.names, self.atoms, strict=True)), **self.copies}
@@ -253,7 +267,9 @@ class _Glance:
         self._names = [name for part in looked_at for name in part.names]
         self._atoms = [atom for part in looked_at for atom in part.atoms]
         self.collecting = [part for part in looked_at if part.copies or part.tensors]
-        # Parts that this says nothing of: they have what is compared by its value.
+        self.working = [part for part in looked_at if part.functions]
+        self.classes = list({(part.kind, *map(id, part.methods)): part for part in looked_at if part.methods}.values())
+        # What this says nothing of: what is compared by its value, functions, and methods of the notebook's classes.
 
     def holds(self) -> bool:
         """Whether all live, are of their class, and have as many attributes as they had, and the same atoms."""
@@ -263,6 +279,19 @@ class _Glance:
             return False
         each = itertools.chain.from_iterable(map(itertools.repeat, held, self._sizes))
         return all(map(operator.is_, map(dict.get, each, self._names), self._atoms))
+
+
+def _methods(kind: type) -> list[Any]:
+    """Return each class of the notebook or the script that a class is or derives from, with its methods, if any."""
+    bases = [base for base in kind.__mro__ if base.__module__ == "__main__"]
+    methods = ([value for value in vars(base).values() if type(value) is types.FunctionType] for base in bases)
+    return [one for base, own in zip(bases, methods, strict=True) for one in (base, *own)]
+
+
+def _in_words(one: Any) -> object:
+    if isinstance(one, type):
+        return one
+    return one.__name__, one.__code__, one.__defaults__, one.__kwdefaults__
 
 
 def _itself(value: object) -> object:
