@@ -22,6 +22,7 @@ from mirror_nb.messages import Bind
 from mirror_nb.notebook.magics import _ids
 from mirror_nb.notebook.names import Names
 from mirror_nb.pool.in_process import InProcessPool
+from mirror_nb.pool.local import LocalPool
 
 Run = Callable[[str], tuple[Any, str]]
 
@@ -190,6 +191,21 @@ def test_a_restart_starts_anew_on_the_same_devices_with_the_same_seed(run):
     assert "1 replica (cpu:0) ready in" in run("%mirror restart")[1]
     with pytest.raises(NameError):
         run("%%mirrored --quiet\nkept")
+
+
+@pytest.mark.parametrize("then", ["%%mirrored --quiet\n1", "%mirror restart"])
+def test_a_restart_that_was_interrupted_is_made_up_for_on_the_same_devices(run, monkeypatch, then):
+    run("%mirror restart --devices cpu:0,cpu:1")
+
+    def interrupted(pool: LocalPool) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalPool, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run("%mirror restart")
+    run(then)
+    assert run("%%mirrored --quiet\nnum_replicas")[0] == 2
 
 
 def test_a_replica_in_the_kernel_gives_way_to_several_in_processes(run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import linecache
 import os
 import re
@@ -13,7 +14,7 @@ import time
 import types
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ class Session:
         # What replicas have run, in whose functions tracebacks may end.
         self._untaught: set[int] = set()
         # Replicas that have functions of these cells from another one, without their lines.
+        self._unfinished: Callable[[], str] | None = None
+        # The start of a restart that has not come so far.
         self._seed = 0
         self._exchange = AS_USUAL
         self._communication: Communication | None = None
@@ -139,7 +142,7 @@ class Session:
         except BaseException:
             pool.close()
             raise
-        self._pool = pool
+        self._pool, self._unfinished = pool, None
         self._reduces = _reduces(communication)
         pool.tell("", self._reduces.operation)
         self._watch(pool)
@@ -181,22 +184,27 @@ class Session:
     def restart(self, devices: str | None = None, exchange: GradientFlags = AS_USUAL) -> str:
         """Stop the replicas and start new ones, on the same devices with the same options unless others are named."""
         if self._pool is None:
-            return self.start(devices, exchange=exchange)
+            return self.start(devices, exchange=exchange) if devices or exchange != AS_USUAL else self._begin()
         names, exchange = devices or ",".join(map(str, self._pool.devices)), exchange.over(self._exchange)
         # A mistake in the names must not cost the replicas that run.
         chosen = device_names.resolve(names, torch.cuda.device_count())
         choose(exchange.ops, exchange.options(), chosen)
         # Of several devices each replica has a process.
         in_process = isinstance(self._pool, InProcessPool) and len(chosen) == 1
+        self._unfinished = functools.partial(self.start, names, self._seed, in_process, exchange)
         lost = self._end()
-        return "; ".join([self.start(names, self._seed, in_process, exchange), *lost])
+        return "; ".join([self._begin(), *lost])
+
+    def _begin(self) -> str:
+        """Start replicas as nobody has said how, or as a restart was to that was interrupted."""
+        return (self._unfinished or self.start)()
 
     def stop(self) -> str:
         """Stop the replicas and all that they started; return a line that says so."""
         if self._pool is None:
             return "no replicas are running"
         devices = self._pool.devices
-        self.dashboards_above_cells = False
+        self.dashboards_above_cells, self._unfinished = False, None
         lost = self._end()
         stop_forkserver()
         return "; ".join([f"{_replicas(devices)} stopped", *lost])
@@ -245,7 +253,7 @@ class Session:
         Raises UsageError for replicas that record nothing.
         """
         if self._pool is None:
-            self.start()
+            self._begin()
         if self._dashboard is None:
             self._dashboard = self._live()
         self._dashboard.show()
@@ -303,8 +311,9 @@ class Session:
         """
         alone = ""
         if self._pool is None:
-            self.start()
-            alone = str(self._running().devices[0]) if self._running().devices[0].kind == "cpu" else ""
+            self._begin()
+            devices = self._running().devices
+            alone = str(devices[0]) if len(devices) == 1 and devices[0].kind == "cpu" else ""
         pool = self._running()
         began = time.perf_counter()
         replicas = self._chosen(options.replicas)
