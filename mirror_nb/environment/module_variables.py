@@ -116,34 +116,6 @@ def _put(owner: Any, path: _Path, value: Any) -> None:
         setattr(owner, path[-1], value)
 
 
-@final
-class Tuned:
-    """A class of the user's modules with what was set in it here, for pickle: where it arrives it is set there, too.
-
-    By itself it would travel by its name alone.
-    """
-
-    def __init__(self, kind: type, values: dict[str, Any]) -> None:
-        self._kind = kind
-        self._values = values
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _tune, (self._kind, self._values)
-
-
-def tuned(value: Any) -> Any:
-    """Return a class in which something was set since its module's import as `Tuned`, all else as it is."""
-    its = changed().get(value.__module__, {}) if isinstance(value, type) else {}
-    values = {path[1]: held for path, held in its.items() if len(path) == 2 and path[0] == value.__qualname__}
-    return Tuned(value, values) if values else value
-
-
-def _tune(kind: type, values: dict[str, Any]) -> type:
-    for name, value in values.items():
-        _put(kind, (name,), value)
-    return kind
-
-
 def _plain_in(held: Mapping[str, Any], before: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return copies of plain values; of none that are private. What is equal to one of `before` has that."""
     copies = {}

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from mirror_nb.distributed import Underway
-from mirror_nb.environment.module_variables import tuned
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import Export, Imported, KnownModule, NewModule, Plain, Same, Stayed
 from mirror_nb.noticing.kinds import goes_by_name
@@ -133,7 +132,7 @@ class Exporting:
         if isinstance(value, types.ModuleType):
             return Imported(value.__name__)
         if not isinstance(value, nn.Module) or type(value) in weakref.ProxyTypes:
-            told = (type(value), filling(value)) if name in self.changes.filled else tuned(value)
+            told = (type(value), filling(value)) if name in self.changes.filled else value
             export = self.plain(told, handle, holding.inside(name, value))
             return dataclasses.replace(export, holds=holding.uses(name)) if isinstance(export, Plain) else export
         mirrors = self._holds.mirrors
