@@ -1249,6 +1249,57 @@ def test_an_optimizer_over_tensors_without_a_name_says_why_it_stays(notebook):
     assert "it is over a tensor that has no name of its own" in repr(notebook.user_ns["opt"])
 
 
+LOOSE = """
+class Line:
+    def __init__(self): self.w, self.rest = MAKE, [1]
+x = HOLDER; opt = torch.optim.SGD([WHERE], 0.1)
+"""
+
+
+@pytest.mark.parametrize("make", ["torch.zeros(3, requires_grad=True)", "nn.Parameter(torch.zeros(3))"])
+@pytest.mark.parametrize(
+    ("holder", "where"),
+    [("{'w': MAKE}", "x['w']"), ("[MAKE]", "x[0]"), ("Line()", "x.w"), ("[Line()]", "x[0].w"), ("(MAKE,)", "x[0]")],
+)
+@pytest.mark.parametrize("earlier", ["pass", "y = x"])
+def test_a_tensor_without_a_name_that_an_optimizer_trains_is_one_on_both_sides(notebook, make, holder, where, earlier):
+    step = f"opt.zero_grad(); (1 - {where}).sum().backward(); opt.step()"
+    trained = f"{where}, opt.param_groups[0]['params'][0]"
+    notebook.here(LOOSE.replace("HOLDER", holder).replace("WHERE", where).replace("MAKE", make))
+    notebook.cell(earlier)
+    for i in range(3):
+        notebook.cell(step)
+        held, own = eval(trained, notebook.user_ns)
+        assert held is own
+        assert held.tolist() == pytest.approx([0.2 * i + 0.1] * 3)
+        notebook.here(step)
+        assert own.tolist() == pytest.approx([0.2 * i + 0.2] * 3)
+    notebook.cell(f"same = {where} is opt.param_groups[0]['params'][0]; values = {where}.tolist()")
+    assert notebook.user_ns["same"]
+    assert notebook.user_ns["values"] == pytest.approx([0.6] * 3)
+
+
+def test_a_tensor_without_a_name_stays_that_of_its_optimizer_where_it_gets_another_one(notebook):
+    notebook.here("x = [torch.zeros(3, requires_grad=True)]; opt = torch.optim.SGD(x, 0.1)")
+    notebook.cell("opt.step()")
+    notebook.here("again = x[0]; more = torch.optim.Adam(x); twice = [again, x[0]]")
+    notebook.cell("y = more; x[0].data += 1; one = twice[0] is twice[1] is x[0] is more.param_groups[0]['params'][0]")
+    assert notebook.user_ns["one"]
+    assert notebook.user_ns["more"].param_groups[0]["params"][0] is notebook.user_ns["again"]
+    assert notebook.user_ns["twice"][1] is notebook.user_ns["x"][0] is notebook.user_ns["again"]
+    assert notebook.user_ns["again"].tolist() == [1] * 3
+
+
+def test_a_tensor_without_a_name_that_differs_is_each_replicas_own_beside_that_of_the_optimizer(notebook):
+    notebook.here("x = [nn.Parameter(torch.zeros(3))]; opt = torch.optim.SGD(x, 0.1)")
+    own = notebook.user_ns["x"][0]
+    notebook.cell("opt.step(); x = [x[0]] * 2; x[0].data += 1 + replica_id")
+    values = notebook.user_ns["x"]
+    assert [value[0].tolist() for value in values] == [[1] * 3, [2] * 3]
+    assert all(type(value[0]) is type(own) and value[0] is value[1] and value[0] is not own for value in values)
+    assert own.tolist() == [0] * 3
+
+
 def test_an_attribute_that_either_side_deletes_from_a_class_is_gone_on_the_other(notebook):
     notebook.here(
         "class Base:\n    lr = 1\nclass CFG(Base):\n    lr, wd, kept = 2, 3, 4\n    def f(self): return self.kept"

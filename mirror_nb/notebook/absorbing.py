@@ -380,7 +380,7 @@ class Absorbing:
 
     def _fill(self, name: str, exports: dict[int, Export], ours: dict[int, object]) -> bool:
         """Fill these objects with what the replicas tell of them, all or none; return whether it was done."""
-        held = {r: self.incoming.told(name, exports[r], r) for r in ours}
+        held = {r: self.incoming.told(name, exports[r], r, one=len(ours) == 1) for r in ours}
         for r, one in ours.items():
             # What cannot be rebuilt here comes as a stand-in.
             if not (isinstance(held[r], tuple) and held[r][0] is type(one) and is_refillable(one)):

@@ -19,7 +19,7 @@ from mirror_nb.held_variables import read_together
 from mirror_nb.messages import Export, Imported, KnownModule, NewModule, Plain, Stayed
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
-from mirror_nb.noticing.refilling import is_trained
+from mirror_nb.noticing.refilling import is_trained, refill
 from mirror_nb.transfer.opening import unpack
 from mirror_nb.transfer.payload import Payload
 from mirror_nb.transfer.told import parameters_of
@@ -73,7 +73,7 @@ class Incoming:
             case Stayed() as stayed:
                 return self._remote(name, stayed, chosen)
             case Plain(payload) if self.is_one(exports):
-                value = self._open(payload, name, chosen)
+                value = self._open(payload, name, chosen, one=True)
                 whole = read_together([value] * len(exports))
                 return value if whole is None else whole
         first = self.told(name, exports[chosen], chosen)
@@ -99,15 +99,15 @@ class Incoming:
         holds = {name for export in exports.values() if isinstance(export, Plain) for name in export.holds}
         return all_alike(exports) and not any(isinstance(self._user_ns.get(name), PerReplica) for name in holds)
 
-    def told(self, name: str, export: Export, replica_id: int) -> Any:
-        """Return what one replica tells of a name's value: that, or a stand-in."""
+    def told(self, name: str, export: Export, replica_id: int, one: bool = False) -> Any:
+        """Return what one replica tells of a name's value: that, or a stand-in; `one`: see `unpacked`."""
         if isinstance(export, Plain):
-            return self._open(export.payload, name, replica_id)
+            return self._open(export.payload, name, replica_id, one)
         return self._remote(name, _stand_in(export), replica_id)
 
-    def _open(self, payload: Payload, name: str, replica_id: int) -> Any:
+    def _open(self, payload: Payload, name: str, replica_id: int, one: bool = False) -> Any:
         try:
-            return self.unpacked(payload, replica_id)
+            return self.unpacked(payload, replica_id, one)
         except Undelivered:
             stayed = Stayed("object", "value", "it has a network, an optimizer or another value that did not travel")
         except Exception as reason:
@@ -115,10 +115,17 @@ class Incoming:
             stayed = Stayed("object", "value", why, for_good=True)
         return self._remote(name, stayed, replica_id)
 
-    def unpacked(self, payload: Payload, replica_id: int) -> Any:
-        """Rebuild a value of a replica, and remember the networks in it. Raises what rebuilding raised."""
+    def unpacked(self, payload: Payload, replica_id: int, one: bool = False) -> Any:
+        """Rebuild a value of a replica, and remember the networks in it. Raises what rebuilding raised.
+
+        `one`: it is the same on all, and so what optimizers here train is in it, with its values; else copies are.
+        """
 
         def resolve(token: Any) -> object:
+            if token[0] == "trained" and token[3:]:
+                if not one:
+                    return token[3]
+                refill(self.resolve(token), token[3])
             return self._held(token[1], replica_id) if token[0] == "held" else self.resolve(token)
 
         value, arrivals = unpack(payload, None, namespace=self._user_ns, resolve=resolve)

@@ -110,6 +110,17 @@ class Lent:
         """Whether the replica has the object, and it need not be sent again."""
         return replica_id in self._holders.get(self._objects.handle(obj) or "", ()) and self.is_as_sent(obj)
 
+    def trained_in(self, replicas: Iterable[int]) -> dict[int, tuple[str, str, int]]:
+        """Return what stands for each tensor that optimizers of all these replicas train, by its id."""
+        replicas = tuple(replicas)
+        optimizers = [obj for obj in self._objects.all() if isinstance(obj, torch.optim.Optimizer)]
+        return {
+            id(parameter): ("trained", self.add(obj), i)
+            for obj in reversed(optimizers)
+            if all(self.held(obj, replica_id) for replica_id in replicas)
+            for i, parameter in enumerate(parameters_of(obj))
+        }
+
     def is_as_sent(self, obj: object) -> bool:
         """Whether it is no optimizer, nor the scheduler of one, that is to be sent again.
 

@@ -296,6 +296,16 @@ class Names:
         """For `Parcels`: whether all of these replicas have the name's object, as it was sent to them."""
         return self.shared.unaltered(name, replicas)
 
+    def holding(self, tensors: Set[int], replicas: tuple[int, ...]) -> set[str]:
+        """For `Parcels`: names that these have as they were sent, and whose values hold tensors with these ids."""
+        found: set[str] = set()
+        for name, value in list(self.user_ns.items()) if tensors else ():
+            seen: list[object] = []
+            if self.was_sent(name, replicas) and id(value) not in tensors:
+                content(value, self._token, sought=tensors, seen=seen.append)
+            found.update({name} if seen else ())
+        return found
+
     def setting(self, name: str, replicas: tuple[int, ...]) -> Setting | None:
         """For `Parcels`: the attributes to send of an object that these replicas have changed, too."""
         return self.shared.setting(name, replicas)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard, cast, final
 
+import torch
 from torch import nn
 
 from mirror_nb.errors import TransferError
@@ -19,9 +20,10 @@ from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.noticing.insides import inside
 from mirror_nb.noticing.kinds import goes_by_name
-from mirror_nb.noticing.refilling import filling, is_refillable
+from mirror_nb.noticing.refilling import LOOSE, filling, is_refillable, is_trained, values_of
 from mirror_nb.transfer.packing import Begins, pack
 from mirror_nb.transfer.payload import Packed
+from mirror_nb.transfer.told import parameters_of
 
 
 @dataclass(slots=True)
@@ -56,6 +58,9 @@ class Sides(Protocol):
     def was_sent(self, name: str, replicas: tuple[int, ...]) -> bool:
         """Whether all of these have the name's object, as it was sent to them."""
 
+    def holding(self, tensors: Set[int], replicas: tuple[int, ...]) -> set[str]:
+        """Return names that all of these have as they were sent, and whose values hold tensors with these ids."""
+
     def setting(self, name: str, replicas: tuple[int, ...]) -> Setting | None:
         """Return the attributes to send of an object that these have changed, too; None for others."""
 
@@ -66,8 +71,8 @@ class _Found:
 
     modules: list[nn.Module] = field(default_factory=list)
     lent: list[Any] = field(default_factory=list)
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    # Those that the replicas have not.
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    # Those that the replicas have not, and other tensors that are trained.
     names: set[str] = field(default_factory=set)
     # Names of values inside what is sent, that the replicas lack and are to know by these names.
 
@@ -115,6 +120,8 @@ class Parcels:
             # Methods of classes deep inside a value may read names that no one has seen yet.
             needed = packed.global_names | self._owners(found) | found.names
             more = {name for name in needed - lacking if self._sides.lacked(name, replicas)}
+            # There as here they are to hold what an optimizer trains that they have not got.
+            more |= self._sides.holding(self._loose(found), replicas) - lacking
             if not more:
                 return Parcel(replicas, values, packed, found.modules, found.lent, beside, frozenset(settings))
             packed.close()
@@ -140,6 +147,8 @@ class Parcels:
         there = {id(value): ("changed", name, type(value)) for name, value in again.items()}
         # Objects may be many that have one class.
         lacked = functools.cache(lambda name: self._sides.lacked(name, replicas))
+        trained = functools.cache(lambda: self._trained(replicas))
+        tokens: dict[int, Any] = {}
 
         def reference(obj: object) -> Any:
             token = there.get(id(obj)) or self._sides.reference(obj, replicas)
@@ -150,8 +159,10 @@ class Parcels:
                 if not lacked(name):
                     return ("name", name, name)
                 found.names.add(name)
-            if isinstance(obj, nn.Parameter):
-                found.parameters.append(obj)
+            if type(obj) in LOOSE and (place := trained().get(id(obj))) is not None:
+                return tokens.setdefault(id(obj), (*place, values_of(obj)))
+            if isinstance(obj, nn.Parameter) or is_trained(obj):
+                found.parameters.append(cast(torch.Tensor, obj))
             return None
 
         def handle(module: nn.Module) -> str:
@@ -174,6 +185,22 @@ class Parcels:
 
     def _is_named(self, name: str, obj: object) -> bool:
         return goes_by_name(obj) and not isinstance(obj, nn.Module) and self._sides.travels(name)
+
+    def _trained(self, replicas: tuple[int, ...]) -> dict[int, tuple[str, str, int]]:
+        """Return what stands for each tensor of no network that optimizers of the replicas train, by its id."""
+        own = self._of_networks()
+        return {key: place for key, place in self._lent.trained_in(replicas).items() if key not in own}
+
+    def _loose(self, found: _Found) -> set[int]:
+        """Return the ids of tensors of no network that the optimizers which are sent train."""
+        optimizers = [obj for obj in found.lent if isinstance(obj, torch.optim.Optimizer)]
+        trained = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+        loose = trained.intersection(map(id, found.parameters))
+        return loose - self._of_networks() if loose else loose
+
+    def _of_networks(self) -> set[int]:
+        networks = self._mirrors.all().values()
+        return {id(parameter) for network in networks for parameter in network._parameters.values()}
 
     def _owners(self, found: _Found) -> set[str]:
         """Return names with networks that have one of the parameters found, other than the networks that are sent.

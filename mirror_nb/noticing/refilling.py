@@ -23,6 +23,8 @@ from mirror_nb.tensors.layouts import is_block, is_expanded
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _OF_ATTRIBUTES = ("attr._make", "pydantic.main", "omegaconf.basecontainer", "ml_collections.config_dict.config_dict")
 # Modules whose classes have such ways of their own.
+LOOSE = (torch.Tensor, nn.Parameter)
+# Classes of what optimizers train besides networks.
 REFILLED = frozenset(
     {list, dict, set, bytearray, array.array, collections.deque}
     | {collections.OrderedDict, collections.Counter, collections.defaultdict}
@@ -76,7 +78,13 @@ def is_free(value: object) -> TypeGuard[torch.Tensor]:
 def is_trained(value: object) -> bool:
     """Whether it is a tensor whose gradients are of interest: a parameter, or one that was made to be one."""
     # Of these classes alone: a Variable has its own ways.
-    return type(value) in (torch.Tensor, nn.Parameter) and value.requires_grad and value.is_leaf  # type: ignore[attr-defined]
+    return type(value) in LOOSE and value.requires_grad and value.is_leaf  # type: ignore[attr-defined]
+
+
+def values_of(tensor: Any) -> torch.Tensor:
+    """Return what `refill` takes of a tensor that may be trained, as another one of its class."""
+    values: torch.Tensor = filling(tensor)
+    return nn.Parameter(values.detach(), tensor.requires_grad) if type(tensor) is nn.Parameter else values
 
 
 def filling(value: object) -> Any:

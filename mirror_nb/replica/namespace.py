@@ -52,7 +52,7 @@ from mirror_nb.transfer.opening import Arrivals, NotRebuilt, note_not_made_again
 from mirror_nb.transfer.packing import Begins, Last, SearchPath, pack
 from mirror_nb.transfer.payload import Packed, Payload
 from mirror_nb.transfer.pickler import label_class
-from mirror_nb.transfer.told import is_told
+from mirror_nb.transfer.told import is_told, parameters_of
 
 KEPT_RESULTS = 8
 # Values of last expressions that did not travel: so many are kept for the user to fetch.
@@ -312,6 +312,10 @@ class Namespace:
             return self._given["strategy"]
         if isinstance(token, tuple) and token[0] == "object":
             return self.objects.resolve(token)
+        if isinstance(token, tuple) and token[0] == "trained":
+            tensor = parameters_of(self.objects.resolve(token))[token[2]]
+            refill(tensor, token[3])
+            return tensor
         if isinstance(token, tuple) and token[0] == "name":
             if token[1] not in self.names:
                 raise TransferError(

@@ -5,6 +5,7 @@ The former live as long as the controller has them, the latter as long as the ce
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -26,6 +27,8 @@ class Objects:
         self._told = Told()
         self._groups: dict[str, Groups] = {}
         # Which parameter groups the controller's optimizers have.
+        self._places: dict[int, tuple[weakref.ref[torch.Tensor], Any]] | None = None
+        # What stands for each tensor in these, by its id; None where it is to be found anew.
         self._gone: list[str] = []
         self._undelivered: set[str] = set()
         # Handles of those that the controller was given and has not got.
@@ -54,17 +57,21 @@ class Objects:
     def _know_groups(self, handle: str, obj: Any) -> None:
         if isinstance(obj, torch.optim.Optimizer):
             self._groups[handle] = Groups(obj)
+            self._places = None
 
     def trained(self, obj: object) -> Any:
         """For `pack`: what stands for a tensor that an optimizer of the controller's trains, by its place in that.
 
         It may be in no network any more: another layer has come in the place of its own.
         """
-        for handle, groups in list(self._groups.items()):
-            for i, parameter in enumerate(groups.parameters()):
-                if parameter is obj:
-                    return ("trained", handle, i)
-        return None
+        if self._places is None:
+            self._places = {}
+            for handle, groups in list(self._groups.items()):
+                for i, parameter in enumerate(groups.parameters()):
+                    if parameter is not None:
+                        self._places.setdefault(id(parameter), (weakref.ref(parameter), ("trained", handle, i)))
+        there, token = self._places.get(id(obj), (lambda: None, None))
+        return token if there() is obj else None
 
     def release(self, *handles: str) -> None:
         """The controller has them no more."""
@@ -73,6 +80,7 @@ class Objects:
             self._made.unlearn(handle)
             self._told.forget(handle)
             self._groups.pop(handle, None)
+            self._places = None
             self._undelivered.discard(handle)
 
     def _forget(self, handle: str) -> None:

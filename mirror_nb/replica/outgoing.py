@@ -21,6 +21,7 @@ from torch import nn
 from mirror_nb.errors import TransferError
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.mirroring.networks import all_parameters, tensors
+from mirror_nb.noticing.refilling import LOOSE, values_of
 from mirror_nb.replica.objects import Objects
 from mirror_nb.tensors.layouts import nbytes
 from mirror_nb.tensors.sharded import has_sharded
@@ -135,6 +136,8 @@ class Outgoing:
         self._refused: list[tuple[object, str]] = []
         # Optimizers and the like that cannot be the same on both sides, and why; in values they travel as copies.
         self._underway: list[object] = []
+        self._tokens: dict[int, Any] = {}
+        # By the ids of tensors that optimizers train: wherever the value has one, it is the same.
 
     def pack(self, value: object) -> Payload:
         """Return the value's payload. Raises TooLarge, TransferError, RecursionError."""
@@ -168,7 +171,14 @@ class Outgoing:
 
     def _outer(self, obj: object) -> Any:
         # Optimizers come before other values, and take none of these by its name.
-        return self._held(obj) or (None if type(obj) in _BY_NAME_ALONE else self._reference(obj))
+        if type(obj) in _BY_NAME_ALONE:
+            return self._held(obj)
+        return self._held(obj) or self._reference(obj) or self._trained(obj)
+
+    def _trained(self, obj: object) -> Any:
+        """Return what stands, with its values, for a tensor that an optimizer of the controller's trains."""
+        place = self._known.objects.trained(obj) if type(obj) in LOOSE else None
+        return None if place is None else self._tokens.setdefault(id(obj), (*place, values_of(obj)))
 
     def _reference(self, obj: object) -> Any:
         token = self._known.reference(obj)

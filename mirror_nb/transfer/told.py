@@ -49,7 +49,7 @@ class Groups:
         groups = vars(optimizer).get("param_groups", ())
         return len(self) <= len(groups) and all(
             len(trained) == len(group["params"])
-            and all(known() is parameter for known, parameter in zip(trained, group["params"], strict=True))
+            and all(map(operator.is_, [known() for known in trained], group["params"]))
             for trained, group in zip(self._trained, groups, strict=False)
         )
 
