@@ -406,3 +406,16 @@ def test_a_stand_in_that_only_a_very_long_list_has_keeps_its_value(notebook):
     notebook.cell("lock = 1")
     notebook.cell("free = not kept[-1].locked()")
     assert notebook.user_ns["free"] is True
+
+
+def test_axes_that_a_cell_has_made_are_those_of_their_figure(notebook):
+    notebook.here("import matplotlib; matplotlib.use('agg'); import matplotlib.pyplot as plt")
+    notebook.cell(
+        "fig, pair = plt.subplots(1, 2); ax = pair[0]; held = {'ax': ax}; ax.plot([1, 2]); alone = plt.subplots()[1]"
+    )
+    notebook.here(
+        "same = [one is fig.axes[0] for one in (ax, pair[0], held['ax'])], pair[1] is fig.axes[1], len(ax.lines)"
+    )
+    assert notebook.user_ns["same"] == ([True] * 3, True, 1)
+    notebook.here("ax.set_title('here'); titles = [one.get_title() for one in (*fig.axes, alone)]")
+    assert notebook.user_ns["titles"] == ["here", "", ""]

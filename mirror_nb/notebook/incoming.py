@@ -19,6 +19,7 @@ from mirror_nb.held_variables import read_together
 from mirror_nb.messages import Export, Imported, KnownModule, NewModule, Plain, Stayed
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.notebook.lent import Lent
+from mirror_nb.noticing.drawn import at
 from mirror_nb.noticing.refilling import is_trained, refill
 from mirror_nb.transfer.opening import unpack
 from mirror_nb.transfer.payload import Payload
@@ -126,7 +127,10 @@ class Incoming:
                 if not one:
                     return token[3]
                 refill(self.resolve(token), token[3])
-            return self._held(token[1], replica_id) if token[0] == "held" else self.resolve(token)
+            if token[0] in ("held", "drawn"):
+                held = self._held(token[1], replica_id)
+                return held if token[0] == "held" else at(held, token[2])
+            return self.resolve(token)
 
         value, arrivals = unpack(payload, None, namespace=self._user_ns, resolve=resolve)
         self._mirrors.take(arrivals)

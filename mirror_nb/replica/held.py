@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, final
 
+from mirror_nb.noticing.drawn import axes, place_of
+
 
 @final
 class Held:
@@ -44,8 +46,11 @@ class Held:
         used = self._uses[name] = set()
         barred = self._barred.setdefault(name, set())
         self._copied.discard(name)
+        drawn = axes()
 
         def token(obj: object) -> Any:
+            if isinstance(obj, drawn) and (place := place_of(obj)) is not None:
+                return self._drawn(*place, value, used, barred)
             its, _ = self._named.get(id(obj), (None, None))
             if obj is value:
                 return ("held", name) if name in self._refilled else None
@@ -58,6 +63,14 @@ class Held:
             return ("held", sys.intern(its))
 
         return token
+
+    def _drawn(self, figure: object, number: int, value: object, used: set[str], barred: Collection[str]) -> Any:
+        """Return what stands for axes by the name of their figure; None inside that, and where it has none."""
+        name, _ = self._named.get(id(figure), (None, None))
+        if name is None or figure is value or name in barred:
+            return None
+        used.add(name)
+        return ("drawn", sys.intern(name), number)
 
     def uses(self, name: str) -> tuple[str, ...]:
         """Return the names whose values the name's own refers to."""
