@@ -162,8 +162,9 @@ def test_nothing_is_told_of_what_an_object_has_found_out_of_itself():
         def answer(self) -> int:
             return 42
 
-    graph, known = networkx.path_graph(3), Known()
+    graph, known, index = networkx.path_graph(3), Known(), pandas.Index([1, 2])
     assert changes(lambda: (len(graph.edges), graph.adj, graph.degree, known.answer)) == set()
+    assert changes(lambda: (index.is_unique, index.get_loc(2), index.view(), index.join(index))) == set()
 
 
 def test_objects_are_told_by_their_attributes_a_few_levels_deep():

@@ -223,7 +223,9 @@ def _content(obj: Any, stays: _Stays) -> Any:
     if isinstance(obj, torch.nn.Module):
         return _Attributes(_of_network(obj, stays))
     kind = type(obj)
-    named = (item for item in attributes.items() if is_data(kind) or not item[0].startswith("_"))
+    # What pandas keeps in private it may have found out by being read.
+    private = is_data(kind) and not kind.__module__.startswith("pandas.")
+    named = (item for item in attributes.items() if private or not item[0].startswith("_"))
     return _Attributes(item for item in named if not is_found_out(kind, item[0]))
 
 
