@@ -383,3 +383,17 @@ def test_a_method_that_a_cell_has_called_is_not_told_to_have_changed_where_its_o
     # Without a name of its own the object is told of by its method's.
     notebook.here("trainer = None")
     assert notebook.cell("step()").altered == ["step"]
+
+
+DATA = """
+from torch.utils.data import DataLoader, Subset, TensorDataset
+data = TensorDataset(torch.arange(6.))
+chosen = Subset(data, [0, 1, 2])
+"""
+
+
+def test_a_data_set_with_a_name_stays_that_of_loaders_that_a_cell_goes_through(notebook):
+    notebook.here(DATA + "loaders = {'train': DataLoader(chosen), 'test': DataLoader(data)}")
+    notebook.cell("for name, loader in loaders.items(): len(loader)")
+    look = "loaders['train'].dataset is chosen, loaders['test'].dataset is data, loader is loaders['test']"
+    assert eval(look, notebook.user_ns) == (True, True, True)

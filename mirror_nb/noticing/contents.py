@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mirror_nb import plain
 from mirror_nb.environment.sources import is_users
-from mirror_nb.noticing.data_sets import data_sets, is_around_data
+from mirror_nb.noticing.data_sets import behind, data_sets, is_around_data
 from mirror_nb.noticing.digests import ARRAY_BYTES, digest, is_plain, table_digest, values_of, written
 from mirror_nb.noticing.insides import closed_over
 from mirror_nb.noticing.kinds import (
@@ -246,6 +246,9 @@ class _Reader(pickle.Pickler):
                 return None
             return self.note(obj, digest(obj) if obj.nbytes <= ARRAY_BYTES else None)
         if is_around_data(obj):
+            for one in behind(obj) if self._sought else ():
+                if id(one) in self._sought:
+                    self._seen(one)
             return self.note(obj, _of_data_sets(obj, self.token))
         if isinstance(obj, types.FunctionType) and keeps(obj):
             return None

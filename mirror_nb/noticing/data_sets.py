@@ -28,10 +28,22 @@ def data_sets(value: object) -> list[object]:
 
     And containers, tensors and arrays.
     """
+    return _behind(value)[0]
+
+
+def behind(value: object) -> list[object]:
+    """Return these, and what torch has wrapped them in."""
+    found, wraps = _behind(value)
+    return [*found, *wraps]
+
+
+def _behind(value: object) -> tuple[list[object], list[object]]:
     found: list[object] = []
+    wraps: list[object] = []
     queue: list[Any] = [value] if is_around_data(value) else []
     while queue:
         one = queue.pop()
+        wraps.append(one)
         if isinstance(one, Distributed):
             queue.append(one.source)
         elif isinstance(one, DataLoader):
@@ -48,7 +60,7 @@ def data_sets(value: object) -> list[object]:
             found.append(one.weights)
         elif isinstance(one, _HELD) or is_users(type(one).__module__) or keeps(one) or has_settings(one):
             found.append(one)
-    return found
+    return found, wraps
 
 
 def is_around_data(value: object) -> bool:
