@@ -1694,3 +1694,15 @@ def test_a_count_goes_on_from_where_the_other_side_has_left_it(notebook):
     notebook.here("second = next(x)")
     notebook.cell("third = next(x)")
     assert [notebook.user_ns[name] for name in ("first", "second", "third")] == [0, 1, 2]
+
+
+def test_examples_that_the_notebook_chooses_anew_are_those_of_the_next_cell(notebook):
+    notebook.here(
+        "from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset\n"
+        "data = TensorDataset(torch.arange(6.)); chosen = Subset(data, [0, 1, 2])\n"
+        "loader = DataLoader(data, sampler=SubsetRandomSampler([0])); loaders = {'chosen': DataLoader(chosen)}"
+    )
+    notebook.cell("seen = len(loaders['chosen']), len(loader)")
+    notebook.here("chosen.indices.append(3); loader.sampler.indices.append(1)")
+    notebook.cell("seen = len(loaders['chosen']), len(loader)")
+    assert notebook.user_ns["seen"] == (4, 2)

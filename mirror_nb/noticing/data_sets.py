@@ -12,6 +12,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -50,6 +51,7 @@ def _behind(value: object) -> tuple[list[object], list[object]]:
             queue += (one.dataset, one.sampler, one.batch_sampler, one.collate_fn)
         elif isinstance(one, Subset):
             queue.append(one.dataset)
+            found += [one.indices] if isinstance(one.indices, _HELD) else []
         elif isinstance(one, (ConcatDataset, ChainDataset)):
             queue += one.datasets
         elif type(one) is TensorDataset:
@@ -58,6 +60,8 @@ def _behind(value: object) -> tuple[list[object], list[object]]:
             queue.append(one.sampler)
         elif type(one) is WeightedRandomSampler:
             found.append(one.weights)
+        elif type(one) is SubsetRandomSampler:
+            found += [one.indices] if isinstance(one.indices, _HELD) else []
         elif isinstance(one, _HELD) or is_users(type(one).__module__) or keeps(one) or has_settings(one):
             found.append(one)
     return found, wraps
