@@ -1374,6 +1374,15 @@ def test_a_metaclass_that_keeps_its_classes_has_those_that_have_the_names(notebo
     assert notebook.user_ns["seen"] == eval(look, notebook.user_ns) == seen
 
 
+def test_a_class_that_keeps_its_objects_has_here_those_that_a_cell_makes_and_what_it_changes_in_them(notebook):
+    notebook.here(
+        "class Run:\n    all = {}\n    def __init__(self, name): self.losses = []; Run.all[name] = self\n"
+        "Run('a'); Run('b')"
+    )
+    assert notebook.cell("for run in Run.all.values(): run.losses.append(1)\nRun('c')").altered == []
+    assert eval("[run.losses for run in Run.all.values()]", notebook.user_ns) == [[1], [1], []]
+
+
 def test_flags_that_a_cell_combines_are_no_change_of_their_class(notebook):
     notebook.here("import enum\nclass Flags(enum.Flag): A, B, C = 1, 2, 4")
     assert notebook.cell("both = Flags.A | Flags.B").altered == []

@@ -147,8 +147,8 @@ class Before:
             if name in names and not (same and more):
                 # A line that may bind it has left it as it is.
                 continue
-            # As an object, since what it holds is to hold the notebook's own.
-            own = held.own or sum(obj is value for obj in inside) > 1
+            # As an object, since what it holds is to hold the notebook's own. A class is one whatever holds it.
+            own = held.own or (not isinstance(value, type) and sum(obj is value for obj in inside) > 1)
             if own and is_refillable(value) and (more or not same):
                 filled.add(name)
             if not same and not own:
