@@ -124,6 +124,9 @@ def test_nothing_is_told_of_what_is_only_read():
         ([], lambda held: held.append(1)),
         ([1], lambda held: held.clear()),
         ([1000], lambda held: held.__setitem__(0, 2000)),
+        ([torch.ones(2)], lambda held: held.__setitem__(0, torch.ones(2))),
+        ({"a": torch.ones(2)}, lambda held: held.update(a=torch.ones(2))),
+        (deque([torch.ones(2)]), lambda held: held.__setitem__(0, torch.ones(2))),
         ({}, lambda held: held.update(a=1)),
         ({"a": 1}, lambda held: held.update(a=2)),
         (Counter(), lambda held: held.update("a")),
@@ -243,6 +246,10 @@ def test_methods_partials_and_helpers_are_looked_into():
     assert changes(functools.partial(helper, [])) == {"args[0]", "numbers"}
     assert changes(functools.partial(helper, to=[])) == {"to", "numbers"}
     assert changes(types.MethodType(helper, [])) == {"to", "numbers"}
+    method, partial, window = thing.method, functools.partial(helper, []), deque([[1]])
+    assert changes(lambda: method()) == {"self.count"}
+    assert changes(lambda: partial()) == {"args[0]", "numbers"}
+    assert changes(lambda: window[0].append(2)) == {"window[0]"}
     assert changes(lambda: helper([])) == {"numbers"}
 
 
@@ -258,8 +265,21 @@ def test_what_a_tuple_holds_is_told_by_its_place_or_name():
     }
 
 
+class Steps:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> int:
+        self.count += 1
+        return self.count
+
+
 def test_what_is_gone_through_is_told_where_it_goes_on():
-    numbers, counted = iter([1, 2, 3]), itertools.count()
+    numbers, counted, steps = iter([1, 2, 3]), itertools.count(), Steps()
+    assert changes(lambda: next(steps)) == {"steps.count"}
     assert changes(lambda: next(numbers)) == {"numbers"}
     assert changes(lambda: next(counted)) == {"counted"}
 
@@ -392,6 +412,12 @@ def test_defaults_of_arguments_are_told_by_the_names_of_these():
     names: dict[str, Any] = {"__name__": "a_notebook"}
     exec("def step(number=1, to=[], *, seen=set()): to.append(number), seen.add(number)", names)
     assert changes(names["step"]) == {"to", "seen"}
+
+
+def test_names_of_the_notebook_that_a_function_uses_are_told():
+    names: dict[str, Any] = {"__name__": "a_notebook", "losses": []}
+    exec("def step(): losses.append(1)", names)
+    assert changes(names["step"]) == {"losses"}
 
 
 def test_batches_are_taken_apart():
