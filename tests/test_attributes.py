@@ -100,16 +100,18 @@ def test_what_has_changed_is_noticed_and_comes_to_a_copy(change: Callable[[Any],
 
 def test_only_what_has_changed_comes_or_everything() -> None:
     here, there = network(), network()
+    here.seen = torch.ones(2)
     before = attributes(here)
     here[1].p, there.losses = 0.25, [7.0]
     told = before.since()
     assert told is not None
     set_attributes(list(there.modules()), told)
-    assert (there[1].p, there.losses) == (0.25, [7.0])
+    assert (there[1].p, there.losses, hasattr(there, "seen")) == (0.25, [7.0], False)
     everything = before.since(everything=True)
     assert everything is not None
     set_attributes(list(there.modules()), everything)
     assert there.losses == [1.0]
+    assert there.seen.tolist() == [1, 1]
 
 
 class Odd:
