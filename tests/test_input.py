@@ -639,6 +639,12 @@ def test_as_many_batches_as_asked_for_are_kept_ready():
     assert len(source.loaded) == 10
     batches = None
     assert threads() == []
+    source = Range(40)
+    batches = iter(
+        ReplicaDataset(DataLoader(source, batch_size=2), Replicas(2).input(0), options=InputOptions(prefetch=3))
+    )
+    next(batches)
+    eventually(lambda: len(source.loaded) >= 4, "this replica's share of three batches")
 
 
 def test_an_error_comes_in_its_place_with_the_line_that_raised_it():
@@ -767,7 +773,8 @@ def test_dicts_and_strings_of_a_function_are_one_per_replica_a_leaf():
 def test_the_batches_of_a_functions_iterable_keep_their_structure(n):
     batches = [(np.ones(2, np.float32), {"m": [np.arange(2)], "name": "a"})] * 2
     dataset = ControllerFunctionDataset(lambda _: batches, num_replicas=n)
-    assert dataset.source is batches
+    own = ReplicaDataset.from_function(lambda _: batches, Replicas(n).input(0))
+    assert dataset.source is own.source is batches
     assert type(dataset.element_spec) is tuple
     for inputs, others in dataset:
         assert [own.tolist() for own in ([inputs] if n == 1 else inputs)] == [[1.0, 1.0]] * n
