@@ -6,9 +6,12 @@ import argparse
 import contextlib
 import copy
 import gc
+import os
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +39,36 @@ def test_what_is_mirrored_and_a_function_returns_is_what_it_is_here(two):
         scheduler = lr_scheduler.StepLR(optimizer, 1)
     for one in (model, optimizer, scheduler, scaler):
         assert two.run(lambda one=one: {"it": one})["it"] is one
+
+
+def test_an_optimizer_that_outlives_its_strategy_has_its_state_and_goes_on(forkserver):
+    strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        mirrored = with_adam()
+    strategy.run(adam_step, args=(mirrored,))
+    strategy.close()
+    gone = weakref.ref(strategy)
+    del strategy
+    gc.collect()
+    assert gone() is None
+    optimizer = mirrored[1]
+    optimizer.load_state_dict(optimizer.state_dict())
+    adam_step(mirrored)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_what_is_packed_once_more_for_what_is_inside_of_it_leaves_nothing_open(two):
+    def opened() -> int:
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return sum("mirror_nb (deleted)" in os.readlink(link) for link in links)
+
+    with two.scope():
+        model = nn.Linear(1000, 1000)
+        scheduler = lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), 0.1), 1)
+    before = opened()
+    assert two.run(lambda: scheduler.optimizer.param_groups[0]["params"][0] is model.weight)
+    assert opened() == before
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
