@@ -15,7 +15,7 @@ import torch
 from driving import eventually, run_cell
 
 from mirror_nb.errors import ReplicaDied
-from mirror_nb.messages import Snapshot
+from mirror_nb.messages import Restore, Snapshot
 from mirror_nb.pool.local import LocalPool
 from mirror_nb.pool.recovery import compare, recover
 from mirror_nb.pool.report import Death
@@ -277,16 +277,25 @@ def test_networks_that_no_optimizer_trains_and_that_differ_on_purpose_are_left_a
     assert [ran.values[r]["bias"] for r in range(3)] == [0, 2, 4]
 
 
-def test_a_replica_that_dies_during_the_recovery_is_filled_by_the_next(three, monkeypatch):
+@pytest.mark.parametrize("when", [Snapshot, Restore])
+def test_a_replica_that_dies_during_the_recovery_is_filled_by_the_next(three, monkeypatch, when):
     """A replica that has been started and not been filled is none to fill others from."""
     first, second = three.status()[0].pid, three.status()[2].pid
     os.kill(first, signal.SIGKILL)
     eventually(three.dead, "the death is noticed")
     three.mend()
     assert three.blank == {0}
-    os.kill(three.status()[0].pid, signal.SIGKILL)
+    run = three.run
+
+    def struck(requests, **options):
+        if any(isinstance(what, when) for what in requests.values()):
+            os.kill(three.status()[0].pid, signal.SIGKILL)
+        return run(requests, **options)
+
+    monkeypatch.setattr(three, "run", struck)
     with pytest.raises(ReplicaDied):
         recover(three)
+    monkeypatch.undo()
     three.mend()
     assert three.blank == {0}
     recovery = recover(three)
