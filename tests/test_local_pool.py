@@ -760,6 +760,13 @@ def test_a_second_interrupt_does_not_wait_for_the_grace(two, tmp_path, monkeypat
     two.mend()
 
 
+def test_after_one_interrupt_nobody_is_ended_within_the_grace(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(following, "SECOND_AFTER", 0.0)
+    monkeypatch.setattr(following, "GRACE", 1000.0)
+    saves = "import time\ntry:\n    MARK\n    time.sleep(60)\nexcept KeyboardInterrupt: time.sleep(0.5)"
+    assert not interrupted(two, saves, tmp_path).deaths
+
+
 def test_a_key_that_was_pressed_twice_ends_no_replica_that_is_about_to_stop(two, tmp_path, monkeypatch):
     monkeypatch.setattr(following, "SECOND_AFTER", 1000.0)
     begun, pressed = tmp_path / "begun", tmp_path / "pressed"
