@@ -46,6 +46,7 @@ def three(replicas: Callable[[int], LocalPool]) -> LocalPool:
     pool = replicas(3)
     recover(pool)
     assert run_cell(pool, TRAIN).report.clean
+    assert not pool.apart
     return pool
 
 
@@ -302,6 +303,12 @@ def test_a_replica_that_dies_during_the_recovery_is_filled_by_the_next(three, mo
     assert (recovery.source, recovery.filled) == (1, (0,))
     assert three.status()[2].pid == second
     assert {values["k"] for values in run_cell(three, "k = kept").values.values()} == {3}
+
+
+def test_who_asks_whether_all_are_equal_is_told_of_a_death(three):
+    os.kill(three.status()[2].pid, signal.SIGKILL)
+    with pytest.raises(ReplicaDied):
+        compare(three)
 
 
 DRAW = "import random, numpy as np\nbuilt = nn.Linear(4, 4).weight.detach().clone()\n" + (
