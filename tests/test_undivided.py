@@ -170,13 +170,17 @@ def step(forkserver: None) -> Iterator[Callable[..., Any]]:
             model = nn.Linear(4, 1)
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-        def step(batches: Any, part: Callable[[Any], Any] = lambda tensor: tensor, told: bool = True) -> Any:
+        def step(
+            batches: Any,
+            part: Callable[[Any], Any] = lambda tensor: tensor,
+            told: Callable[[torch.Tensor], Any] = torch.Tensor.detach,
+        ) -> Any:
             for a, b in batches:
                 loss = nn.functional.mse_loss(model(part(a)), part(b))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-            return loss.detach() if told else None
+            return told(loss)
 
         step.__qualname__ = "step"
         yield lambda *args: strategy.run(step, args=args)
@@ -200,6 +204,11 @@ def test_a_loader_that_a_function_goes_through_as_a_whole_is_told(step):
         step(DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=4))
 
 
+def test_a_whole_batch_is_told_of_where_the_loss_comes_as_a_number(step):
+    with pytest.warns(UserWarning, match="step trained both replicas on the same examples"):
+        step([(INPUTS, TARGETS)], lambda tensor: tensor, float)
+
+
 def of_this_replica(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[mnb.get_replica_context().replica_id_in_sync_group :: 2]
 
@@ -213,7 +222,7 @@ def of_this_replica(tensor: torch.Tensor) -> torch.Tensor:
         ([(INPUTS, TARGETS)], of_this_replica),
         ([(INPUTS[:1], TARGETS[:1])],),
         # Nobody can tell.
-        ([(INPUTS, TARGETS)], of_this_replica, False),
+        ([(INPUTS, TARGETS)], of_this_replica, lambda loss: None),
     ],
     ids=["shares", "parts by hand", "one example", "no loss"],
 )
