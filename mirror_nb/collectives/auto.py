@@ -228,7 +228,7 @@ def load(folder: Path, what: Mapping[str, Any]) -> Times | None:
                 return None
             content = json.loads(file.read(2**20))
         return _times_of(content, what)
-    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -169,8 +169,8 @@ def _arguments(function: Any, given: _Given) -> Iterator[tuple[str, Any]]:
     args, kwargs = given
     watched = [(i, value) for i, value in enumerate(args) if not (_is_array(value) or isinstance(value, _SKIPPED))]
     if watched:
+        code = getattr(function, "__code__", None)
         method = isinstance(function, types.MethodType)
-        code = getattr(function.__func__ if method else function, "__code__", None)
         names = code.co_varnames[method : code.co_argcount] if code is not None else ()
         yield from ((names[i] if i < len(names) else f"args[{i}]", value) for i, value in watched)
     yield from ((name, value) for name, value in kwargs.items() if not _is_array(value))
