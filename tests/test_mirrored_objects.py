@@ -41,6 +41,13 @@ def test_what_is_mirrored_and_a_function_returns_is_what_it_is_here(two):
         assert two.run(lambda one=one: {"it": one})["it"] is one
 
 
+def test_a_tensor_that_no_optimizer_of_the_scope_trains_may_be_used_beside_one(two):
+    with two.scope():
+        _, optimizer, _ = with_adam()
+    scale = torch.full((2,), 2.0, requires_grad=True)
+    assert two.run(lambda: scale.sum().item() + len(optimizer.param_groups)) == 5.0
+
+
 def test_an_optimizer_that_outlives_its_strategy_has_its_state_and_goes_on(forkserver):
     strategy = mnb.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
