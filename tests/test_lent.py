@@ -289,6 +289,29 @@ def test_an_optimizer_around_another_one_is_an_object_that_has_it(shell, run, re
     torch.testing.assert_close(run(bare), on_one_device(shell, THERE, "optimizer.param_groups[0]['lr'] = 0.5", THERE))
 
 
+LOOKAHEAD = """
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner):
+        # Without torch's own, as timm has it.
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state, self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}, {}
+    def step(self, closure=None):
+        self.inner.step(closure)
+    def state_dict(self):
+        return self.inner.state_dict()
+optimizer = Lookahead(optimizer)
+"""
+
+
+def test_an_optimizer_around_another_one_need_not_be_made_by_torchs_constructor(shell, run, request):
+    run(("%%mirrored\n" if "mirrored" in request.node.name else "") + LOOKAHEAD)
+    run(THERE)
+    torch.testing.assert_close(state(run), on_one_device(shell, THERE))
+    run("optimizer.param_groups[0]['lr'] = 0.5")
+    run(THERE)
+    torch.testing.assert_close(state(run), on_one_device(shell, THERE, "optimizer.param_groups[0]['lr'] = 0.5", THERE))
+
+
 def pids(shell: InteractiveShell) -> list[int]:
     session = shell.magics_manager.registry["MirrorMagics"].session
     return [status.pid for status in session.pool.status()]

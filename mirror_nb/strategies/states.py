@@ -60,6 +60,8 @@ class States:
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Look after an optimizer from now on."""
+        # One that is around another, and has not called torch's constructor, has no hooks: it gets them as copies do.
+        torch.optim.Optimizer.__setstate__(optimizer, {})
         # Besides the state itself, which somebody may replace.
         optimizer.register_state_dict_pre_hook(self._read_trained)
         optimizer.register_load_state_dict_post_hook(self._loaded)
