@@ -52,6 +52,14 @@ def test_a_name_that_was_rebound_is_sent_anew(notebook):
     assert notebook.user_ns["y"] == 2
 
 
+def test_a_cell_may_derive_from_a_dataclass_of_the_notebook(notebook):
+    notebook.here("from dataclasses import dataclass\n@dataclass\nclass Base:\n    rate: float")
+    notebook.cell("@dataclass\nclass Derived(Base):\n    size: int\nmade = Derived(0.1, 2)")
+    assert notebook.user_ns["made"].size == 2
+    with pytest.raises(TypeError, match="'rate' and 'size'"):
+        notebook.user_ns["Derived"]()
+
+
 class Counted(dict[str, object]):
     """The names of a notebook, which tell how often somebody has gone through all of them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 import os
@@ -707,6 +708,29 @@ def test_a_class_that_its_module_has_by_another_name_than_the_qualified_one_trav
 
     assert travel(lambda: SDPBackend)() is SDPBackend
     assert travel([SDPBackend.MATH]) == [SDPBackend.MATH]
+
+
+class Mark:
+    """As dataclasses has it for what is missing."""
+
+
+class Registered(dict):
+    """Has more to it than who it is."""
+
+
+BARE, MARK, REGISTERED = object(), Mark(), Registered(a=1)
+
+
+def test_what_stands_for_no_value_is_the_same_where_it_arrives():
+    holder = types.SimpleNamespace(bare=[BARE], mark=MARK, missing=dataclasses.MISSING)
+    arrived = travel(holder)
+    assert arrived.bare[0] is BARE
+    assert arrived.mark is MARK
+    assert arrived.missing is dataclasses.MISSING
+    assert travel(REGISTERED) is not REGISTERED
+    assert travel(REGISTERED) == {"a": 1}
+    assert {type(travel(object())), type(travel(Mark()))} == {object, Mark}
+    assert travel(Mark()) is not MARK
 
 
 def test_packing_leaves_the_object_as_it_was():

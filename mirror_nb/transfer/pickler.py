@@ -122,7 +122,38 @@ class Pickler(cloudpickle.Pickler):
             make, args, state, *_, put = reduced
             arguments = make, *_with_slots(obj, args)
             return _made_again, arguments, (put, _own_members(obj, state)), None, None, _set_class
+        if reduced is NotImplemented and (name := self._mark(obj)) is not None:
+            return _member, name
         return reduced
+
+    def _mark(self, obj: object) -> tuple[str, str] | None:
+        """Return the module and the name there of what has nothing to it but who it is; None for others.
+
+        `_MISSING = object()`, say, or dataclasses.MISSING: a copy is another one to whoever asks for it.
+        """
+        kind = type(obj)
+        if kind is object:
+            return self._bare.get(id(obj))
+        if getattr(obj, "__dict__", True) or kind.__reduce_ex__ is not object.__reduce_ex__:
+            return None
+        own = getattr(sys.modules.get(kind.__module__), "__dict__", {}) if kind.__module__ != "__main__" else {}
+        found = next((name for name, value in tuple(own.items()) if value is obj), None)
+        if found is None or any(part is not None for part in obj.__reduce_ex__(2)[2:]):
+            return None
+        return kind.__module__, found
+
+    @functools.cached_property
+    def _bare(self) -> dict[int, tuple[str, str]]:
+        """Where modules have objects of no class of their own, by id."""
+        # Not one that is loaded once something is asked of it.
+        loaded = [(name, vars(it)) for name, it in tuple(sys.modules.items()) if type(it) is types.ModuleType]
+        return {
+            id(value): (module, name)
+            for module, names in loaded
+            if module != "__main__"
+            for name, value in tuple(names.items())
+            if type(value) is object
+        }
 
 
 def _of_process(module: str) -> Any:
