@@ -312,6 +312,29 @@ def test_an_optimizer_around_another_one_need_not_be_made_by_torchs_constructor(
     torch.testing.assert_close(state(run), on_one_device(shell, THERE, "optimizer.param_groups[0]['lr'] = 0.5", THERE))
 
 
+COUNTING = """
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            # As timm's Lamb.
+            group.setdefault("step", torch.zeros(())).add_(1)
+        super().step(closure)
+optimizer = Counting(model.parameters(), 0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+"""
+
+
+def test_a_number_that_a_step_keeps_in_a_group_as_a_tensor_is_one_here_too(shell, run):
+    run(COUNTING)
+    run(THERE)
+    run("%mirror stop")
+    run(HERE)
+    torch.testing.assert_close(run("optimizer.param_groups[0]['step']"), torch.tensor(8.0))
+    run("%mirror start --devices cpu:0,cpu:1")
+    run(THERE)
+    torch.testing.assert_close(run("optimizer.param_groups[0]['step']"), torch.tensor(12.0))
+
+
 def pids(shell: InteractiveShell) -> list[int]:
     session = shell.magics_manager.registry["MirrorMagics"].session
     return [status.pid for status in session.pool.status()]

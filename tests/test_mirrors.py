@@ -372,7 +372,7 @@ def test_settings_that_do_not_travel_are_left_out():
         told.know("o", optimizer)
         optimizer.param_groups[0]["mask"] = torch.zeros(3)
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] / 2
-        ((_, (settings, _)),) = told.changes({"o": optimizer}.get)
+        ((_, (settings, *_)),) = told.changes({"o": optimizer}.get)
         assert settings[0]["lr"] == optimizer.param_groups[0]["lr"]
         assert settings[0].keys().isdisjoint({"params", "decay", "mask", "table"})
         assert pickle.loads(pickle.dumps(settings)) == settings
@@ -383,7 +383,7 @@ def test_settings_that_change_in_place_are_told():
     optimizer.param_groups[0]["mine"] = []
     told.know("o", optimizer)
     optimizer.param_groups[0]["lr"].fill_(0.2)
-    ((_, (settings, _)),) = told.changes({"o": optimizer}.get)
+    ((_, (settings, *_)),) = told.changes({"o": optimizer}.get)
     assert settings[0]["lr"] == pytest.approx(0.2)
     assert told.changes({"o": optimizer}.get) == ()
 

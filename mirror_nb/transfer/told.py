@@ -66,6 +66,18 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def _tensors_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return shape and dtype of those of an optimizer's settings, group by group, that are tensors of one number."""
+    return [
+        {
+            name: (tuple(value.shape), value.dtype)
+            for name, value in group.items()
+            if isinstance(value, torch.Tensor) and value.numel() == 1
+        }
+        for group in optimizer.param_groups
+    ]
+
+
 def change_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
     """Give an optimizer other settings; a learning rate that is a tensor stays that tensor.
 
@@ -175,7 +187,7 @@ def told_of(obj: _Told) -> Any:
     if isinstance(obj, torch.Generator):
         return obj.get_state().numpy().tobytes()
     if isinstance(obj, torch.optim.Optimizer):
-        return settings_of(obj), getattr(obj, "_opt_called", False)
+        return settings_of(obj), _tensors_of(obj), getattr(obj, "_opt_called", False)
     # A user's own class may refuse.
     with contextlib.suppress(Exception):
         return _plain_part(obj.state_dict()), isinstance(obj, torch.amp.GradScaler) and _has_begun(obj)
@@ -187,7 +199,11 @@ def take_told(obj: _Told, told: Any) -> None:
     if isinstance(obj, torch.Generator):
         obj.set_state(torch.frombuffer(bytearray(told), dtype=torch.uint8))
     elif isinstance(obj, torch.optim.Optimizer):
-        settings, stepped = told
+        settings, tensors, stepped = told
+        for group, made in zip(obj.param_groups, tensors, strict=False):
+            # By a first step on the other side: further ones, on this side, count on in it.
+            for name, (shape, dtype) in made.items():
+                group.setdefault(name, torch.empty(shape, dtype=dtype, device="cpu"))
         change_settings(obj, settings)
         if stepped:
             obj._opt_called = True  # type: ignore[attr-defined]
