@@ -1290,6 +1290,30 @@ def test_a_tensor_without_a_name_stays_that_of_its_optimizer_where_it_gets_anoth
     assert notebook.user_ns["again"].tolist() == [1] * 3
 
 
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        ("x = [nn.Parameter(torch.zeros(1))]; opt = torch.optim.SGD(x, 0.1, 0.5)", "x[0]"),
+        ("net = nn.Linear(1, 1); net.weight.data[:] = 0; opt = torch.optim.SGD([net.weight], 0.1, 0.5)", "net.weight"),
+    ],
+)
+def test_other_parameters_that_the_notebook_has_put_into_an_optimizer_are_trained_in_cells(notebook, make, where):
+    step = f"opt.zero_grad(); {where}.sum().backward(); opt.step()"
+    notebook.here(make)
+    notebook.cell("y = opt")
+    notebook.here(step)
+    notebook.here(
+        f"old, {where} = {where}, nn.Parameter({where}.detach() + 1)\n"
+        f"opt.param_groups[0]['params'][0] = {where}; opt.state[{where}] = opt.state.pop(old); del old"
+    )
+    notebook.cell(f"{step}; y = {where}.tolist()")
+    parameter = eval(where, notebook.user_ns)
+    assert notebook.user_ns["opt"].param_groups[0]["params"][0] is parameter
+    # With the moments that it has there.
+    assert parameter.flatten().tolist() == [pytest.approx(0 - 0.1 + 1 - 0.1 * 1.5)]
+    assert parameter.tolist() == notebook.user_ns["y"]
+
+
 def test_a_tensor_without_a_name_that_differs_is_each_replicas_own_beside_that_of_the_optimizer(notebook):
     notebook.here("x = [nn.Parameter(torch.zeros(3))]; opt = torch.optim.SGD(x, 0.1)")
     own = notebook.user_ns["x"][0]
