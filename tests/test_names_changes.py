@@ -1314,6 +1314,17 @@ def test_other_parameters_that_the_notebook_has_put_into_an_optimizer_are_traine
     assert parameter.tolist() == notebook.user_ns["y"]
 
 
+def test_a_larger_tensor_that_a_cell_puts_in_the_place_of_an_optimizers_has_its_place_here(notebook):
+    notebook.here("x = [nn.Parameter(torch.zeros(1))]; opt = torch.optim.SGD(x, 0.1)")
+    own = notebook.user_ns["x"][0]
+    notebook.cell("x[0] = opt.param_groups[0]['params'][0] = nn.Parameter(torch.ones(3))")
+    assert notebook.user_ns["opt"].param_groups[0]["params"][0] is notebook.user_ns["x"][0] is own
+    assert own.tolist() == [1] * 3
+    notebook.cell("same = x[0] is opt.param_groups[0]['params'][0]; x[0].data += 1")
+    assert notebook.user_ns["same"]
+    assert own.tolist() == [2] * 3
+
+
 def test_a_tensor_without_a_name_that_differs_is_each_replicas_own_beside_that_of_the_optimizer(notebook):
     notebook.here("x = [nn.Parameter(torch.zeros(3))]; opt = torch.optim.SGD(x, 0.1)")
     own = notebook.user_ns["x"][0]

@@ -703,6 +703,16 @@ def test_the_tensors_of_an_optimizer_that_is_copied_are_synchronised(again):
     assert gradients._agreement.find(optimizer.param_groups[0]["params"][0]) is not None
 
 
+@pytest.mark.parametrize("method", ["step", "zero_grad"])
+def test_a_tensor_that_is_put_in_the_place_of_an_optimizers_is_synchronised(method):
+    gradients = GradientSynchronizer(0, 2)
+    with Scope(0, 2, CPU, gradients, 0):
+        optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)
+        larger = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(3))
+        getattr(optimizer, method)()
+    assert gradients._agreement.find(larger) is not None
+
+
 class Around(torch.optim.Optimizer):
     """An optimizer around another one, without parameter groups of its own."""
 

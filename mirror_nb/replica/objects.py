@@ -14,7 +14,8 @@ from torch import nn
 
 from mirror_nb.errors import TransferError
 from mirror_nb.mirroring.handles import Handles
-from mirror_nb.transfer.told import Groups, Told, is_told, take_told
+from mirror_nb.noticing.refilling import is_trained
+from mirror_nb.transfer.told import Groups, Told, is_told, parameters_of, take_told
 
 
 @final
@@ -71,7 +72,16 @@ class Objects:
                     if parameter is not None:
                         self._places.setdefault(id(parameter), (weakref.ref(parameter), ("trained", handle, i)))
         there, token = self._places.get(id(obj), (lambda: None, None))
-        return token if there() is obj else None
+        return token if there() is obj else self._put_in_its_place(obj) if is_trained(obj) else None
+
+    def _put_in_its_place(self, obj: object) -> Any:
+        """Return what stands for a tensor that has come in the place of another one that an optimizer trained."""
+        for handle, groups in self._groups.items():
+            now = parameters_of(self.find(handle))
+            found = next((i for i, parameter in enumerate(now) if parameter is obj), None)
+            if found is not None and len(now) == len(groups.parameters()):
+                return ("trained", handle, found)
+        return None
 
     def release(self, *handles: str) -> None:
         """The controller has them no more."""
