@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -263,6 +264,19 @@ def test_lines_for_the_screen_and_for_a_file_are_written_as_there(own, tmp_path,
     logger.error("three")
     assert capsys.readouterr() == ("ERROR three\n", "THREE\n")
     assert Path(path).read_text() == "one\ntwo\n"
+
+
+def test_lines_of_a_handler_that_has_a_console_are_written_to_its_file(own, capsys):
+    before, logger, handler = current(), logging.getLogger("mirror_nb_test"), logging.Handler()
+    # As rich's has one.
+    handler.console = types.SimpleNamespace(file=sys.__stdout__)  # type: ignore[attr-defined]
+    logger.addHandler(handler)
+    told = changes(before, current())
+    logger.removeHandler(handler)
+    assert told is not None
+    follow(told)
+    logger.error("one")
+    assert capsys.readouterr().out == "one\n"
 
 
 def test_a_log_file_that_is_written_anew_has_the_lines_of_both_sides(own, tmp_path):

@@ -265,10 +265,10 @@ def _told(handler: logging.Handler) -> Handler | None:
     if isinstance(handler, logging.FileHandler):
         to = handler.baseFilename
         _append(handler.stream)
-    elif isinstance(handler, logging.StreamHandler):
-        to = _STREAMS.get(getattr(handler.stream, "name", ""), "")
     else:
-        to = ""
+        # Those of rich write to the file of a console: replicas to the same one, without its colours.
+        file = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
+        to = _STREAMS.get(getattr(file, "name", ""), "")
     if to in ("", os.devnull):
         return None
     formatter = None if handler.formatter is None else _pickled(handler.formatter)
