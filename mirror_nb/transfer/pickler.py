@@ -145,12 +145,12 @@ class Pickler(cloudpickle.Pickler):
     @functools.cached_property
     def _bare(self) -> dict[int, tuple[str, str]]:
         """Where modules have objects of no class of their own, by id."""
-        # Not one that is loaded once something is asked of it.
+        # Not one that is loaded once something is asked of it, and none that others could not import.
         loaded = [(name, vars(it)) for name, it in tuple(sys.modules.items()) if type(it) is types.ModuleType]
         return {
             id(value): (module, name)
             for module, names in loaded
-            if module != "__main__"
+            if module != "__main__" and names.get("__spec__") is not None
             for name, value in tuple(names.items())
             if type(value) is object
         }
