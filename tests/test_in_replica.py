@@ -530,6 +530,21 @@ strategy.run(replica)
     assert cell(replicas(2), "strategy.reduce('sum', mine, axis=None).item()") == [3, 3]
 
 
+def test_who_fails_before_a_merge_call_has_not_left_it_out(replicas):
+    source = """
+def replica():
+    if replica_id:
+        raise ValueError("bad")
+    get_replica_context().merge_call(lambda merging: None)
+
+strategy.run(replica)
+"""
+    ran = run_cell(replicas(2), IMPORTS + source)
+    assert ran.errors[1] == "ValueError"
+    assert ran.report.failures[0].secondary
+    assert DIFFERENT not in ran.report.failures[0].message
+
+
 def test_what_a_merge_function_raises_leaves_the_context_as_it_was(replicas):
     source = """
 failed = raised(lambda: strategy.run(lambda: get_replica_context().merge_call(lambda merging: 1 / 0)))
