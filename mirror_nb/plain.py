@@ -85,6 +85,11 @@ def copied(
         return NOT_PLAIN
 
 
+def is_plain(value: Any) -> bool:
+    """Whether `copied` returns a copy of a value."""
+    return _is_plain(value, ATOMS, _COLLECTIONS, FEW)
+
+
 def is_large(value: Any, atoms: frozenset[type]) -> bool:
     """Whether a value would be plain if it had fewer items."""
     return type(value) not in atoms and _is_plain(value, atoms, _COLLECTIONS | LIKE_THEM, sys.maxsize)

@@ -20,11 +20,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from mirror_nb import plain
 from mirror_nb.environment.sources import is_users
 from mirror_nb.noticing.streams import is_stream
 from mirror_nb.transfer.pickler import OF_PROCESS
 from mirror_nb.transfer.told import is_told, told_of
 
+PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 CONTAINERS = (list, dict, set, tuple, bytearray, array.array, collections.deque)
 
 
@@ -35,10 +37,11 @@ def is_own(value: object) -> bool:
     library = kind.__module__.partition(".")[0]
     if library == "mirror_nb" or any(value is its for its in OF_PROCESS.values()):
         return False
-    plain = kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind)
-    plain = plain or is_data(kind) or is_estimator(kind)
+    known = kind in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(kind)
+    known = known or is_data(kind) or is_estimator(kind)
     container = isinstance(value, _ABSTRACT)
-    if not (plain or container or is_users(kind.__module__) or is_stream(value) or _is_known(kind)):
+    known = known or container or is_users(kind.__module__) or is_stream(value) or _is_known(kind)
+    if not (known or _counts(value)):
         return False
     # Of an optimizer of the user's class each side hears by itself what the other changes, as of torch's.
     return not is_told(value) or told_of(value) is None
@@ -56,6 +59,19 @@ def _is_known(kind: type) -> bool:
         callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict")
     )
     return has_state or all(hasattr(kind, name) for name in ("keys", "__getitem__", "__setitem__"))
+
+
+def _counts(value: object) -> bool:
+    """Whether a library's object has plain values for attributes, not too many, and pickle takes these alone.
+
+    A meter, say, settings, how to split. Not what data comes from: loaders tell of that.
+    """
+    kind = type(value)
+    if isinstance(value, (torch.utils.data.Dataset, torch.utils.data.Sampler)) or not kind.__dictoffset__:
+        return False
+    if not all(getattr(kind, name, None) is getattr(object, name, None) for name in PICKLING):
+        return False
+    return plain.is_plain(vars(value))
 
 
 def has_settings(value: object) -> bool:

@@ -15,12 +15,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from mirror_nb.noticing.kinds import is_estimator, is_own, is_table, keeps
+from mirror_nb.noticing.kinds import PICKLING, is_estimator, is_own, is_table, keeps
 from mirror_nb.noticing.slots import own_attributes, set_attributes, slots_of
 from mirror_nb.noticing.streams import is_stream, move, place
 from mirror_nb.tensors.layouts import is_block, is_expanded
 
-_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _OF_ATTRIBUTES = ("attr._make", "pydantic.main", "omegaconf.basecontainer", "ml_collections.config_dict.config_dict")
 # Modules whose classes have such ways of their own.
 LOOSE = (torch.Tensor, nn.Parameter)
@@ -38,7 +37,7 @@ def is_refillable(value: object) -> bool:
     kind = type(value)
     # An estimator adds the version to what is pickled.
     plain = (
-        kind is types.SimpleNamespace or is_estimator(kind) or all(_takes_attributes(kind, name) for name in _PICKLING)
+        kind is types.SimpleNamespace or is_estimator(kind) or all(_takes_attributes(kind, name) for name in PICKLING)
     )
     return plain and (hasattr(value, "__dict__") or bool(slots_of(kind))) and is_own(value)
 
@@ -64,7 +63,7 @@ def _is_plain_dict(kind: type) -> bool:
     return (
         issubclass(kind, dict)
         and kind.__dictoffset__ != 0
-        and all(getattr(kind, name, None) is getattr(dict, name, None) for name in _PICKLING)
+        and all(getattr(kind, name, None) is getattr(dict, name, None) for name in PICKLING)
         and not slots_of(kind)
     )
 
