@@ -242,6 +242,7 @@ def load_ipython_extension(shell: Any) -> None:
         from mirror_nb.environment.surroundings import follow_cells
         from mirror_nb.notebook.magics import MirrorMagics
         from mirror_nb.pool.local import end_children, warm_up
+        from mirror_nb.replica.shell import show_figures
 
     warm_up()
     if not known:
@@ -249,6 +250,8 @@ def load_ipython_extension(shell: Any) -> None:
         # Set by a kernel that was asked to shut down or to restart.
         shell.observe(lambda change: end_children(), "exit_now")
         follow_cells()
+        # Those that come from a mirrored cell.
+        show_figures(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:

@@ -45,3 +45,8 @@ def test_a_figure_that_a_cell_makes_is_one_figure_in_the_notebook(run, tmp_path)
 def test_what_plot_returns_at_the_end_of_a_cell_is_one_list(run):
     lines = run("%%mirrored --quiet\nfrom matplotlib.figure import Figure\nFigure().subplots().plot([1, replica_id])")
     assert [type(line).__name__ for line in lines] == ["Line2D"]
+
+
+def test_a_figure_that_comes_from_a_mirrored_cell_is_shown_as_a_picture_in_the_notebook(run, shell):
+    run("%%mirrored --quiet\nfrom matplotlib.figure import Figure\nmade = Figure(); made.subplots()")
+    assert [data.keys() >= {"image/png"} for data in shown(shell, "display(made)")] == [True]

@@ -277,11 +277,16 @@ def make_shell(emit: Callable[[object], None], module: types.ModuleType | None) 
     )
     shell.display_pub.emit = emit
     shell.display_trap.hook = shell.displayhook
+    show_figures(shell)
+    return shell
+
+
+def show_figures(shell: InteractiveShell) -> None:
+    """Have figures of matplotlib shown as pictures, also in a process that has made none itself."""
     # By name, so that matplotlib is not imported for it. With a first figure of pyplot's it puts its own way in place.
     drawn = functools.partial(print_figure, fmt="png", base64=True)
     shows: Any = shell.display_formatter
     shows.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", drawn)
-    return shell
 
 
 def refuse_input(prompt: object = "") -> str:
